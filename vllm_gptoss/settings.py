@@ -1,0 +1,79 @@
+"""The plugin's own settings: `--additional-config '{"gptoss": {...}}'`, or `GPTOSS_*` variables.
+
+The config wins over the environment. An unknown key or value is an error that names what there is.
+vLLM hashes `additional_config` into its compile cache key, so the two ways differ in nothing but reach.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+Experts = Literal[
+    "auto",
+    "upstream",
+    "gptoss",
+    "triton",
+    "marlin",
+    "humming",
+    "flashinfer_trtllm",
+    "flashinfer_trtllm_mxfp8",
+    "flashinfer_cutlass",
+    "aiter",
+    "native",
+    "dequantize",
+]
+
+
+class SettingsError(ValueError):
+    """A plugin setting that does not exist or cannot have that value."""
+
+
+class Settings(BaseModel):
+    """Everything a user may wish of the plugin. Field names are the keys; `GPTOSS_<NAME>` the variables."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    experts: Experts = Field("auto", description="MXFP4 expert kernel; `upstream` leaves vLLM's own choice")
+    layers: Literal["auto", "upstream", "gptoss"] = Field("auto", description="fused decode layer kernels")
+    endpoint: bool = Field(True, description="serve /v1/responses with the plugin's handler")
+    parser: bool = Field(True, description="read Harmony with the plugin's parser in chat completions")
+    strict_tools: bool = Field(True, description="constrain tool calls to the offered tools and schemas")
+    store: str = Field(
+        "", description="SQLAlchemy URL of the response store; empty: SQLite in the user's state directory"
+    )
+    tools: str = Field("", description="tool servers; empty: what --tool-server says")
+
+    @classmethod
+    def load(cls, additional_config: object = None, environ: Mapping[str, str] | None = None) -> Settings:
+        """Reads the `gptoss` entry of vLLM's additional config over the environment.
+
+        Raises:
+            SettingsError: an unknown key, or a value that its key does not take.
+        """
+        environ = os.environ if environ is None else environ
+        values: dict[str, Any] = {}
+        for name in cls.model_fields:
+            if (value := environ.get(f"GPTOSS_{name.upper()}")) is not None:
+                values[name] = value
+        own = additional_config.get("gptoss", {}) if isinstance(additional_config, Mapping) else {}
+        if not isinstance(own, Mapping):
+            raise SettingsError(f'additional_config["gptoss"] must be an object, got {type(own).__name__}')
+        try:
+            return cls(**{**values, **own})
+        except ValidationError as error:
+            raise SettingsError(_explain(error, cls)) from None
+
+
+def _explain(error: ValidationError, cls: type[Settings]) -> str:
+    lines = []
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            lines.append(f"unknown gptoss setting {key!r}; there are {', '.join(sorted(cls.model_fields))}")
+        else:
+            lines.append(f"gptoss setting {key!r} (GPTOSS_{key.upper()}): {problem['msg']}, got {problem['input']!r}")
+    return "; ".join(lines)
