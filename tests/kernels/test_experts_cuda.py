@@ -1,0 +1,110 @@
+"""The sm90 expert kernels without a GPU: they compile for every shape, and the cubin cache survives what disks do."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from vllm_gptoss.kernels import experts, nvrtc
+
+SOURCE = 'extern "C" __global__ void touch(int* p) { p[threadIdx.x] = N; }'
+
+
+@pytest.fixture(autouse=True)
+def has_compiler() -> None:
+    try:
+        nvrtc.library()
+    except nvrtc.NvrtcError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("GPTOSS_CACHE", str(tmp_path / "kernels"))
+    return tmp_path / "kernels"
+
+
+@pytest.mark.parametrize("intermediate", [2880, 1472, 768, 384])
+@pytest.mark.parametrize(("local", "routed"), [(32, 32), (128, 128), (16, 32)])
+def test_both_projections_compile_for_every_rank(intermediate: int, local: int, routed: int) -> None:
+    shapes = [
+        (2 * intermediate, 2880, experts.UP),
+        (2880, intermediate, experts.DOWN),
+        (2880, intermediate, experts.DOWN_FEWEST),
+    ]
+    for rows, columns, tuning in shapes:
+        tuning = experts.fitted(tuning, columns // 64)
+        pairs = -(-columns // 128) * 2
+        macros = experts.defines(tuning, rows, columns // 64, pairs, local, 4, routed, (1, 0), local != routed)
+        assert nvrtc.compile_cubin(experts.SOURCE.read_text(), "sm_90", [f"-D{k}={v}" for k, v in macros.items()])
+
+
+@pytest.mark.parametrize("mode", [(0, 0), (0, 1), (1, 0), (2, 0)])
+def test_every_routing_dtype_compiles(mode: tuple[int, int]) -> None:
+    macros = experts.defines(experts.UP, 5760, 45, 46, 32, 4, 32, mode, True)
+    assert nvrtc.compile_cubin(experts.SOURCE.read_text(), "sm_90", [f"-D{k}={v}" for k, v in macros.items()])
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8, 9, 32])
+def test_shared_memory_fits_for_every_token_count(tokens: int) -> None:
+    for which, tuning in (
+        ("experts_up", experts.UP),
+        ("experts_down", experts.DOWN),
+        ("experts_down", experts.DOWN_FEWEST),
+    ):
+        rows, _ = experts.staged_rows(which, tokens)
+        assert experts.shared_bytes(tuning, 45, rows) <= experts.SHARED_LIMIT
+
+
+def test_a_source_error_carries_the_compilers_log() -> None:
+    with pytest.raises(nvrtc.NvrtcError, match="undefined"):
+        nvrtc.compile_cubin(SOURCE, "sm_90", [])
+
+
+def test_second_use_reads_the_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = nvrtc.cubin(SOURCE, "sm_90", ["-DN=1"])
+    monkeypatch.setattr(nvrtc, "compile_cubin", lambda *_: pytest.fail("compiled again"))
+    assert nvrtc.cubin(SOURCE, "sm_90", ["-DN=1"]) == first
+    assert [path.suffix for path in cache.iterdir()] == [".cubin"]
+
+
+def test_a_damaged_entry_is_compiled_again_and_said(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole = nvrtc.cubin(SOURCE, "sm_90", ["-DN=2"])
+    [entry] = cache.iterdir()
+    entry.write_bytes(entry.read_bytes()[:-7])
+    with caplog.at_level(logging.WARNING):
+        assert nvrtc.cubin(SOURCE, "sm_90", ["-DN=2"]) == whole
+    assert [record for record in caplog.records if "damaged" in record.message]
+    assert nvrtc._verified(entry.read_bytes()) == whole
+
+
+def test_an_unwritable_cache_costs_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("GPTOSS_CACHE", str(tmp_path / "file" / "kernels"))
+    with caplog.at_level(logging.WARNING):
+        assert nvrtc.cubin(SOURCE, "sm_90", ["-DN=3"])
+    assert sum("not kept" in record.message for record in caplog.records) == 1
+
+
+def test_options_and_source_make_different_entries(cache: Path) -> None:
+    nvrtc.cubin(SOURCE, "sm_90", ["-DN=4"])
+    nvrtc.cubin(SOURCE, "sm_90", ["-DN=5"])
+    nvrtc.cubin(SOURCE + "\n", "sm_90", ["-DN=5"])
+    assert len(list(cache.iterdir())) == 3
+
+
+def test_the_custom_op_is_traceable() -> None:
+    """torch.compile sees a shape, never the launch: the fake runs on tensors without storage."""
+    with FakeTensorMode():
+        x = torch.empty(3, 2880, dtype=torch.bfloat16, device="cuda")
+        logits = torch.empty(3, 32, dtype=torch.bfloat16, device="cuda")
+        weights = [torch.empty(32, 1440, 5760, dtype=torch.uint8, device="cuda")] * 6
+        out = torch.ops.vllm_gptoss.mxfp4_experts(x, logits, None, *weights, None, 4, 32, 1.702, 7.0)
+    assert out.shape == x.shape
+    assert out.dtype == x.dtype

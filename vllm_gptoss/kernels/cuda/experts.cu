@@ -1,0 +1,687 @@
+// MXFP4 experts of gpt-oss for few tokens on sm90. Compiled by NVRTC, no headers; see docs/kernels.md.
+//
+// Weight rows are the M dimension of mma.m16n8k16, tokens are N = 8. The weights lie as triton_kernels'
+// HopperMXValueLayout and HopperMXScaleLayout put them (kernels/mxfp4.py has the index maps): for a tile of 16 rows
+// x 64 columns, one 16-byte load per lane is the A operand of four mma steps and one 4-byte load its scales.
+//
+// A unit of work is R tiles of 16 rows over all of K for one "slot": an expert and up to 8 of its tokens. Every block
+// computes the slots from the top-k ids itself, takes an equal share of consecutive units, and its groups of
+// WPU warps take units in turn, each warp a share of K. Weights stream through a ring in shared memory that is
+// private to each lane: cp.async in, 16-byte load out, no barrier.
+//
+// Compile-time: KT tiles of 64 columns, NROWS weight rows (multiple of 16), SKT column pairs of 32 in the scale
+// storage, EXPERTS local experts, ACTIVE experts per token, NWARPS, R, WPU warps per unit, DEPTH tiles in each warp's ring,
+// CHUNK tiles per cp.async group (divides DEPTH), MINBLOCKS per multiprocessor (caps the registers),
+// LOGITS 1: the ids come as router logits [T, ROUTED] and are chosen here, ID64: ids are int64, MAPPED: expert map.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+constexpr int MAX_TOKENS = 32;
+constexpr int MAX_PAIRS = MAX_TOKENS * ACTIVE;
+constexpr int NT = NROWS / 16;               // row tiles of an expert
+constexpr int NT_PAIRED = NT / 16 * 16;      // tiles in whole blocks of 256 rows
+constexpr int NU = NT / R;                   // units of a slot
+constexpr int KS = (KT + WPU - 1) / WPU;     // tiles of 64 columns per warp
+constexpr int ROUNDS = (KS + DEPTH - 1) / DEPTH;  // turns of the ring in one unit
+constexpr bool EVEN = KT == WPU * ROUNDS * DEPTH;  // no warp has a tile less than another
+constexpr int NCH = DEPTH / CHUNK;
+constexpr int NGROUPS = NWARPS / WPU;
+constexpr int THREADS = NWARPS * 32;
+constexpr int WARP_SCALES = DEPTH * R * 512; // a warp's ring: 16 bytes a lane and tile, then two turns of scales
+constexpr int TURN_SCALES = DEPTH * R * 32;
+constexpr int WARP_RING = WARP_SCALES + 2 * TURN_SCALES;
+constexpr int RING_BYTES = NWARPS * WARP_RING;
+static_assert(DEPTH * R <= 16 && NT % R == 0, "one instruction fetches a turn's scales, two lanes a tile");
+constexpr int RED_BYTES = WPU > 1 ? NWARPS * 2 * R * 512 : 0;
+constexpr int XSTRIDE = KT * 128 + 16;       // one activation row in shared memory; the 16 bytes keep banks apart
+constexpr int QUAD_BYTES = KT * 128;         // four weight rows
+constexpr u64 EXPERT_BYTES = (u64)(NROWS / 4) * QUAD_BYTES;
+constexpr int SCALE_ROWS = (NROWS + 255) / 256 * 8;
+constexpr u64 EXPERT_SCALE_BYTES = (u64)SCALE_ROWS * SKT * 64;
+static_assert(NWARPS % WPU == 0 && NROWS % 16 == 0 && NWARPS >= 4 && DEPTH % CHUNK == 0, "shape");
+static_assert(EXPERTS <= 128, "slots are found by one thread per expert, four warps");
+
+#if ID64
+typedef long long topk_t;
+#else
+typedef int topk_t;
+#endif
+
+struct Meta {
+    int ids[MAX_PAIRS];            // local expert of each (token, choice), or -1
+    float weights[MAX_PAIRS];
+    int warp_sums[4];
+    int slots;
+    u8 slot_expert[MAX_PAIRS];
+    u8 slot_count[MAX_PAIRS];
+    u8 slot_pair[MAX_PAIRS][8];
+    u8 near[NWARPS][32];           // slot_expert again, each warp's own copy: known without a block barrier
+};
+constexpr int META_BYTES = (sizeof(Meta) + 127) / 128 * 128;
+
+__device__ __forceinline__ u32 smem_addr(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void grid_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void cp16(u32 dst, const u8* src) {
+    asm volatile("cp.async.cg.shared.global" CP_HINT " [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
+}
+__device__ __forceinline__ void cp4(u32 dst, const u8* src) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
+}
+__device__ __forceinline__ void cp_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> __device__ __forceinline__ void cp_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+__device__ __forceinline__ uint4 lds16(u32 a) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(a));
+    return v;
+}
+__device__ __forceinline__ u32 lds4(u32 a) {
+    u32 v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a));
+    return v;
+}
+__device__ __forceinline__ void ldmatrix4(u32 (&b)[4], u32 a) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(a));
+}
+__device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
+    u32 d;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+__device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ u16 to_bf16(float f) {
+    u16 h;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(f));
+    return h;
+}
+__device__ __forceinline__ float ld_cg(const float* p) {
+    float v;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p) : "memory");
+    return v;
+}
+__device__ __forceinline__ uint4 ld_cg16(const u8* p) {
+    uint4 v;
+    asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+    return v;
+}
+
+// One 32-bit word of packed e2m1 is four bf16x2 A registers; each e2m1 pattern s|ee|m sits at bits 15 and 8..6, which
+// as a bfloat16 is the value x 2^-126. The activations carry 2^64, so the products are values x 2^-62, far from both
+// ends of float32, and the group's scale brings the missing 2^62: every factor is a power of two, nothing is rounded.
+//
+// Integer logic and shifts run at half rate and bound this kernel's arithmetic, so a scale's exponent is moved by a
+// product, in the other pipe. Its factor 2^23 is a kernel argument: a constant would be turned back into a shift.
+__device__ __forceinline__ void step(float (&c)[4], u32 w, u32 b0, u32 b1) {
+    constexpr u32 M = 0x81C081C0u;
+    const u32 last = ((w << 1) & 0x80008000u) | ((w >> 3) & 0x01800180u) | ((w >> 7) & 0x00400040u);
+    mma(c, w & M, (w << 3) & M, (w << 6) & M, last, b0, b1);
+}
+constexpr u32 TWO_64 = 0x5F805F80u;  // bf16x2
+
+// One group of 32 columns: two steps, then c += scale x sum. Scales are e8m0 (2^(s - 127)) of rows g and g + 8.
+__device__ __forceinline__ void group(
+    float (&c)[4], u32 w0, u32 w1, float lo, float hi, const u32* b) {
+    float d[4] = {0.f, 0.f, 0.f, 0.f};
+    step(d, w0, b[0], b[1]);
+    step(d, w1, b[2], b[3]);
+    c[0] = fmaf(d[0], lo, c[0]);
+    c[1] = fmaf(d[1], lo, c[1]);
+    c[2] = fmaf(d[2], hi, c[2]);
+    c[3] = fmaf(d[3], hi, c[3]);
+}
+
+// Byte I of the scale word as the float 2^(s - 127 + 62); s <= 192, checked at load.
+template <int I> __device__ __forceinline__ float scale(u32 word, u32 two_23) {
+    u32 d;
+    asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(__byte_perm(word, 0, 0x4440 | I)), "r"(two_23), "n"(62u << 23));
+    return __uint_as_float(d);
+}
+
+__device__ __forceinline__ int row_tile(int j) {
+    // Neighbours share one 64-byte line of scales: tiles t and t + 8 of a block of 256 rows.
+    return j < NT_PAIRED ? (j & ~15) + ((j & 1) << 3) + ((j & 15) >> 1) : j;
+}
+
+// Router logits to the ACTIVE largest (ties: the lower expert) and their softmax, one warp per token.
+__device__ __forceinline__ void choose(Meta& m, const u8* logits, const int* map, int tokens, int warp, int lane) {
+#if LOGITS
+    constexpr int PER = (ROUTED + 31) / 32;
+    for (int t = warp; t < tokens; t += NWARPS) {
+        u32 key[PER];
+        #pragma unroll
+        for (int i = 0; i < PER; i++) {
+            int e = lane + 32 * i;
+            u32 bits = 0xFF800000u;  // -inf
+            if (e < ROUTED) {
+#if LOGITS == 2
+                asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(bits) : "l"(logits + ((u64)t * ROUTED + e) * 4));
+#else
+                u16 h;
+                asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(h) : "l"(logits + ((u64)t * ROUTED + e) * 2));
+                bits = (u32)h << 16;
+#endif
+            }
+            key[i] = bits & 0x80000000u ? ~bits : bits | 0x80000000u;  // unsigned order = float order
+        }
+        float value[ACTIVE];
+        #pragma unroll
+        for (int a = 0; a < ACTIVE; a++) {
+            u32 best = 0;
+            #pragma unroll
+            for (int i = 0; i < PER; i++) best = max(best, key[i]);
+            best = __reduce_max_sync(~0u, best);
+            u32 where = 1 << 20;
+            #pragma unroll
+            for (int i = PER - 1; i >= 0; i--) where = key[i] == best ? lane + 32 * i : where;
+            where = __reduce_min_sync(~0u, where);
+            #pragma unroll
+            for (int i = 0; i < PER; i++) key[i] = where == lane + 32 * i ? 0 : key[i];
+            value[a] = __uint_as_float(best & 0x80000000u ? best & 0x7FFFFFFFu : ~best);
+            if (lane == 0) {
+                int e = where < ROUTED ? (int)where : 0;
+#if MAPPED
+                e = map[e];
+#endif
+                m.ids[t * ACTIVE + a] = e;
+            }
+        }
+        float sum = 0.f;
+        #pragma unroll
+        for (int a = 0; a < ACTIVE; a++) sum += __expf(value[a] - value[0]);
+        if (lane < ACTIVE) {
+            float mine = value[0];
+            #pragma unroll
+            for (int a = 1; a < ACTIVE; a++) mine = lane == a ? value[a] : mine;
+            m.weights[t * ACTIVE + lane] = __expf(mine - value[0]) / sum;
+        }
+    }
+#endif
+}
+
+__device__ __forceinline__ int local_expert(const u8* routing, const int* map, int i) {
+    topk_t id;
+#if ID64
+    asm volatile("ld.global.cg.s64 %0, [%1];" : "=l"(id) : "l"(routing + 8 * i));
+#else
+    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(id) : "l"(routing + 4 * i));
+#endif
+    int e = (int)id;
+#if MAPPED
+    e = e < 0 ? -1 : map[e];
+#endif
+    return e < EXPERTS ? e : -1;
+}
+
+// The slots of up to 32 pairs, by every warp for itself: experts in the order of their first pair. Warp 0 publishes
+// them (complete after the next block barrier). -1 if an expert has more than 8 pairs.
+__device__ __forceinline__ int find_slots_near(
+    Meta& m, const u8* routing, const float* weights, const int* map, int pairs, int warp, int lane) {
+#if LOGITS
+    const int e = lane < pairs ? m.ids[lane] : -1;
+#else
+    const int e = lane < pairs ? local_expert(routing, map, lane) : -1;
+    if (warp == 0 && weights && lane < pairs) m.weights[lane] = ld_cg(weights + lane);
+#endif
+    const u32 same = __match_any_sync(~0u, e), below = (1u << lane) - 1;
+    const bool valid = e >= 0;
+    const int rank = __popc(same & below), count = __popc(same);
+    if (__any_sync(~0u, valid && count > 8)) return -1;
+    const u32 leaders = __ballot_sync(~0u, valid && rank == 0);
+    const int slot = __popc(leaders & ((1u << (__ffs(same) - 1)) - 1));
+    if (valid && rank == 0) m.near[warp][slot] = e;
+    if (warp == 0) {
+#if !LOGITS
+        m.ids[lane] = e;
+#endif
+        if (valid) {
+            m.slot_pair[slot][rank] = lane;
+            m.slot_expert[slot] = e;
+            m.slot_count[slot] = count;
+        }
+    }
+    __syncwarp();
+    return __popc(leaders);
+}
+
+// The slots of any number of pairs: experts in ascending order, 8 pairs at a time. Ends with a block barrier.
+__device__ __forceinline__ int find_slots_far(
+    Meta& m, const u8* routing, const float* weights, const int* map, int tokens, int thread) {
+    const int pairs = tokens * ACTIVE, warp = thread >> 5, lane = thread & 31;
+#if !LOGITS
+    for (int i = thread; i < pairs; i += THREADS) {
+        m.ids[i] = local_expert(routing, map, i);
+        if (weights) m.weights[i] = ld_cg(weights + i);
+    }
+#endif
+    __syncthreads();
+    int count = 0, slots = 0, before = 0;
+    if (warp < 4) {
+        for (int i = 0; i < pairs; i++) count += m.ids[i] == thread;
+        count = thread < EXPERTS ? count : 0;
+        slots = (count + 7) >> 3;
+        before = slots;
+        #pragma unroll
+        for (int d = 1; d < 32; d <<= 1) {
+            int v = __shfl_up_sync(~0u, before, d);
+            before += lane >= d ? v : 0;
+        }
+        if (lane == 31) m.warp_sums[warp] = before;
+        before -= slots;
+    }
+    __syncthreads();
+    if (warp < 4) {
+        int total = 0;
+        #pragma unroll
+        for (int i = 0; i < 4; i++) {
+            before += i < warp ? m.warp_sums[i] : 0;
+            total += m.warp_sums[i];
+        }
+        if (thread == 0) m.slots = total;
+        if (count) {
+            for (int s = 0; s < slots; s++) {
+                m.slot_expert[before + s] = thread;
+                m.slot_count[before + s] = min(count - 8 * s, 8);
+            }
+            int seen = 0;
+            for (int i = 0; i < pairs; i++)
+                if (m.ids[i] == thread) {
+                    m.slot_pair[before + (seen >> 3)][seen & 7] = i;
+                    seen++;
+                }
+        }
+    }
+    __syncthreads();
+    return m.slots;
+}
+
+struct Routing {
+    int slots;
+    const u8* experts;   // of each slot
+};
+
+__device__ __forceinline__ Routing find_slots(
+    Meta& m, const u8* routing, const float* weights, const int* map, int tokens, int thread) {
+    const int warp = thread >> 5, lane = thread & 31, pairs = tokens * ACTIVE;
+#if LOGITS
+    choose(m, routing, map, tokens, warp, lane);
+    __syncthreads();
+#endif
+    if (pairs <= 32) {
+        const int slots = find_slots_near(m, routing, weights, map, pairs, warp, lane);
+        if (slots >= 0) return {slots, m.near[warp]};
+    }
+    const int slots = find_slots_far(m, routing, weights, map, tokens, thread);
+    return {slots, m.slot_expert};
+}
+
+struct Work {
+    int first, last;     // units of this block
+    int slots;
+    const u8* experts;
+    int warp, lane, group, part, tiles;
+    u32 ring, scales;    // shared memory: this lane's values of tile 0, this warp's scales
+};
+
+__device__ __forceinline__ Work share(const Routing& r, u32 ring_base, int thread) {
+    Work w;
+    const u64 units = (u64)r.slots * NU;
+    w.first = (int)(units * blockIdx.x / gridDim.x);
+    w.last = (int)(units * (blockIdx.x + 1) / gridDim.x);
+    w.slots = r.slots;
+    w.experts = r.experts;
+    w.warp = thread >> 5;
+    w.lane = thread & 31;
+    w.group = w.warp / WPU;
+    w.part = w.warp % WPU;
+    w.tiles = min(KS, KT - w.part * KS);
+    w.ring = ring_base + w.warp * WARP_RING + w.lane * 16;
+    w.scales = ring_base + w.warp * WARP_RING + WARP_SCALES;
+    return w;
+}
+
+// Where one lane's share of one unit starts: its values in each row tile, and the 16 bytes of scales it fetches.
+struct Source {
+    const u8* values[R];
+    const u8* scales;
+};
+
+__device__ __forceinline__ Source source(
+    const Work& w, const u8* __restrict__ values, const u8* __restrict__ scales, int unit) {
+    const int slot = unit / NU, first = (unit - slot * NU) * R, expert = w.experts[slot];
+    const int g = w.lane >> 2, t = w.lane & 3;
+    Source s;
+    #pragma unroll
+    for (int r = 0; r < R; r++)
+        s.values[r] = values + expert * EXPERT_BYTES + (u64)(row_tile(first + r) * 4 + (g >> 1)) * QUAD_BYTES
+                      + (g & 1) * 64 + t * 16 + w.part * KS * 128;
+    const int tile = row_tile(first + (R == 1 ? 0 : (w.lane >> 1) & (R - 1)));
+    s.scales = scales + expert * EXPERT_SCALE_BYTES
+               + (u64)(((tile >> 4) * 8 + (tile & 7)) * SKT + w.part * KS + w.lane / (2 * R)) * 64
+               + ((tile >> 3) & 1) * 32 + (w.lane & 1) * 16;
+    return s;
+}
+
+// Starts the loads of chunk `ch` of one turn of the ring; `s` points at the turn's first tile, of which this warp has
+// `left`. The first chunk brings the whole turn's scales into buffer `turn`. Always commits, so that every thread
+// counts the same groups.
+__device__ __forceinline__ void fetch(const Work& w, const Source& s, int left, int ch, int turn, bool live) {
+    if (live) {
+        if (ch == 0 && w.lane < 2 * R * (EVEN ? DEPTH : min(DEPTH, left)))
+            cp16(w.scales + turn * TURN_SCALES + w.lane * 16, s.scales);
+        #pragma unroll
+        for (int k = ch * CHUNK; k < (ch + 1) * CHUNK; k++)
+            #pragma unroll
+            for (int r = 0; r < R; r++)
+                if (EVEN || k < left) cp16(w.ring + (k * R + r) * 512, s.values[r] + k * 128);
+    }
+    cp_commit();
+}
+
+// Starts the first unit's first turn. Everything after it is fetched by `multiply`.
+__device__ __forceinline__ Source prefetch(const Work& w, const u8* values, const u8* scales) {
+    const int unit = w.first + w.group;
+    const bool live = unit < w.last;
+    Source s = {};
+    if (live) s = source(w, values, scales, unit);
+    #pragma unroll
+    for (int ch = 0; ch < NCH; ch++) fetch(w, s, w.tiles, ch, 0, live);
+    return s;
+}
+
+// Stages activation rows, times 2^64. The row of a pair is pair / divisor.
+struct Rows {
+    static constexpr int BATCH = 6;
+    uint4 v[BATCH];
+};
+
+__device__ __forceinline__ void put_piece(u8* to, int p, uint4 v) {
+    v.x = mul_bf16x2(v.x, TWO_64);
+    v.y = mul_bf16x2(v.y, TWO_64);
+    v.z = mul_bf16x2(v.z, TWO_64);
+    v.w = mul_bf16x2(v.w, TWO_64);
+    *reinterpret_cast<uint4*>(to + p / (KT * 8) * XSTRIDE + p % (KT * 8) * 16) = v;
+}
+
+// All rows of x, 16 bytes a piece: asked for before anything else, so that they do not queue behind the weights.
+__device__ __forceinline__ void ask_all(Rows& rows, const u8* __restrict__ x, int tokens, int thread) {
+    #pragma unroll
+    for (int j = 0; j < Rows::BATCH; j++)
+        if (thread + j * THREADS < tokens * (KT * 8)) rows.v[j] = ld_cg16(x + (u64)(thread + j * THREADS) * 16);
+}
+
+__device__ __forceinline__ void put_all(
+    const Rows& rows, u8* xs, const u8* __restrict__ x, int tokens, int thread) {
+    #pragma unroll
+    for (int j = 0; j < Rows::BATCH; j++)
+        if (thread + j * THREADS < tokens * (KT * 8)) put_piece(xs, thread + j * THREADS, rows.v[j]);
+    for (int p = thread + Rows::BATCH * THREADS; p < tokens * (KT * 8); p += THREADS)
+        put_piece(xs, p, ld_cg16(x + (u64)p * 16));
+}
+
+// The rows that this block's (at most two) slots read, one slot after another.
+__device__ __forceinline__ void load_rows(
+    const Work& w, const Meta& m, u8* xs, const u8* __restrict__ x, int divisor, int rows, int thread) {
+    constexpr int BATCH = 4;
+    if (w.first >= w.last) return;
+    const int first = w.first / NU, last = (w.last - 1) / NU;
+    for (int slot = first; slot <= last; slot++) {
+        const int pieces = m.slot_count[slot] * (KT * 8);
+        u8* to = xs + (slot - first) * rows * XSTRIDE;
+        for (int i = thread; i < pieces; i += BATCH * THREADS) {
+            uint4 v[BATCH];
+            #pragma unroll
+            for (int j = 0; j < BATCH; j++) {
+                const int p = i + j * THREADS, r = p / (KT * 8);
+                if (p < pieces)
+                    v[j] = ld_cg16(x + (u64)(m.slot_pair[slot][r] / divisor) * (KT * 128) + (p - r * (KT * 8)) * 16);
+            }
+            #pragma unroll
+            for (int j = 0; j < BATCH; j++)
+                if (i + j * THREADS < pieces) put_piece(to, i + j * THREADS, v[j]);
+        }
+    }
+}
+
+// The product of one unit's share of K, R x 16 rows x 8 tokens in c as mma lays them out, while the ring refills: from
+// the same unit, in its last turn from the next one. `turn` counts the ring's turns.
+__device__ __forceinline__ void multiply(
+    float (&c)[R][4], const Work& w, Source now, const Source& next, bool live, u32 xrow, int& turn, u32 two_23) {
+    #pragma unroll
+    for (int i = 0; i < 4 * R; i++) c[i >> 2][i & 3] = 0.f;
+    int left = w.tiles;
+    #pragma unroll 1
+    for (int round = 0; round < ROUNDS; round++) {
+        #pragma unroll
+        for (int r = 0; r < R; r++) now.values[r] += DEPTH * 128;
+        now.scales += DEPTH * 64;
+        bool more = true;
+        int ahead = left - DEPTH;
+        if (round == ROUNDS - 1) {
+            now = next;
+            more = live;
+            ahead = w.tiles;
+        }
+        const u32 scales = w.scales + (turn & 1) * TURN_SCALES + (w.lane >> 2) * 4;
+        #pragma unroll
+        for (int ch = 0; ch < NCH; ch++) {
+            cp_wait<NCH - 1>();
+            __syncwarp();
+            #pragma unroll
+            for (int k = ch * CHUNK; k < (ch + 1) * CHUNK; k++) {
+                if (EVEN || k < left) {
+                    u32 b[4], d[4];
+                    ldmatrix4(b, xrow + k * 128);
+                    ldmatrix4(d, xrow + k * 128 + 64);
+                    #pragma unroll
+                    for (int r = 0; r < R; r++) {
+                        const uint4 v = lds16(w.ring + (k * R + r) * 512);
+                        const u32 s4 = lds4(scales + (k * R + r) * 32);
+                        group(c[r], v.x, v.y, scale<0>(s4, two_23), scale<1>(s4, two_23), b);
+                        group(c[r], v.z, v.w, scale<2>(s4, two_23), scale<3>(s4, two_23), d);
+                    }
+                }
+            }
+            fetch(w, now, ahead, ch, (turn + 1) & 1, more);
+        }
+        xrow += DEPTH * 128;
+        left -= DEPTH;
+        turn++;
+    }
+}
+
+// Publishes a warp's share of a unit and waits for its group's. Buffers alternate: `done` counts the group's units.
+__device__ __forceinline__ float4* exchange(const float (&c)[R][4], const Work& w, float4* red, int done) {
+    float4* shares = red + ((done & 1) * NWARPS + w.group * WPU) * (R * 32);
+    if (WPU > 1) {
+        #pragma unroll
+        for (int r = 0; r < R; r++)
+            shares[(w.part * R + r) * 32 + w.lane] = make_float4(c[r][0], c[r][1], c[r][2], c[r][3]);
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + w.group), "n"(WPU * 32) : "memory");
+    }
+    return shares;
+}
+
+// Whether this warp finishes row tile `r` of the group's unit number `done`: they take turns.
+__device__ __forceinline__ bool finishes(const Work& w, int done, int r) {
+    return WPU == 1 || (done * R + r) % WPU == w.part;
+}
+
+// Sums the group's shares of row tile `r`, in warp order.
+__device__ __forceinline__ void sum_shares(float (&c)[4], const Work& w, const float4* shares, int r) {
+    if (WPU == 1) return;
+    float4 sum = shares[r * 32 + w.lane];
+    #pragma unroll
+    for (int i = 1; i < WPU; i++) {
+        const float4 v = shares[(i * R + r) * 32 + w.lane];
+        sum.x += v.x; sum.y += v.y; sum.z += v.z; sum.w += v.w;
+    }
+    c[0] = sum.x; c[1] = sum.y; c[2] = sum.z; c[3] = sum.w;
+}
+
+#define PROLOGUE                                                                                      \
+    extern __shared__ __align__(128) u8 smem[];                                                       \
+    Meta& m = *reinterpret_cast<Meta*>(smem);                                                         \
+    float4* red = reinterpret_cast<float4*>(smem + META_BYTES);                                       \
+    const u32 ring = smem_addr(smem + META_BYTES + RED_BYTES);                                        \
+    u8* xs = smem + META_BYTES + RED_BYTES + RING_BYTES;                                              \
+    const int thread = threadIdx.x;
+
+// This lane's ldmatrix row in the activations of `slot`; rows past the slot's tokens repeat row 0, unread later.
+__device__ __forceinline__ u32 row_address(
+    const Work& w, const Meta& m, const u8* xs, int slot, int divisor, int rows) {
+    const int n = (w.lane & 7) < m.slot_count[slot] ? w.lane & 7 : 0;
+    const int r = rows ? (slot - w.first / NU) * rows + n : m.slot_pair[slot][n] / divisor;
+    return smem_addr(xs) + r * XSTRIDE + w.part * KS * 128 + (w.lane >> 3) * 16;
+}
+
+// up: act[pair, I] = swiglu(w13[expert] x[token] + b13[expert]); gate and up rows are interleaved.
+extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS) experts_up(
+    const u8* __restrict__ values, const u8* __restrict__ scales, const float* __restrict__ bias,
+    const u8* __restrict__ x, const u8* __restrict__ routing, const float* __restrict__ weights,
+    const int* __restrict__ map, u16* __restrict__ act, int tokens, int rows, u32 two_23,
+    float alpha, float limit) {
+    PROLOGUE
+    grid_wait();
+    grid_launch();
+    Rows early;
+    if (!rows) ask_all(early, x, tokens, thread);
+    const Work w = share(find_slots(m, routing, nullptr, map, tokens, thread), ring, thread);
+    Source now = prefetch(w, values, scales);
+    if (rows) {
+        __syncthreads();
+        load_rows(w, m, xs, x, ACTIVE, rows, thread);
+    } else {
+        put_all(early, xs, x, tokens, thread);
+    }
+    __syncthreads();
+    int turn = 0, done = 0;
+    for (int unit = w.first + w.group; unit < w.last; unit += NGROUPS, done++) {
+        const int slot = unit / NU, next = unit + NGROUPS, first = (unit - slot * NU) * R;
+        Source then = now;
+        if (next < w.last) then = source(w, values, scales, next);
+        const int g = w.lane >> 2, t = w.lane & 3;
+        const float* b = bias + (u64)w.experts[slot] * NROWS + g;
+        float c[R][4];
+        multiply(c, w, now, then, next < w.last, row_address(w, m, xs, slot, ACTIVE, rows), turn, two_23);
+        now = then;
+        const float4* shares = exchange(c, w, red, done);
+        #pragma unroll
+        for (int r = 0; r < R; r++) {
+            if (!finishes(w, done, r)) continue;
+            const int tile = row_tile(first + r);
+            const float bias0 = b[tile * 16], bias8 = b[tile * 16 + 8];
+            sum_shares(c[r], w, shares, r);
+            c[r][0] += bias0; c[r][1] += bias0; c[r][2] += bias8; c[r][3] += bias8;
+            // Lanes of an even row hold gates, of the odd row above it ups: each finishes one of its two tokens.
+            const bool up = g & 1;
+            const float r0 = __shfl_xor_sync(~0u, up ? c[r][0] : c[r][1], 4);
+            const float r1 = __shfl_xor_sync(~0u, up ? c[r][2] : c[r][3], 4);
+            const int n = 2 * t + up;
+            if (n < m.slot_count[slot]) {
+                u16* out = act + (u64)m.slot_pair[slot][n] * (NROWS / 2) + tile * 8 + (g >> 1);
+                #pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const float mine = h ? (up ? c[r][3] : c[r][2]) : (up ? c[r][1] : c[r][0]), other = h ? r1 : r0;
+                    const float gate = fminf(up ? other : mine, limit);
+                    const float lin = fminf(fmaxf(up ? mine : other, -limit), limit);
+                    out[4 * h] = to_bf16(gate / (1.f + __expf(-alpha * gate)) * (lin + 1.f));
+                }
+            }
+        }
+    }
+}
+
+// A partial sum on its way to another block: any float but this NaN, which means "not there yet". The buffer is all
+// EMPTY between launches: whoever reads a partial sum puts EMPTY back. No fence, no counter: the value is the flag.
+constexpr u32 EMPTY = 0xFFFFFFFFu;
+__device__ __forceinline__ void give(u32* p, float v) {
+    const u32 bits = __float_as_uint(v) == EMPTY ? 0x7FC00000u : __float_as_uint(v);
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(bits) : "memory");
+}
+__device__ __forceinline__ u32 look(const u32* p) {
+    u32 v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+
+// One output: the sum of a token's partial sums in the order of its choices, as soon as all have arrived.
+__device__ __forceinline__ u16 combine(const Meta& m, u32* parts, int token, int row) {
+    u32* from = parts + (u64)token * ACTIVE * NROWS + row;
+    u32 seen[ACTIVE];
+    #pragma unroll
+    for (int a = 0; a < ACTIVE; a++) seen[a] = m.ids[token * ACTIVE + a] < 0 ? 0u : look(from + a * NROWS);
+    float sum = 0.f;
+    #pragma unroll
+    for (int a = 0; a < ACTIVE; a++) {
+        while (seen[a] == EMPTY) {
+            __nanosleep(40);
+            seen[a] = look(from + a * NROWS);
+        }
+        sum += __uint_as_float(seen[a]);
+    }
+    #pragma unroll
+    for (int a = 0; a < ACTIVE; a++)
+        if (m.ids[token * ACTIVE + a] >= 0) from[a * NROWS] = EMPTY;
+    return to_bf16(sum);
+}
+
+// down: out[token] = sum over its choices of weight x (w2[expert] act[pair] + b2[expert]). Blocks exchange partial sums
+// and wait for one another at the end, so all of the grid must fit on the GPU at once: one block per multiprocessor.
+extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS) experts_down(
+    const u8* __restrict__ values, const u8* __restrict__ scales, const float* __restrict__ bias,
+    const u8* __restrict__ act, const u8* __restrict__ routing, const float* __restrict__ weights,
+    const int* __restrict__ map, u32* parts, u16* __restrict__ out, int tokens, int rows, u32 two_23) {
+    PROLOGUE
+    // Safe before the wait: `experts_up` launched us after its own wait, so the routing is complete and visible.
+    const Work w = share(find_slots(m, routing, weights, map, tokens, thread), ring, thread);
+    Source now = prefetch(w, values, scales);
+    grid_wait();
+    grid_launch();
+    __syncthreads();
+    load_rows(w, m, xs, act, 1, rows, thread);
+    __syncthreads();
+    int turn = 0, done = 0;
+    for (int unit = w.first + w.group; unit < w.last; unit += NGROUPS, done++) {
+        const int slot = unit / NU, next = unit + NGROUPS, first = (unit - slot * NU) * R;
+        Source then = now;
+        if (next < w.last) then = source(w, values, scales, next);
+        const int g = w.lane >> 2, t = w.lane & 3;
+        const float* b = bias + (u64)w.experts[slot] * NROWS + g;
+        float c[R][4];
+        multiply(c, w, now, then, next < w.last, row_address(w, m, xs, slot, 1, rows), turn, two_23);
+        now = then;
+        const float4* shares = exchange(c, w, red, done);
+        #pragma unroll
+        for (int r = 0; r < R; r++) {
+            if (!finishes(w, done, r)) continue;
+            const int row = row_tile(first + r) * 16 + g;
+            const float bias0 = b[row - g], bias8 = b[row - g + 8];
+            sum_shares(c[r], w, shares, r);
+            #pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const int n = 2 * t + h;
+                if (n < m.slot_count[slot]) {
+                    const int pair = m.slot_pair[slot][n];
+                    u32* to = parts + (u64)pair * NROWS + row;
+                    give(to, (c[r][h] + bias0) * m.weights[pair]);
+                    give(to + 8, (c[r][2 + h] + bias8) * m.weights[pair]);
+                }
+            }
+        }
+    }
+    const int total = tokens * NROWS, each = (total + gridDim.x - 1) / gridDim.x;
+    for (int i = thread; i < each; i += THREADS) {
+        const int at = blockIdx.x * each + i;
+        if (at < total) out[at] = combine(m, parts, at / NROWS, at % NROWS);
+    }
+}

@@ -1,0 +1,366 @@
+"""MXFP4 experts for few tokens on sm90: two launches from router logits (or top-k ids) to the combined output.
+
+`experts.cu` holds the kernels and their comments, docs/kernels.md the design and its numbers. The weights are read as
+triton_kernels' Hopper layouts store them, so vLLM's own `matmul_ogs` runs the larger batches on the same bytes.
+
+| architecture | state |
+|---|---|
+| sm90 | measured on one H200 |
+| others | not made for: `experts_triton.py` |
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vllm_gptoss.kernels import nvrtc
+
+MAX_TOKENS = 32
+MAX_EXPERTS = 128
+SLOT_TOKENS = 8
+SHARED_LIMIT = 232_448
+"""Dynamic shared memory a block may have on sm90, in bytes."""
+
+SOURCE = Path(__file__).parent / "cuda" / "experts.cu"
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Compile-time choices of one kernel; see the head of experts.cu.
+
+    registers: a cap for each thread, so that both kernels' blocks fit on a multiprocessor together.
+    """
+
+    warps: int
+    share: int
+    tiles: int
+    depth: int
+    chunk: int
+    registers: int = 255
+    hint: str = ".L2::128B"
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One projection's weights in the Hopper layouts.
+
+    values: [E, N/4, C/64*128] u8; scales: [E, ceil(N/256)*8, G/2*64] u8, G >= C/32 even; bias: [E, N] f32.
+    N a multiple of 16, C of 64. Scale bytes at most 192 (a factor of 2^65): see `scale` in experts.cu.
+    """
+
+    values: Tensor
+    scales: Tensor
+    bias: Tensor
+
+    @property
+    def experts(self) -> int:
+        return self.values.shape[0]
+
+    @property
+    def rows(self) -> int:
+        return self.values.shape[1] * 4
+
+    @property
+    def tiles(self) -> int:
+        return self.values.shape[2] // 128
+
+    def check(self) -> None:
+        """Raises ValueError where a shape or stride is not what the kernel was compiled for."""
+        experts, quads, width = self.values.shape
+        if width % 128 or quads % 4 or experts > MAX_EXPERTS:
+            raise ValueError(f"values [{experts}, {quads}, {width}]: at most 128 experts, rows of 16, columns of 64")
+        if self.scales.shape[:2] != (experts, -(-self.rows // 256) * 8) or self.scales.shape[2] < self.tiles * 64:
+            raise ValueError(
+                f"scales {list(self.scales.shape)} do not fit {self.rows} rows x {self.tiles * 64} columns"
+            )
+        if self.bias.shape != (experts, self.rows) or self.bias.dtype != torch.float32:
+            raise ValueError(f"bias {list(self.bias.shape)} {self.bias.dtype}, wanted [{experts}, {self.rows}] float32")
+        for tensor in (self.values, self.scales, self.bias):
+            if not tensor.is_contiguous():
+                raise ValueError("weights must be contiguous")
+
+
+def routing_mode(dtype: torch.dtype) -> tuple[int, int]:
+    """(LOGITS, ID64) of the kernel for a routing dtype: int32 or int64 ids, bfloat16 or float32 logits."""
+    modes = {torch.int32: (0, 0), torch.int64: (0, 1), torch.bfloat16: (1, 0), torch.float32: (2, 0)}
+    if dtype not in modes:
+        raise ValueError(f"routing must be int32 or int64 ids, or bfloat16 or float32 logits, not {dtype}")
+    return modes[dtype]
+
+
+def shared_bytes(tuning: Tuning, tiles: int, rows: int, active: int = 4) -> int:
+    """Dynamic shared memory of one block, mirroring the layout at the head of experts.cu.
+
+    tiles: C/64; rows: activation rows staged, see `staged_rows`.
+    """
+    meta = -(-(18 * MAX_TOKENS * active + 20 + 32 * tuning.warps) // 128) * 128
+    reduction = tuning.warps * 1024 * tuning.tiles if tuning.share > 1 else 0
+    ring = tuning.warps * tuning.depth * tuning.tiles * (512 + 2 * 32)
+    return meta + reduction + ring + rows * (tiles * 128 + 16)
+
+
+def fitted(tuning: Tuning, tiles: int) -> Tuning:
+    """`tuning` with a ring no longer than a warp's share of K: a tensor-parallel rank's down projection is short."""
+    share = -(-tiles // tuning.share)
+    if tuning.depth <= share:
+        return tuning
+    chunk = min(tuning.chunk, share)
+    return replace(tuning, depth=share // chunk * chunk, chunk=chunk)
+
+
+def staged_rows(which: str, tokens: int) -> tuple[int, int]:
+    """(rows staged in shared memory, rows kept apart for each slot; 0: every token once, used by all slots)."""
+    if which == "experts_up" and tokens <= SLOT_TOKENS:
+        return tokens, 0
+    each = min(tokens, SLOT_TOKENS)
+    return 2 * each, each
+
+
+def defines(
+    tuning: Tuning,
+    rows: int,
+    tiles: int,
+    scale_pairs: int,
+    experts: int,
+    active: int,
+    routed: int,
+    mode: tuple[int, int],
+    mapped: bool,
+) -> dict[str, int | str]:
+    """The macros that make experts.cu one kernel."""
+    return {
+        "KT": tiles,
+        "NROWS": rows,
+        "SKT": scale_pairs,
+        "EXPERTS": experts,
+        "ACTIVE": active,
+        "ROUTED": routed,
+        "NWARPS": tuning.warps,
+        "WPU": tuning.share,
+        "R": tuning.tiles,
+        "DEPTH": tuning.depth,
+        "CHUNK": tuning.chunk,
+        "MINBLOCKS": 1,
+        "LOGITS": mode[0],
+        "ID64": mode[1],
+        "MAPPED": int(mapped),
+        "CP_HINT": f'"{tuning.hint}"',
+    }
+
+
+UP = Tuning(warps=16, share=1, tiles=1, depth=9, chunk=3, registers=72)
+DOWN = Tuning(warps=16, share=1, tiles=1, depth=9, chunk=3, registers=64)
+DOWN_FEWEST = Tuning(warps=12, share=2, tiles=1, depth=8, chunk=2, registers=80)
+"""For up to `FEWEST_TOKENS`: a block has so few units that two warps share one."""
+FEWEST_TOKENS = 2
+
+TWO_23 = ctypes.c_uint32(1 << 23)
+"""`two_23` of experts.cu."""
+
+
+@functools.lru_cache(maxsize=256)
+def _kernel(
+    device: int, name: str, shared: int, registers: int, options: tuple[tuple[str, int | str], ...]
+) -> nvrtc.Kernel:
+    with torch.cuda.device(device):
+        return nvrtc.load(SOURCE.read_text(), "sm_90", dict(options), [f"--maxrregcount={registers}"]).kernel(
+            name, shared
+        )
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@dataclass(frozen=True)
+class _Launch:
+    which: str
+    kernel: nvrtc.Kernel
+    tuning: Tuning
+    grid: int
+    projection: Projection
+
+
+@functools.cache
+def _parts(device: int, width: int) -> Tensor:
+    """Partial sums of `experts_down`, [MAX_TOKENS, width] of 32 bits, all ones: see EMPTY in experts.cu.
+
+    One per device: launches of different layers follow one another on a stream, and each leaves it as it was. Two
+    streams must not run these kernels at the same time.
+    """
+    return torch.full((MAX_TOKENS, width), -1, dtype=torch.int32, device=f"cuda:{device}")
+
+
+class FewTokenExperts:
+    """Both projections of one layer's local experts, ready to launch.
+
+    up: N = 2I interleaved gate and up rows, C = hidden; down: N = hidden, C = I.
+    """
+
+    def __init__(
+        self,
+        up: Projection,
+        down: Projection,
+        active: int,
+        routed: int,
+        *,
+        alpha: float,
+        limit: float,
+        expert_map: Tensor | None = None,
+        tuning: tuple[Tuning, Tuning] | None = None,
+    ) -> None:
+        up.check()
+        down.check()
+        if down.tiles * 64 * 2 != up.rows or up.tiles * 64 != down.rows or up.experts != down.experts:
+            raise ValueError(f"up {up.rows}x{up.tiles * 64} and down {down.rows}x{down.tiles * 64} do not chain")
+        self.up, self.down, self.active, self.routed = up, down, active, routed
+        self.alpha, self.limit, self.expert_map, self.tuning = alpha, limit, expert_map, tuning
+        self.device = up.values.device.index or 0
+        # A block stages the activations of two slots, so slots (at most T * active) must not outnumber blocks.
+        self.max_tokens = min(MAX_TOKENS, _multiprocessors(self.device) // active)
+        self._launches: dict[tuple[str, tuple[int, int], bool], _Launch] = {}
+
+    def _prepare(self, which: str, routing: torch.dtype, tokens: int) -> _Launch:
+        mode, fewest = routing_mode(routing), tokens <= FEWEST_TOKENS
+        key = (which, mode, fewest)
+        if key not in self._launches:
+            up, down = self.tuning or (UP, DOWN_FEWEST if fewest else DOWN)
+            projection, tuning = (self.up, up) if which == "experts_up" else (self.down, down)
+            tuning = fitted(tuning, projection.tiles)
+            options = defines(
+                tuning,
+                projection.rows,
+                projection.tiles,
+                projection.scales.shape[2] // 64,
+                projection.experts,
+                self.active,
+                self.routed,
+                mode,
+                self.expert_map is not None,
+            )
+            shared = min(shared_bytes(tuning, projection.tiles, 2 * SLOT_TOKENS, self.active), SHARED_LIMIT)
+            kernel = _kernel(self.device, which, shared, tuning.registers, tuple(sorted(options.items())))
+            grid = _multiprocessors(self.device)
+            self._launches[key] = _Launch(which, kernel, tuning, grid, projection)
+        return self._launches[key]
+
+    def compile(self, routing: torch.dtype) -> None:
+        """Compiles and loads both kernels for a routing dtype; otherwise the first launch does."""
+        for tokens in (FEWEST_TOKENS, FEWEST_TOKENS + 1):
+            self._prepare("experts_up", routing, tokens)
+            self._prepare("experts_down", routing, tokens)
+        _parts(self.device, self.active * self.down.rows)
+
+    def launch_up(self, x: Tensor, routing: Tensor, act: Tensor, *, dependent: bool = True) -> None:
+        """act[T * A, I] bf16 = SwiGLU of the up projection of x [T, hidden] bf16, T <= 32, on the current stream."""
+        run = self._prepare("experts_up", routing.dtype, x.shape[0])
+        tensors = (self.up.values, self.up.scales, self.up.bias, x, routing, None, self.expert_map, act)
+        numbers = (ctypes.c_float(self.alpha), ctypes.c_float(self.limit))
+        self._launch(run, tensors, x.shape[0], numbers, dependent)
+
+    def launch_down(
+        self,
+        act: Tensor,
+        routing: Tensor,
+        weights: Tensor | None,
+        out: Tensor,
+        *,
+        dependent: bool = True,
+    ) -> None:
+        """out [T, hidden] bf16 = weighted sum of the down projections.
+
+        With `dependent`, the kernel before on this stream must be `launch_up` with the same routing: the routing is
+        read before the wait, which only `experts_up` makes safe.
+        """
+        run = self._prepare("experts_down", routing.dtype, out.shape[0])
+        tensors = (self.down.values, self.down.scales, self.down.bias, act, routing, weights, self.expert_map)
+        self._launch(
+            run, (*tensors, _parts(self.device, self.active * self.down.rows), out), out.shape[0], (), dependent
+        )
+
+    def _launch(
+        self,
+        run: _Launch,
+        tensors: tuple[Tensor | None, ...],
+        tokens: int,
+        numbers: tuple[ctypes.c_float, ...],
+        dependent: bool,
+    ) -> None:
+        staged, rows = staged_rows(run.which, tokens)
+        pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
+        run.kernel(
+            run.grid,
+            run.tuning.warps * 32,
+            torch.cuda.current_stream(self.device).cuda_stream,
+            [*pointers, ctypes.c_int(tokens), ctypes.c_int(rows), TWO_23, *numbers],
+            shared_bytes(run.tuning, run.projection.tiles, staged, self.active),
+            dependent=dependent,
+        )
+
+    def __call__(self, x: Tensor, routing: Tensor, weights: Tensor | None, out: Tensor) -> None:
+        """Runs both projections on the current stream.
+
+        x: [T, hidden] bf16, T <= 32; routing: [T, A] int32/int64 ids (global ids with an expert map, -1 skips) with
+        weights [T, A] f32, or [T, E] bf16/f32 router logits and None; out: [T, hidden] bf16.
+        """
+        pairs = x.shape[0] * self.active
+        act = torch.empty((pairs, self.up.rows // 2), dtype=torch.bfloat16, device=x.device)
+        self.launch_up(x, routing, act)
+        self.launch_down(act, routing, weights, out)
+
+
+_LIBRARY = torch.library.Library("vllm_gptoss", "FRAGMENT")
+_LIBRARY.define(
+    "mxfp4_experts(Tensor x, Tensor routing, Tensor? weights, Tensor up_values, Tensor up_scales, Tensor up_bias,"
+    " Tensor down_values, Tensor down_scales, Tensor down_bias, Tensor? expert_map, int active, int routed,"
+    " float alpha, float limit) -> Tensor"
+)
+_plans: dict[int, FewTokenExperts] = {}
+
+
+def _mxfp4_experts(
+    x: Tensor,
+    routing: Tensor,
+    weights: Tensor | None,
+    up_values: Tensor,
+    up_scales: Tensor,
+    up_bias: Tensor,
+    down_values: Tensor,
+    down_scales: Tensor,
+    down_bias: Tensor,
+    expert_map: Tensor | None,
+    active: int,
+    routed: int,
+    alpha: float,
+    limit: float,
+) -> Tensor:
+    plan = _plans.get(up_values.data_ptr())
+    if plan is None or plan.down.values.data_ptr() != down_values.data_ptr():
+        plan = FewTokenExperts(
+            Projection(up_values, up_scales, up_bias),
+            Projection(down_values, down_scales, down_bias),
+            active,
+            routed,
+            alpha=alpha,
+            limit=limit,
+            expert_map=expert_map,
+        )
+        _plans[up_values.data_ptr()] = plan
+    out = torch.empty_like(x)
+    plan(x, routing, weights, out)
+    return out
+
+
+_LIBRARY.impl("mxfp4_experts", _mxfp4_experts, "CUDA")
+
+
+@torch.library.register_fake("vllm_gptoss::mxfp4_experts")
+def _(x: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(x)

@@ -1,0 +1,239 @@
+"""CUDA C++ compiled at first use: NVRTC to a cubin, kept on disk, launched through the driver.
+
+Only `ctypes` over the libnvrtc that torch ships and the driver's libcuda: no nvcc, no headers, no further package.
+A cubin is keyed by source, options, architecture and NVRTC version. A cache that cannot be read or written costs the
+compilation (about a second) and one log line, never the start.
+
+Covered: sm90 and later, launches on torch's current stream, CUDA graph capture, programmatic dependent launch.
+Not covered: textures, cooperative launches, clusters, linking of several sources.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import glob
+import hashlib
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+PROGRAMMATIC_STREAM_SERIALIZATION = 6
+MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+
+
+class NvrtcError(RuntimeError):
+    """Compilation or a driver call failed; the message holds the compiler's log or the driver's error name."""
+
+
+def cache_directory() -> Path:
+    """Where cubins are kept: `$GPTOSS_CACHE`, else `vllm_gptoss` in the user's cache directory."""
+    if own := os.environ.get("GPTOSS_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_gptoss"
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """libnvrtc: the loader's own, else the one in a `nvidia-cuda-nvrtc` package.
+
+    Raises:
+        NvrtcError: there is none.
+    """
+    patterns = ("nvidia/cu1*/lib/libnvrtc.so.*", "nvidia/cuda_nvrtc/lib/libnvrtc.so.*")
+    packaged = [path for root in sys.path for pattern in patterns for path in sorted(glob.glob(f"{root}/{pattern}"))]
+    for name in [*packaged, "libnvrtc.so.13", "libnvrtc.so.12"]:
+        try:
+            # libnvrtc opens its builtins by bare name at the first compilation: found if already in the process.
+            for builtins in glob.glob(os.path.join(os.path.dirname(name), "libnvrtc-builtins.so.*")):
+                ctypes.CDLL(builtins)
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise NvrtcError("libnvrtc was not found: install the package nvidia-cuda-nvrtc of your CUDA version")
+
+
+@functools.cache
+def version() -> tuple[int, int]:
+    """NVRTC's (major, minor)."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return major.value, minor.value
+
+
+def compile_cubin(source: str, arch: str, options: Sequence[str] = ()) -> bytes:
+    """Compiles CUDA C++ to machine code. Needs no GPU.
+
+    source: one self-contained file; arch: `sm_90`, `sm_90a`, …; options: NVRTC options such as `-DN=8`.
+
+    Raises:
+        NvrtcError: with the compiler's log.
+    """
+    nvrtc, program = library(), ctypes.c_void_p()
+    status = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None)
+    if status:
+        raise NvrtcError(f"nvrtcCreateProgram failed with {status}")
+    try:
+        arguments = [f"--gpu-architecture={arch}", "--std=c++17", "--use_fast_math", *options]
+        array = (ctypes.c_char_p * len(arguments))(*[argument.encode() for argument in arguments])
+        if status := nvrtc.nvrtcCompileProgram(program, len(arguments), array):
+            size = ctypes.c_size_t()
+            nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise NvrtcError(f"NVRTC {version()} failed with {status}:\n{log.value.decode(errors='replace')}")
+        size = ctypes.c_size_t()
+        nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        image = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetCUBIN(program, image)
+        return image.raw
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def cubin(source: str, arch: str, options: Sequence[str] = ()) -> bytes:
+    """`compile_cubin` through the disk cache."""
+    identity = "\0".join([source, arch, *options, str(version())])
+    path = cache_directory() / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.cubin"
+    try:
+        if image := _verified(path.read_bytes()):
+            return image
+        logger.warning("compiling again: the cached kernel %s is damaged", path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        logger.warning("compiling again: the kernel cache %s cannot be read: %s", path.parent, error)
+    image = compile_cubin(source, arch, options)
+    _store(path, image)
+    return image
+
+
+def _verified(entry: bytes) -> bytes | None:
+    digest, image = entry[:32], entry[32:]
+    return image if image and hashlib.sha256(image).digest() == digest else None
+
+
+def _store(path: Path, image: bytes) -> None:
+    """Writes beside and renames: another process sees all of the entry or none."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(hashlib.sha256(image).digest() + image)
+            os.replace(temporary, path)
+        except OSError:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        logger.warning("compiled kernels are not kept: %s cannot be written: %s", path.parent, error)
+
+
+class _Attribute(ctypes.Structure):
+    # CUlaunchAttribute: an id, padding to 8, a union of 64 bytes.
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_char * 64))
+
+
+class _Config(ctypes.Structure):
+    # CUlaunchConfig.
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        name = ctypes.c_char_p()
+        _driver().cuGetErrorName(status, ctypes.byref(name))
+        raise NvrtcError(f"{what}: {(name.value or b'unknown').decode()}")
+
+
+class Kernel:
+    """One `extern "C"` kernel of a loaded cubin."""
+
+    def __init__(self, module: Module, name: str, shared_bytes: int) -> None:
+        self.name, self.shared_bytes = name, shared_bytes
+        self._module = module
+        self._function = ctypes.c_void_p()
+        _check(_driver().cuModuleGetFunction(ctypes.byref(self._function), module.handle, name.encode()), f"no {name}")
+        _check(
+            _driver().cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes),
+            f"{name} with {shared_bytes} bytes of shared memory",
+        )
+        attribute = _Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION)
+        attribute.value = (1).to_bytes(4, sys.byteorder)
+        self._attribute = attribute
+
+    def blocks_per_multiprocessor(self, threads: int, shared_bytes: int) -> int:
+        """How many blocks of this size one multiprocessor holds at once."""
+        count = ctypes.c_int()
+        _check(
+            _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                ctypes.byref(count), self._function, threads, ctypes.c_size_t(shared_bytes)
+            ),
+            self.name,
+        )
+        return count.value
+
+    def __call__(
+        self,
+        grid: int,
+        threads: int,
+        stream: int,
+        arguments: Sequence[ctypes._SimpleCData[int] | ctypes._SimpleCData[float]],
+        shared_bytes: int | None = None,
+        *,
+        dependent: bool = True,
+    ) -> None:
+        """Launches `grid` x `threads` on a raw CUDA stream.
+
+        dependent: may start before the previous kernel of the stream ends (programmatic dependent launch); the kernel
+        must then call `griddepcontrol.wait` before it touches what that one wrote or reads.
+        """
+        addresses = [ctypes.addressof(argument) for argument in arguments]
+        pointers = (ctypes.c_void_p * len(addresses))(*addresses)
+        config = _Config(
+            grid=(grid, 1, 1),
+            block=(threads, 1, 1),
+            shared=self.shared_bytes if shared_bytes is None else shared_bytes,
+            stream=stream,
+            attributes=ctypes.pointer(self._attribute),
+            count=1 if dependent else 0,
+        )
+        _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None), self.name)
+
+
+class Module:
+    """A cubin loaded into the current CUDA context (torch's primary context of the current device)."""
+
+    def __init__(self, image: bytes) -> None:
+        import torch
+
+        torch.empty(1, device="cuda")  # makes torch's context current in this thread
+        self.handle = ctypes.c_void_p()
+        _check(_driver().cuModuleLoadData(ctypes.byref(self.handle), image), "cuModuleLoadData")
+
+    def kernel(self, name: str, shared_bytes: int) -> Kernel:
+        """The kernel `name`, allowed `shared_bytes` of dynamic shared memory."""
+        return Kernel(self, name, shared_bytes)
+
+
+def load(source: str, arch: str, defines: Mapping[str, int | str], options: Sequence[str] = ()) -> Module:
+    """Compiles `source` with `-DNAME=value` for each define, through the cache, and loads it."""
+    options = [*(f"-D{name}={value}" for name, value in sorted(defines.items())), *options]
+    return Module(cubin(source, arch, options))
