@@ -1,0 +1,129 @@
+"""The seams that no import or override shows: calls that vLLM makes, attributes it sets, orders it keeps."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+import pytest
+
+from tests.contract.source import Release, find, parameters, releases
+
+RELEASES = releases()
+
+
+@dataclass(frozen=True)
+class Seam:
+    """A function or class of vLLM, the parameters we rely on, and what breaks without them."""
+
+    module: str
+    name: str
+    parameters: tuple[str, ...]
+    used_for: str
+
+
+SEAMS = (
+    Seam(
+        "vllm.model_executor.models.registry",
+        "_ModelRegistry.register_model",
+        ("model_arch", "model_cls"),
+        "registering the model class",
+    ),
+    Seam(
+        "vllm.model_executor.layers.quantization",
+        "register_quantization_config",
+        ("quantization",),
+        "registering the quantisation method",
+    ),
+    Seam(
+        "vllm.v1.attention.backends.registry",
+        "register_backend",
+        ("backend", "class_path"),
+        "registering attention backends",
+    ),
+    Seam("vllm.plugins", "load_general_plugins", (), "doctor's discovery"),
+    Seam("vllm.plugins", "load_endpoint_plugins", ("supported_tasks",), "doctor's discovery"),
+    Seam(
+        "vllm.plugins.endpoint_plugins.interface",
+        "EndpointPlugin.attach_router",
+        ("app",),
+        "adding our routes",
+    ),
+    Seam(
+        "vllm.plugins.endpoint_plugins.interface",
+        "EndpointPlugin.init_state",
+        ("engine_client", "state", "args"),
+        "starting the store and the tools",
+    ),
+    Seam(
+        "vllm.transformers_utils.config",
+        "get_config",
+        ("model", "trust_remote_code", "revision"),
+        "knowing the model before the app is built",
+    ),
+    Seam(
+        "vllm.renderers.online_renderer",
+        "OnlineRenderer._make_request_with_harmony",
+        ("request", "should_include_tools"),
+        "rendering chat prompts in the trained form",
+    ),
+    Seam(
+        "vllm.model_executor.models.gpt_oss",
+        "GptOssForCausalLM",
+        ("vllm_config", "prefix"),
+        "subclassing the model",
+    ),
+)
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
+@pytest.mark.parametrize("seam", SEAMS, ids=lambda seam: seam.name)
+def test_seam(release: Release, seam: Seam) -> None:
+    node = find(release, seam.module, seam.name)
+    assert node is not None, f"vLLM {release.version} lost {seam.module}.{seam.name}: needed for {seam.used_for}"
+    lost = [name for name in seam.parameters if name not in parameters(node)]
+    assert not lost, f"{seam.module}.{seam.name} lost {lost} in {release.version}: needed for {seam.used_for}"
+
+
+def source(release: Release, module: str) -> str:
+    path = release.module(module)
+    assert path is not None, f"vLLM {release.version} has no module {module}"
+    return path.read_text()
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
+def test_the_app_knows_its_arguments_before_plugins_attach(release: Release) -> None:
+    text = source(release, "vllm.entrypoints.launchers.app")
+    assert -1 < text.find("app.state.args = args") < text.rfind("attach_endpoint_plugins(app")
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
+@pytest.mark.parametrize("attribute", ["state.openai_serving_models =", "state.online_renderer =", "init_tool_server("])
+def test_the_state_is_complete_when_plugins_start(release: Release, attribute: str) -> None:
+    text = source(release, "vllm.entrypoints.launchers.api_server.app_state")
+    assert -1 < text.find(attribute) < text.rfind("init_endpoint_plugins_state(")
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
+def test_the_tool_server_argument_is_read_after_we_took_it(release: Release) -> None:
+    text = source(release, "vllm.entrypoints.mcp.tool_server")
+    assert 'getattr(args, "tool_server", None)' in text
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
+def test_the_loader_still_tests_the_literal_quantisation_name(release: Release) -> None:
+    """Why our config is registered under upstream's own name. Once this fails, a name of our own may do."""
+    found = [
+        path
+        for path in (release.root / "vllm" / "model_executor" / "layers" / "fused_moe").rglob("routed_experts.py")
+        if '"gpt_oss_mxfp4"' in path.read_text()
+    ]
+    assert found
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
+def test_harmony_is_switched_on_by_the_model_type(release: Release) -> None:
+    """Why the model keeps its `model_type`."""
+    text = source(release, "vllm.renderers.online_renderer")
+    assert '"gpt_oss"' in text
+    assert any(isinstance(node, ast.Compare) for node in ast.walk(ast.parse(text)))

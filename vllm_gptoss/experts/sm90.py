@@ -1,0 +1,93 @@
+"""Experts of one layer on sm90: our kernels for few tokens, over the weights that vLLM's `matmul_ogs` reads for many.
+
+`prepare` takes the weights after upstream has laid them out, so nothing is stored twice and prefill stays upstream's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_gptoss import spec
+from vllm_gptoss.kernels import mxfp4
+from vllm_gptoss.kernels.experts import MAX_EXPERTS, FewTokenExperts, Projection
+
+MAX_SCALE = 192
+"""Largest e8m0 code that the kernel's arithmetic holds, a factor of 2^65."""
+
+
+class LayoutError(ValueError):
+    """The weights do not lie as the kernels read them; the message says what differs."""
+
+
+def storage(wrapped: Any, layout: str) -> Tensor:
+    """The bytes behind a `triton_kernels` tensor of the Hopper layout `layout`, as the kernel indexes them.
+
+    Raises:
+        LayoutError: another layout, or bytes that are not contiguous along the last axis of the layout.
+    """
+    stored = wrapped.storage
+    name = getattr(stored.layout, "name", type(stored.layout).__name__)
+    if name != layout:
+        raise LayoutError(f"the weights are stored as {name}, not {layout}")
+    data: Tensor = stored.data.mT
+    if data.dim() != 3 or not data.is_contiguous():
+        raise LayoutError(f"{layout} of shape {list(data.shape)} and strides {data.stride()} is not [E, rows, bytes]")
+    return data
+
+
+def sample(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """The first expert as our own index maps store it, to compare with what upstream stores: see `prepare`."""
+    return mxfp4.hopper_values(blocks[:1]), mxfp4.hopper_scales(scales[:1])
+
+
+def scales_fit(scales: Tensor) -> bool:
+    """Whether every e8m0 code of the tensor is one that the kernel's arithmetic holds."""
+    return int(scales.max()) <= MAX_SCALE
+
+
+def prepare(
+    up: Projection,
+    down: Projection,
+    *,
+    active: int,
+    routed: int,
+    alpha: float = spec.SWIGLU_ALPHA,
+    limit: float = spec.SWIGLU_LIMIT,
+    expert_map: Tensor | None = None,
+    expected: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+) -> FewTokenExperts:
+    """Wraps one layer's weights, and compiles its kernels for bfloat16 router logits.
+
+    expected: `sample` of both projections before upstream laid them out; a mismatch means that upstream's layout has
+    changed.
+
+    Raises:
+        LayoutError: the weights are not in the layout, or have a shape, that the kernels read.
+    """
+    if up.experts > MAX_EXPERTS:
+        raise LayoutError(f"{up.experts} experts on one rank, at most {MAX_EXPERTS}")
+    for projection, wanted in zip((up, down), expected or (None, None), strict=True):
+        if wanted is not None and not (
+            torch.equal(projection.values[:1], wanted[0]) and torch.equal(projection.scales[:1], wanted[1])
+        ):
+            raise LayoutError("upstream's Hopper layout is not the one these kernels read")
+    try:
+        experts = FewTokenExperts(up, down, active, routed, alpha=alpha, limit=limit, expert_map=expert_map)
+    except ValueError as error:
+        raise LayoutError(str(error)) from None
+    experts.compile(torch.bfloat16)
+    return experts
+
+
+def apply(experts: FewTokenExperts, x: Tensor, router_logits: Tensor) -> Tensor:
+    """The layer's output before any all-reduce, [T, hidden] bf16.
+
+    x: [T, hidden] bf16, 1 <= T <= experts.max_tokens; router_logits: [T, E] bf16 or f32.
+    """
+    x, router_logits = x.contiguous(), router_logits.contiguous()
+    out = torch.empty_like(x)
+    experts(x, router_logits, None, out)
+    return out

@@ -1,0 +1,132 @@
+"""What vLLM loads: `register()` in every process, `GptOssEndpoint` in the API server.
+
+vLLM swallows an import error here and serves the in-tree model; an exception inside `register()` would kill every vLLM
+process, whatever it serves. So this module imports nothing heavy, `register()` never raises, and `doctor` and one
+start-up line prove which parts are active.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from vllm_gptoss import _vllm, spec
+from vllm_gptoss.settings import Settings
+from vllm_gptoss.version import __version__
+
+ENDPOINT_GROUP = "vllm.endpoint_plugins"
+OTHER_GROUPS = (
+    "vllm.general_plugins",
+    "vllm.io_processor_plugins",
+    "vllm.platform_plugins",
+    "vllm.stat_logger_plugins",
+)
+NAME = "gptoss"
+
+
+def _quantization() -> type:
+    from vllm_gptoss.quantization.config import GptOssQuantConfig
+
+    return GptOssQuantConfig
+
+
+REGISTRATIONS: tuple[tuple[str, Callable[[], None]], ...] = (
+    ("logging", _vllm.share_logging),
+    (
+        f"model class {spec.ARCHITECTURE}",
+        lambda: _vllm.register_model(spec.ARCHITECTURE, "vllm_gptoss.model.gpt_oss:GptOssForCausalLM"),
+    ),
+    (
+        f"quantization {spec.QUANTIZATION}",
+        lambda: _vllm.register_quantization(spec.QUANTIZATION, _quantization),
+    ),
+)
+"""All that is registered with vLLM, in order. Each entry is idempotent: vLLM may load plugins more than once."""
+
+
+def register() -> None:
+    """Registers the plugin's parts, or steps aside with a reason. Never raises."""
+    if why := _vllm.outside_range(_vllm.version()):
+        _say(f"stepping aside: {why}. vLLM serves gpt-oss without the plugin.")
+        return
+    for name, entry in REGISTRATIONS:
+        try:
+            entry()
+        except Exception as error:  # a moved vLLM internal must not stop a server of another model
+            _say(f"not registered: {name}: {type(error).__name__}: {error}. Run `vllm-gptoss doctor`.")
+    _allow_endpoint()
+
+
+def endpoint_is_off() -> bool:
+    """Whether `GPTOSS_ENDPOINT` turns the endpoint off; read without `Settings`, whose errors must not stop vLLM."""
+    return os.environ.get("GPTOSS_ENDPOINT", "1").lower() in ("0", "false", "no", "off")
+
+
+def _allow_endpoint() -> None:
+    """Sets `VLLM_PLUGINS`, without which vLLM loads no endpoint plugin, to what it would load anyway plus ours."""
+    if "VLLM_PLUGINS" in os.environ or endpoint_is_off():
+        return
+    others = {entry.name for group in OTHER_GROUPS for entry in importlib.metadata.entry_points(group=group)} | {NAME}
+    foreign = {
+        entry.name
+        for entry in importlib.metadata.entry_points(group=ENDPOINT_GROUP)
+        if not entry.value.startswith("vllm_gptoss.")
+    }
+    value = ",".join(sorted(others))
+    if shared := sorted(others & foreign):
+        _say(
+            f"/v1/responses stays vLLM's own: allowing ours would also allow that of {', '.join(shared)}, which has"
+            f" the name of an installed plugin of another kind. To allow both: VLLM_PLUGINS={value}"
+        )
+        return
+    os.environ["VLLM_PLUGINS"] = value
+    _say(f"VLLM_PLUGINS was unset; set to {value} so that the endpoint loads (GPTOSS_ENDPOINT=0 leaves it alone)")
+
+
+def _say(line: str) -> None:
+    # Plugins load before vLLM sets its logging up: a logger's line would not appear.
+    print(f"vllm-gptoss {__version__}: {line}", file=sys.stderr, flush=True)
+
+
+class GptOssEndpoint:
+    """vLLM's `EndpointPlugin`: the Responses API, its tools, and the parser of chat completions, for gpt-oss only."""
+
+    name = NAME
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        self._parts: list[Any] = []
+
+    def attach_router(self, app: Any) -> None:
+        """Adds our routes, when the served model is gpt-oss; otherwise leaves the app as it is.
+
+        vLLM's interface gives this hook no model, but the app's arguments name it and its config has been read by then.
+        """
+        args: Namespace = app.state.args
+        if _vllm.model_type(args) != spec.MODEL_TYPE:
+            return
+        _vllm.share_logging()  # vLLM sets its logging up between loading plugins and here
+        settings = Settings.load(getattr(args, "additional_config", None))
+        self._parts = _parts(settings)
+        for part in self._parts:
+            part.attach(app, args, settings)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Starts what the routes need: the store and the tools."""
+        for part in self._parts:
+            await part.start(engine_client, state, args)
+
+
+def _parts(settings: Settings) -> list[Any]:
+    """What serves requests: each has `attach(app, args, settings)` and `async start(engine_client, state, args)`."""
+    from vllm_gptoss.harmony.endpoint import ChatCompletions
+    from vllm_gptoss.responses.endpoint import ResponsesEndpoint
+
+    return [ChatCompletions(), *([ResponsesEndpoint()] if settings.endpoint else [])]
+
+
+__all__ = ["GptOssEndpoint", "endpoint_is_off", "register"]
