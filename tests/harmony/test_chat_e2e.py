@@ -1,0 +1,214 @@
+"""Chat completions of a real `vllm serve`: started without tool flags, asked and forced into malformed output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from demo.server import NAME, Server, serve
+from tests.harmony.streams import tokens
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.vllm, pytest.mark.serve]
+
+ROOT = Path(__file__).parents[2]
+QUESTION = "What is the weather in Paris?"
+
+
+def function(name: str, description: str, properties: dict[str, Any]) -> dict[str, Any]:
+    parameters = {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+WEATHER = function(
+    "get_weather",
+    "Get the current weather for a location",
+    {"city": {"type": "string", "description": "The city"}},
+)
+TIME = function("get_time", "Get the current time.", {})
+
+
+@pytest.fixture(scope="module")
+def forced(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that generates what a request forces it to, with calls unconstrained so that anything can come."""
+    log = tmp_path_factory.mktemp("forced") / "serve.log"
+    arguments = ["--logits-processors", "tests.harmony.forced:ForcedTokens"]
+    environment = {"PYTHONPATH": str(ROOT), "GPTOSS_STRICT_TOOLS": "0", "XDG_STATE_HOME": str(log.parent)}
+    with serve(model_dir, log, arguments, environment) as server:
+        yield server
+
+
+def post(server: Server, **fields: Any) -> httpx.Response:
+    body = {"model": NAME, "messages": [{"role": "user", "content": QUESTION}], "temperature": 0, **fields}
+    return httpx.post(f"{server.api}/chat/completions", json={"max_completion_tokens": 200, **body}, timeout=120)
+
+
+def ask(server: Server, **fields: Any) -> tuple[Any, ...]:
+    """Reasoning, content, calls and finish reason; the same streamed and not."""
+    response = post(server, **fields)
+    assert response.status_code == 200, response.text
+    choice = response.json()["choices"][0]
+    message = choice["message"]
+    calls = [(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls") or ()]
+    whole = (message.get("reasoning") or None, message.get("content") or None, calls, choice["finish_reason"])
+    assert streamed(server, **fields) == whole
+    return whole
+
+
+def streamed(server: Server, **fields: Any) -> tuple[Any, ...]:
+    import json
+
+    reasoning, content, finish = "", "", None
+    calls: dict[int, list[str]] = {}
+    for line in post(server, stream=True, **fields).text.splitlines():
+        if not line.startswith("data: {"):
+            continue
+        for choice in json.loads(line[6:])["choices"]:
+            delta = choice["delta"]
+            reasoning += delta.get("reasoning") or ""
+            content += delta.get("content") or ""
+            finish = choice["finish_reason"] or finish
+            for call in delta.get("tool_calls") or ():
+                made = calls.setdefault(call["index"], ["", ""])
+                made[0] += call["function"].get("name") or ""
+                made[1] += call["function"].get("arguments") or ""
+    return reasoning or None, content or None, [tuple(call) for call in calls.values()], finish
+
+
+def test_a_call_needs_no_server_flag(served: Server) -> None:
+    reasoning, content, calls, finish = ask(served, tools=[WEATHER])
+    assert calls == [("get_weather", '{"city":"Paris"}')]
+    assert (content, finish) == (None, "tool_calls")
+    assert reasoning
+
+
+def test_a_result_is_answered(served: Server) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city":"Paris"}'}}
+    history = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "reasoning": "I need the weather in Paris. Call get_weather.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+    ]
+    _, content, calls, finish = ask(served, messages=history, tools=[WEATHER])
+    assert (content, calls, finish) == ("It is sunny in Paris.", [], "stop")
+
+
+def test_tool_choice_is_kept_whatever_the_model_wants(served: Server) -> None:
+    named = {"type": "function", "function": {"name": "get_time"}}
+    _, _, calls, finish = ask(served, tools=[WEATHER, TIME], tool_choice=named)
+    assert [name for name, _ in calls] == ["get_time"]
+    assert finish == "stop"
+    assert len(ask(served, tools=[WEATHER], tool_choice="required")[2]) == 1
+    assert ask(served, tools=[WEATHER], tool_choice="none")[2] == []
+
+
+def test_reasoning_can_be_hidden_and_is_counted(served: Server) -> None:
+    shown = ask(served)
+    assert shown[0]
+    hidden = ask(served, include_reasoning=False)
+    assert hidden == (None, *shown[1:])
+    usage = post(served).json()["usage"]
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == len(tokens(shown[0]))
+
+
+def test_two_choices_are_two_whole_answers(served: Server) -> None:
+    choices = post(served, n=2, temperature=0.5).json()["choices"]
+    assert len(choices) == 2
+    assert all(choice["message"]["content"] for choice in choices)
+
+
+def test_a_stop_string_is_not_in_the_answer(served: Server) -> None:
+    reasoning, content, _, finish = ask(served)
+    word = content.split()[2]
+    cut = ask(served, stop=[word])
+    assert cut == (reasoning, content.split(word)[0], [], finish)
+
+
+def test_logprobs_cover_every_token(served: Server) -> None:
+    choice = post(served, logprobs=True, top_logprobs=1).json()["choices"][0]
+    spelled = [entry["token"] for entry in choice["logprobs"]["content"]]
+    assert spelled[0] == "<|channel|>"
+    assert choice["message"]["content"] in "".join(spelled)
+
+
+def test_a_schema_is_followed(served: Server) -> None:
+    import json
+
+    schema = {
+        "type": "object",
+        "properties": {"sunny": {"type": "boolean"}, "scale": {"enum": ["celsius"]}},
+        "required": ["sunny", "scale"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "weather", "schema": schema}}
+    _, content, _, finish = ask(served, response_format=wanted)
+    assert finish == "stop"
+    assert json.loads(content) in ({"sunny": value, "scale": "celsius"} for value in (True, False))
+
+
+def test_what_a_text_model_cannot_read_is_refused_by_name(served: Server) -> None:
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}]
+    response = post(served, messages=image)
+    assert response.status_code == 400
+    assert "messages[0].content[0]" in response.text
+
+
+ASK = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Ülm"}<|call|>'
+FORCED = {
+    "duplicated recipient": (
+        ASK.replace(" <|constrain|>json", " to=functions.get_weather"),
+        (None, None, [("get_weather", '{"city": "Ülm"}')], "tool_calls"),
+    ),
+    "refusal without message": ("<|channel|>final I'm sorry.<|return|>", (None, "I'm sorry.", [], "stop")),
+    "missing start": (
+        "<|channel|>analysis<|message|>a<|end|><|channel|>final<|message|>b<|return|>",
+        ("a", "b", [], "stop"),
+    ),
+    "no header": ("Plain words 👩‍🚀.<|return|>", (None, "Plain words 👩‍🚀.", [], "stop")),
+    "json answer": ('<|channel|>final json<|message|>{"a": 1}<|return|>', (None, '{"a": 1}', [], "stop")),
+    "tool not offered": (
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary to=functions.rm json"
+        "<|message|>{}<|call|>",
+        ("a", "{}", [], "stop"),
+    ),
+    "no arguments": (
+        "<|channel|>commentary to=functions.get_time<|message|><|call|>",
+        (None, None, [("get_time", "{}")], "tool_calls"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_malformed_output_reaches_the_client(forced: Server, name: str) -> None:
+    text, expected = FORCED[name]
+    ids = tokens(text)
+    got = ask(forced, tools=[WEATHER, TIME], vllm_xargs={"forced": " ".join(map(str, ids))})
+    assert got == expected
+
+
+def test_a_cut_call_keeps_its_text(forced: Server) -> None:
+    ids = tokens(ASK.split("Ülm")[0])
+    fields = {"tools": [WEATHER], "vllm_xargs": {"forced": " ".join(map(str, ids))}, "max_completion_tokens": len(ids)}
+    assert streamed(forced, **fields)[2:] == ([("get_weather", '{"city": "')], "length")
+    # vLLM 0.32 says finish_reason "tool_calls" here; 0.33 says "length".
+    (choice,) = post(forced, **fields).json()["choices"]
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "'
+
+
+def test_repairs_are_counted_and_logged_once(forced: Server) -> None:
+    ids = tokens("<|message|>b<|return|>")
+    for _ in range(3):
+        post(forced, vllm_xargs={"forced": " ".join(map(str, ids))})
+    metrics = httpx.get(f"{forced.url}/metrics").text
+    (line,) = [row for row in metrics.splitlines() if row.startswith("gptoss_harmony_repairs_total{") and "g_ch" in row]
+    assert float(line.rsplit(" ", 1)[1]) >= 3
+    assert forced.log.read_text().count("read anyway: missing_channel") == 1

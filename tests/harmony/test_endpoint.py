@@ -1,0 +1,99 @@
+"""What the part for chat completions changes in a gpt-oss server's arguments and renderer, and what it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from argparse import Namespace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_gptoss.harmony.endpoint import ChatCompletions
+from vllm_gptoss.harmony.tokens import encoding
+from vllm_gptoss.settings import Settings
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.vllm
+
+
+def arguments(backend: str = "auto", **given: Any) -> Namespace:
+    defaults = {"enable_auto_tool_choice": False, "tool_call_parser": None, "tool_strict_level": "auto"}
+    structured = SimpleNamespace(reasoning_parser="", backend=backend)
+    return Namespace(**{**defaults, **given}, structured_outputs_config=structured)
+
+
+def attached(settings: Settings, args: Namespace) -> Namespace:
+    ChatCompletions().attach(None, args, settings)
+    return args
+
+
+def test_missing_flags_are_filled_in() -> None:
+    args = attached(Settings(), arguments())
+    assert (args.enable_auto_tool_choice, args.tool_call_parser) == (True, "openai")
+    assert args.structured_outputs_config.reasoning_parser == "openai_gptoss"
+    assert args.tool_strict_level == "function"
+    assert attached(Settings(), arguments(tool_strict_level=None)).tool_strict_level == "function"  # 0.33's default
+
+
+def test_what_the_user_set_stays() -> None:
+    assert attached(Settings(), arguments(tool_strict_level="parameter")).tool_strict_level == "parameter"
+    assert attached(Settings(strict_tools=False), arguments()).tool_strict_level == "auto"
+    args = attached(Settings(parser=False), arguments())
+    assert (args.enable_auto_tool_choice, args.tool_call_parser, args.tool_strict_level) == (False, None, "auto")
+
+
+def test_a_backend_without_token_formats_is_not_asked_for_them(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("vllm_gptoss.harmony.endpoint")
+    logger.addHandler(caplog.handler)  # the package's loggers do not propagate once they share vLLM's handlers
+    try:
+        assert attached(Settings(), arguments("guidance")).tool_strict_level == "auto"
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "guidance" in caplog.text
+
+
+def make_request(**fields: Any) -> Any:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    return ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "hi"}], **fields)
+
+
+def started_renderer(upstream: Any) -> Any:
+    renderer = SimpleNamespace(_make_request_with_harmony=upstream, reasoning_effort_map={"xhigh": "low"})
+    asyncio.run(ChatCompletions().start(None, SimpleNamespace(online_renderer=renderer), Namespace()))
+    return renderer
+
+
+def prompt_of(renderer: Any, request: Any) -> str:
+    _, (engine_input,) = renderer._make_request_with_harmony(request, True)
+    return str(encoding().decode(engine_input["prompt_token_ids"]))
+
+
+def test_the_renderer_shows_our_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_SYSTEM_START_DATE", "2025-06-28")
+    renderer = started_renderer(lambda *_: pytest.fail("upstream's prompt was asked for"))
+    optional = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+    parameters = {"type": "object", "properties": {"city": optional}}
+    tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": parameters}}
+    prompt = prompt_of(renderer, make_request(tools=[tool], reasoning_effort="high"))
+    assert "city?: string | null," in prompt
+    assert "Current date: 2025-06-28" in prompt
+    assert "Reasoning: high" in prompt
+    assert prompt.endswith("<|start|>user<|message|>hi<|end|><|start|>assistant")
+    assert "Reasoning: low" in prompt_of(renderer, make_request(reasoning_effort="xhigh"))  # --reasoning-effort-map
+
+
+def test_prefilled_prompts_of_disaggregated_serving_stay_upstreams() -> None:
+    renderer = started_renderer(lambda request, tools: ([], ["upstream's"]))
+    request = make_request(kv_transfer_params={"prompt_token_ids": [1, 2]})
+    assert renderer._make_request_with_harmony(request, True) == ([], ["upstream's"])
+
+
+def test_a_user_who_wants_vllms_form_of_instructions_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS", "1")
+
+    def upstream(*_: Any) -> None: ...
+
+    assert started_renderer(upstream)._make_request_with_harmony is upstream

@@ -1,0 +1,153 @@
+"""Schemas keep their meaning as text: what pydantic and JSON Schema say must be what the model reads."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel, Field
+
+from vllm_gptoss.harmony.schema import MAX_NODES, function_type
+
+
+def prop(schema: Any, **root: Any) -> str:
+    """The line of one optional property `x` with `schema`."""
+    text = function_type({"type": "object", "properties": {"x": schema}, **root})
+    assert text.startswith("(_: {\n")
+    assert text.endswith("\n}) => any")
+    return text.removeprefix("(_: {\n").removesuffix("\n}) => any")
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "x?: string | null,"),
+        ({"anyOf": [{"type": "integer"}, {"type": "number"}], "default": None}, "x?: number, // default: null"),
+        ({"type": ["array", "null"], "items": {"type": "integer"}}, "x?: number[] | null,"),
+        ({"enum": ["a", 1, None, True]}, 'x?: "a" | 1 | null | true,'),
+        ({"type": "integer", "enum": [1, 2, 3], "default": 2}, "x?: 1 | 2 | 3, // default: 2"),
+        ({"const": "fixed"}, 'x?: "fixed",'),
+        ({"type": "array", "items": {"enum": ["a", "b"]}}, 'x?: ("a" | "b")[],'),
+        ({"type": "array", "prefixItems": [{"type": "number"}, {"type": "string"}]}, "x?: [number, string],"),
+        ({"type": "array"}, "x?: any[],"),
+        ({"type": "object"}, "x?: object,"),
+        (
+            {"type": "object", "additionalProperties": {"type": "number"}},
+            "x?: {\n    [key: string]: number,\n    },",
+        ),
+        ({"type": "string", "enum": ['say "hi"', "back\\slash"]}, r'x?: "say \"hi\"" | "back\\slash",'),
+        ({"type": "string", "default": "two\nlines"}, 'x?: string, // default: "two\\nlines"'),
+        ({"type": "string", "description": "One.\nTwo."}, "// One.\n// Two.\nx?: string,"),
+        (True, "x?: any,"),
+        (False, "x?: never,"),
+        ({"$ref": "https://elsewhere/schema"}, "x?: any,"),
+        ({"$ref": "#/$defs/missing"}, "x?: any,"),
+        (
+            {"allOf": [{"$ref": "#/$defs/A"}, {"properties": {"b": {"type": "number"}}, "required": ["b"]}]},
+            "x?: {\n    a: string,\n    b: number,\n    },",
+        ),
+        ({"allOf": [{"$ref": "#/$defs/A"}], "description": "An A."}, "// An A.\nx?: {\n    a: string,\n    },"),
+        (
+            {"anyOf": [{"type": "string", "description": "by name"}, {"type": "number", "description": "by id"}]},
+            "x?:\n | string // by name\n | number // by id\n,",
+        ),
+    ],
+)
+def test_meaning_survives(schema: Any, expected: str) -> None:
+    definitions = {"A": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}}
+    assert prop(schema, **{"$defs": definitions}) == expected
+
+
+def test_names_that_are_no_identifiers_are_quoted() -> None:
+    text = function_type({"type": "object", "properties": {"content-type": {"type": "string"}}, "required": []})
+    assert '"content-type"?: string,' in text
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}, {"type": "object", "properties": {}}])
+def test_no_arguments_is_an_empty_parameter_list(parameters: Any) -> None:
+    assert function_type(parameters) == "() => any"
+
+
+class Unit(Enum):
+    C = "celsius"
+    F = "fahrenheit"
+
+
+class Place(BaseModel):
+    """Where."""
+
+    city: str
+    country: str | None = None
+
+
+class Node(BaseModel):
+    name: str
+    children: list[Node] = []
+
+
+class Arguments(BaseModel):
+    place: Place
+    others: list[Place] = Field(description="More places.")
+    unit: Unit = Unit.C
+    kind: Literal["now", "week"]
+    tags: dict[str, int] | None = None
+    tree: Node | None = None
+
+
+def test_a_nested_pydantic_model_reads_like_its_class() -> None:
+    assert function_type(Arguments.model_json_schema()) == (
+        "(_: {\n"
+        "// Where.\n"
+        "place: {\n"
+        "    city: string,\n"
+        "    country?: string | null, // default: null\n"
+        "    },\n"
+        "// More places.\n"
+        "others: {\n"
+        "    city: string,\n"
+        "    country?: string | null, // default: null\n"
+        "    }[],\n"
+        'unit?: "celsius" | "fahrenheit", // default: celsius\n'
+        'kind: "now" | "week",\n'
+        "tags?: {\n"
+        "    [key: string]: number,\n"
+        "    } | null, // default: null\n"
+        "// Node is this type\n"
+        "tree?: {\n"
+        "    name: string,\n"
+        "    children?: Node[], // default: []\n"
+        "    } | null, // default: null\n"
+        "}) => any"
+    )
+
+
+def test_references_that_double_at_every_level_end() -> None:
+    """Thirty levels of two references each are 2^30 nodes; MAX_NODES bounds what is rendered."""
+    levels = {}
+    for level in range(30):
+        below = {"$ref": f"#/$defs/L{level + 1}"}
+        levels[f"L{level}"] = {"type": "object", "properties": {"a": below, "b": below}}
+    text = function_type({"type": "object", "properties": {"x": {"$ref": "#/$defs/L0"}}, "$defs": levels})
+    assert text.count("\n") < 3 * MAX_NODES
+
+
+_WORDS = (
+    "type properties items anyOf oneOf allOf enum const $ref required default additionalProperties prefixItems"
+    " description title examples nullable patternProperties a"
+)
+_keys = st.sampled_from(_WORDS.split())
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.sampled_from(["object", "array", "#", "#/properties/x", "\n"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_keys, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(schema=st.dictionaries(_keys, json_values, max_size=6))
+def test_no_schema_raises(schema: dict[str, Any]) -> None:
+    function_type(schema)
+    function_type({"type": "object", "properties": {"x": schema}})

@@ -1,0 +1,107 @@
+"""Chat completions for gpt-oss, as a part of the API server's endpoint plugin.
+
+`attach` runs before vLLM builds its handlers, and only sets arguments that a user may set too; `start` runs after.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vllm_gptoss import _vllm
+from vllm_gptoss.harmony.chat_prompt import ChatInputError, conversation
+from vllm_gptoss.harmony.messages import ToolSpec
+from vllm_gptoss.harmony.prompt import render
+from vllm_gptoss.harmony.vllm_constraint import RESPONSE_FORMAT
+from vllm_gptoss.harmony.vllm_parser import install
+
+logger = logging.getLogger(__name__)
+
+TOOL_PARSER = "openai"
+REASONING_PARSER = "openai_gptoss"
+GRAMMAR_BACKENDS = ("auto", "xgrammar")
+"""Structured output backends that know token-level structural tags."""
+
+
+class ChatCompletions:
+    """Our parser, prompt and constraints behind `/v1/chat/completions` and what else vLLM builds on its renderer."""
+
+    def attach(self, app: Any, args: Namespace, settings: Any) -> None:
+        """Installs the parser and fills in the arguments without which vLLM would drop tool calls."""
+        if not settings.parser or not install():
+            return
+        if not args.enable_auto_tool_choice or not args.tool_call_parser:
+            logger.info("Tool calls are read without --enable-auto-tool-choice --tool-call-parser %s.", TOOL_PARSER)
+            args.enable_auto_tool_choice = True
+            args.tool_call_parser = args.tool_call_parser or TOOL_PARSER
+        structured = args.structured_outputs_config
+        structured.reasoning_parser = structured.reasoning_parser or REASONING_PARSER
+        if settings.strict_tools and args.tool_strict_level in (None, "auto"):
+            self._constrain_calls(args, structured.backend)
+
+    @staticmethod
+    def _constrain_calls(args: Namespace, backend: str) -> None:
+        if backend in GRAMMAR_BACKENDS:
+            args.tool_strict_level = "function"
+        else:
+            logger.warning(
+                "Tool calls are not constrained: structured output backend %r has no token-level tags; use xgrammar.",
+                backend,
+            )
+
+    async def start(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Gives vLLM's renderer our prompt."""
+        renderer = getattr(state, "online_renderer", None)
+        upstream = getattr(renderer, "_make_request_with_harmony", None)
+        if renderer is None or upstream is None:
+            logger.warning("vLLM's chat prompt stays: its renderer has no seam for ours.")
+        elif _vllm.harmony_environment()[1]:
+            logger.warning("vLLM's chat prompt stays: VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS asks for its form.")
+        else:
+            renderer._make_request_with_harmony = chat_prompt_of(renderer, upstream)
+
+
+def chat_prompt_of(renderer: Any, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """The renderer's step from a chat request to prompt tokens, with our prompt; same signature as `upstream`.
+
+    An attribute of that one object, because the step is a private method and the renderer is made by vLLM: 0.32 and
+    0.33 look it up on the object at every request.
+    """
+
+    def make_request(request: Any, should_include_tools: bool = True) -> tuple[list[Any], list[Any]]:
+        kv = getattr(request, "kv_transfer_params", None)
+        if isinstance(kv, Mapping) and kv.get("prompt_token_ids"):
+            # Disaggregated decode: the prompt was rendered where the prefill ran.
+            return upstream(request, should_include_tools)  # type: ignore[no-any-return]
+        efforts = getattr(renderer, "reasoning_effort_map", None) or {}
+        effort = request.reasoning_effort
+        tools = request.tools if should_include_tools else None
+        try:
+            prompt = conversation(
+                [_plain(message) for message in request.messages],
+                tools=[
+                    ToolSpec(t.function.name, t.function.description or "", t.function.parameters) for t in tools or ()
+                ],
+                effort=efforts.get(effort, effort),
+                date=_vllm.harmony_environment()[0] or datetime.date.today().isoformat(),
+                response_format=getattr(request, RESPONSE_FORMAT, None),
+            )
+        except ChatInputError as error:
+            raise _vllm.harmony().ValidationError(str(error), parameter=error.param) from None
+        return [], [_vllm.tokens_input(render(prompt), request.cache_salt)]
+
+    return make_request
+
+
+def _plain(message: Any) -> dict[str, Any]:
+    """A message as plain data: pydantic leaves lists of parts and calls as one-shot iterators."""
+    dumped = message if isinstance(message, Mapping) else message.model_dump(exclude_none=True)
+    lists = {key: list(dumped[key]) for key in ("tool_calls", "content") if _is_iterator(dumped.get(key))}
+    return {**dumped, **lists}
+
+
+def _is_iterator(value: Any) -> bool:
+    return value is not None and not isinstance(value, str | list)

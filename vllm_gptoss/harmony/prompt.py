@@ -1,0 +1,136 @@
+"""Renders a conversation to the token ids that gpt-oss was trained on.
+
+The text follows OpenAI's "Harmony response format" and openai/harmony's test data, and the chat template of the
+checkpoints for the order of a header (`assistant to=functions.f<|channel|>commentary json`); docs/harmony.md lists
+where these sources disagree and which one is followed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from vllm_gptoss.harmony.events import Channel
+from vllm_gptoss.harmony.messages import (
+    Conversation,
+    Developer,
+    Message,
+    Role,
+    System,
+    ToolNamespace,
+)
+from vllm_gptoss.harmony.schema import function_type
+from vllm_gptoss.harmony.tokens import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START, encode
+
+_CONSTRAIN = "<|constrain|>"
+
+
+def render(conversation: Conversation) -> list[int]:
+    """Prompt token ids, ending in `<|start|>assistant`: generation continues with the first header.
+
+    Analysis before the last final message is left out, built-in tool calls and their results on that channel too.
+    """
+    ids = _preamble(conversation)
+    for message in _without_spent_analysis(conversation.messages):
+        ids += render_message(message)
+    return [*ids, START, *encode(Role.ASSISTANT.value)]
+
+
+def render_training(conversation: Conversation) -> list[int]:
+    """Token ids of a finished conversation, as a training example.
+
+    The last message ends in `<|return|>` if it is a final one. Analysis is kept in the last turn (after the last
+    user message), because the model has to learn it, and dropped before it as `render` does.
+    """
+    messages = conversation.messages
+    turn = 1 + max((i for i, m in enumerate(messages) if m.role is Role.USER), default=-1)
+    ids = _preamble(conversation)
+    for message in (*_without_spent_analysis(messages[:turn]), *messages[turn:]):
+        ids += render_message(message)
+    if messages and messages[-1].channel is Channel.FINAL:
+        ids[-1] = RETURN
+    return ids
+
+
+def render_message(message: Message) -> list[int]:
+    """Token ids of one message, `<|start|>` to its end token."""
+    author = message.name if message.role is Role.TOOL and message.name else message.role.value
+    ids = [START, *encode(author if message.recipient is None else f"{author} to={message.recipient}")]
+    if message.channel is not None:
+        ids += [CHANNEL, *encode(message.channel.value)]
+    if message.content_type is not None:
+        ids += _content_type(message.content_type)
+    text = f"# Instructions\n\n{message.text}" if message.role is Role.DEVELOPER else message.text
+    is_call = message.role is Role.ASSISTANT and message.recipient is not None
+    return [*ids, MESSAGE, *encode(text), CALL if is_call else END]
+
+
+def system_text(system: System, commentary: Sequence[ToolNamespace] = ()) -> str:
+    """The system message; `commentary` are the developer's namespaces, whose calls go to that channel."""
+    facts = [system.identity]
+    if system.knowledge_cutoff:
+        facts.append(f"Knowledge cutoff: {system.knowledge_cutoff}")
+    if system.date:
+        facts.append(f"Current date: {system.date}")
+    sections = ["\n".join(facts), f"Reasoning: {system.effort.value}"]
+    if system.tools:
+        sections.append(_tools(sorted(system.tools, key=lambda n: n.name)))
+    channels = "# Valid channels: analysis, commentary, final. Channel must be included for every message."
+    if commentary:
+        names = ", ".join(f"'{namespace.name}'" for namespace in commentary)
+        channels += f"\nCalls to these tools must go to the commentary channel: {names}."
+    return "\n\n".join((*sections, channels))
+
+
+def developer_text(developer: Developer) -> str:
+    """The developer message, or "" if it would say nothing."""
+    sections = []
+    if developer.instructions:
+        sections.append(f"# Instructions\n\n{developer.instructions}")
+    if developer.tools:
+        sections.append(_tools(developer.tools))
+    if answer := developer.response_format:
+        schema = json.dumps(answer.schema, ensure_ascii=False, separators=(",", ":"))
+        described = "".join(f"// {line}\n" for line in answer.description.splitlines())
+        sections.append(f"# Response Formats\n\n## {answer.name}\n\n{described}{schema}")
+    return "\n\n".join(sections)
+
+
+def _preamble(conversation: Conversation) -> list[int]:
+    developer = conversation.developer
+    ids = [START, *encode("system"), MESSAGE]
+    ids += [*encode(system_text(conversation.system, developer.tools)), END]
+    if text := developer_text(developer):
+        ids += [START, *encode("developer"), MESSAGE, *encode(text), END]
+    return ids
+
+
+def _content_type(content_type: str) -> list[int]:
+    if content_type.startswith(_CONSTRAIN):
+        return [*encode(" "), CONSTRAIN, *encode(content_type[len(_CONSTRAIN) :])]
+    return encode(f" {content_type}")
+
+
+def _without_spent_analysis(messages: Sequence[Message]) -> list[Message]:
+    last_final = max((i for i, m in enumerate(messages) if m.channel is Channel.FINAL), default=-1)
+    return [m for i, m in enumerate(messages) if i > last_final or m.channel is not Channel.ANALYSIS]
+
+
+def _tools(namespaces: Sequence[ToolNamespace]) -> str:
+    return "\n\n".join(("# Tools", *map(_namespace, namespaces)))
+
+
+def _namespace(namespace: ToolNamespace) -> str:
+    lines = [f"## {namespace.name}\n"]
+    if not namespace.tools:
+        return "\n".join((*lines, *namespace.description.splitlines()))
+    lines += _commented(namespace.description)
+    lines.append(f"namespace {namespace.name} {{\n")
+    for tool in namespace.tools:
+        lines += _commented(tool.description)
+        lines.append(f"type {tool.name} = {function_type(tool.parameters)};\n")
+    return "\n".join((*lines, f"}} // namespace {namespace.name}"))
+
+
+def _commented(text: str) -> list[str]:
+    return [f"// {line}" for line in text.splitlines()]

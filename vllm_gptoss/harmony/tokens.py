@@ -1,0 +1,87 @@
+"""o200k_harmony: the ids of Harmony's control tokens, and text to ids and ids to bytes.
+
+Ids: "Harmony response format", section Special Tokens, and o200k_harmony's table in openai/harmony.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from openai_harmony import HarmonyEncodingName, load_harmony_encoding
+
+ENDOFTEXT = 199999
+RETURN = 200002
+CONSTRAIN = 200003
+CHANNEL = 200005
+START = 200006
+END = 200007
+MESSAGE = 200008
+CALL = 200012
+
+FIRST_CONTROL = 199998
+"""Every id from here up to the vocabulary's end is a control token; every id below it is text."""
+VOCABULARY = 201_088
+
+
+@cache
+def encoding() -> Any:
+    """The tokenizer; 0.25 s the first time, no network (oss-harmony carries the vocabulary)."""
+    return load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
+
+
+def encode(text: str) -> list[int]:
+    """Ids of plain text. What looks like a control token becomes the ordinary characters it is made of."""
+    try:
+        ids: list[int] = encoding().encode(text, disallowed_special=())
+    except UnicodeEncodeError:  # JSON may carry lone surrogates
+        ids = encoding().encode(
+            text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), disallowed_special=()
+        )
+    return ids
+
+
+@cache
+def control_names() -> dict[int, str]:
+    """Control token id to its spelling, `<|start|>` and so on."""
+    names: dict[int, str] = {}
+    for name in encoding().special_tokens_set:
+        (token,) = encoding().encode(name, allowed_special={name}, disallowed_special=())
+        names[token] = name
+    return names
+
+
+def control_name(token: int) -> str:
+    """The spelling of a control token; "" for an id beyond the vocabulary."""
+    return control_names().get(token, "")
+
+
+class _Pieces(dict[int, "str | bytes"]):
+    """Text token to what it says: str, or bytes where it is only part of a character. Filled as tokens are met."""
+
+    def __missing__(self, token: int) -> str | bytes:
+        data = token_bytes(token)
+        try:
+            piece: str | bytes = data.decode()
+        except UnicodeDecodeError:
+            piece = data
+        self[token] = piece
+        return piece
+
+
+@cache
+def pieces() -> dict[int, str | bytes]:
+    return _Pieces()
+
+
+def token_bytes(token: int) -> bytes:
+    """UTF-8 bytes of a text token, possibly part of a character; b"" for an id outside the vocabulary.
+
+    vLLM pads the logits beyond the vocabulary, so such an id is a model error and not a reason to raise.
+    """
+    if FIRST_CONTROL <= token < VOCABULARY:
+        return control_name(token).encode()
+    try:
+        return bytes(encoding()._inner.decode_bytes([token]))
+    except Exception:  # the library raises its own error type for unknown ids, and OverflowError for negative ones
+        return b""

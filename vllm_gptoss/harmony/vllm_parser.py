@@ -1,0 +1,196 @@
+"""Our parser as vLLM's: the class that vLLM composes for gpt-oss.
+
+`ParserManager` takes `vllm.parser.harmony.HarmonyParser` by import and offers no registry for it (0.32 and 0.33), so
+`install` replaces that one attribute. Nothing but a gpt-oss model ever asks for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from openai_harmony import Message, Role
+
+from vllm_gptoss import _vllm
+from vllm_gptoss.harmony.chat import CallDelta, ChatDelta, ChatReader
+from vllm_gptoss.harmony.events import Channel, ContentDelta, HarmonyEvent, MessageEnded, MessageStarted
+from vllm_gptoss.harmony.offered import NO_TOOLS
+from vllm_gptoss.harmony.parser import HarmonyParser
+from vllm_gptoss.harmony.vllm_constraint import constrain, offered_tools
+
+logger = logging.getLogger(__name__)
+
+
+class GptOssParser:
+    """What we put over upstream's `HarmonyParser`. vLLM makes one per choice for output, and one to adjust a request.
+
+    Reasoning and tool calls are read whether or not a reasoning or tool parser was named on the command line.
+    """
+
+    _num_counted_tokens: int
+    _num_reasoning_tokens: int
+    tool_strict_level: Any = None
+
+    def __init__(self, tokenizer: Any, tools: Any = None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(tokenizer, tools, *args, **kwargs)  # type: ignore[call-arg]  # upstream's, see parser_class
+        self._offered = offered_tools(tools)
+        self._chat: ChatReader | None = None
+        self._turn: _Turn | None = None
+
+    # Chat completions
+
+    def parse(
+        self,
+        model_output: str,
+        request: Any,
+        enable_auto_tools: bool = False,
+        model_output_token_ids: Sequence[int] = (),
+    ) -> tuple[str | None, str | None, list[Any] | None]:
+        """Reasoning, content and calls of a whole output. `model_output` lacks the control tokens and is not read."""
+        reader = self._reader(request)
+        delta, end = reader.feed(model_output_token_ids), reader.finish()
+        self._count(reader, len(model_output_token_ids))
+        calls: list[Any] = []
+        for call in (*delta.calls, *end.calls):
+            if call.name is None:
+                calls[-1].arguments += call.arguments
+            else:
+                calls.append(_vllm.harmony().FunctionCall(name=call.name, arguments=call.arguments))
+        return delta.reasoning + end.reasoning or None, delta.content + end.content or None, calls or None
+
+    def parse_delta(
+        self,
+        delta_text: str,
+        delta_token_ids: list[int],
+        request: Any,
+        prompt_token_ids: list[int] | None = None,
+        *,
+        finished: bool,
+    ) -> Any:
+        """What the next tokens add, as a `DeltaMessage`, or None."""
+        reader = self._chat = self._chat or self._reader(request)
+        deltas = [reader.feed(delta_token_ids)]
+        if finished:
+            deltas.append(reader.finish())
+            self._chat = None
+        self._count(reader, self._num_counted_tokens + len(delta_token_ids))
+        return _delta_message(deltas, request.include_reasoning)
+
+    def _reader(self, request: Any) -> ChatReader:
+        offered = NO_TOOLS if getattr(request, "tool_choice", None) == "none" else self._offered
+        stop = getattr(request, "stop", None) or ()
+        if getattr(request, "include_stop_str_in_output", False):
+            stop = ()
+        return ChatReader(offered, (stop,) if isinstance(stop, str) else stop)
+
+    def _count(self, reader: ChatReader, tokens: int) -> None:
+        self._num_counted_tokens, self._num_reasoning_tokens = tokens, reader.reasoning_tokens
+
+    def count_reasoning_tokens(self, token_ids: Sequence[int]) -> int:
+        """Tokens of analysis. Upstream also counts the arguments of calls."""
+        if len(token_ids) == self._num_counted_tokens:
+            return self._num_reasoning_tokens
+        reader = ChatReader(self._offered)
+        reader.feed(token_ids)
+        reader.finish()
+        return reader.reasoning_tokens
+
+    # Upstream's own Responses handler, which stays when ours is switched off
+
+    def process_chunk(self, token_ids: Sequence[int]) -> Any:
+        turn = self._turn = self._turn or _Turn(HarmonyParser(self._offered))
+        segments, reasoning = turn.segments(turn.parser.feed(token_ids))
+        return _vllm.harmony().ChunkResult(segments=segments, reasoning_token_count=reasoning)
+
+    def flush(self) -> list[Any]:
+        turn, self._turn = self._turn, None
+        return turn.segments(turn.parser.finish(cut=True))[0] if turn else []
+
+    # Requests
+
+    def adjust_request(self, request: Any) -> Any:
+        return constrain(request, self.tool_strict_level)
+
+
+def _delta_message(deltas: Sequence[ChatDelta], include_reasoning: bool) -> Any:
+    content = "".join(delta.content for delta in deltas)
+    reasoning = "".join(delta.reasoning for delta in deltas) if include_reasoning else ""
+    calls = [_delta_tool_call(call) for delta in deltas for call in delta.calls]
+    if not (content or reasoning or calls):
+        return None
+    # vLLM serialises without unset fields, so only what is there is set.
+    message = _vllm.harmony().DeltaMessage()
+    if content:
+        message.content = content
+    if reasoning:
+        message.reasoning = reasoning
+    if calls:
+        message.tool_calls = calls
+    return message
+
+
+def _delta_tool_call(call: CallDelta) -> Any:
+    vllm = _vllm.harmony()
+    if call.name is None:
+        function = vllm.DeltaFunctionCall(arguments=call.arguments)
+        return vllm.DeltaToolCall(index=call.index, function=function)
+    function = vllm.DeltaFunctionCall(name=call.name, arguments=call.arguments)
+    return vllm.DeltaToolCall(id=vllm.make_tool_call_id(), type="function", index=call.index, function=function)
+
+
+class _Turn:
+    """A turn as upstream's segments."""
+
+    def __init__(self, parser: HarmonyParser) -> None:
+        self.parser = parser
+        self._started: MessageStarted | None = None
+
+    def segments(self, events: Sequence[HarmonyEvent]) -> tuple[list[Any], int]:
+        """Segments, and how many tokens of reasoning are in them."""
+        make = _vllm.harmony().Segment
+        segments, reasoning = [], 0
+        for event in events:
+            started = self._started
+            match event:
+                case MessageStarted():
+                    self._started = event
+                case ContentDelta(text=text, tokens=tokens) if started:
+                    is_reasoning = started.channel is Channel.ANALYSIS and started.recipient is None
+                    reasoning += tokens if is_reasoning else 0
+                    segments.append(make(started.channel.value, started.recipient, text))
+                case MessageEnded(text=text) if started:
+                    message = _upstream_message(started, text)
+                    segments.append(make(started.channel.value, started.recipient, "", message))
+        return segments, reasoning
+
+
+def _upstream_message(started: MessageStarted, text: str) -> Message:
+    message = Message.from_role_and_content(Role.ASSISTANT, text).with_channel(started.channel.value)
+    if started.recipient:
+        message = message.with_recipient(started.recipient)
+    if started.content_type:
+        message = message.with_content_type(started.content_type)
+    return message
+
+
+@cache
+def parser_class() -> type:
+    """Upstream's `HarmonyParser` with ours over it; made on first use, because the base class imports vLLM."""
+    return type("HarmonyParser", (GptOssParser, _vllm.harmony().Parser), {"__module__": __name__})
+
+
+def install() -> bool:
+    """Makes vLLM compose our parser for gpt-oss; False, with one line said, if this vLLM has moved it.
+
+    Idempotent. Replaces one attribute, `vllm.parser.harmony.HarmonyParser`, because `ParserManager` imports it by name
+    at each use and has no registry hook; `tests/contract` holds both facts. Parsers of other models are not touched.
+    """
+    try:
+        ours = parser_class()
+    except (ImportError, AttributeError) as error:
+        logger.warning("vLLM's Harmony parser stays: %s. Chat completions may lose malformed output.", error)
+        return False
+    _vllm.harmony().module.HarmonyParser = ours
+    return True
