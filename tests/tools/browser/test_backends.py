@@ -1,0 +1,213 @@
+"""Each search provider's documented API, spoken by a real local server that refuses anything else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from tests.tools.servers import running
+from vllm_gptoss.tools.base import SessionOptions, ToolCall, ToolResult
+from vllm_gptoss.tools.browser.backends import API_BACKENDS, BackendError
+from vllm_gptoss.tools.browser.provider import BrowserConfig, BrowserProvider, choose_backend
+
+KEY = "sk-very-secret"
+QUERY = "pump curves"
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+async def searxng(request: Request) -> Response:
+    """docs.searxng.org/dev/search_api: the json format is off unless the instance turns it on."""
+    if request.method != "GET" or request.query_params.get("format") != "json":
+        return PlainTextResponse("forbidden", 403)
+    row = {
+        "url": "https://a.example/1",
+        "title": "A",
+        "content": "about a",
+        "engine": "x",
+        "parsed_url": [],
+        "score": 1.0,
+    }
+    return JSONResponse(
+        {"query": request.query_params["q"], "number_of_results": 0, "results": [row] * 3, "answers": []}
+    )
+
+
+async def brave(request: Request) -> Response:
+    """api-dashboard.search.brave.com: GET, X-Subscription-Token, count of 1 to 20."""
+    if request.headers.get("x-subscription-token") != KEY or request.method != "GET":
+        return JSONResponse({"type": "ErrorResponse", "error": {"status": 422}}, 422)
+    if not 1 <= int(request.query_params["count"]) <= 20:
+        return JSONResponse({}, 422)
+    row = {"url": "https://a.example/1", "title": "A", "description": "about a", "extra_snippets": ["more", "yet more"]}
+    return JSONResponse({"type": "search", "web": {"type": "search", "results": [row]}})
+
+
+async def tavily(request: Request) -> Response:
+    """docs.tavily.com: POST, bearer key, max_results of 0 to 20."""
+    body = await request.json()
+    if request.headers.get("authorization") != f"Bearer {KEY}":
+        return JSONResponse({"detail": {"error": "Unauthorized"}}, 401)
+    if request.url.path == "/extract":
+        page = {"url": body["urls"][0], "raw_content": "# Page\n\nSee [b](https://b.example/)."}
+        return JSONResponse({"results": [page], "failed_results": [], "response_time": 0.1})
+    if not 0 <= body["max_results"] <= 20 or not isinstance(body["include_domains"], list):
+        return JSONResponse({}, 400)
+    row = {"url": "https://a.example/1", "title": "A", "content": "about a", "score": 0.9, "raw_content": None}
+    return JSONResponse({"query": body["query"], "answer": None, "images": [], "results": [row], "response_time": 0.1})
+
+
+async def exa(request: Request) -> Response:
+    """exa.ai/docs: POST, x-api-key, camelCase."""
+    body = await request.json()
+    if request.headers.get("x-api-key") != KEY:
+        return JSONResponse({"error": "Invalid API key"}, 401)
+    if request.url.path == "/contents":
+        html = "<div><p>See <a href='https://b.example/'>b</a>.</p></div>"
+        return JSONResponse({"results": [{"url": body["urls"][0], "title": "Page", "text": html}], "statuses": []})
+    if set(body) - {"query", "numResults", "contents", "includeDomains"}:
+        return JSONResponse({"error": "unknown field"}, 400)
+    row = {"id": "1", "url": "https://a.example/1", "title": "A", "highlights": ["about a"], "highlightScores": [0.5]}
+    return JSONResponse({"requestId": "r", "results": [row]})
+
+
+async def youcom(request: Request) -> Response:
+    """you.com/docs: POST, X-API-Key; web results have snippets, news have descriptions."""
+    body = await request.json()
+    if request.headers.get("x-api-key") != KEY:
+        return JSONResponse({"detail": "Forbidden"}, 403)
+    if request.url.path == "/v1/contents":
+        return JSONResponse(
+            [{"url": body["urls"][0], "title": "Page", "html": "<p>See <a href='https://b.example/'>b</a>.</p>"}]
+        )
+    web = {"url": "https://a.example/1", "title": "A", "description": "d", "snippets": ["about a"]}
+    news = {"url": "https://n.example/1", "title": "N", "description": "news"}
+    return JSONResponse({"results": {"web": [web], "news": [news]}, "metadata": {"query": body["query"]}})
+
+
+APIS: dict[str, tuple[Handler, str]] = {
+    "searxng": (searxng, "/search"),
+    "brave": (brave, "/res/v1/web/search"),
+    "tavily": (tavily, "/search"),
+    "exa": (exa, "/search"),
+    "youcom": (youcom, "/v1/search"),
+}
+PAGES = {"tavily": "/extract", "exa": "/contents", "youcom": "/v1/contents"}
+
+
+@pytest.fixture
+async def api(request: pytest.FixtureRequest) -> AsyncIterator[tuple[str, str, list[Any]]]:
+    name: str = request.param
+    handler, path = APIS[name]
+    seen: list[Any] = []
+
+    async def note(received: Request) -> Response:
+        seen.append(dict(received.query_params) if received.method == "GET" else json.loads(await received.body()))
+        return await handler(received)
+
+    paths = [path, *([PAGES[name]] if name in PAGES else [])]
+    async with running(Starlette(routes=[Route(p, note, methods=["GET", "POST"]) for p in paths])) as url:
+        yield name, url, seen
+
+
+async def run(config: BrowserConfig, tool: str, options: SessionOptions, **arguments: Any) -> ToolResult:
+    provider = BrowserProvider(config, environ={})
+    await provider.start()
+    assert provider.unavailable is None
+    session = await provider.open("c", options)
+    try:
+        return await session.call(ToolCall("1", "browser", tool, json.dumps(arguments)))
+    finally:
+        await provider.aclose()
+
+
+@pytest.mark.parametrize("api", list(APIS), indirect=True)
+async def test_search_speaks_the_documented_api(api: tuple[str, str, list[Any]]) -> None:
+    name, url, seen = api
+    config = BrowserConfig.model_validate({"backend": name, "url": url, "api_key": KEY})
+    result = await run(config, "search", SessionOptions(search_context_size="high"), query=QUERY, topn=50)
+    assert result.error is None
+    assert "【0†A†a.example】 about a" in result.text
+    assert result.action is not None
+    assert result.action.sources[0].url == "https://a.example/1"
+    assert QUERY in json.dumps(seen[0])
+
+
+@pytest.mark.parametrize("api", list(APIS), indirect=True)
+async def test_allowed_domains_are_asked_for_and_enforced(api: tuple[str, str, list[Any]]) -> None:
+    name, url, seen = api
+    config = BrowserConfig.model_validate({"backend": name, "url": url, "api_key": KEY})
+    result = await run(config, "search", SessionOptions(allowed_domains=["b.example"]), query=QUERY)
+    assert result.error is None
+    assert "No results." in result.text  # the server ignored the filter, we do not
+    assert "b.example" in json.dumps(seen[0])
+
+
+@pytest.mark.parametrize("api", sorted(set(APIS) - {"searxng"}), indirect=True)
+async def test_a_refused_key_is_named_by_its_variable_and_never_shown(api: tuple[str, str, list[Any]]) -> None:
+    name, url, _ = api
+    config = BrowserConfig.model_validate({"backend": name, "url": url, "api_key": "sk-wrong-key"})
+    result = await run(config, "search", SessionOptions(), query=QUERY)
+    assert result.error is not None
+    assert result.error.type == "tool_failed"
+    assert name in result.text
+    assert "sk-wrong-key" not in result.text + repr(config)
+
+
+@pytest.mark.parametrize("api", list(PAGES), indirect=True)
+async def test_pages_can_come_from_the_backend(api: tuple[str, str, list[Any]]) -> None:
+    name, url, _ = api
+    config = BrowserConfig.model_validate({"backend": name, "url": url, "api_key": KEY, "open_with": "backend"})
+    result = await run(config, "open", SessionOptions(), id="https://a.example/1")
+    assert result.error is None
+    assert "See 【0†b†b.example】." in result.text
+
+
+async def test_searxng_without_json_says_what_to_set() -> None:
+    async def html_only(request: Request) -> Response:
+        return PlainTextResponse("forbidden", 403)
+
+    async with running(Starlette(routes=[Route("/search", html_only)])) as url:
+        result = await run(BrowserConfig(backend="searxng", url=url), "search", SessionOptions(), query=QUERY)
+    assert "search.formats" in result.text
+
+
+@pytest.mark.parametrize("answer", ["[]", "{}", '{"results": null}', '{"results": [1, {"title": "no url"}]}', "<html>"])
+async def test_an_answer_out_of_shape_is_no_crash(answer: str) -> None:
+    async def odd(request: Request) -> Response:
+        return Response(answer, media_type="application/json")
+
+    async with running(Starlette(routes=[Route("/search", odd)])) as url:
+        result = await run(BrowserConfig(backend="searxng", url=url), "search", SessionOptions(), query=QUERY)
+    assert "No results." in result.text or result.error is not None
+
+
+async def test_a_backend_that_is_down_is_an_error_the_model_reads() -> None:
+    config = BrowserConfig(backend="searxng", url="http://127.0.0.1:1")
+    result = await run(config, "search", SessionOptions(), query=QUERY)
+    assert result.error is not None
+    assert "searxng cannot be reached" in result.text
+
+
+@pytest.mark.parametrize("name", sorted(set(API_BACKENDS) - {"searxng"}))
+async def test_a_missing_key_turns_the_tool_off_and_names_the_variable(name: str) -> None:
+    provider = BrowserProvider(BrowserConfig.model_validate({"backend": name}), environ={})
+    await provider.start()
+    assert provider.unavailable is not None
+    assert API_BACKENDS[name].key_variable in provider.unavailable
+    with pytest.raises(BackendError):
+        await API_BACKENDS[name]().start()
+
+
+def test_the_environment_chooses_the_backend_and_offline_needs_nothing() -> None:
+    auto = BrowserConfig()
+    assert choose_backend(auto, {}) == "offline"
+    assert choose_backend(auto, {"EXA_API_KEY": "x"}) == "exa"
+    assert choose_backend(auto, {"SEARXNG_URL": "http://s", "EXA_API_KEY": "x"}) == "searxng"
+    assert choose_backend(BrowserConfig(backend="offline"), {"EXA_API_KEY": "x"}) == "offline"

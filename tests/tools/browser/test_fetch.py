@@ -1,0 +1,185 @@
+"""A page from a real local web server: its kinds, its limits, and its robots.txt."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from pypdf import PdfWriter
+from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from tests.tools.servers import running
+from vllm_gptoss.tools.browser.fetch import Fetcher, FetchError, Limits
+from vllm_gptoss.tools.browser.guard import DeniedError, Guard
+
+
+def pdf(*pages: str) -> bytes:
+    """A PDF with one line of text per page."""
+    writer = PdfWriter()
+    font = DictionaryObject(
+        {NameObject("/Type"): NameObject("/Font"), NameObject("/Subtype"): NameObject("/Type1"),
+         NameObject("/BaseFont"): NameObject("/Helvetica")}
+    )  # fmt: skip
+    for text in pages:
+        page = writer.add_blank_page(300, 300)
+        page[NameObject("/Resources")] = DictionaryObject(
+            {NameObject("/Font"): DictionaryObject({NameObject("/F1"): font})}
+        )
+        stream = DecodedStreamObject()
+        stream.set_data(f"BT /F1 12 Tf 20 200 Td ({text}) Tj ET".encode())
+        page[NameObject("/Contents")] = stream
+    writer.add_metadata({"/Title": "Pump manual"})
+    out = io.BytesIO()
+    writer.write(out)
+    return out.getvalue()
+
+
+class Site:
+    """What the local server answers, by path."""
+
+    def __init__(self) -> None:
+        self.robots: tuple[int, str] = (404, "")
+        self.asked: list[str] = []
+        self.agents: set[str] = set()
+        self.hung = asyncio.Event()
+
+    async def answer(self, request: Request) -> Response:
+        path = request.url.path
+        self.asked.append(path)
+        self.agents.add(request.headers["user-agent"])
+        if path == "/robots.txt":
+            return PlainTextResponse(self.robots[1], self.robots[0])
+        if path == "/hang":
+            await self.hung.wait()
+        if path == "/endless":
+            return StreamingResponse(self.endless(), media_type="text/plain")
+        bodies: dict[str, tuple[bytes, str]] = {
+            "/page": (b"<title>T</title><p>caf\xe9</p>", "text/html; charset=iso-8859-1"),
+            "/meta": ('<meta charset="shift_jis"><p>日本</p>'.encode("shift_jis"), "text/html"),
+            "/text": (b"one\r\ntwo", "text/plain"),
+            "/json": (b'{"a": 1}', "application/json"),
+            "/pdf": (pdf("Close the inlet valve", "Second page"), "application/pdf"),
+            "/broken.pdf": (b"%PDF-1.7 nothing", "application/pdf"),
+            "/binary": (b"\x00\x01", "application/octet-stream"),
+            "/empty": (b"", "text/html"),
+        }
+        if path not in bodies:
+            return PlainTextResponse("no", 404)
+        return Response(bodies[path][0], headers={"content-type": bodies[path][1]})
+
+    async def endless(self) -> AsyncIterator[bytes]:
+        while True:
+            yield b"x" * 1000 + b"\n"
+            await asyncio.sleep(0)  # uvicorn's send does not suspend once the client has gone
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[tuple[Site, str, Fetcher]]:
+    site = Site()
+    app = Starlette(routes=[Route("/{path:path}", site.answer)])
+    async with running(app) as url:
+        host = url.removeprefix("http://")
+        fetcher = Fetcher(Guard([host]), Limits(max_bytes=50_000, timeout_s=5.0))
+        yield site, url, fetcher
+        site.hung.set()
+        await fetcher.aclose()
+
+
+Made = tuple[Site, str, Fetcher]
+
+
+@pytest.mark.parametrize(
+    ("path", "lines"),
+    [
+        ("/page", ["café"]),
+        ("/meta", ["日本"]),
+        ("/text", ["one", "two"]),
+        ("/json", ['{"a": 1}']),
+        ("/pdf", ["## Page 1", "", "Close the inlet valve", "", "## Page 2", "", "Second page"]),
+        ("/empty", [""]),
+    ],
+)
+async def test_each_kind_of_page_becomes_text(site: Made, path: str, lines: list[str]) -> None:
+    _, url, fetcher = site
+    page = await fetcher.page(url + path)
+    assert page.lines == ["", f"URL: {url}{path}", *lines]
+
+
+@pytest.mark.parametrize("path", ["/page", "/meta", "/empty"])
+async def test_a_large_page_is_read_elsewhere_and_the_same(
+    site: Made, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, url, fetcher = site
+    here = await fetcher.page(url + path)
+    monkeypatch.setattr("vllm_gptoss.tools.browser.reader.IN_THREAD_CHARS", -1)
+    assert await fetcher.page(url + path) == here
+
+
+async def test_titles_come_from_the_document(site: Made) -> None:
+    _, url, fetcher = site
+    assert (await fetcher.page(url + "/pdf")).title == "Pump manual"
+    assert (await fetcher.page(url + "/page")).title == "T"
+
+
+async def test_the_source_of_a_page_can_be_read(site: Made) -> None:
+    _, url, fetcher = site
+    assert (await fetcher.page(url + "/page", source=True)).text == "<title>T</title><p>café</p>"
+
+
+@pytest.mark.parametrize(
+    ("path", "said"), [("/none", "404"), ("/binary", "cannot be shown"), ("/broken.pdf", "pdf could not be read")]
+)
+async def test_what_cannot_be_read_says_why(site: Made, path: str, said: str) -> None:
+    _, url, fetcher = site
+    with pytest.raises(FetchError, match=said):
+        await fetcher.page(url + path)
+
+
+async def test_an_endless_page_is_cut(site: Made) -> None:
+    _, url, fetcher = site
+    page = await fetcher.page(url + "/endless")
+    assert len(page.text) < 51_000
+    assert page.lines[-1] == "[page cut after 50000 bytes]"
+
+
+async def test_a_page_that_never_answers_is_given_up(site: Made) -> None:
+    _, url, _ = site
+    fetcher = Fetcher(Guard([url.removeprefix("http://")]), Limits(timeout_s=0.3))
+    with pytest.raises(FetchError, match=r"no complete answer|ReadTimeout"):
+        await fetcher.page(url + "/hang")
+    await fetcher.aclose()
+
+
+async def test_robots_txt_is_asked_once_and_honoured(site: Made) -> None:
+    served, url, fetcher = site
+    served.robots = (200, "User-agent: vllm-gptoss\nDisallow: /page\n\nUser-agent: *\nAllow: /")
+    with pytest.raises(DeniedError, match=r"robots\.txt does not allow"):
+        await fetcher.page(url + "/page")
+    await fetcher.page(url + "/text")
+    assert served.asked == ["/robots.txt", "/text"]
+    assert all(agent.startswith("vllm-gptoss/") for agent in served.agents)
+
+
+async def test_a_site_with_errors_is_left_alone(site: Made) -> None:
+    served, url, fetcher = site
+    served.robots = (503, "")
+    with pytest.raises(DeniedError, match="has errors"):
+        await fetcher.page(url + "/text")
+    assert served.asked == ["/robots.txt"]
+
+
+async def test_robots_can_be_turned_off_by_the_operator(site: Made) -> None:
+    served, url, _ = site
+    served.robots = (200, "User-agent: *\nDisallow: /")
+    options: dict[str, Any] = {"respect_robots": False}
+    fetcher = Fetcher(Guard([url.removeprefix("http://")]), **options)
+    await fetcher.page(url + "/text")
+    assert served.asked == ["/text"]
+    await fetcher.aclose()

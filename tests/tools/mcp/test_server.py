@@ -1,0 +1,286 @@
+"""All tools together: one that is down costs itself; requests reach only allowed servers; others can use ours."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mcp.server.mcpserver import Context, MCPServer
+from typer.testing import CliRunner
+
+from tests.tools.servers import EXAMPLE, example, running
+from vllm_gptoss.tools.base import Namespace, SessionOptions, Source, ToolCall, ToolKind, ToolResult
+from vllm_gptoss.tools.check import check_tools
+from vllm_gptoss.tools.config import RemoteConfig, ToolsPlan
+from vllm_gptoss.tools.mcp.provider import McpProvider
+from vllm_gptoss.tools.mcp.settings import McpServerConfig
+from vllm_gptoss.tools.metrics import CountedSession
+from vllm_gptoss.tools.serve import http_app
+from vllm_gptoss.tools.server import NotAllowedError, ToolServer, ToolServerOptions
+
+DOCUMENTS = Path(__file__).parent.parent / "browser" / "documents"
+ENVIRON = {"GPTOSS_BROWSER_DOCUMENTS": str(DOCUMENTS)}
+
+
+async def do(session: CountedSession, namespace: str, tool: str | None, arguments: str) -> ToolResult:
+    return await session.call(ToolCall("call_1", namespace, tool, arguments))
+
+
+async def test_one_spec_starts_everything_and_what_is_down_is_off_alone() -> None:
+    with example("streamable_http") as (url, _):
+        spec = f"browser,{url},stdio:{sys.executable} {EXAMPLE} stdio,127.0.0.1:1,stdio:/nonexistent"
+        async with ToolServer.from_spec(spec, ToolServerOptions(environ=ENVIRON)) as server:
+            assert [namespace.name for namespace in server.namespaces()] == ["browser", "example"]  # two say `example`
+            off = [offer for offer in server.offers() if offer.unavailable]
+            assert len(off) == 2
+            session = await server.open("browser", "c", SessionOptions())
+            assert "【0†" in (await do(session, "browser", "search", '{"query": "dam"}')).text
+            session = await server.open("example", "c", SessionOptions())
+            assert (await do(session, "example", "add", '{"a": 1}')).text == "2"
+            wrong = await do(session, "example", "add", '{"a": "one"}')
+            assert wrong.error is not None
+            assert wrong.error.type == "invalid_arguments"
+            with pytest.raises(KeyError, match="no tool is called nothing"):
+                await server.open("nothing", "c", SessionOptions())
+
+
+class Broken:
+    """A provider that breaks its contract."""
+
+    name = "broken"
+    unavailable: str | None = "not started"
+
+    async def start(self) -> None:
+        raise RuntimeError("bug")
+
+    def namespaces(self) -> Sequence[Namespace]:
+        return ()
+
+    async def open(self, conversation_id: str, options: SessionOptions) -> Any:
+        raise AssertionError
+
+    async def aclose(self) -> None:
+        raise RuntimeError("bug")
+
+
+async def test_a_provider_with_a_bug_does_not_stop_the_others() -> None:
+    browser = ToolServer.from_spec("browser", ToolServerOptions(environ=ENVIRON)).providers[0].inner
+    async with ToolServer([Broken(), browser]) as server:
+        assert [namespace.name for namespace in server.namespaces()] == ["browser"]
+
+
+def remote(*hosts: str) -> ToolServer:
+    return ToolServer([], ToolsPlan(requests=RemoteConfig(allowed_hosts=list(hosts), connect_timeout_s=5.0)))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://other.example/mcp", "http://127.0.0.1:9/mcp", "ftp://allowed.example/", "https://u:p@allowed.example/mcp",
+        "", "https://allowed.example.evil.example/mcp", "https://evil.example/allowed.example", "https://sub.allowed.example/",
+        "http://[::1/", "https://allowed.example:99999999/", "https://${HOME}.allowed.example/",
+    ],
+)  # fmt: skip
+async def test_a_request_reaches_only_allowed_hosts(url: str) -> None:
+    with pytest.raises(NotAllowedError):
+        await remote("allowed.example").remote({"server_label": "x", "server_url": url})
+
+
+async def test_without_a_list_no_request_reaches_any_server() -> None:
+    with pytest.raises(NotAllowedError, match="GPTOSS_MCP_ALLOWED_HOSTS"):
+        await remote().remote({"server_label": "x", "server_url": "https://mcp.example/mcp"})
+
+
+async def test_a_wildcard_does_not_open_private_addresses() -> None:
+    provider = await remote("*.localhost").remote({"server_label": "x", "server_url": "http://a.localhost:1/mcp"})
+    assert "DeniedError" in str(provider.unavailable)  # the guard's word, before anything was sent
+    await provider.aclose()
+
+
+async def test_a_requests_server_works_and_its_authorization_is_nowhere(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    with example("streamable_http") as (url, _):
+        host = url.split("/")[2]
+        tool = {
+            "type": "mcp",
+            "server_label": "mine",
+            "server_url": url,
+            "authorization": "tok-SECRET",
+            "headers": {"X-Plan": "gold-SECRET"},
+        }
+        provider = await remote(host).remote(tool)
+        assert provider.unavailable is None
+        assert provider.namespaces()[0].name == "mine"
+        assert not provider.needs_approval("add")  # the request decides, and its default is to ask
+        assert caplog.records
+        assert "SECRET" not in caplog.text  # what the mcp package and its HTTP client log at DEBUG included
+        session = await provider.open("c", SessionOptions(allowed_tools=["header"]))
+        seen = await do(session, "mine", "header", '{"name": "authorization"}')
+        assert seen.text == "Bearer tok-SECRET"
+        assert (await do(session, "mine", "header", '{"name": "x-plan"}')).text == "gold-SECRET"
+        hidden = await do(session, "mine", "add", '{"a": 1}')
+        assert hidden.error is not None
+        assert hidden.error.type == "unknown_tool"
+        await session.aclose()
+        await provider.aclose()
+        lines = [r.getMessage() for r in caplog.records if r.name.startswith("vllm_gptoss")]
+        inner = provider.inner
+        assert isinstance(inner, McpProvider)
+        assert "SECRET" not in "\n".join(lines) + repr(inner.config) + repr(inner._dialer) + repr(inner)
+    with pytest.raises(NotAllowedError, match="header Host"):
+        await remote(host).remote({**tool, "headers": {"Host": "x"}})
+
+
+BROWSER_TEXT = "[0] dam\n**viewing lines [0 - 1] of 1**\n\nL0: a\nL1: b"
+PAGE_TEXT = "[1] The dam (https://dams.example/)\n**viewing lines [0 - 1] of 1**\n\nL0: a\nL1: b"
+
+
+def openais_servers() -> dict[str, MCPServer]:
+    """The shapes of openai/gpt-oss's gpt-oss-mcp-server: the browser keyed by client id, python with free text."""
+    browser = MCPServer("browser", instructions="Tool for browsing.", log_level="CRITICAL")
+    python = MCPServer("python", instructions="Runs code.", log_level="CRITICAL")
+    pages: dict[str | None, list[str]] = {}
+
+    @browser.tool(structured_output=False)
+    async def search(ctx: Context[Any, Any], query: str, topn: int = 10, source: str | None = None) -> str:
+        pages.setdefault((ctx.request_context.meta or {}).get("client_id"), []).append(query)
+        return BROWSER_TEXT
+
+    @browser.tool(name="open", structured_output=False)
+    async def open_link(ctx: Context[Any, Any], id: int | str = -1, cursor: int = -1) -> str:  # noqa: A002
+        return PAGE_TEXT if pages.get((ctx.request_context.meta or {}).get("client_id")) else "No pages to access!"
+
+    @python.tool(name="python", structured_output=False)
+    async def run(code: str) -> str:
+        return f"ran {code}"
+
+    return {"browser": browser, "python": python}
+
+
+@pytest.fixture
+async def upstream() -> AsyncIterator[ToolServer]:
+    servers = openais_servers()
+    async with running(servers["browser"].sse_app()) as browser, running(servers["python"].sse_app()) as python:
+        hosts = [url.removeprefix("http://") for url in (browser, python)]
+        async with ToolServer.from_spec(",".join(hosts), ToolServerOptions(environ={})) as server:
+            yield server
+
+
+async def test_openais_example_servers_take_the_builtin_tools_places(upstream: ToolServer) -> None:
+    kinds = {n.name: (n.kind, n.description, [t.include_in_prompt for t in n.tools]) for n in upstream.namespaces()}
+    assert kinds == {
+        "browser": (ToolKind.BROWSER, "Tool for browsing.", [True, True]),
+        "python": (ToolKind.PYTHON, "Runs code.", [False]),
+    }
+    python = await upstream.open("python", "alice", SessionOptions())
+    assert (await do(python, "python", None, 'print("hi")\n')).text == 'ran print("hi")\n'
+    alice = await upstream.open("browser", "alice", SessionOptions())
+    bob = await upstream.open("browser", "bob", SessionOptions())
+    searched = await do(alice, "browser", "search", '{"query": "dam"}')
+    assert searched.action is not None
+    assert (searched.action.type, searched.action.query) == ("search", "dam")
+    opened = await do(alice, "browser", "open", '{"id": 0}')
+    assert opened.action is not None
+    assert (opened.action.type, opened.action.url) == ("open_page", "https://dams.example/")
+    assert alice.source(1) == Source(1, "https://dams.example/", "The dam")
+    assert (await do(bob, "browser", "open", '{"id": 0}')).text == "No pages to access!"
+    for session in (python, alice, bob):
+        await session.aclose()
+
+
+@pytest.mark.parametrize("path", ["/sse", "/mcp", "/browser/mcp", "/browser/sse"])
+async def test_our_browser_is_servable_to_other_engines(path: str) -> None:
+    async with (
+        ToolServer.from_spec("browser", ToolServerOptions(environ=ENVIRON)) as tools,
+        running(http_app(tools.providers, "127.0.0.1")) as url,
+    ):
+        provider = McpProvider("", McpServerConfig(url=url + path))
+        await provider.start()
+        assert provider.unavailable is None
+        (namespace,) = provider.namespaces()
+        assert namespace == tools.namespaces()[0]
+        alice = await provider.open("alice", SessionOptions())
+        bob = await provider.open("bob", SessionOptions())
+        assert "[0] dam" in (await alice.call(ToolCall("1", "browser", "search", '{"query": "dam"}'))).text
+        opened = await alice.call(ToolCall("2", "browser", "open", '{"id": 0}'))
+        assert opened.text.startswith("[1] The Velmora dam (https://dams.example/velmora)")
+        lost = await bob.call(ToolCall("1", "browser", "open", '{"id": 0}'))
+        assert lost.error is not None
+        assert "No pages to access!" in lost.text
+        await provider.aclose()
+
+
+async def test_our_server_on_the_loopback_refuses_other_hosts() -> None:
+    import httpx
+
+    async with (
+        ToolServer.from_spec("browser", ToolServerOptions(environ=ENVIRON)) as tools,
+        running(http_app(tools.providers, "127.0.0.1")) as url,
+        httpx.AsyncClient() as client,
+    ):
+        answer = await client.get(f"{url}/sse", headers={"host": "evil.example"})
+        assert answer.status_code == 421
+
+
+async def test_check_calls_every_tool_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GPTOSS_BROWSER_DOCUMENTS", str(DOCUMENTS))
+    server = {"command": sys.executable, "args": [str(EXAMPLE), "stdio"]}
+    config = {
+        "browser": True,
+        "mcp": {
+            "named": {**server, "check": {"tool": "add", "arguments": {"a": 1}}},
+            "unmarked": server,
+            "failing": {**server, "check": {"tool": "refuse"}},
+            "down": {"url": "http://127.0.0.1:1/mcp"},
+        },
+    }
+    file = tmp_path / "tools.yaml"
+    file.write_text(json.dumps(config))
+    rows = {row.name: row for row in await check_tools(str(file))}
+    assert rows["browser"].problem is None
+    assert (rows["named"].call, rows["named"].problem) == ('add {"a": 1}', None)
+    assert rows["unmarked"].call.startswith("listed")
+    assert rows["failing"].problem == "tool_failed: no such ticket"
+    assert "ConnectError" in str(rows["down"].problem)
+
+
+def test_the_check_command_has_a_table_and_exit_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    import typer
+
+    from vllm_gptoss.tools.check import check
+
+    monkeypatch.setenv("GPTOSS_BROWSER_DOCUMENTS", str(DOCUMENTS))
+    app = typer.Typer()
+    app.command()(check)
+    passed = CliRunner().invoke(app, ["browser"])
+    assert (passed.exit_code, "browser" in passed.output, "ok" in passed.output) == (0, True, True)
+    assert CliRunner().invoke(app, ["127.0.0.1:1"]).exit_code == 1
+    wrong = CliRunner().invoke(app, ["nonsense"])
+    assert wrong.exit_code == 2
+    assert "is not a tool server" in wrong.output
+
+
+async def test_conversations_leave_nothing_behind() -> None:
+    with example("sse") as (url, _):
+        spec = f"browser,{url.split('/')[2]}"
+        async with ToolServer.from_spec(spec, ToolServerOptions(environ=ENVIRON)) as server:
+            before = len(asyncio.all_tasks())
+            for number in range(30):
+                browser = await server.open("browser", f"c{number}", SessionOptions())
+                example_session = await server.open("example", f"c{number}", SessionOptions())
+                await do(browser, "browser", "search", '{"query": "dam"}')
+                await do(example_session, "example", "add", '{"a": 1}')
+                await browser.aclose()
+                await example_session.aclose()
+                await server.forget(f"c{number}")
+            await asyncio.sleep(0)
+            assert len(asyncio.all_tasks()) == before
+            browser_provider: Any = server.lookup("browser")
+            assert browser_provider.inner._states == {}
+    assert len(asyncio.all_tasks()) == 1

@@ -1,0 +1,408 @@
+"""Programs that misbehave, and what the model is told about it. Everything is bounded in size and time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from vllm_gptoss.tools.base import SessionOptions, ToolCall
+from vllm_gptoss.tools.python import PythonProvider
+
+from .conftest import run_in, started
+
+ROOT = Path(__file__).resolve().parents[3]
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def quick() -> PythonProvider:
+    return await started(timeout_s=1, memory_mib=256, warm=1, max_conversations=2, preload=[])
+
+
+async def test_infinite_loop_is_interrupted_and_state_kept() -> None:
+    provider = await quick()
+    try:
+        await run_in(provider, "x = 41", "loop")
+        begin = time.monotonic()
+        result = await run_in(provider, "while True: pass", "loop")
+        assert time.monotonic() - begin < 5
+        assert result.error is not None
+        assert result.error.type == "timeout"
+        assert "interrupted; variables are kept" in result.text
+        assert (await run_in(provider, "x + 1", "loop")).text.strip() == "42"
+    finally:
+        await provider.aclose()
+
+
+async def test_loop_that_ignores_interrupts_is_killed_and_the_loss_told() -> None:
+    provider = await quick()
+    try:
+        await run_in(provider, "open('/mnt/data/kept', 'w').write('k')", "stubborn")
+        code = """
+import time
+end = time.monotonic() + 30
+while time.monotonic() < end:
+    try:
+        while time.monotonic() < end: pass
+    except KeyboardInterrupt: pass
+"""
+        result = await run_in(provider, code, "stubborn")
+        assert result.error is not None
+        assert result.error.type == "timeout"
+        assert "All variables are lost" in result.text
+        assert (await run_in(provider, "open('/mnt/data/kept').read()", "stubborn")).text.strip() == "'k'"
+    finally:
+        await provider.aclose()
+
+
+async def test_memory_bomb_of_one_process_fails_and_state_is_kept(provider: PythonProvider) -> None:
+    await run_in(provider, "x = 41", "bomb")
+    result = await run_in(provider, "b = bytearray(1 << 30)", "bomb")
+    assert "MemoryError" in result.text
+    assert (await run_in(provider, "x + 1", "bomb")).text.strip() == "42"
+
+
+async def test_memory_bomb_over_processes_is_killed_and_told(provider: PythonProvider) -> None:
+    code = """
+import os, signal, time
+for _ in range(8):
+    if os.fork() == 0:
+        signal.alarm(8); held = b'x' * (128 << 20); time.sleep(6); os._exit(0)
+time.sleep(6)
+"""
+    result = await run_in(provider, code, "family")
+    assert result.error is not None
+    assert result.error.type == "resource_limit"
+    assert "512 MiB of memory" in result.text
+    assert (await run_in(provider, "40 + 2", "family")).text.strip() == "42"
+
+
+async def test_fork_bomb_leaves_the_notebook_usable(provider: PythonProvider) -> None:
+    code = """
+import os, signal, time
+for _ in range(200):
+    if os.fork() == 0:
+        signal.alarm(6); time.sleep(5); os._exit(0)
+"""
+    result = await run_in(provider, code, "fork")
+    assert "BlockingIOError" in result.text
+    assert (await run_in(provider, "40 + 2", "fork")).text.strip() == "42"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "for _ in range(4000): print('x' * 10_000)",
+        "import os\nfor _ in range(4000): os.write(1, b'y' * 10_000)",
+        "'z' * 40_000_000",
+        "import sys; sys.stdout.write('w' * 40_000_000); None",
+        "import subprocess; subprocess.run('yes | head -c 40000000', shell=True); None",
+    ],
+    ids=["print", "descriptor", "echo", "write", "program"],
+)
+async def test_output_flood_is_cut(provider: PythonProvider, code: str) -> None:
+    result = await run_in(provider, code, "flood")
+    assert len(result.text) < provider.options.max_output_chars + 500
+    assert any(word in result.text for word in ("omitted", "truncated", "dropped"))
+    assert (await run_in(provider, "40 + 2", "flood")).text.strip() == "42"
+
+
+async def test_flood_of_images_is_cut(provider: PythonProvider) -> None:
+    code = """
+from IPython.display import Image, display
+import struct, zlib
+def chunk(kind, data): return struct.pack('>I', len(data)) + kind + data + struct.pack('>I', zlib.crc32(kind + data))
+raw = b'\\x89PNG\\r\\n\\x1a\\n' + chunk(b'IHDR', struct.pack('>IIBBBBB', 1, 1, 8, 0, 0, 0, 0))
+raw += chunk(b'IDAT', zlib.compress(b'\\0\\0')) + chunk(b'IEND', b'')
+for _ in range(40): display(Image(data=raw))
+"""
+    result = await run_in(provider, code)
+    images = [c for c in result.content if type(c).__name__ == "Image"]
+    assert len(images) == provider.options.max_images
+    assert "image dropped" in result.text
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import os; os.kill(os.getpid(), 9)", "import os; os._exit(3)", "import ctypes; ctypes.string_at(8)"],
+    ids=["killed", "exited", "crashed"],
+)
+async def test_dead_kernel_is_told_and_replaced(provider: PythonProvider, code: str) -> None:
+    await run_in(provider, "open('/mnt/data/kept', 'w').write('k')", "dead")
+    result = await run_in(provider, code, "dead")
+    assert result.error is not None
+    assert result.error.type == "tool_failed"
+    assert "All variables are lost; files in /mnt/data are kept" in result.text
+    assert (await run_in(provider, "open('/mnt/data/kept').read()", "dead")).text.strip() == "'k'"
+
+
+async def test_killed_cage_is_told_and_replaced(provider: PythonProvider) -> None:
+    """As the host's out-of-memory killer would do it: to the cage's first process."""
+    await run_in(provider, "x = 1", "cage")
+    kernel = provider._containers["cage"]._kernel
+    assert kernel is not None
+    kernel.sandbox.kill()
+    await kernel.sandbox.exited
+    result = await run_in(provider, "40 + 2", "cage")
+    assert "All variables and all files in /mnt/data are lost" in result.text
+    assert result.text.strip().endswith("42")
+
+
+async def test_dead_fork_server_is_replaced(provider: PythonProvider) -> None:
+    await run_in(provider, "x = 1", "zygote")
+    pool = provider._pool
+    assert pool is not None
+    assert pool._zygote is not None
+    assert pool._zygote._process is not None
+    pool._zygote._process.kill()
+    kernel = provider._containers["zygote"]._kernel
+    assert kernel is not None
+    await kernel.sandbox.exited  # all that came from it dies with it
+    result = await run_in(provider, "40 + 2", "zygote")
+    assert result.text.strip().endswith("42"), result
+    assert "lost" in result.text
+
+
+@pytest.mark.parametrize(
+    ("guard", "told"),
+    [("KeyError", "Variables are kept"), ("KeyboardInterrupt", "All variables are lost")],
+    ids=["interruptible", "stubborn"],
+)
+async def test_cancelled_call_stops_and_the_next_is_told(provider: PythonProvider, guard: str, told: str) -> None:
+    name = f"cancel-{guard}"
+    await run_in(provider, "x = 41", name)
+    session = await provider.open(name, SessionOptions())
+    code = f"""
+import time
+end = time.monotonic() + 30
+while time.monotonic() < end:
+    try: open('/mnt/data/beat', 'a').write('x'); time.sleep(0.01)
+    except {guard}: pass
+"""
+    call = asyncio.create_task(session.call(ToolCall("c", "python", None, code)))
+    container = provider._containers[name]
+    while not await _has_file(container, "beat"):
+        await asyncio.sleep(0.01)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    first = await run_in(provider, "import os; print(os.path.getsize('/mnt/data/beat'), 'x' in globals())", name)
+    second = await run_in(provider, "import os; print(os.path.getsize('/mnt/data/beat'), 'x' in globals())", name)
+    assert first.text.startswith("[The previous python call was cancelled. ")
+    assert told in first.text
+    states = [re.search(r"^\d+ (True|False)$", result.text, re.MULTILINE) for result in (first, second)]
+    assert states[0] is not None
+    assert states[1] is not None
+    assert states[0][0] == states[1][0]
+    assert states[0][1] == str(told == "Variables are kept")
+
+
+async def _has_file(container: object, name: str) -> bool:
+    kernel = container._kernel  # type: ignore[attr-defined]
+    return kernel is not None and name in {path for path, *_ in await kernel.sandbox.list_files()}
+
+
+async def test_call_cancelled_while_it_waits_for_a_kernel_leaks_none() -> None:
+    provider = await started(max_conversations=1, warm=0, queue_s=30, preload=[])
+    try:
+        session = await provider.open("busy", SessionOptions())
+        busy = asyncio.create_task(session.call(ToolCall("c", "python", None, "import time; time.sleep(0.5)")))
+        while "busy" not in provider._containers or not provider._containers["busy"].alive:
+            await asyncio.sleep(0.01)
+        waiting = asyncio.create_task(run_in(provider, "1", "waiting"))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert (await busy).error is None
+        assert (await run_in(provider, "40 + 2", "next")).text.strip() == "42"
+    finally:
+        await provider.aclose()
+
+
+async def test_all_busy_is_refused_after_the_queue_time() -> None:
+    provider = await started(max_conversations=1, warm=0, queue_s=0.2, preload=[])
+    try:
+        busy = asyncio.create_task(run_in(provider, "import time; time.sleep(2)", "busy"))
+        while "busy" not in provider._containers or not provider._containers["busy"].alive:
+            await asyncio.sleep(0.01)
+        result = await run_in(provider, "1", "late")
+        assert result.error is not None
+        assert result.error.type == "unavailable"
+        assert "1 python kernels are busy" in result.text
+        assert (await busy).error is None
+    finally:
+        await provider.aclose()
+
+
+async def test_whoever_waits_gets_the_place_of_a_conversation_that_becomes_idle() -> None:
+    provider = await started(max_conversations=1, warm=0, queue_s=20, preload=[])
+    try:
+        busy = asyncio.create_task(run_in(provider, "import time; time.sleep(0.5)", "busy"))
+        while "busy" not in provider._containers or not provider._containers["busy"].alive:
+            await asyncio.sleep(0.01)
+        waited = await run_in(provider, "40 + 2", "late")
+        assert (waited.error, waited.text.strip()) == (None, "42")
+        assert (await busy).error is None
+    finally:
+        await provider.aclose()
+
+
+async def test_closing_does_not_wait_for_running_programs() -> None:
+    provider = await started(warm=0, preload=[])
+    busy = asyncio.create_task(run_in(provider, "import time; time.sleep(60)", "busy"))
+    while "busy" not in provider._containers or not provider._containers["busy"].alive:
+        await asyncio.sleep(0.01)
+    begin = time.monotonic()
+    await provider.aclose()
+    assert time.monotonic() - begin < 10
+    result = await busy
+    assert result.error is not None
+
+
+async def test_idle_conversation_makes_room_and_its_loss_is_told() -> None:
+    provider = await started(max_conversations=1, warm=0, preload=[])
+    try:
+        await run_in(provider, "x = 1", "old")
+        assert (await run_in(provider, "40 + 2", "new")).text.strip() == "42"
+        back = await run_in(provider, "'x' in globals()", "old")
+        assert back.text.startswith("[The python session was closed to make room.")
+        assert back.text.strip().endswith("False")
+    finally:
+        await provider.aclose()
+
+
+async def test_conversations_together_stay_in_their_memory() -> None:
+    provider = await started(total_memory_mib=100, warm=0, preload=[])
+    try:
+        for name in ("first", "second", "third"):
+            await run_in(provider, "held = b'x' * (40 << 20)", name)
+        assert list(provider._containers) == ["second", "third"]
+        assert "closed to make room" in (await run_in(provider, "'held' in globals()", "first")).text
+    finally:
+        await provider.aclose()
+
+
+async def test_unused_conversation_is_closed_and_its_loss_told() -> None:
+    provider = await started(idle_s=0.3, warm=0, preload=[])
+    try:
+        await run_in(provider, "x = 1", "idle")
+        async with asyncio.timeout(10):
+            while "idle" in provider._containers:
+                await asyncio.sleep(0.02)
+        back = await run_in(provider, "'x' in globals()", "idle")
+        assert "closed after a long time unused" in back.text
+    finally:
+        await provider.aclose()
+
+
+async def test_event_loop_is_never_blocked() -> None:
+    """The longest pause of a loop that shares two cores with the programs: tens of ms are scheduling, more is ours."""
+    provider = await started(timeout_s=10, warm=0, preload=[])
+    longest = 0.0
+
+    async def watch() -> None:
+        nonlocal longest
+        while True:
+            begin = time.monotonic()
+            await asyncio.sleep(0.005)
+            longest = max(longest, time.monotonic() - begin - 0.005)
+
+    watcher = asyncio.create_task(watch())
+    try:
+        await asyncio.gather(
+            run_in(provider, "for _ in range(500): print('x' * 10_000)"),
+            run_in(provider, "import os; open('/mnt/data/big', 'wb').write(os.urandom(32 << 20))"),
+            run_in(provider, "'z' * 10_000_000"),
+            run_in(provider, "import os; os._exit(1)"),
+        )
+    finally:
+        watcher.cancel()
+        await provider.aclose()
+    assert longest < 0.5, longest
+    assert os.getpid()
+
+
+def exists(path: str) -> bool:
+    return os.path.exists(path)
+
+
+async def test_running_on_the_host_has_to_be_asked_for_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    provider = await started(dangerously_run_python_on_host=True, warm=1, preload=[], timeout_s=20)
+    try:
+        assert "ON THE HOST without isolation" in caplog.text
+        result = await run_in(
+            provider, "import os; open('f.txt', 'w').write('x'); print(os.getpid(), os.getcwd())", "h"
+        )
+        pid, directory = result.text.split()[:2]
+        assert exists(f"/proc/{pid}")
+        assert "f.txt" in result.text
+        dead = await run_in(provider, "os._exit(1)", "h")
+        assert dead.error is not None
+        assert (await run_in(provider, "40 + 2", "h")).text.strip() == "42"
+    finally:
+        await provider.aclose()
+    assert not exists(directory)
+    assert not exists(f"/proc/{pid}")
+
+
+async def test_without_isolation_the_tool_is_off(tmp_path: Path) -> None:
+    """In a user namespace that allows no further one, as a hardened host would."""
+    code = """
+import asyncio, os
+from vllm_gptoss.tools.sandbox import linux
+from vllm_gptoss.tools.python import PythonProvider
+from tests.tools.python.conftest import run_in
+uid, gid = os.getuid(), os.getgid()
+linux.unshare(linux.CLONE_NEWUSER)
+linux.write_id_maps(1000, uid, gid)
+open('/proc/sys/user/max_user_namespaces', 'w').write('0')
+linux.drop_capabilities()
+async def main():
+    provider = PythonProvider()
+    await provider.start()
+    print('reason:', provider.unavailable)
+    result = await run_in(provider, 'open("%s", "w")')
+    print(result.error.type)
+    await provider.aclose()
+asyncio.run(main())
+""" % (tmp_path / "ran")
+    done = await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    reason = re.search("reason: no isolation for python: (.*)", done.stdout)
+    assert reason, done
+    assert re.match(r"OSError: \[Errno 28\] unshare|bubblewrap made no cage", reason[1])
+    assert done.stdout.splitlines()[-1] == "unavailable"
+    assert not (tmp_path / "ran").exists()
+
+
+async def test_network_is_there_only_when_asked_for() -> None:
+    """A server of the test's own on the loopback; nothing leaves the machine."""
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"hello")
+        writer.close()
+
+    server = await asyncio.start_server(greet, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    code = f"import socket; print(socket.create_connection(('127.0.0.1', {port}), 2).recv(5))"
+    try:
+        for allowed in (False, True):
+            provider = await started(allow_network=allowed, warm=0, preload=[])
+            try:
+                result = await run_in(provider, code)
+                assert ("hello" in result.text) == allowed
+                assert "No such file" in (await run_in(provider, "open('/etc/shadow')")).text
+            finally:
+                await provider.aclose()
+    finally:
+        server.close()
+        await server.wait_closed()

@@ -1,0 +1,145 @@
+"""The filter's decisions, for both machines, by a reading of the program that does not share code with its writing."""
+
+from __future__ import annotations
+
+import errno
+import struct
+
+import pytest
+
+from vllm_gptoss.tools.sandbox import seccomp, syscalls
+
+ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+ALLOW, KILL = "allow", "kill"
+
+
+def decide(machine: str, number: int, *args: int, arch: int | None = None, network: bool = False) -> str:
+    """Runs the program over a `struct seccomp_data` as Linux' Documentation/networking/filter.rst defines it."""
+    padded = [a & (1 << 64) - 1 for a in (*args, 0, 0, 0, 0, 0, 0)][:6]
+    data = struct.pack("<iIQ6Q", number, ARCH[machine] if arch is None else arch, 0, *padded)
+    program = seccomp.build_filter(machine, allow_network=network)
+    accumulator = at = 0
+    while True:
+        code, when_true, when_false, k = program[at]
+        at += 1
+        if code == 0x20:
+            accumulator = struct.unpack_from("<I", data, k)[0]
+        elif code == 0x06:
+            if k == 0x7FFF0000:
+                return ALLOW
+            return KILL if k == 0x80000000 else errno.errorcode[k & 0xFFFF]
+        else:
+            hit = {0x15: accumulator == k, 0x35: accumulator >= k, 0x45: bool(accumulator & k)}[code]
+            at += when_true if hit else when_false
+
+
+def number(machine: str, name: str) -> int:
+    column = 0 if machine == "x86_64" else 1
+    found = (syscalls.ALLOWED | syscalls.CHECKED | syscalls.MISSING)[name][column]
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("machine", ARCH)
+def test_only_listed_calls_pass(machine: str) -> None:
+    column = list(ARCH).index(machine)
+    listed = {n[column] for n in syscalls.ALLOWED.values()} - {None}
+    checked = {n[column] for n in (syscalls.CHECKED | syscalls.MISSING).values()}
+    for call in range(1024):
+        if call in checked:
+            continue
+        expected = ALLOW if call in listed else "ENOSYS" if call > syscalls.LAST else "EPERM"
+        assert decide(machine, call) == expected, call
+
+
+@pytest.mark.parametrize("machine", ARCH)
+def test_foreign_machines_are_killed(machine: str) -> None:
+    assert decide(machine, 0, arch=0x40000003) == KILL  # i386
+    assert decide("x86_64", 0x40000000) == KILL  # x32
+
+
+@pytest.mark.parametrize("machine", ARCH)
+@pytest.mark.parametrize(
+    ("name", "args", "expected"),
+    [
+        ("socket", (1, 1), ALLOW),
+        ("socket", (2, 1), "EAFNOSUPPORT"),
+        ("socket", (1 << 32 | 2, 1), "EAFNOSUPPORT"),  # the kernel looks at the lower half only
+        ("socket", (1 << 32 | 1, 1), ALLOW),
+        ("socket", (10, 2), "EAFNOSUPPORT"),
+        ("socket", (16, 3), "EAFNOSUPPORT"),
+        ("socketpair", (1, 1), ALLOW),
+        ("socketpair", (40, 1), "EAFNOSUPPORT"),
+        ("clone", (0x3D0F00,), ALLOW),  # a thread
+        ("clone", (17,), ALLOW),  # a fork
+        ("clone", (0x10000000,), "EPERM"),
+        ("clone", (0x40000000 | 17,), "EPERM"),
+        ("clone", (0x00020000,), "EPERM"),
+        ("clone3", (), "ENOSYS"),
+        ("memfd_create", (), "ENOSYS"),
+        ("ioctl", (1, 0x5401), ALLOW),
+        ("ioctl", (1, 0x5412), "EPERM"),
+        ("ioctl", (1, 0x541C), "EPERM"),
+        ("personality", (0xFFFFFFFF,), ALLOW),
+        ("personality", (0x0040000,), "EPERM"),
+        ("prctl", (15,), ALLOW),
+        ("prctl", (35,), "EPERM"),
+        ("prctl", (0x59616D61,), "EPERM"),
+        ("prlimit64", (0, 7, 0, 0x1000), ALLOW),
+        ("prlimit64", (0, 7, 0x1000, 0), ALLOW),
+        ("prlimit64", (1, 7, 0, 0x1000), "EPERM"),
+        ("prlimit64", (0, 4, 0, 0x1000), ALLOW),
+        ("prlimit64", (0, 4, 0x1000, 0), "EPERM"),
+        ("prlimit64", (0, 4, 0x7F00_0000_0000, 0), "EPERM"),
+        ("setrlimit", (7,), ALLOW),
+        ("setrlimit", (4,), "EPERM"),
+        ("setpriority", (0, 0, 5), ALLOW),
+        ("setpriority", (0, 1, 5), "EPERM"),
+        ("setpriority", (1, 1, 5), "EPERM"),
+        ("setpriority", (2, 0, 19), "EPERM"),
+        ("sched_setscheduler", (7, 0), ALLOW),
+        ("sched_setscheduler", (1, 5), "EPERM"),
+        ("sched_setattr", (1,), "EPERM"),
+        ("sched_setparam", (1,), "EPERM"),
+    ],
+)
+def test_arguments_decide(machine: str, name: str, args: tuple[int, ...], expected: str) -> None:
+    assert decide(machine, number(machine, name), *args) == expected
+
+
+@pytest.mark.parametrize("family", [1, 2, 10, 16])
+def test_network_opens_only_what_it_needs(family: int) -> None:
+    assert decide("x86_64", number("x86_64", "socket"), family, network=True) == ALLOW
+    assert decide("x86_64", number("x86_64", "socket"), 17, network=True) == "EAFNOSUPPORT"
+
+
+@pytest.mark.parametrize("machine", ARCH)
+def test_program_fits_the_kernels_limit(machine: str) -> None:
+    assert len(seccomp.build_filter(machine)) <= 4096
+
+
+def test_numbers_of_calls_that_no_payload_may_make_are_not_listed() -> None:
+    """aarch64's from asm-generic/unistd.h: a wrong column would let these through."""
+    dangerous = {
+        "ptrace": 117,
+        "unshare": 97,
+        "setns": 268,
+        "mount": 40,
+        "umount2": 39,
+        "pivot_root": 41,
+        "chroot": 51,
+        "init_module": 105,
+        "finit_module": 273,
+        "bpf": 280,
+        "perf_event_open": 241,
+        "userfaultfd": 282,
+        "io_uring_setup": 425,
+        "keyctl": 219,
+        "open_by_handle_at": 265,
+        "process_vm_readv": 270,
+        "kexec_load": 104,
+        "reboot": 142,
+        "memfd_secret": 447,
+        "sched_setaffinity": 122,
+    }
+    assert {name: decide("aarch64", n) for name, n in dangerous.items()} == dict.fromkeys(dangerous, "EPERM")

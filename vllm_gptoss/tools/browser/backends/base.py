@@ -1,0 +1,156 @@
+"""The contract of a search backend, and the HTTP that those with an API share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import httpx
+
+from vllm_gptoss.tools.browser.page import Page
+
+
+class BackendError(Exception):
+    """The backend did not answer as documented; the message is what the model reads and holds no key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """One search result."""
+
+    title: str
+    url: str
+    snippet: str
+
+
+class Backend(Protocol):
+    """Where search results come from, and, for some, pages."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def start(self) -> None:
+        """Gets ready.
+
+        Raises:
+            BackendError: it cannot work as configured.
+        """
+        ...
+
+    async def search(self, query: str, topn: int, domains: Sequence[str]) -> Sequence[Hit]:
+        """At most `topn` hits, best first, on `domains` only where the backend can say so.
+
+        Raises:
+            BackendError: the backend failed.
+        """
+        ...
+
+    async def page(self, url: str) -> Page | None:
+        """The page at `url` where this backend serves pages itself, else None.
+
+        Raises:
+            BackendError: the backend failed.
+        """
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+class ApiBackend:
+    """A backend behind an HTTP API. The operator named the host, so no guard stands before it; proxies are honoured."""
+
+    name = ""
+    key_variable = ""
+    default_url = ""
+
+    def __init__(self, api_key: str = "", url: str = "", *, timeout_s: float = 15.0, pages: bool = False) -> None:
+        self._key = api_key
+        self._serves_pages = pages
+        self._client = httpx.AsyncClient(base_url=url or self.default_url, timeout=timeout_s, headers=self.headers())
+
+    def headers(self) -> Mapping[str, str]:
+        """The authentication that each request carries."""
+        return {}
+
+    async def start(self) -> None:
+        """
+        Raises:
+            BackendError: the key is missing.
+        """
+        if self.key_variable and not self._key:
+            raise BackendError(f"the {self.name} backend needs an API key: set {self.key_variable}")
+
+    async def search(self, query: str, topn: int, domains: Sequence[str]) -> Sequence[Hit]:
+        """Each API's own."""
+        raise NotImplementedError
+
+    async def page(self, url: str) -> Page | None:
+        """Pages come from this backend only where `open_with: backend` was configured."""
+        return await self.contents(url) if self._serves_pages else None
+
+    async def contents(self, url: str) -> Page:
+        """
+        Raises:
+            BackendError: this backend serves no pages.
+        """
+        raise BackendError(f"{self.name} serves no pages; configure `open_with: fetch`")
+
+    async def aclose(self) -> None:
+        """Closes the connections."""
+        await self._client.aclose()
+
+    async def json(self, method: str, path: str, **kwargs: Any) -> Any:
+        """The JSON that `method path` answers.
+
+        Raises:
+            BackendError: no answer, an error status, or no JSON.
+        """
+        try:
+            response = await self._client.request(method, path, **kwargs)
+        except httpx.HTTPError as error:
+            raise BackendError(f"{self.name} cannot be reached: {type(error).__name__}") from error
+        if response.status_code in (401, 403):
+            raise BackendError(f"{self.name} refused the request ({response.status_code}){self.refusal_hint()}")
+        if response.status_code >= 400:
+            raise BackendError(f"{self.name} answered {response.status_code}")
+        try:
+            return response.json()
+        except ValueError as error:
+            raise BackendError(f"{self.name} answered something other than JSON") from error
+
+    async def mapping(self, method: str, path: str, **kwargs: Any) -> Mapping[str, Any]:
+        """As `json`, for answers that are objects.
+
+        Raises:
+            BackendError: as `json`, or the answer is something else.
+        """
+        answer = await self.json(method, path, **kwargs)
+        if not isinstance(answer, dict):
+            raise BackendError(f"{self.name} answered something other than a JSON object")
+        return answer
+
+    def refusal_hint(self) -> str:
+        """What to check when the backend refuses."""
+        return f": check {self.key_variable}" if self.key_variable else ""
+
+
+def hits(rows: object, title: str, url: str, *snippets: str) -> list[Hit]:
+    """Hits from a list of JSON objects; each of `snippets` names a text or a list of texts, joined in order."""
+    found = []
+    for row in rows if isinstance(rows, list) else []:
+        if not isinstance(row, dict) or not row.get(url):
+            continue
+        parts: list[str] = []
+        for key in snippets:
+            value = row.get(key)
+            parts += [str(v) for v in value] if isinstance(value, list) else [str(value)] if value else []
+        found.append(Hit(str(row.get(title) or row[url]), str(row[url]), " ".join(parts)))
+    return found
+
+
+def on_sites(query: str, domains: Sequence[str]) -> str:
+    """`query` restricted by the `site:` operator, for engines that have no parameter for it."""
+    if not domains:
+        return query
+    return f"{query} ({' OR '.join(f'site:{domain}' for domain in domains)})"

@@ -1,0 +1,218 @@
+"""Which addresses the server may reach for a model or a request: public ones, and those that the operator listed.
+
+A name is resolved once, every address it has is judged, and the connection is made to a judged address itself, so a
+name cannot change its mind between the check and the connection (DNS rebinding). Each redirect is a new request and is
+judged again. OWASP: Server-Side Request Forgery Prevention Cheat Sheet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+import httpx
+
+IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
+"""(host, port) -> textual addresses; raises OSError where there are none."""
+
+_NAT64 = (ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("64:ff9b:1::/48"))
+_INTERNAL_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa", ".lan", ".intranet", ".corp")
+
+
+class DeniedError(Exception):
+    """The address must not be reached; the message says why."""
+
+
+async def system_resolver(host: str, port: int) -> Sequence[str]:
+    """The addresses that the operating system gives for `host`."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def embedded(address: IPAddress) -> IPAddress:
+    """The IPv4 address that an IPv6 one carries (mapped, 6to4, Teredo, NAT64), else `address`."""
+    if isinstance(address, ipaddress.IPv4Address):
+        return address
+    if address.ipv4_mapped:
+        return address.ipv4_mapped
+    if address.sixtofour:
+        return address.sixtofour
+    if address.teredo:
+        return address.teredo[1]
+    if any(address in net for net in _NAT64):
+        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    return address
+
+
+def refusal(text: str) -> str | None:
+    """Why the address `text` is off limits, or None for a public unicast one."""
+    try:
+        address = ipaddress.ip_address(text.split("%", 1)[0])
+    except ValueError:
+        return f"{text!r} is not an IP address"
+    inner = embedded(address)  # for an address that only wraps another, the other is what is reached
+    if inner.is_loopback:
+        return f"{text} is a loopback address"
+    if inner.is_link_local:
+        return f"{text} is a link-local address (cloud metadata services live there)"
+    if inner.is_multicast or inner.is_reserved or inner.is_unspecified:
+        return f"{text} is a multicast, reserved or unspecified address"
+    site_local = isinstance(inner, ipaddress.IPv6Address) and inner.is_site_local
+    # is_global knows the IANA registries: private, shared (100.64/10), benchmarking and documentation blocks are not
+    return None if inner.is_global and not site_local else f"{text} is a private address"
+
+
+def host_matches(host: str, pattern: str) -> bool:
+    """Whether `host` is `pattern`, or below it for `*.pattern`."""
+    host, pattern = host.lower().rstrip("."), pattern.lower().rstrip(".")
+    return host.endswith(pattern[1:]) if pattern.startswith("*.") else host == pattern
+
+
+class Guard:
+    """The judge.
+
+    `allowed` lists what the operator opened though it is not public: `host` or `host:port`, exact names or addresses.
+    """
+
+    def __init__(self, allowed: Sequence[str] = (), resolver: Resolver = system_resolver) -> None:
+        self._allowed = frozenset(entry.lower() for entry in allowed)
+        self._resolver = resolver
+
+    def _opened(self, host: str, port: int) -> bool:
+        return host in self._allowed or f"{host}:{port}" in self._allowed
+
+    async def addresses(self, host: str, port: int) -> Sequence[str]:
+        """Where connections to `host` may go: every address of it, all judged.
+
+        Raises:
+            DeniedError: one of them is not public, or the name is an internal one.
+            OSError: the name has no address.
+        """
+        host = host.lower().rstrip(".").strip("[]")
+        opened = self._opened(host, port)
+        try:
+            found: Sequence[str] = [str(ipaddress.ip_address(host))]
+        except ValueError:
+            if not opened and (host == "localhost" or host.endswith(_INTERNAL_SUFFIXES)):
+                raise DeniedError(f"{host} is an internal name") from None
+            found = await self._resolver(host, port)
+        if not found:
+            raise OSError(f"{host} has no address")
+        if not opened:
+            for address in found:
+                if reason := refusal(address):
+                    raise DeniedError(f"{host}: {reason}" if address != host else reason)
+        return found
+
+    async def check_name(self, host: str, port: int) -> None:
+        """Judges `host` for a proxy, which resolves it itself: what this machine knows about it must be public.
+
+        Raises:
+            DeniedError: as `addresses`.
+        """
+        try:
+            await self.addresses(host, port)
+        except OSError:
+            return  # only the proxy knows the name; what it may reach is the proxy's to decide
+
+
+def check_scheme(url: str) -> None:
+    """
+    Raises:
+        DeniedError: `url` is not http or https, has no host, or carries credentials.
+    """
+    try:
+        parts = urlsplit(url)
+        host, _, _ = parts.hostname, parts.port, httpx.URL(url)
+    except (ValueError, httpx.InvalidURL) as error:
+        raise DeniedError(f"not a valid URL: {error}") from None
+    if parts.scheme not in ("http", "https"):
+        raise DeniedError(f"only http and https URLs can be opened, not {parts.scheme or 'a bare name'}")
+    if not host:
+        raise DeniedError("the URL has no host")
+    if parts.username is not None or parts.password is not None:
+        raise DeniedError("URLs with credentials in them are not opened")
+
+
+async def pin(guard: Guard, request: Any) -> Any:
+    """Points `request` (of httpx or httpx2) at a judged address, keeping its Host header and TLS name.
+
+    Raises:
+        DeniedError: the address must not be reached.
+    """
+    url = request.url
+    host, port = url.host, url.port or (443 if url.scheme == "https" else 80)
+    check_scheme(str(url))
+    try:
+        address = (await guard.addresses(host, port))[0]
+    except OSError as error:
+        raise httpx.ConnectError(f"cannot resolve {host}: {error}") from error
+    if address != host:
+        request.extensions = {**request.extensions, "sni_hostname": host}
+        request.url = url.copy_with(host=address)
+    return request
+
+
+def proxy_of(scheme: str, host: str) -> str | None:
+    """The URL of the proxy that the environment (`http_proxy`, `https_proxy`, `all_proxy`, `no_proxy`) names."""
+    known = getproxies()
+    proxy = known.get(scheme) or known.get("all")
+    if not proxy or proxy_bypass(host):
+        return None
+    return proxy if "://" in proxy else f"http://{proxy}"
+
+
+async def check_for_proxy(guard: Guard, request: Any) -> None:
+    """Judges `request` (of httpx or httpx2), which a proxy will send.
+
+    Raises:
+        DeniedError: the address must not be reached.
+    """
+    check_scheme(str(request.url))
+    port = request.url.port or (443 if request.url.scheme == "https" else 80)
+    await guard.check_name(request.url.host, port)
+
+
+class GuardedTransport(httpx.AsyncBaseTransport):
+    """Sends through `inner` to judged addresses only, or through the environment's proxy when it has one.
+
+    Connections are not kept: one kept under an address would carry the TLS name of another host on it.
+    """
+
+    def __init__(
+        self, guard: Guard, inner: httpx.AsyncBaseTransport | None = None, *, use_proxies: bool = True
+    ) -> None:
+        self._guard = guard
+        self._limits = httpx.Limits(max_connections=100, max_keepalive_connections=0)
+        self._inner = inner or httpx.AsyncHTTPTransport(limits=self._limits, trust_env=False)
+        self._proxies: dict[str, httpx.AsyncBaseTransport] = {}
+        self._use_proxies = use_proxies and inner is None
+
+    def _proxy_for(self, request: httpx.Request) -> httpx.AsyncBaseTransport | None:
+        proxy = proxy_of(request.url.scheme, request.url.host) if self._use_proxies else None
+        if proxy and proxy not in self._proxies:
+            self._proxies[proxy] = httpx.AsyncHTTPTransport(proxy=proxy, limits=self._limits)
+        return self._proxies[proxy] if proxy else None
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Judges and sends.
+
+        Raises:
+            DeniedError: the address must not be reached; nothing was sent.
+        """
+        proxy = self._proxy_for(request)
+        if proxy is None:
+            return await self._inner.handle_async_request(await pin(self._guard, request))
+        await check_for_proxy(self._guard, request)
+        return await proxy.handle_async_request(request)
+
+    async def aclose(self) -> None:
+        """Closes every transport."""
+        for transport in (self._inner, *self._proxies.values()):
+            await transport.aclose()

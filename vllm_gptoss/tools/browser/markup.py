@@ -1,0 +1,154 @@
+"""HTML to the text gpt-oss reads: Markdown without emphasis, links numbered in the order they appear.
+
+markdownify walks the tree; this file decides what a link, an image and a hidden element become.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from urllib.parse import urljoin, urlsplit
+
+from bs4 import BeautifulSoup, Comment, Tag
+from markdown_it import MarkdownIt
+from markdownify import MarkdownConverter
+
+from vllm_gptoss.tools.browser.page import Link, Page, domain_of, link_text, neutral
+
+MAX_CHARS = 1_000_000
+"""Longer documents are cut: parsing is Python and holds a worker thread, 2.3 s for a million characters."""
+
+_MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable("table")
+_DROPPED = ["script", "style", "noscript", "template", "svg", "math", "iframe", "canvas", "head", "object"]
+_HIDDEN = re.compile(r"display:\s*none|visibility:\s*hidden", re.IGNORECASE)
+_BLANKS = re.compile(r"\n(?:[ \t]*\n)+")
+_TRAILING = re.compile(r"[ \t]+$", re.MULTILINE)
+
+
+class PageError(Exception):
+    """A document could not be read; the message says why."""
+
+
+class _Converter(MarkdownConverter):  # type: ignore[misc]
+    """Markdown with gpt-oss's link brackets. Collects `links` as it goes."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(
+            heading_style="ATX",
+            bullets="*",
+            strip=["b", "strong", "i", "em", "u", "s", "del", "mark"],
+            escape_asterisks=False,
+            escape_underscores=False,
+            escape_misc=False,
+        )
+        self.url = url
+        self.links: list[Link] = []
+        self._numbers: dict[str, int] = {}
+
+    def process_text(self, el: Any, parent_tags: set[str] | None = None) -> str:
+        """Text nodes, with entities already decoded: brackets become neutral, line breaks outside `pre` are spaces."""
+        parent: Any = super()
+        text = neutral(parent.process_text(el, parent_tags=parent_tags))
+        return text if "pre" in (parent_tags or ()) or not text.strip() else text.replace("\n", " ")
+
+    def convert_a(self, el: Tag, text: str, parent_tags: set[str]) -> str:
+        """A link to another page becomes `【n†text†domain】`; one within the page is only its text."""
+        href = str(el.get("href") or "").strip()
+        label = " ".join(text.split())
+        if not label or not href or href.startswith("#"):
+            return text
+        target = _absolute(self.url, href)
+        if target is None:
+            return text
+        number = self._numbers.setdefault(target, len(self.links))
+        if number == len(self.links):
+            self.links.append(Link(target, label))
+        return link_text(number, label, target, self.url)
+
+    def convert_img(self, el: Tag, text: str, parent_tags: set[str]) -> str:
+        """Images are named, not linked."""
+        name = " ".join(str(el.get("alt") or el.get("title") or "").split())
+        return f"[Image: {neutral(name)}]" if name else ""
+
+
+def _absolute(base: str, href: str) -> str | None:
+    try:
+        target = urljoin(base, href)
+        scheme = urlsplit(target).scheme
+    except ValueError:
+        return None
+    return target.split("#", 1)[0] if scheme in ("http", "https", "file") else None
+
+
+def _prune(soup: BeautifulSoup) -> None:
+    for comment in soup.find_all(string=lambda text: isinstance(text, Comment)):
+        comment.extract()
+    for tag in soup.find_all(_DROPPED):
+        tag.decompose()
+    for tag in soup.find_all(_is_hidden):
+        if not tag.decomposed:
+            tag.decompose()
+
+
+def _is_hidden(tag: Any) -> bool:
+    return bool(
+        tag.has_attr("hidden") or tag.get("aria-hidden") == "true" or _HIDDEN.search(str(tag.get("style") or ""))
+    )
+
+
+def _title(soup: BeautifulSoup, url: str) -> str:
+    found = soup.find("title") or soup.find("h1")
+    title = " ".join(found.get_text(" ").split()) if isinstance(found, Tag) else ""
+    return neutral(title) or domain_of(url) or url
+
+
+def tidy(text: str) -> str:
+    """`text` without trailing blanks or runs of empty lines."""
+    return _BLANKS.sub("\n\n", _TRAILING.sub("", text)).strip()
+
+
+def with_url(url: str, text: str) -> str:
+    """`text` under the `URL:` line that opens every page gpt-oss was trained on."""
+    return f"\nURL: {url}\n{text}"
+
+
+def html_page(html: str, url: str, title: str | None = None, *, show_url: bool = True) -> Page:
+    """The page at `url` whose source is `html`.
+
+    Raises:
+        PageError: the document is empty or nested too deeply to walk.
+    """
+    cut = len(html) > MAX_CHARS
+    soup = BeautifulSoup(html[:MAX_CHARS], "lxml")
+    name = title or _title(soup, url)
+    try:
+        _prune(soup)
+        converter = _Converter(url)
+        text = tidy(converter.convert_soup(soup))
+    except RecursionError:
+        raise PageError("the page's elements are nested too deeply to read") from None
+    if cut:
+        text += f"\n\n[page cut after {MAX_CHARS} characters of source]"
+    shown = with_url(url, text) if show_url else text
+    return Page(url=url, title=name, text=shown, links=converter.links, source_url=url)
+
+
+def text_page(text: str, url: str, title: str | None = None, *, show_url: bool = True) -> Page:
+    """The page at `url` that is plain text or Markdown already."""
+    body = tidy(neutral(text.expandtabs(4).replace("\r\n", "\n").replace("\r", "\n"))[:MAX_CHARS])
+    shown = with_url(url, body) if show_url else body
+    return Page(url=url, title=title or _first_line(body) or url, text=shown, source_url=url)
+
+
+def markdown_page(text: str, url: str, title: str | None = None, *, show_url: bool = True) -> Page:
+    """The page at `url` that is Markdown; its links become numbered ones.
+
+    Raises:
+        PageError: as `html_page`.
+    """
+    rendered = _MARKDOWN.render(text[:MAX_CHARS])
+    return html_page(rendered, url, title or _first_line(text.lstrip()) or None, show_url=show_url)
+
+
+def _first_line(text: str) -> str:
+    return text.split("\n", 1)[0].lstrip("# ").strip()[:120]

@@ -1,0 +1,299 @@
+"""`search`, `open` and `find` over one conversation's stack of pages."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_gptoss.tools.base import (
+    BrowserAction,
+    Namespace,
+    SessionOptions,
+    Source,
+    Text,
+    ToolCall,
+    ToolError,
+    ToolResult,
+)
+from vllm_gptoss.tools.browser.backends import Backend, BackendError, Hit
+from vllm_gptoss.tools.browser.fetch import Fetcher, FetchError, domain_allowed
+from vllm_gptoss.tools.browser.guard import DeniedError
+from vllm_gptoss.tools.browser.page import (
+    Link,
+    Page,
+    UsageError,
+    Viewer,
+    find_page,
+    link_text,
+    neutral,
+    shorten,
+    wrap,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_PAGES = 500
+MAX_CHARS = 20_000_000
+_SNIPPET_CHARS = {"low": 150, "medium": 400, "high": 1000}
+_RESULTS = {"low": 5, "medium": 10, "high": 20}
+_LONG_CHARS = 20_000
+_LOOK_BACK = 4  # lines shown above the one that a `find` match links to
+
+
+@dataclass(slots=True)
+class State:
+    """What the model saw, by cursor. Displays beyond the bounds lose their text but keep their source."""
+
+    pages: list[Page] = field(default_factory=list)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    used_at: float = 0.0
+    chars: int = 0
+    dropped: int = 0
+
+    def add(self, page: Page) -> int:
+        """The cursor of `page`, newly shown."""
+        if not any(page is old for old in self.pages[self.dropped :]):
+            self.chars += len(page.text)
+        self.pages.append(page)
+        while self.dropped < len(self.pages) - 1 and (
+            self.chars > MAX_CHARS or len(self.pages) - self.dropped > MAX_PAGES
+        ):
+            old = self.pages[self.dropped]
+            if not any(old is other for other in self.pages[self.dropped + 1 :]):
+                self.chars -= len(old.text)
+            self.pages[self.dropped] = Page(old.url, old.title, "", source_url=old.source_url)
+            self.dropped += 1
+        return len(self.pages) - 1
+
+    def page(self, cursor: int) -> Page:
+        """
+        Raises:
+            UsageError: there is no such display, or it is too long ago.
+        """
+        if not self.pages:
+            raise UsageError("No pages to access! Use `search`, or `open` with a URL as `id`.")
+        if cursor == -1:
+            return self.pages[-1]
+        if not 0 <= cursor < len(self.pages):
+            raise UsageError(
+                f"Cursor `{cursor}` is out of range. Available cursor indices: [0 - {len(self.pages) - 1}]."
+            )
+        if cursor < self.dropped:
+            raise UsageError(f"Cursor `{cursor}` is too long ago; open its URL again: {self.pages[cursor].source_url}")
+        return self.pages[cursor]
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where a session looks: the web, unless the request forbids it, and the documents of the operator."""
+
+    web: Backend | None
+    index: Backend | None
+    fetcher: Fetcher | None
+
+
+class BrowserSession:
+    """One conversation's browser. Implements `tools.base.ToolSession`."""
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        places: Places,
+        viewer: Viewer,
+        state: State,
+        options: SessionOptions,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._namespace = namespace
+        self._viewer = viewer
+        self._state = state
+        self._options = options
+        self._on_close = on_close
+        web = options.external_web_access
+        self._places = places if web else Places(None, places.index, None)
+        self._calls: dict[str, Callable[[Mapping[str, Any]], Awaitable[ToolResult]]] = {
+            "search": self._search,
+            "open": self._open,
+            "find": self._find,
+        }
+
+    @property
+    def namespaces(self) -> Sequence[Namespace]:
+        """`browser`."""
+        return (self._namespace,)
+
+    async def call(self, call: ToolCall) -> ToolResult:
+        """Runs `call`; what went wrong comes back as text with an error."""
+        run = self._calls.get(call.tool or "")
+        if run is None:
+            return _failed("unknown_tool", f"Unknown function: {call.tool}. There are search, open and find.")
+        try:
+            arguments = json.loads(call.arguments or "{}")
+        except ValueError as error:
+            return _failed("invalid_arguments", f"The arguments are not JSON: {error}")
+        if not isinstance(arguments, dict):
+            return _failed("invalid_arguments", "The arguments must be a JSON object")
+        async with self._state.lock:
+            try:
+                return await run(arguments)
+            except UsageError as error:
+                return _failed("invalid_arguments", str(error))
+            except DeniedError as error:
+                return _failed("denied", str(error))
+            except (BackendError, FetchError) as error:
+                return _failed("tool_failed", shorten(str(error)))
+
+    def source(self, cursor: int, line: int | None = None) -> Source | None:
+        """The page behind `【cursor†L…】`. In search results, which are no page, the result that `line` belongs to."""
+        if not 0 <= cursor < len(self._state.pages):
+            return None
+        page = self._state.pages[cursor]
+        if page.source_url:
+            return Source(cursor, page.source_url, self._title(page))
+        if line is None:
+            number = 0 if len(page.links) == 1 else None
+        else:
+            number = max((n for first, n in page.line_links if first <= line), default=None)
+        return None if number is None else Source(cursor, page.links[number].url, page.links[number].title)
+
+    def _title(self, page: Page) -> str:
+        if not page.listing:
+            return page.title
+        return next((p.title for p in self._state.pages if p.url == page.source_url), page.title)
+
+    def excerpt(self, cursor: int, first: int, last: int | None = None) -> str | None:
+        """The text that `【cursor†Lfirst-Llast】` cites, or None where there is none."""
+        if not 0 <= cursor < len(self._state.pages):
+            return None
+        lines = self._state.pages[cursor].lines
+        last = first if last is None else last
+        return "\n".join(lines[first : last + 1]) if 0 <= first <= last < len(lines) else None
+
+    async def aclose(self) -> None:
+        """Ends this view; the conversation's pages stay with the provider."""
+        self._on_close()
+
+    async def _show(self, page: Page, start: int, num_lines: int, action: BrowserAction) -> ToolResult:
+        if len(page.text) > _LONG_CHARS:
+            await asyncio.to_thread(lambda: page.wrapped)  # about 1 s per million characters, kept with the page
+        text = self._viewer.show(page, len(self._state.pages), start, num_lines)  # raises before the page counts
+        self._state.add(page)
+        return ToolResult([Text(text)], action=action)
+
+    async def _search(self, arguments: Mapping[str, Any]) -> ToolResult:
+        query = str(arguments.get("query") or "").strip()
+        if not query:
+            raise UsageError("`query` must not be empty")
+        backend = self._places.web or self._places.index
+        if backend is None:
+            raise BackendError(f"No search is available{self._offline_note()}")
+        size = self._options.search_context_size
+        cap = _RESULTS.get(size, 10)
+        wanted = _number(arguments, "topn", cap)
+        topn = min(wanted, cap) if wanted > 0 else cap
+        domains = self._options.allowed_domains
+        found = [h for h in await backend.search(query, topn, domains) if domain_allowed(h.url, domains)][:topn]
+        page = results_page(query, found, _SNIPPET_CHARS.get(size, 400))
+        cursor = len(self._state.pages)
+        sources = [Source(cursor, hit.url, hit.title) for hit in found]
+        return await self._show(page, 0, -1, BrowserAction("search", query=query, sources=sources))
+
+    def _offline_note(self) -> str:
+        if not self._options.external_web_access:
+            return " without external web access: this server has no folder of documents"
+        return ": this server has neither a key for a search service nor a folder of documents"
+
+    async def _open(self, arguments: Mapping[str, Any]) -> ToolResult:
+        target = arguments.get("id", -1)
+        if isinstance(target, str) and target.strip().lstrip("-").isdigit():
+            target = int(target)  # a link id in quotes is no URL
+        start, num_lines = _number(arguments, "loc", -1), _number(arguments, "num_lines", -1)
+        if isinstance(target, str):
+            page, link = await self._load(target.strip(), bool(arguments.get("view_source"))), None
+        else:
+            page, link = await self._follow(target, arguments)
+        if start < 0:
+            line = link.line if link and link.line is not None else 0
+            start = line - _LOOK_BACK if line > _LOOK_BACK else line
+        action = BrowserAction("open_page", url=page.source_url or page.url or None)
+        return await self._show(page, start, num_lines, action)
+
+    async def _follow(self, target: object, arguments: Mapping[str, Any]) -> tuple[Page, Link | None]:
+        current = self._state.page(_number(arguments, "cursor", -1))
+        number = _number({"id": target}, "id", -1)
+        view_source = bool(arguments.get("view_source"))
+        if number < 0:
+            if not view_source:
+                return current, None
+            return await self._load(current.source_url or current.url, True), None
+        if number >= len(current.links):
+            raise UsageError(f"Invalid link id `{number}`.")
+        link = current.links[number]
+        if not view_source:
+            for page in reversed(self._state.pages[self._state.dropped :]):
+                if page.url == link.url and not page.listing:
+                    return page, link
+        return await self._load(link.url, view_source), link
+
+    async def _load(self, url: str, view_source: bool) -> Page:
+        if url.startswith("view-source:"):
+            url, view_source = url.removeprefix("view-source:"), True
+        places = self._places
+        if not domain_allowed(url, self._options.allowed_domains):
+            raise DeniedError(f"{url} is not on the allowed domains: {', '.join(self._options.allowed_domains)}")
+        for backend in (places.index, None if view_source else places.web):
+            if backend is not None and (page := await backend.page(url)):
+                return page
+        if places.fetcher is None:
+            raise DeniedError(f"{url} is not among the indexed documents, and this request may not use the web")
+        if "://" not in url:
+            url = f"https://{url}"
+        try:
+            return await places.fetcher.page(url, self._options.allowed_domains, source=view_source)
+        except (DeniedError, FetchError) as error:
+            raise type(error)(f"Error fetching URL `{shorten(url)}`: {error}") from error
+
+    async def _find(self, arguments: Mapping[str, Any]) -> ToolResult:
+        pattern = str(arguments.get("pattern") or "")
+        if not pattern.strip():
+            raise UsageError("`pattern` must not be empty")
+        page = self._state.page(_number(arguments, "cursor", -1))
+        if page.listing:
+            raise UsageError("Cannot run `find` on search results page or find results page")
+        found = await asyncio.to_thread(find_page, page, pattern)
+        action = BrowserAction("find_in_page", url=page.source_url or page.url, pattern=pattern)
+        return await self._show(found, 0, -1, action)
+
+
+def results_page(query: str, found: Sequence[Hit], snippet_chars: int) -> Page:
+    """The display of a search: a list of links, each with its snippet."""
+    lines, marks = ["", "URL: ", "# Search Results", ""], []
+    for number, hit in enumerate(found):
+        marks.append((sum(len(wrap(line)) for line in lines), number))
+        snippet = shorten(" ".join(neutral(hit.snippet).split()), snippet_chars)
+        lines.append(f"  * {link_text(number, hit.title, hit.url)} {snippet}".rstrip())
+    if not found:
+        lines.append("No results.")
+    return Page(
+        url="",
+        title=neutral(query),
+        text="\n".join(lines),
+        links=[Link(hit.url, neutral(hit.title)) for hit in found],
+        listing=True,
+        line_links=marks,
+    )
+
+
+def _number(arguments: Mapping[str, Any], name: str, default: int) -> int:
+    value = arguments.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
+        raise UsageError(f"`{name}` should be an integer, not `{value!r}`")
+    return int(value)
+
+
+def _failed(kind: str, message: str) -> ToolResult:
+    return ToolResult([Text(message)], error=ToolError(kind, message))

@@ -1,0 +1,122 @@
+"""`vllm-gptoss tools check`: starts every configured tool, makes one harmless call of each, and prints what came."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from vllm_gptoss.tools.base import Namespace, SessionOptions, ToolCall, ToolError, ToolKind, ToolResult
+from vllm_gptoss.tools.config import ToolConfigError
+from vllm_gptoss.tools.mcp.provider import McpProvider
+from vllm_gptoss.tools.metrics import CountedProvider
+from vllm_gptoss.tools.server import ToolServer
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one tool did."""
+
+    name: str
+    kind: str
+    tools: str
+    call: str
+    seconds: float
+    problem: str | None
+
+
+async def check_tools(spec: str) -> list[Row]:
+    """Starts the tools of `spec` and calls each once.
+
+    Raises:
+        ToolConfigError: `spec` is wrong.
+    """
+    async with ToolServer.from_spec(spec) as server:
+        return list(await asyncio.gather(*(_row(provider) for provider in server.providers)))
+
+
+async def _row(provider: CountedProvider) -> Row:
+    namespace = next(iter(provider.namespaces()), None)
+    if provider.unavailable or namespace is None:
+        return Row(provider.name, "?", "", "", 0.0, provider.unavailable or "it offers nothing")
+    tools = ", ".join(tool.name for tool in namespace.tools) or namespace.name
+    began = time.monotonic()
+    try:
+        what, result = await _call(provider, namespace)
+    except Exception as error:
+        return Row(namespace.name, namespace.kind, tools, "open", 0.0, f"{type(error).__name__}: {error}")
+    seconds = time.monotonic() - began
+    problem = f"{result.error.type}: {result.error.message}" if result and result.error else None
+    return Row(namespace.name, namespace.kind, tools, what, seconds, problem)
+
+
+async def _call(provider: CountedProvider, namespace: Namespace) -> tuple[str, ToolResult | None]:
+    call = _harmless(provider, namespace)
+    if call is None:
+        return "listed (no tool is marked read-only and free of arguments; name one under `check`)", None
+    session = await provider.open("", SessionOptions(response_id="tools-check"))
+    try:
+        result = await session.call(call)
+    finally:
+        await session.aclose()
+    shown = f"{call.tool or call.namespace} {call.arguments}"
+    if namespace.kind is ToolKind.PYTHON and not result.error and "42" not in result.text:
+        return shown, ToolResult(result.content, error=_wrong(result.text))
+    return shown, result
+
+
+def _wrong(text: str) -> ToolError:
+    return ToolError("tool_failed", f"expected 42, got {text[:80]!r}")
+
+
+def _harmless(provider: CountedProvider, namespace: Namespace) -> ToolCall | None:
+    if namespace.kind is ToolKind.PYTHON:
+        return ToolCall("check", namespace.name, None, "print(6 * 7)")
+    if namespace.kind is ToolKind.BROWSER:
+        return ToolCall("check", namespace.name, "search", json.dumps({"query": "test", "topn": 1}))
+    inner = provider.inner
+    wanted = inner.config.check if isinstance(inner, McpProvider) else None
+    if wanted:
+        return ToolCall("check", namespace.name, str(wanted.get("tool")), json.dumps(wanted.get("arguments") or {}))
+    for tool in namespace.tools:
+        if tool.annotations.get("readOnlyHint") and not (tool.parameters or {}).get("required"):
+            return ToolCall("check", namespace.name, tool.name, "{}")
+    return None
+
+
+def table(rows: list[Row]) -> Table:
+    """The rows as a table for people."""
+    view = Table("tool", "kind", "offers", "called", "seconds", "result", title="Tools")
+    for row in rows:
+        result = f"[red]{_plain(row.problem)}[/red]" if row.problem else "[green]ok[/green]"
+        view.add_row(row.name, row.kind, row.tools, _plain(row.call), f"{row.seconds:.2f}", result)
+    return view
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", "\\[")
+
+
+def check(
+    spec: Annotated[str, typer.Argument(help="what you would give to --tool-server")] = "demo",
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON lines instead of a table")] = False,
+) -> None:
+    """Start every configured tool, call each once, and say what came. Exits with 1 if one failed, 2 for a bad spec."""
+    try:
+        rows = asyncio.run(check_tools(spec))
+    except ToolConfigError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    if as_json:
+        for row in rows:
+            typer.echo(json.dumps({name: getattr(row, name) for name in Row.__slots__}))
+    else:
+        Console().print(table(rows))
+    if any(row.problem for row in rows):
+        raise typer.Exit(1)

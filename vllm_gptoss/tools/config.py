@@ -1,0 +1,177 @@
+"""What `--tool-server` accepts, and tools.yaml, as checked configuration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vllm_gptoss.tools.browser.provider import BrowserConfig
+from vllm_gptoss.tools.mcp.settings import McpServerConfig, from_command
+
+HELP = "`demo`, `host:port`, `http(s)://…`, `stdio:command`, or the path of a .yaml file, joined by commas"
+
+
+class ToolConfigError(ValueError):
+    """The configuration cannot be used; the message names the key and says what to write."""
+
+
+class RemoteConfig(BaseModel):
+    """MCP servers that requests may name by `server_url`. None, unless hosts are listed."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    allowed_hosts: list[str] = Field(
+        default=[], description="`host`, `host:port` or `*.domain`; a name listed in full may be a private address"
+    )
+    timeout_s: float = Field(default=60.0, gt=0)
+    connect_timeout_s: float = Field(default=10.0, gt=0)
+
+
+class ToolsConfig(BaseModel):
+    """tools.yaml."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    python: dict[str, Any] | bool = Field(default=False, description="true, or the python tool's options")
+    browser: BrowserConfig | bool = False
+    mcp: dict[str, McpServerConfig] = {}
+    requests: RemoteConfig = RemoteConfig()
+    max_running_calls: int = Field(default=64, gt=0, description="calls of one tool that run at once")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolsPlan:
+    """What to start. `mcp` pairs a label, empty for what the server calls itself, with where it is."""
+
+    python: dict[str, Any] | None = None
+    browser: BrowserConfig | None = None
+    mcp: list[tuple[str, McpServerConfig]] = field(default_factory=list)
+    requests: RemoteConfig = field(default_factory=RemoteConfig)
+    max_running_calls: int = 64
+
+
+def parse_spec(spec: str, environ: Mapping[str, str] = os.environ) -> ToolsPlan:
+    """The plan that `spec` describes.
+
+    Raises:
+        ToolConfigError: a part is none of the accepted forms, or a file in it cannot be used.
+    """
+    plan = ToolsPlan(requests=_requests(environ))
+    parts = [part.strip() for part in spec.split(",") if part.strip()]
+    if not parts:
+        raise ToolConfigError(f"--tool-server is empty; give {HELP}")
+    for part in parts:
+        plan = _add(plan, part)
+    return plan
+
+
+def _requests(environ: Mapping[str, str]) -> RemoteConfig:
+    hosts = environ.get("GPTOSS_MCP_ALLOWED_HOSTS", "")
+    return RemoteConfig(allowed_hosts=[host.strip() for host in hosts.split(",") if host.strip()])
+
+
+def _add(plan: ToolsPlan, part: str) -> ToolsPlan:
+    python, browser, servers = plan.python, plan.browser, [*plan.mcp]
+    if part in ("demo", "python", "browser"):
+        python = python or {} if part != "browser" else python
+        browser = browser or BrowserConfig() if part != "python" else browser
+    elif part.endswith((".yaml", ".yml")):
+        return _merge(plan, load(Path(part)), part)
+    elif part.startswith("stdio:"):
+        try:
+            servers.append(("", from_command(part.removeprefix("stdio:"))))
+        except ValueError as error:
+            raise ToolConfigError(f"{part!r}: {error}") from error
+    elif part.startswith(("http://", "https://")):
+        servers.append(("", _checked(part, url=part)))
+    else:
+        servers.append(("", _host_and_port(part)))
+    return ToolsPlan(python, browser, servers, plan.requests, plan.max_running_calls)
+
+
+def _host_and_port(part: str) -> McpServerConfig:
+    """Upstream's form: an MCP server over SSE at `http://host:port/sse`."""
+    try:
+        port = urlsplit(f"//{part}").port
+    except ValueError:
+        port = None
+    if port is None or "/" in part or " " in part:
+        raise ToolConfigError(f"{part!r} is not a tool server; give {HELP}")
+    return _checked(part, url=f"http://{part}/sse", transport="sse")
+
+
+def _checked(part: str, **values: Any) -> McpServerConfig:
+    try:
+        return McpServerConfig(**values)
+    except ValidationError as error:
+        raise ToolConfigError(f"{part!r}: {first_problem(error)}") from error
+
+
+def _merge(plan: ToolsPlan, config: ToolsConfig, source: str) -> ToolsPlan:
+    twice = {label for label, _ in plan.mcp if label} & set(config.mcp)
+    if twice:
+        raise ToolConfigError(f"{source}: mcp.{min(twice)} is configured twice")
+    python, browser = plan.python, plan.browser
+    if config.python is not False:
+        python = {} if config.python is True else config.python
+    if config.browser is not False:
+        browser = BrowserConfig() if config.browser is True else config.browser
+    hosts = [*plan.requests.allowed_hosts, *config.requests.allowed_hosts]
+    requests = config.requests.model_copy(update={"allowed_hosts": hosts})
+    return ToolsPlan(python, browser, [*plan.mcp, *config.mcp.items()], requests, config.max_running_calls)
+
+
+def load(path: Path) -> ToolsConfig:
+    """The configuration in the file `path`; paths in it are relative to its folder.
+
+    Raises:
+        ToolConfigError: there is no such file, it is no YAML, or a key in it is wrong; the message names the key.
+    """
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ToolConfigError(f"{path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ToolConfigError(f"{path}: not YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise ToolConfigError(f"{path}: the top level must be a mapping with python, browser, mcp or requests")
+    data = {
+        key: {} if value is None and key == "mcp" else True if value is None else value for key, value in data.items()
+    }
+    try:
+        config = ToolsConfig.model_validate(data)
+    except ValidationError as error:
+        raise ToolConfigError(f"{path}: {first_problem(error)}") from error
+    return _anchored(config, path.parent)
+
+
+def _anchored(config: ToolsConfig, folder: Path) -> ToolsConfig:
+    browser = config.browser
+    if isinstance(browser, BrowserConfig) and browser.documents and not browser.documents.is_absolute():
+        browser = browser.model_copy(update={"documents": folder / browser.documents})
+    servers = {
+        name: server.model_copy(update={"cwd": folder / (server.cwd or "")}) if server.command else server
+        for name, server in config.mcp.items()
+    }
+    return config.model_copy(update={"browser": browser, "mcp": servers})
+
+
+def first_problem(error: ValidationError, *above: str) -> str:
+    """The first problem, with the key as written in the file; `above` are keys that the error does not know."""
+    problem = min(error.errors(), key=lambda e: (e["type"] == "bool_type", -len(e["loc"])))
+    names = [
+        *above,
+        *(str(p) for p in problem["loc"] if not str(p).startswith(("function-", "bool", "dict[", "BrowserConfig"))),
+    ]
+    where = ".".join(names)
+    what = str(problem["msg"]).removeprefix("Value error, ")
+    if problem["type"] == "extra_forbidden":
+        what = "there is no such key"
+    return f"{where}: {what}" if where else what

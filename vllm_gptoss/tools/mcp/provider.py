@@ -1,0 +1,273 @@
+"""An MCP server as one configured tool. One named `python` or `browser` takes that built-in tool's place."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mcp import MCPError
+
+from vllm_gptoss.tools.base import (
+    BrowserAction,
+    Namespace,
+    SessionOptions,
+    Source,
+    Text,
+    ToolCall,
+    ToolDefinition,
+    ToolError,
+    ToolKind,
+    ToolResult,
+)
+from vllm_gptoss.tools.mcp.connection import (
+    Connection,
+    Listing,
+    LostError,
+    SlowError,
+    UnavailableError,
+    describe,
+)
+from vllm_gptoss.tools.mcp.convert import to_result
+from vllm_gptoss.tools.mcp.settings import McpServerConfig
+from vllm_gptoss.tools.mcp.transport import Dialer
+
+logger = logging.getLogger(__name__)
+
+_NOT_A_NAME = re.compile(r"[^A-Za-z0-9_-]+")
+_DISPLAY = re.compile(r"\[(\d+)\] (.*?)(?: \((\S+)\))?\n\*\*viewing lines \[")
+_OPENS = {"search": "search", "open": "open_page", "find": "find_in_page"}
+
+
+def namespace_name(text: str) -> str:
+    """`text` as a name that the model can address: letters, digits, `_` and `-`."""
+    return _NOT_A_NAME.sub("_", text).strip("_") or "mcp"
+
+
+class McpProvider:
+    """Implements `tools.base.ToolProvider`.
+
+    `label` is the namespace's name; empty means what the server calls itself, as upstream's `--tool-server host:port`.
+    """
+
+    def __init__(self, label: str, config: McpServerConfig, dialer: Dialer | None = None) -> None:
+        self.config = config
+        self._label = label
+        self._dialer = dialer or Dialer(config)
+        self._connection = Connection(label or config.url or config.command, self._dialer, on_listing=self._listed)
+        self._namespace: Namespace | None = None
+        self._sessions: set[McpSession] = set()
+
+    @property
+    def name(self) -> str:
+        """The namespace's name, or what was configured while the server has not answered."""
+        return self._namespace.name if self._namespace else self._label or namespace_name(self._connection.label)
+
+    @property
+    def unavailable(self) -> str | None:
+        """Why the server's tools are off now. It is asked again in the background."""
+        if self._namespace is None or not self._connection.up:
+            return self._connection.problem
+        return None if self._namespace.tools else "the server offers no tools"
+
+    @property
+    def listing(self) -> Listing | None:
+        """What the server last said about itself."""
+        return self._connection.listing
+
+    @property
+    def per_conversation(self) -> bool:
+        """Whether each conversation has a connection of its own: servers of the old kind keep state by connection."""
+        if self.config.connections != "auto":
+            return self.config.connections == "per_conversation"
+        kind = self._namespace.kind if self._namespace else ToolKind.MCP
+        return self.config.wire == "sse" or (kind is not ToolKind.MCP and self.config.wire != "stdio")
+
+    async def start(self) -> None:
+        """Makes the first attempt to connect; later ones go on in the background."""
+        await self._connection.start()
+
+    def namespaces(self) -> Sequence[Namespace]:
+        """The server's tools, or nothing before it has answered."""
+        return (self._namespace,) if self._namespace else ()
+
+    def needs_approval(self, tool: str) -> bool:
+        """Whether the operator wants a person to agree before each call of `tool`."""
+        return self.config.needs_approval(tool)
+
+    async def open(self, conversation_id: str, options: SessionOptions) -> McpSession:
+        """The server as `conversation_id` sees it. Nothing is sent before the first call."""
+        listing = self._connection.listing
+        if listing and time.monotonic() - listing.listed_at > self.config.refresh_s:
+            self._connection.refresh()
+        session = McpSession(self, conversation_id, options)
+        self._sessions.add(session)
+        return session
+
+    def closed(self, session: McpSession) -> None:
+        """Forgets an ended session."""
+        self._sessions.discard(session)
+
+    async def aclose(self) -> None:
+        """Ends every session and the connection."""
+        await asyncio.gather(*(session.aclose() for session in list(self._sessions)))
+        await self._connection.aclose()
+
+    @property
+    def connection(self) -> Connection:
+        """The connection that conversations share."""
+        return self._connection
+
+    def connect(self, conversation_id: str) -> Connection:
+        """A connection of one conversation's own, which it names as upstream does."""
+        headers = {**self._dialer.headers, "x-session-id": opaque(conversation_id)}
+        dialer = replace(self._dialer, headers=headers)
+        return Connection(self.name, dialer, reconnect=False)
+
+    def _listed(self, listing: Listing) -> None:
+        name = self._label or namespace_name(listing.name)
+        kind = self._kind(name)
+        allowed = self.config.allowed_tools
+        tools = [_definition(tool, listing, kind) for tool in listing.tools if allowed is None or tool.name in allowed]
+        missing = set(allowed or ()) - {tool.name for tool in tools}
+        if missing:
+            logger.warning("mcp %s: allowed_tools names tools it does not have: %s", name, ", ".join(sorted(missing)))
+        self._namespace = Namespace(name, kind, listing.instructions, tools)
+        logger.info("mcp %s: %d tools over %s, protocol %s", name, len(tools), self.config.wire, listing.protocol)
+
+    def _kind(self, name: str) -> ToolKind:
+        if self.config.kind != "auto":
+            return ToolKind(self.config.kind)
+        return ToolKind(name) if name in (ToolKind.PYTHON, ToolKind.BROWSER) else ToolKind.MCP
+
+
+def opaque(conversation_id: str) -> str:
+    """A name for the conversation that tells a third party nothing else."""
+    return hashlib.sha256(conversation_id.encode()).hexdigest()[:32]
+
+
+def _definition(tool: Any, listing: Listing, kind: ToolKind) -> ToolDefinition:
+    shown = (tool.meta or {}).get("include_in_prompt", True) is not False and tool.name not in listing.hidden
+    annotations = tool.annotations.model_dump(by_alias=True, exclude_none=True) if tool.annotations else {}
+    # gpt-oss was trained on a python tool without a schema: text in, text out.
+    in_prompt = shown and kind is not ToolKind.PYTHON
+    return ToolDefinition(tool.name, tool.description or "", tool.input_schema, in_prompt, annotations)
+
+
+class McpSession:
+    """One conversation's calls to an MCP server. Implements `tools.base.ToolSession`."""
+
+    def __init__(self, provider: McpProvider, conversation_id: str, options: SessionOptions) -> None:
+        self._provider = provider
+        self._conversation = conversation_id or options.response_id
+        self._options = options
+        self._own: Connection | None = None
+        self._sources: dict[int, Source] = {}
+
+    @property
+    def namespaces(self) -> Sequence[Namespace]:
+        """The server's tools that the request allows."""
+        allowed = self._options.allowed_tools
+        found = self._provider.namespaces()
+        if allowed is None:
+            return found
+        return [replace(n, tools=[tool for tool in n.tools if tool.name in allowed]) for n in found]
+
+    async def call(self, call: ToolCall) -> ToolResult:
+        """Runs `call` on the server; its absence, slowness or death comes back as an error."""
+        config = self._provider.config
+        try:
+            tool, arguments = self._request(call)
+        except ValueError as error:
+            return _failed("invalid_arguments", str(error))
+        meta = {"client_id": opaque(self._conversation)} if self._conversation else {}
+        try:
+            connection = await self._connection()
+            answer = await connection.call(tool, arguments, meta, config.timeout_s)
+        except UnavailableError as error:
+            return _failed("unavailable", f"The server of this tool cannot be reached: {error}. Nothing was run.")
+        except LostError as error:
+            return _failed("tool_failed", f"The connection to the tool broke ({error}). The call may have run.")
+        except SlowError as error:
+            return _failed("timeout", f"The tool gave {error} and was told to stop.")
+        except MCPError as error:
+            return _failed("tool_failed", f"The tool's server refused the call: {error.error.message}")
+        except RuntimeError as error:  # the SDK's word for results that break the tool's own output schema
+            return _failed("tool_failed", f"The tool's answer was not valid: {error}")
+        result = to_result(answer, config.max_output_chars)
+        return self._browsed(call, arguments, result)
+
+    def source(self, cursor: int, line: int | None = None) -> Source | None:
+        """The page behind a cursor, for servers that are browsers."""
+        return self._sources.get(cursor)
+
+    async def aclose(self) -> None:
+        """Ends the conversation's own connection, if it had one."""
+        self._provider.closed(self)
+        if self._own is not None:
+            own, self._own = self._own, None
+            await own.aclose()
+
+    async def _connection(self) -> Connection:
+        if not self._provider.per_conversation:
+            return self._provider.connection
+        if self._own is None or not self._own.up:
+            if self._own is not None:
+                await self._own.aclose()
+            self._own = self._provider.connect(self._conversation)
+            await self._own.start()
+        return self._own
+
+    def _request(self, call: ToolCall) -> tuple[str, dict[str, Any]]:
+        namespace = next(iter(self.namespaces), None)
+        tools = namespace.tools if namespace else ()
+        if namespace and namespace.kind is ToolKind.PYTHON and (call.tool is None or len(tools) == 1):
+            return _code_call(tools, call.arguments)
+        if call.tool is None:
+            raise ValueError(f"say which tool of {call.namespace}: {', '.join(tool.name for tool in tools)}")
+        try:
+            arguments = json.loads(call.arguments or "{}")
+        except ValueError as error:
+            raise ValueError(f"the arguments are not JSON: {error}") from None
+        if not isinstance(arguments, dict):
+            raise ValueError("the arguments must be a JSON object")
+        return call.tool, arguments
+
+    def _browsed(self, call: ToolCall, arguments: Mapping[str, Any], result: ToolResult) -> ToolResult:
+        namespace = next(iter(self._provider.namespaces()), None)
+        if namespace is None or namespace.kind is not ToolKind.BROWSER or result.error or call.tool not in _OPENS:
+            return result
+        url = None
+        if match := _DISPLAY.match(result.text):
+            cursor, title, url = int(match[1]), match[2], match[3]
+            if url:
+                url = url.split("/find?pattern=", 1)[0]
+                self._sources[cursor] = Source(cursor, url, title)
+        if url is None and isinstance(arguments.get("id"), str):
+            url = arguments["id"]
+        query = arguments.get("query") if call.tool == "search" else None
+        pattern = arguments.get("pattern") if call.tool == "find" else None
+        return replace(result, action=BrowserAction(_OPENS[call.tool], query=query, url=url, pattern=pattern))
+
+
+def _code_call(tools: Sequence[ToolDefinition], code: str) -> tuple[str, dict[str, Any]]:
+    """The one tool of a python server, given the source code under the name of its one string parameter."""
+    tool = next((t for t in tools if t.name == "python"), tools[0] if tools else None)
+    if tool is None:
+        raise ValueError("the python server offers no tool")
+    properties = (tool.parameters or {}).get("properties", {})
+    name = "code" if "code" in properties else next(iter(properties), "code")
+    return tool.name, {name: code}
+
+
+def _failed(kind: str, message: str) -> ToolResult:
+    return ToolResult([Text(message)], error=ToolError(kind, message))
+
+
+__all__ = ["McpProvider", "McpSession", "describe", "namespace_name", "opaque"]

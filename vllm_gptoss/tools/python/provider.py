@@ -1,0 +1,224 @@
+"""The `python` tool: a stateful notebook per conversation, behind the contract of `tools/base`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from vllm_gptoss.tools.base import Namespace, SessionOptions, Source, Text, ToolCall, ToolError, ToolKind, ToolResult
+from vllm_gptoss.tools.sandbox.launcher import SandboxError
+
+from .container import Container
+from .files import FileStore, StoredFile
+from .options import PythonOptions
+from .pool import KernelPool
+from .tasks import uninterrupted
+
+logger = logging.getLogger(__name__)
+
+# openai_harmony.ToolNamespaceConfig.python(), the text gpt-oss was trained on; only the timeout is ours to change.
+_DESCRIPTION = (
+    "Use this tool to execute Python code in your chain of thought. The code will not be shown to the user. This tool"
+    " should be used for internal reasoning, but not for code that is intended to be visible to the user (e.g. when"
+    " creating plots, tables, or files).\n\n"
+    "When you send a message containing Python code to python, it will be executed in a stateful Jupyter notebook"
+    " environment. python will respond with the output of the execution or time out after {timeout:.1f} seconds. The"
+    " drive at '/mnt/data' can be used to save and persist user files. Internet access for this session is UNKNOWN."
+    " Depends on the cluster."
+)
+_IDLE_LOST = (
+    "[The python session was closed after a long time unused. All variables and all files in /mnt/data are lost.]"
+)
+_ROOM_LOST = "[The python session was closed to make room. All variables and all files in /mnt/data are lost.]"
+_REMEMBERED = 10_000  # conversations whose loss is still to be told
+_MAX_CODE = 1 << 20  # characters
+
+
+class PythonProvider:
+    """State belongs to the conversation id and outlives its sessions until it is unused for `idle_s` or makes room."""
+
+    def __init__(self, options: PythonOptions | None = None, name: str = "python") -> None:
+        self.options = options or PythonOptions()
+        self._name = name
+        self._unavailable: str | None = "not started"
+        self._store = FileStore(
+            max_bytes=self.options.file_store_mib << 20, max_files=10_000, keep_s=self.options.file_keep_s
+        )
+        self._containers: dict[str, Container] = {}
+        self._lost: OrderedDict[str, str] = OrderedDict()
+        self._pool: KernelPool | None = None
+        self._sweeper: asyncio.Task[None] | None = None
+        self._evictions: set[asyncio.Task[None]] = set()
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def unavailable(self) -> str | None:
+        return self._unavailable
+
+    async def start(self) -> None:
+        self._pool = KernelPool(self.options, self._evict_idle)
+        started = time.monotonic()
+        try:
+            await self._pool.start()
+        except (SandboxError, OSError) as error:
+            self._unavailable = f"no isolation for python: {error}"
+            logger.warning("tool %s is off: %s", self._name, self._unavailable)
+            await self._pool.aclose()
+            return
+        self._unavailable = None
+        self._sweeper = asyncio.create_task(self._sweep())
+        logger.info("tool %s is ready after %.1f s", self._name, time.monotonic() - started)
+
+    def namespaces(self) -> Sequence[Namespace]:
+        description = _DESCRIPTION.format(timeout=self.options.timeout_s)
+        return (Namespace(self._name, ToolKind.PYTHON, description, ()),)
+
+    async def open(self, conversation_id: str, options: SessionOptions) -> PythonSession:
+        """The conversation's notebook; with an empty id, one that nobody shares and that ends with the session."""
+        return PythonSession(self, conversation_id)
+
+    async def run(self, conversation_id: str, code: str) -> ToolResult:
+        """Runs a cell in the conversation's notebook, which is made if need be."""
+        if self._unavailable is not None or self._pool is None:
+            reason = self._unavailable or "not started"
+            return ToolResult([Text(f"[python is unavailable: {reason}]")], ToolError("unavailable", reason))
+        container = self._containers.get(conversation_id)
+        if container is None:
+            lost = self._lost.pop(conversation_id, "")
+            container = Container(self._pool, self._store, self.options, lost)
+            self._containers[conversation_id] = container
+        try:
+            return await container.run(code)
+        finally:
+            self._pool.call_ended()
+            self._keep_memory()
+
+    async def forget(self, conversation_id: str) -> None:
+        """Ends a conversation now: its processes, its variables, its cage. Files copied out stay downloadable."""
+        container = self._containers.pop(conversation_id, None)
+        self._lost.pop(conversation_id, None)
+        if container is not None:
+            container.close()
+            async with container.lock:
+                await uninterrupted(container.discard(""))
+
+    async def read_file(self, container_id: str, file_id: str) -> StoredFile | None:
+        """A file that a call left in /mnt/data, with its bytes; None if it is unknown or no longer kept."""
+        return await self._store.read(container_id, file_id)
+
+    def list_files(self, container_id: str) -> list[StoredFile]:
+        return self._store.list(container_id)
+
+    def _idle(self) -> list[str]:
+        """Conversations with a kernel and no call, the longest unused first."""
+        idle = [(c.last_used, key) for key, c in self._containers.items() if c.alive and not c.lock.locked()]
+        return [key for _, key in sorted(idle)]
+
+    def _evict_idle(self) -> bool:
+        for key in self._idle():
+            self._evict(key, _ROOM_LOST)
+            return True
+        return False
+
+    def _keep_memory(self) -> None:
+        """What conversations hold between calls has a limit together; the one used last is spared."""
+        held = sum(c.memory for c in self._containers.values())
+        for key in self._idle()[:-1]:
+            if held <= self.options.total_memory_mib << 20:
+                return
+            held -= self._containers[key].memory
+            self._evict(key, _ROOM_LOST)
+
+    def _evict(self, conversation_id: str, lost: str) -> None:
+        container = self._containers.pop(conversation_id)
+        self._lost[conversation_id] = lost
+        while len(self._lost) > _REMEMBERED:
+            self._lost.popitem(last=False)
+        logger.info("python: closing container %s of an idle conversation", container.id)
+        task = asyncio.create_task(container.discard(""))
+        self._evictions.add(task)
+        task.add_done_callback(self._evictions.discard)
+
+    async def _sweep(self) -> None:
+        interval = min(10.0, self.options.idle_s / 4)
+        while True:
+            await asyncio.sleep(interval)
+            self._store.prune()
+            before = time.monotonic() - self.options.idle_s
+            for key, container in list(self._containers.items()):
+                if container.last_used < before and not container.lock.locked():
+                    if container.alive:
+                        self._evict(key, _IDLE_LOST)
+                    else:
+                        del self._containers[key]
+
+    async def aclose(self) -> None:
+        """Kills every kernel and drops every file."""
+        self._unavailable = "closed"
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._sweeper
+        await asyncio.gather(*(self.forget(key) for key in list(self._containers)))
+        if self._evictions:
+            await asyncio.gather(*self._evictions, return_exceptions=True)
+        if self._pool is not None:
+            await self._pool.aclose()
+        self._store.close()
+
+
+class PythonSession:
+    """One request's view of its conversation's notebook."""
+
+    def __init__(self, provider: PythonProvider, conversation_id: str) -> None:
+        self._provider = provider
+        self._anonymous = not conversation_id
+        self._conversation_id = conversation_id or f"anonymous-{secrets.token_hex(16)}"
+
+    @property
+    def namespaces(self) -> Sequence[Namespace]:
+        return self._provider.namespaces()
+
+    async def call(self, call: ToolCall) -> ToolResult:
+        code = _code_of(call)
+        if not code.strip():
+            return _refused("the call carries no code")
+        if len(code) > _MAX_CODE:
+            return _refused(f"the code is longer than {_MAX_CODE} characters")
+        return await self._provider.run(self._conversation_id, code)
+
+    def source(self, cursor: int, line: int | None = None) -> Source | None:
+        return None
+
+    async def aclose(self) -> None:
+        """Ends the request; the notebook stays for the conversation's next one, if it has a name to come back by."""
+        if self._anonymous:
+            await self._provider.forget(self._conversation_id)
+
+
+def _refused(reason: str) -> ToolResult:
+    return ToolResult([Text(f"[not run: {reason}]")], ToolError("invalid_arguments", reason))
+
+
+def _code_of(call: ToolCall) -> str:
+    """The code, also out of the JSON object `{"code": …}` that models write when they take python for a function."""
+    text = call.arguments
+    if not text.lstrip().startswith("{"):
+        return text
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    if isinstance(value, dict) and set(value) == {"code"} and isinstance(value["code"], str):
+        logger.info("python call %s carried JSON; running its `code`", call.id)
+        return value["code"]
+    return text

@@ -1,0 +1,59 @@
+"""Which paths of the host a kernel needs to see: the system's libraries and one Python, nothing secret."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from vllm_gptoss.tools.sandbox.launcher import SandboxError
+from vllm_gptoss.tools.sandbox.spec import View
+
+from .options import PythonOptions
+
+_SYSTEM = (
+    *("/bin", "/lib", "/lib32", "/lib64", "/libx32", "/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libx32"),
+    *("/usr/libexec", "/usr/share/fonts", "/usr/share/zoneinfo"),
+)
+# Not the prefix itself: a virtual environment may lie in a project's folder, and conda's holds much else.
+_OF_PREFIX = ("bin", "lib", "lib64", "pyvenv.cfg")
+_QUESTION = "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix]))"
+_ANSWER_S = 20.0
+
+
+async def build_view(options: PythonOptions) -> View:
+    """The view for `options`. Raises SandboxError if the interpreter does not run or a path is missing."""
+    prefixes = await _prefixes(options.python)
+    shown = [f"{prefix}/{part}" for prefix in prefixes for part in _OF_PREFIX]
+    _check_exist(options.read_only_paths)
+    extra = [str(p.absolute()) for p in options.read_only_paths]
+    return View(
+        read_only=tuple(dict.fromkeys([*_SYSTEM, *shown, *extra])),
+        hidden=tuple(str(p.absolute()) for p in options.hidden_paths),
+        allow_network=options.allow_network,
+        uid=options.run_as_uid,
+        gid=options.run_as_gid,
+    )
+
+
+def _check_exist(paths: Iterable[Path]) -> None:
+    for path in paths:
+        if not path.exists():
+            raise SandboxError(f"read_only_paths: {path} does not exist")
+
+
+async def _prefixes(python: Path) -> tuple[str, str]:
+    if str(python) == sys.executable:
+        return sys.prefix, sys.base_prefix
+    try:
+        process = await asyncio.create_subprocess_exec(
+            str(python), "-I", "-c", _QUESTION, stdout=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL
+        )
+        async with asyncio.timeout(_ANSWER_S):
+            answer, _ = await process.communicate()
+        prefix, base = json.loads(answer)
+    except (OSError, ValueError, TimeoutError) as error:
+        raise SandboxError(f"cannot run the interpreter {python}: {error}") from error
+    return str(prefix), str(base)

@@ -1,0 +1,105 @@
+"""Who else lives in a cage and what it uses, read from /proc, also where the cage itself may not have a /proc.
+
+Below a container's masked /proc the kernel refuses to mount another. Then the supervisor keeps a descriptor of the
+outer one, which nobody else in the cage has, and walks its own descendants there: in a pid namespace all are pid 1's.
+Source: proc(5).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """`pid` as this namespace counts; `name` is its directory in the /proc that is read."""
+
+    pid: int
+    name: str
+
+
+class ProcessTable:
+    """Open it while /proc still shows what is to be read: the own /proc (`own`) or the outer one."""
+
+    def __init__(self, *, own: bool) -> None:
+        self._own = own
+        self._fd = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def others(self) -> list[Process]:
+        """All processes of this pid namespace but the caller, zombies included."""
+        if self._own:
+            names = [name for name in os.listdir(self._fd) if name.isdigit() and name != "1"]
+            return [Process(int(name), name) for name in names]
+        found: list[Process] = []
+        for name in self._descendants("self"):
+            if inner := self._fields(name, (b"NSpid:",)):
+                found.append(Process(int(inner[-1]), name))
+        return found
+
+    def _descendants(self, name: str) -> Iterator[str]:
+        for child in self._children(name):
+            yield child
+            yield from self._descendants(child)
+
+    def _children(self, name: str) -> list[str]:
+        children: list[str] = []
+        with contextlib.suppress(OSError):
+            tasks = os.open(f"{name}/task", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
+            try:
+                for task in os.listdir(tasks):
+                    children += self._read(f"{name}/task/{task}/children").decode().split()
+            finally:
+                os.close(tasks)
+        return children
+
+    def _read(self, path: str) -> bytes:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._fd)
+        with os.fdopen(fd, "rb") as file:
+            return file.read()
+
+    def _fields(self, name: str, wanted: tuple[bytes, ...], file: str = "status") -> list[bytes]:
+        """The words of the wanted lines; none if the process is gone."""
+        with contextlib.suppress(OSError):
+            lines = self._read(f"{name}/{file}").splitlines()
+            return [word for line in lines if line.startswith(wanted) for word in line.split()[1:]]
+        return []
+
+    def is_zombie(self, process: Process) -> bool:
+        """Dead, and waiting for the stopped payload to ask after it; or already gone."""
+        return self._fields(process.name, (b"State:",))[:1] in ([], [b"Z"], [b"X"])
+
+    def memory(self, process: Process, *, exact: bool) -> int:
+        """Bytes of anonymous and shared memory; `exact` divides a page among the processes that share it."""
+        if exact:
+            words = self._fields(process.name, (b"Pss_Anon:", b"Pss_Shmem:"), "smaps_rollup")
+        else:
+            words = self._fields(process.name, (b"RssAnon:", b"RssShmem:"))
+        return sum(int(word) << 10 for word in words if word.isdigit())
+
+    def descriptors(self, process: Process) -> int:
+        """How many files it has open."""
+        with contextlib.suppress(OSError):
+            path = f"{process.name}/fd"
+            if size := os.stat(path, dir_fd=self._fd).st_size:
+                return size
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)  # Linux before 6.2
+            try:
+                return len(os.listdir(fd))
+            finally:
+                os.close(fd)
+        return 0
+
+    def address_space(self, pid: int) -> int:
+        """Bytes of address space that process `pid` has mapped, 0 if it is gone."""
+        for process in self.others():
+            if process.pid == pid:
+                with contextlib.suppress(OSError):
+                    return int(self._read(f"{process.name}/statm").split()[0]) * resource.getpagesize()
+        return 0

@@ -1,0 +1,261 @@
+"""Pid 1 of a conversation's cage: starts the payload, stops it between calls, watches what it uses, and kills.
+
+It holds no privilege, obeys only the server's end of a socket, and ends with it: when the server dies in whatever way,
+the socket reads end of file, pid 1 exits, and the kernel kills everything in the pid namespace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import select
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from . import cage, datafiles, wire
+from .processes import Process, ProcessTable
+from .spec import DATA, SOCKETS, Spec
+
+_WATCH_MS = 100
+_LIST_PAGE = 64
+_KILL_S = 2.0
+_STDERR = f"{SOCKETS}/stderr"  # of the payload until it redirects its own
+
+
+class Supervisor:
+    """`run_payload(argument, ready)` is called in a fresh process for each start; it calls `ready` when it serves."""
+
+    def __init__(
+        self,
+        conn: socket.socket,
+        spec: Spec,
+        processes: ProcessTable,
+        run_payload: Callable[[dict[str, Any], Callable[[], None]], None],
+    ) -> None:
+        self._conn = conn
+        self._spec = spec
+        self._run_payload = run_payload
+        self._pid = 0
+        self._ready_fd = -1
+        self._running = False
+        self._reason = ""
+        self._baseline = 0
+        self._own_files = 0
+        self._processes = processes
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def serve(self) -> None:
+        """Until the server's end of the socket is closed."""
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        directory = os.open(SOCKETS, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        own = os.pidfd_open(os.getpid())
+        wire.send(self._conn, {"event": "hello"}, [own, directory])
+        os.close(own)
+        os.close(directory)
+        while True:
+            self._wait()
+            if self._conn in self._readable:
+                message = wire.receive(self._conn)
+                if message is None:
+                    return
+                self._handle(message[0])
+            self._reap()
+            if self._running:
+                self._watch()
+
+    def _wait(self) -> None:
+        watched: list[Any] = [self._conn, self._wake_read]
+        if self._ready_fd >= 0:
+            watched.append(self._ready_fd)
+        timeout = _WATCH_MS / 1000 if self._running else None
+        self._readable, _, _ = select.select(watched, [], [], timeout)
+        if self._wake_read in self._readable:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake_read, 4096)
+        if self._ready_fd in self._readable:
+            ready = os.read(self._ready_fd, 1)
+            os.close(self._ready_fd)
+            self._ready_fd = -1
+            if ready:  # end of file: it died first, which _reap tells
+                self._limit_address_space()
+                self._baseline = self._memory()
+                self._own_files = max(map(self._processes.descriptors, self._processes.others()), default=0)
+                self._event("ready")
+
+    def _limit_address_space(self) -> None:
+        """Only now: the libraries' mappings and the threads' stacks are not the program's fault."""
+        limit = self._processes.address_space(self._pid) + self._spec.limits.memory
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(self._pid, resource.RLIMIT_AS, (limit, limit))
+
+    def _event(self, name: str, **fields: Any) -> None:
+        wire.send(self._conn, {"event": name, **fields})
+
+    def _handle(self, message: dict[str, Any]) -> None:
+        operation, reply = message["op"], {"id": message["id"]}
+        try:
+            if operation == "open":
+                fd = datafiles.open_regular(DATA, message["path"])
+                wire.send(self._conn, reply, [fd])
+                os.close(fd)
+                return
+            reply.update(self._operate(operation, message) or {})
+        except Exception as error:
+            reply["error"] = f"{type(error).__name__}: {error}"
+        wire.send(self._conn, reply)
+
+    def _operate(self, operation: str, message: dict[str, Any]) -> dict[str, Any] | None:
+        match operation:
+            case "start":
+                self._start(message["argument"])
+            case "thaw":
+                self._running = self._pid > 0
+                self._signal(signal.SIGCONT)
+            case "settle":
+                self._settle()
+            case "interrupt":
+                self._signal(signal.SIGINT)
+            case "kill":
+                self._kill_all(message.get("reason", "killed"))
+            case "list":
+                return list_files(int(message["offset"]))
+            case "usage":
+                return {"memory": max(0, self._memory() - self._baseline), "processes": len(self._processes.others())}
+            case _:
+                raise ValueError(f"unknown operation {operation!r}")
+        return None
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, number)
+
+    def _start(self, argument: dict[str, Any]) -> None:
+        if self._pid:
+            raise RuntimeError("already started")
+        self._reason = ""
+        read_end, write_end = os.pipe2(os.O_CLOEXEC)
+        self._pid = os.fork()
+        if self._pid == 0:
+            _become_payload(self._spec, self._run_payload, argument, write_end)
+        os.close(write_end)
+        self._ready_fd = read_end
+        self._running = True
+
+    def _settle(self) -> None:
+        """Stops the payload and kills whatever it left running: nothing outlives a call."""
+        self._running = False
+        if not self._pid:
+            return
+        # kill(-1) stops everything but us in one go, so that nothing can fork away from what follows.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGSTOP)
+        deadline = time.monotonic() + _KILL_S
+        while time.monotonic() < deadline:
+            others = [p for p in self._processes.others() if p.pid != self._pid]
+            strays = [p.pid for p in others if not self._processes.is_zombie(p)]
+            if not strays:
+                break
+            for pid in strays:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._reap()
+            time.sleep(0.001)  # the killed still have to be scheduled to die
+
+    def _kill_all(self, reason: str) -> None:
+        self._reason = self._reason or reason
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid == self._pid:
+                self._pid = 0
+                self._running = False
+                self._kill_all("died")
+                code = os.waitstatus_to_exitcode(status)
+                self._event("exit", code=code, reason=self._reason, stderr=_tail(_STDERR))
+
+    def _watch(self) -> None:
+        """rlimits are per process and see no tmpfs; this sees everything, a tenth of a second late."""
+        limits, others = self._spec.limits, self._processes.others()
+        memory, inodes = self._memory() - self._baseline, cage.scratch_used()[1]
+        if memory > limits.memory and self._memory(exact=True) - self._baseline > limits.memory:
+            self._kill_all("memory")
+        elif inodes > limits.inodes:
+            self._kill_all("inodes")
+        elif len(others) > limits.processes:  # RLIMIT_NPROC spares a user who is root outside
+            self._kill_all("processes")
+        elif self._open_files(others) > limits.all_open_files:
+            self._kill_all("descriptors")
+
+    def _open_files(self, others: list[Process]) -> int:
+        """Beyond those that the payload starts with: its children have them too, but they are the same files."""
+        return sum(max(0, self._processes.descriptors(p) - self._own_files) for p in others)
+
+    def _memory(self, *, exact: bool = False) -> int:
+        """Bytes of anonymous, shared and tmpfs memory. Not `exact` counts a page once per process that shares it."""
+        used = sum(self._processes.memory(p, exact=exact) for p in self._processes.others())
+        return used + cage.scratch_used()[0]
+
+
+def _become_payload(
+    spec: Spec,
+    run: Callable[[dict[str, Any], Callable[[], None]], None],
+    argument: dict[str, Any],
+    ready_fd: int,
+) -> None:
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.setsid()
+        os.dup2(ready_fd, 3)
+        os.dup2(os.open(_STDERR, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW, 0o600), 2)
+        os.dup2(2, 4, inheritable=False)
+        os.closerange(5, 1 << 16)
+        cage.confine_payload(spec.limits, allow_network=spec.view.allow_network)
+        os.chdir(DATA)
+
+        def ready() -> None:
+            os.write(3, b"1")
+            os.close(3)
+            os.close(4)
+
+        run(argument, ready)
+        os._exit(0)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            os.write(4, traceback.format_exc().encode())
+        os._exit(70)
+
+
+def _tail(path: str, size: int = 8000) -> str:
+    """The end of a file that confined code may have put there: never follows a link, never blocks."""
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            end = os.fstat(fd).st_size
+            return os.pread(fd, size, max(0, end - size)).decode(errors="replace")
+        finally:
+            os.close(fd)
+    return ""
+
+
+def list_files(offset: int) -> dict[str, Any]:
+    """A page of the files in /mnt/data; `more` if another follows."""
+    found = datafiles.regular_files(DATA)
+    return {"files": found[offset : offset + _LIST_PAGE], "more": offset + _LIST_PAGE < len(found)}

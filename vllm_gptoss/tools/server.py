@@ -1,0 +1,251 @@
+"""All tools of one server: started together, looked up by namespace, each on its own when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import ValidationError
+
+from vllm_gptoss.tools.base import Namespace, SessionOptions, ToolProvider
+from vllm_gptoss.tools.browser.guard import Guard, host_matches
+from vllm_gptoss.tools.browser.page import estimate_tokens
+from vllm_gptoss.tools.browser.provider import BrowserProvider
+from vllm_gptoss.tools.config import ToolConfigError, ToolsPlan, first_problem, parse_spec
+from vllm_gptoss.tools.mcp.provider import McpProvider
+from vllm_gptoss.tools.mcp.settings import McpServerConfig
+from vllm_gptoss.tools.mcp.transport import Dialer
+from vllm_gptoss.tools.metrics import CountedProvider, CountedSession, Gate
+
+logger = logging.getLogger(__name__)
+
+
+_OURS = frozenset(("connection", "content-length", "content-type", "host", "transfer-encoding", "upgrade"))
+
+
+class NotAllowedError(Exception):
+    """A request asked for an MCP server that this server does not connect to; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class ToolServerOptions:
+    """What the serving process brings: its environment, and the model's tokenizer for sizing pages."""
+
+    environ: Mapping[str, str] | None = None
+    count_tokens: Callable[[str], int] = estimate_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """One row of what this server has: for logs, doctor and `tools check`."""
+
+    name: str
+    kind: str
+    tools: Sequence[str]
+    unavailable: str | None
+
+
+class ToolServer:
+    """The configured providers, in order. Use as `async with`, or `start` and `aclose`."""
+
+    def __init__(self, providers: Sequence[ToolProvider], plan: ToolsPlan | None = None) -> None:
+        self.plan = plan or ToolsPlan()
+        limit = self.plan.max_running_calls
+        self._all = [CountedProvider(p, Gate(limit), backstop_s=_backstop(p)) for p in providers]
+        self._reported: set[str] = set()
+
+    @classmethod
+    def from_spec(cls, spec: str, options: ToolServerOptions | None = None) -> ToolServer:
+        """The server that `--tool-server spec` describes, not yet started.
+
+        Raises:
+            ToolConfigError: `spec`, or a file it names, is wrong; nothing about tools being down.
+        """
+        options = options or ToolServerOptions()
+        environ = os.environ if options.environ is None else options.environ
+        plan = parse_spec(spec, environ)
+        providers: list[ToolProvider] = []
+        if plan.python is not None:
+            providers.append(_python(plan.python))
+        if plan.browser is not None:
+            providers.append(BrowserProvider(plan.browser, environ=environ, count_tokens=options.count_tokens))
+        for label, config in plan.mcp:
+            providers.append(McpProvider(label, config, Dialer(config, environ=environ)))
+        return cls(providers, plan)
+
+    async def __aenter__(self) -> ToolServer:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.aclose()
+
+    async def start(self) -> None:
+        """Starts every tool at once. Never raises for one that is down; it is logged, and asked for again later."""
+        results = await asyncio.gather(*(provider.start() for provider in self._all), return_exceptions=True)
+        for provider, error in zip(self._all, results, strict=True):
+            if isinstance(error, Exception):
+                logger.error("tool %s did not start", provider.name, exc_info=error)
+        for offer in self.offers():
+            if offer.unavailable:
+                logger.warning("tool %s is off: %s", offer.name, offer.unavailable)
+            else:
+                logger.info("tool %s is on: %s", offer.name, ", ".join(offer.tools))
+
+    async def aclose(self) -> None:
+        """Closes every tool at once."""
+        results = await asyncio.gather(*(provider.aclose() for provider in self._all), return_exceptions=True)
+        for provider, error in zip(self._all, results, strict=True):
+            if isinstance(error, Exception):
+                logger.error("tool %s did not close", provider.name, exc_info=error)
+
+    @property
+    def providers(self) -> Sequence[CountedProvider]:
+        """Every configured provider, available or not. Of two that offer one namespace, the first counts."""
+        return self._all
+
+    def namespaces(self) -> list[Namespace]:
+        """What can be called now, each name once."""
+        found: dict[str, Namespace] = {}
+        for provider in self._all:
+            for namespace in provider.namespaces() if not provider.unavailable else ():
+                if namespace.name not in found:
+                    found[namespace.name] = namespace
+                elif namespace.name not in self._reported:
+                    self._reported.add(namespace.name)
+                    logger.warning("two tools are called %s; the first configured one is used", namespace.name)
+        return list(found.values())
+
+    def lookup(self, name: str) -> CountedProvider | None:
+        """The provider of the namespace `name`: an available one if there is any."""
+        having = [p for p in self._all if name == p.name or name in (n.name for n in p.namespaces())]
+        return next((p for p in having if not p.unavailable), having[0] if having else None)
+
+    async def open(self, name: str, conversation_id: str, options: SessionOptions) -> CountedSession:
+        """The tool `name` as the conversation sees it.
+
+        Raises:
+            KeyError: no tool has that name.
+        """
+        provider = self.lookup(name)
+        if provider is None:
+            raise KeyError(f"no tool is called {name}; there are: {', '.join(p.name for p in self._all)}")
+        return await provider.open(conversation_id, options)
+
+    async def forget(self, conversation_id: str) -> None:
+        """Drops what every tool keeps for the conversation: pages, variables, files."""
+        for provider in self._all:
+            forget = getattr(provider.inner, "forget", None)
+            dropped = forget(conversation_id) if forget else None
+            if inspect.isawaitable(dropped):
+                await dropped
+
+    def offers(self) -> list[Offer]:
+        """Every configured tool, with what it offers or why it is off."""
+        rows = []
+        for provider in self._all:
+            namespace = next(iter(provider.namespaces()), None)
+            tools = [tool.name for tool in namespace.tools] if namespace else []
+            kind = namespace.kind.value if namespace else "?"
+            rows.append(Offer(provider.name, kind, tools or [provider.name], provider.unavailable))
+        return rows
+
+    async def remote(self, tool: Mapping[str, Any]) -> CountedProvider:
+        """The MCP server that a request's `mcp` tool names by `server_url`, connected; the caller closes it.
+
+        `authorization` and `headers` live in this provider alone and end with it.
+
+        Raises:
+            NotAllowedError: the host is not one that the operator allowed, or a header is not one to pass on.
+        """
+        url = str(tool.get("server_url") or "")
+        guard = self._judge(url)
+        headers = {str(name): str(value) for name, value in (tool.get("headers") or {}).items()}
+        if wrong := [name for name in headers if name.lower() in _OURS]:
+            raise NotAllowedError(f"the header {wrong[0]} cannot be set by a request")
+        if token := tool.get("authorization"):
+            headers["Authorization"] = f"Bearer {token}"
+        requests = self.plan.requests
+        config = McpServerConfig(
+            url=url,
+            kind="mcp",
+            connections="shared",
+            timeout_s=requests.timeout_s,
+            connect_timeout_s=requests.connect_timeout_s,
+            require_approval="never",  # the operator has no rule of its own here: the request's counts
+        )
+        dialer = Dialer(config, guard, headers, environ={})
+        inner = McpProvider(str(tool.get("server_label") or ""), config, dialer)
+        provider = CountedProvider(inner, backstop_s=_backstop(inner), public=False)
+        await provider.start()
+        return provider
+
+    def _judge(self, url: str) -> Guard:
+        try:
+            parts = urlsplit(url)
+            host, port = (parts.hostname or "").lower(), parts.port
+        except ValueError as error:
+            raise NotAllowedError(f"server_url is not a URL: {error}") from None
+        if parts.scheme not in ("http", "https") or not host or "${" in url:
+            raise NotAllowedError("server_url must be an http or https URL")
+        if parts.username is not None or parts.password is not None:
+            raise NotAllowedError("server_url must not carry credentials; send them as `authorization`")
+        full = f"{host}:{port or (443 if parts.scheme == 'https' else 80)}"
+        for allowed in (entry.lower() for entry in self.plan.requests.allowed_hosts):
+            if allowed in (host, full):
+                return Guard([allowed])
+            if allowed.startswith("*.") and host_matches(host, allowed):
+                return Guard()
+        raise NotAllowedError(
+            f"this server does not connect to {host}; its operator can allow the host with `requests.allowed_hosts` "
+            "in tools.yaml or GPTOSS_MCP_ALLOWED_HOSTS"
+        )
+
+
+def _backstop(provider: ToolProvider) -> float:
+    """Seconds after which a call is given up whatever the tool says: the tool's own limits and half a minute."""
+    settings: Any = getattr(provider, "options", None) or getattr(provider, "config", None)
+    names = ("timeout_s", "queue_s", "start_timeout_s", "connect_timeout_s", "interrupt_grace_s")
+    return 30.0 + sum(float(getattr(settings, name, 0.0)) for name in names) if settings else 120.0
+
+
+def _python(options: Mapping[str, Any]) -> ToolProvider:
+    """The python tool, or a stand-in that says why there is none.
+
+    Raises:
+        ToolConfigError: an option is wrong.
+    """
+    try:
+        from vllm_gptoss.tools.python import PythonOptions, PythonProvider
+    except ImportError as error:
+        return _Missing("python", f"the python tool cannot be loaded: {error}")
+    try:
+        return PythonProvider(PythonOptions(**options))
+    except ValidationError as error:
+        raise ToolConfigError(first_problem(error, "python")) from error
+
+
+class _Missing:
+    """A configured tool that cannot be there."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        self.name = name
+        self.unavailable: str | None = reason
+
+    async def start(self) -> None:
+        return None
+
+    def namespaces(self) -> Sequence[Namespace]:
+        return ()
+
+    async def open(self, conversation_id: str, options: SessionOptions) -> Any:
+        raise RuntimeError(self.unavailable)
+
+    async def aclose(self) -> None:
+        return None
