@@ -1,0 +1,294 @@
+"""What is kept: chains, items, conversations, compaction, sealed reasoning; and for whom."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.responses import fakes
+from tests.responses.conftest import MODEL, Running, Start
+from tests.responses.events import check_response, stream
+from tests.responses.test_create import CALL, HELLO, WEATHER
+from tests.responses.test_tools import INTERPRETER, PYTHON, SEARCH
+from vllm_gptoss.responses.config import ResponsesConfig
+from vllm_gptoss.responses.store import Store
+
+
+def create(http: httpx.Client, **fields: Any) -> dict[str, Any]:
+    body: dict[str, Any] = http.post("/responses", json={"model": MODEL, **fields}).raise_for_status().json()
+    return body
+
+
+def test_a_stored_response_is_read_listed_and_deleted(start: Start) -> None:
+    server = start(HELLO)
+    with server.http() as http:
+        body = create(http, input="hi")
+        assert http.get(f"/responses/{body['id']}").json() == body
+        items = http.get(f"/responses/{body['id']}/input_items").json()
+        assert [item["content"][0]["text"] for item in items["data"]] == ["hi"]
+        assert http.delete(f"/responses/{body['id']}").json()["deleted"] is True
+        assert http.get(f"/responses/{body['id']}").status_code == 404
+        assert http.delete(f"/responses/{body['id']}").status_code == 404
+
+
+def test_typed_client_reads_lists_and_deletes(start: Start) -> None:
+    server = start(HELLO)
+    client = server.client()
+    made = client.responses.create(model=MODEL, input="hi")
+    assert client.responses.retrieve(made.id).output_text == "Hello there!"
+    assert [item.type for item in client.responses.input_items.list(made.id)] == ["message"]
+    assert client.responses.input_tokens.count(model=MODEL, input="hi").input_tokens == made.usage.input_tokens  # type: ignore[union-attr]
+    client.responses.delete(made.id)
+
+
+@pytest.mark.parametrize("path", ["", "/input_items"])
+def test_another_key_finds_nothing(start: Start, path: str) -> None:
+    server = start(HELLO)
+    with server.http("alice") as alice, server.http("bob") as bob:
+        made = create(alice, input="hi")
+        assert bob.get(f"/responses/{made['id']}{path}").status_code == 404
+        assert bob.delete(f"/responses/{made['id']}").status_code == 404
+        assert bob.post(f"/responses/{made['id']}/cancel").status_code == 404
+        again = {"model": MODEL, "input": "and?", "previous_response_id": made["id"]}
+        error = bob.post("/responses", json=again).json()["error"]
+        assert error["code"] == "previous_response_not_found"
+        assert alice.get(f"/responses/{made['id']}{path}").status_code == 200
+
+
+def test_a_followup_has_its_own_instructions_and_tools(start: Start) -> None:
+    server = start(HELLO)
+    with server.http() as http:
+        first = create(http, input="hi", instructions="Speak like a pirate.", tools=[WEATHER])
+        create(http, input="again", instructions="Speak like a judge.", previous_response_id=first["id"])
+    prompt = server.prompt()
+    assert "judge" in prompt
+    assert "pirate" not in prompt
+    assert "get_weather" not in prompt
+    assert "Hello there!" in prompt
+
+
+def test_store_false_is_not_kept(start: Start) -> None:
+    server = start(HELLO)
+    with server.http() as http:
+        made = create(http, input="hi", store=False)
+        assert made["store"] is False
+        assert http.get(f"/responses/{made['id']}").status_code == 404
+
+
+def test_every_output_item_can_be_sent_back(start: Start) -> None:
+    """The stateless pattern: input += output. [ran] upstream refuses all but four kinds."""
+    providers = [fakes.python(), fakes.browser(), fakes.mcp()]
+    mcp = ' to=weather.lookup<|channel|>commentary json<|message|>{"city":"Rome"}<|call|>'
+    server = start(PYTHON, SEARCH, mcp, CALL, HELLO, providers=providers)
+    tools = [
+        WEATHER,
+        INTERPRETER,
+        {"type": "web_search"},
+        {"type": "mcp", "server_label": "weather", "require_approval": "never"},
+    ]
+    with server.http() as http:
+        items: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
+        first = stream(http, {"model": MODEL, "input": items, "tools": tools})[-1]["response"]
+        expected = {
+            "reasoning",
+            "code_interpreter_call",
+            "web_search_call",
+            "mcp_list_tools",
+            "mcp_call",
+            "function_call",
+        }
+        assert {item["type"] for item in first["output"]} == expected
+        answer = {"type": "function_call_output", "call_id": first["output"][-1]["call_id"], "output": "warm"}
+        items += [*first["output"], answer]
+        stream(http, {"model": MODEL, "input": items, "tools": tools})
+    prompt = server.prompt()
+    for seen in ("ran print(1)", "L1: cats purr", "sunny", "warm", "Look it up."):
+        assert seen in prompt, f"the model must see what its tools said: {seen}"
+
+
+def test_an_item_reference_stands_for_the_item(start: Start) -> None:
+    server = start(HELLO)
+    with server.http() as http:
+        first = create(http, input="hi")
+        items = [
+            {"type": "item_reference", "id": first["output"][-1]["id"]},
+            {"role": "user", "content": "what did you say?"},
+        ]
+        create(http, input=items)
+        assert "<|channel|>final<|message|>Hello there!" in server.prompt()
+        missing = {"model": MODEL, "input": [{"type": "item_reference", "id": "msg_none"}]}
+        assert http.post("/responses", json=missing).json()["error"]["param"] == "input[0].id"
+
+
+def test_sealed_reasoning_comes_back_readable_only_for_its_key(start: Start) -> None:
+    server = start(CALL, HELLO)
+    ask = {"model": MODEL, "input": "?", "tools": [WEATHER], "store": False, "include_reasoning": False}
+    with server.http("alice") as alice, server.http("bob") as bob:
+        first = stream(alice, {**ask, "include": ["reasoning.encrypted_content"]})[-1]["response"]
+        reasoning, call = first["output"]
+        assert "content" not in reasoning
+        assert "Look it up" not in reasoning["encrypted_content"]
+        answer = {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"}
+        again = {**ask, "input": [{"role": "user", "content": "?"}, reasoning, call, answer]}
+        stream(alice, again)
+        assert "Look it up." in server.prompt()
+        error = bob.post("/responses", json=again).json()["error"]
+        assert error["param"] == "input[1].encrypted_content"
+
+
+def test_reasoning_that_is_not_shown_is_still_there_for_the_next_turn(start: Start) -> None:
+    server = start(CALL, HELLO)
+    ask = {"model": MODEL, "input": "?", "tools": [WEATHER], "include_reasoning": False}
+    with server.http() as http:
+        first = stream(http, ask)[-1]["response"]
+        assert [item["type"] for item in first["output"]] == ["function_call"]
+        answer = {"type": "function_call_output", "call_id": first["output"][0]["call_id"], "output": "sunny"}
+        stream(http, {**ask, "input": [answer], "previous_response_id": first["id"]})
+    assert "Look it up." in server.prompt()
+
+
+def test_a_conversation_grows_by_input_and_output(start: Start) -> None:
+    server = start(HELLO)
+    client = server.client()
+    conversation = client.conversations.create(metadata={"topic": "greetings"})
+    made = client.responses.create(model=MODEL, input="hi", conversation=conversation.id)
+    assert made.conversation is not None
+    assert made.conversation.id == conversation.id
+    client.responses.create(model=MODEL, input="again", conversation=conversation.id)
+    assert "Hello there!" in server.prompt()
+    kept = [item.type for item in client.conversations.items.list(conversation.id, order="asc")]
+    assert kept == ["message", "reasoning", "message"] * 2
+    assert client.conversations.update(conversation.id, metadata={"topic": "x"}).metadata == {"topic": "x"}
+    first = next(iter(client.conversations.items.list(conversation.id, order="asc", limit=1)))
+    client.conversations.items.delete(first.id, conversation_id=conversation.id)
+    assert client.conversations.delete(conversation.id).deleted
+    with server.http("bob") as bob:
+        body = {"model": MODEL, "input": "hi", "conversation": conversation.id}
+        assert bob.post("/responses", json=body).status_code == 404
+
+
+def test_compaction_keeps_the_users_words_and_seals_the_rest(start: Start) -> None:
+    summary = "<|channel|>final<|message|>They greeted.<|return|>"
+    server = start(summary, HELLO)
+    with server.http() as http:
+        items = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "secret words"}]
+        compacted = http.post("/responses/compact", json={"model": MODEL, "input": items}).raise_for_status().json()
+        assert [item["type"] for item in compacted["output"]] == ["message", "compaction"]
+        again = [*compacted["output"], {"role": "user", "content": "go on"}]
+        create(http, input=again)
+        assert "They greeted." in server.prompt()
+        assert "secret words" not in server.prompt()
+        altered = {**compacted["output"][1], "encrypted_content": compacted["output"][1]["encrypted_content"][:-4]}
+        bad = http.post("/responses", json={"model": MODEL, "input": [altered]})
+        assert bad.json()["error"]["code"] == "invalid_encrypted_content"
+        assert http.post("/responses/compact", json={"input": items}).json()["error"]["param"] == "model"
+
+
+def test_truncation_drops_the_oldest_and_only_when_asked(start: Start) -> None:
+    server = start(HELLO, max_model_len=300)
+    items = [{"role": "user", "content": f"message {n} " + "word " * 40} for n in range(10)]
+    with server.http() as http:
+        error = http.post("/responses", json={"model": MODEL, "input": items}).json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        create(http, input=items, truncation="auto", max_output_tokens=50)
+    assert "message 9" in server.prompt()
+    assert "message 0" not in server.prompt()
+    assert len(server.engine.prompts[-1]) <= 250
+
+
+def test_restart_keeps_what_was_answered(start: Start) -> None:
+    first = start(HELLO)
+    with first.http() as http:
+        made = create(http, input="hi")
+    second: Running = start(HELLO)
+    with second.http() as http:
+        assert check_response(http.get(f"/responses/{made['id']}").json()).output_text == "Hello there!"
+        create(http, input="again", previous_response_id=made["id"])
+
+
+def test_retention_and_size_limits_remove_the_oldest(start: Start) -> None:
+    server = start(HELLO, config={"max_bytes": 6000})
+    with server.http() as http:
+        made = [create(http, input=f"hi {n}")["id"] for n in range(6)]
+        gone = server.call(server.endpoint.service.store.sweep())  # type: ignore[union-attr]
+        assert 0 < gone < 6
+        left = [http.get(f"/responses/{one}").status_code == 200 for one in made]
+        assert left == sorted(left), "the oldest go first"
+    expired = start(HELLO, config={"retention": 0.000001})
+    with expired.http() as http:
+        assert http.get(f"/responses/{made[-1]}").status_code == 404
+
+
+def test_a_threshold_compacts_before_answering(start: Start) -> None:
+    summary = "<|channel|>final<|message|>They greeted.<|return|>"
+    server = start(summary, HELLO)
+    items = [
+        {"role": "user", "content": "first words"},
+        {"role": "assistant", "content": "secret words"},
+        {"role": "user", "content": "last words"},
+    ]
+    with server.http() as http:
+        body = {"model": MODEL, "input": items, "context_management": [{"type": "compaction", "compact_threshold": 20}]}
+        events = stream(http, body)
+        response = events[-1]["response"]
+        assert [item["type"] for item in response["output"]] == ["compaction", "reasoning", "message"]
+        assert "response.compaction.compacting" in {event["type"] for event in events}
+        prompt = server.prompt()
+        assert "secret words" not in prompt
+        assert prompt.index("They greeted.") < prompt.index("last words")
+        create(http, input="and now?", previous_response_id=response["id"])
+        prompt = server.prompt()
+        assert "secret words" not in prompt
+        assert "They greeted." in prompt
+        assert "Hello there!" in prompt
+
+
+def test_a_trigger_only_compacts(start: Start) -> None:
+    server = start("<|channel|>final<|message|>They greeted.<|return|>")
+    items = [{"role": "user", "content": "hi"}, {"type": "compaction_trigger"}]
+    with server.http() as http:
+        response = stream(http, {"model": MODEL, "input": items, "store": False})[-1]["response"]
+    assert [item["type"] for item in response["output"]] == ["compaction"]
+    assert len(server.engine.prompts) == 1
+
+
+def test_failed_compaction_fails_the_response_and_ends_its_item(start: Start) -> None:
+    server = start(HELLO)
+    server.engine.fail_after = 1
+    items = [{"role": "user", "content": "hi"}, {"type": "compaction_trigger"}]
+    with server.http() as http:
+        assert stream(http, {"model": MODEL, "input": items})[-1]["type"] == "response.failed"
+
+
+def test_an_id_that_is_taken_cannot_be_used_again(start: Start) -> None:
+    server = start(HELLO)
+    with server.http("alice") as alice, server.http("bob") as bob:
+        create(alice, input="hi", request_id="resp_mine")
+        error = bob.post("/responses", json={"model": MODEL, "input": "hi", "request_id": "resp_mine"}).json()["error"]
+        assert error["param"] == "request_id"
+        assert alice.get("/responses/resp_mine").status_code == 200
+
+
+def test_reasoning_known_by_its_summary_is_whole_in_the_next_prompt(start: Start) -> None:
+    long = CALL.replace("Look it up.", "First. Second.")
+    server = start(long, HELLO)
+    ask = {"model": MODEL, "input": "?", "tools": [WEATHER], "include_reasoning": False}
+    with server.http() as http:
+        first = stream(http, {**ask, "reasoning": {"summary": "concise"}})[-1]["response"]
+        assert first["output"][0]["summary"][0]["text"] == "First."
+        answer = {"type": "function_call_output", "call_id": first["output"][1]["call_id"], "output": "sunny"}
+        stream(http, {**ask, "input": [answer], "previous_response_id": first["id"]})
+    assert "First. Second." in server.prompt()
+
+
+async def test_servers_that_start_together_share_one_store(tmp_path: Path) -> None:
+    stores = [Store(ResponsesConfig(store=str(tmp_path / "shared.sqlite"))) for _ in range(4)]
+    await asyncio.gather(*(store.open() for store in stores))
+    keys = await asyncio.gather(*(store.setting("secret", f"made by {n}") for n, store in enumerate(stores)))
+    assert len(set(keys)) == 1, "all open what one of them sealed"
+    for store in stores:
+        await store.aclose()

@@ -1,0 +1,45 @@
+"""What goes wrong with a request, in the words of the OpenAI API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ApiError(Exception):
+    """An error the client can read: HTTP status, and the four fields of OpenAI's error object."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+        self.status = status
+        self.kind = kind
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body: `{"error": {message, type, param, code}}`."""
+        fields = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": fields}
+
+
+def unsupported(param: str, why: str) -> ApiError:
+    """A field that this server understands but cannot honour."""
+    return ApiError(f"'{param}' is not supported: {why}", param=param, code="unsupported_value")
+
+
+def not_found(kind: str, identifier: str, param: str | None = None) -> ApiError:
+    """Also the answer for what belongs to another API key: existence is not told."""
+    message = f"{kind} with id '{identifier}' not found."
+    return ApiError(message, param=param, code=f"{kind.lower().replace(' ', '_')}_not_found", status=404)
+
+
+class EngineError(Exception):
+    """Generation failed through no fault of the request."""

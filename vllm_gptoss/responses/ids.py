@@ -1,0 +1,10 @@
+"""Identifiers in the style of the OpenAI API: a prefix that names the kind, then random hex."""
+
+from __future__ import annotations
+
+import secrets
+
+
+def new(prefix: str) -> str:
+    """`prefix` + `_` + 192 random bits, e.g. `resp_5f…`."""
+    return f"{prefix}_{secrets.token_hex(24)}"

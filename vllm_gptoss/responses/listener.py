@@ -1,0 +1,205 @@
+"""Hears one turn: from token chunks to events, to the messages that were said, and to the calls that were made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_gptoss.harmony import messages as harmony
+from vllm_gptoss.harmony.events import (
+    Channel,
+    ContentDelta,
+    EndedBy,
+    HarmonyEvent,
+    MessageEnded,
+    MessageStarted,
+    Repaired,
+)
+from vllm_gptoss.harmony.messages import Message
+from vllm_gptoss.harmony.parser import HarmonyParser
+from vllm_gptoss.harmony.tokens import token_bytes
+from vllm_gptoss.responses import writers
+from vllm_gptoss.responses.engine import Chunk, TokenLogprob
+from vllm_gptoss.responses.events import Event, Output
+from vllm_gptoss.responses.job import Job
+from vllm_gptoss.responses.resource import Usage
+from vllm_gptoss.responses.tool_writers import ApprovalRequest, BrowserCall, McpCall, PythonCall
+from vllm_gptoss.responses.toolset import Kind, Route
+from vllm_gptoss.responses.writers import Writer
+from vllm_gptoss.tools.base import File
+
+
+@dataclass(slots=True)
+class _Open:
+    """A message being read."""
+
+    writer: Writer
+    channel: Channel
+    route: Route | None
+    content_type: str | None
+    ignored: bool = False
+
+
+@dataclass(slots=True)
+class Call:
+    """A complete call, waiting for its turn."""
+
+    route: Route
+    writer: Writer
+    text: str
+    ignored: bool
+
+
+@dataclass(slots=True)
+class Turn:
+    """One generation, and what was heard of it so far."""
+
+    parser: HarmonyParser
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    open: dict[int, _Open] = field(default_factory=dict)
+    finish: str | None = None
+    stopped_by: str | None = None
+    repaired: bool = False
+
+
+class Listener:
+    """Hears all turns of a response, one after the other.
+
+    `hidden` maps items to what later turns need and the API does not show; `files` are those that tools left and no
+    answer has cited yet.
+    """
+
+    def __init__(self, job: Job, out: Output) -> None:
+        self._job = job
+        self._out = out
+        self.usage = Usage()
+        self.hidden: dict[str, Any] = {}
+        self.files: list[File] = []
+        self._calls_made = 0
+        self._unseen: list[str] = []
+
+    def begin(self) -> Turn:
+        return Turn(HarmonyParser(self._job.toolset.offered))
+
+    def finish(self, turn: Turn) -> list[Event]:
+        """The events of the turn's end, also when it was stopped in the middle."""
+        stopped_itself = turn.finish == "stop" and turn.stopped_by is None
+        return self._read(turn, turn.parser.finish(not stopped_itself))
+
+    def hear(self, turn: Turn, chunk: Chunk) -> list[Event]:
+        turn.tokens.extend(chunk.token_ids)
+        if chunk.finish is not None:
+            turn.finish, turn.stopped_by = chunk.finish, chunk.stopped_by
+        if self.usage.output == 0:
+            self.usage.cached = chunk.cached_tokens or 0
+        self.usage.output += len(chunk.token_ids)
+        if chunk.logprobs:
+            turn.logprobs.extend(chunk.logprobs)
+        return self._read(turn, turn.parser.feed(chunk.token_ids))
+
+    def _read(self, turn: Turn, heard: Sequence[HarmonyEvent]) -> list[Event]:
+        events: list[Event] = []
+        for event in heard:
+            if isinstance(event, ContentDelta):
+                message = turn.open[event.index]
+                if message.channel is Channel.ANALYSIS and message.route is None:
+                    self.usage.reasoning += event.tokens
+                if event.text:
+                    logprobs = self._logprobs(turn, event) if turn.logprobs else None
+                    events += message.writer.delta(event.text, logprobs)
+            elif isinstance(event, MessageStarted):
+                turn.open[event.index] = self._open(event)
+            elif isinstance(event, MessageEnded):
+                events += self._close(turn, turn.open.pop(event.index), event)
+            elif isinstance(event, Repaired):
+                turn.repaired = True
+        return events
+
+    def _logprobs(self, turn: Turn, event: ContentDelta) -> list[dict[str, Any]]:
+        limit = self._job.sampling.logprobs or 0
+        entries = turn.logprobs[event.first : event.first + event.tokens]
+        return [
+            {
+                **_token_logprob(entry.token, entry.logprob),
+                "top_logprobs": [_token_logprob(token, value) for token, value in entry.top[:limit]],
+            }
+            for entry in entries
+        ]
+
+    def _open(self, event: MessageStarted) -> _Open:
+        route = self._job.toolset.routes.get(event.recipient) if event.recipient else None
+        message = _Open(writers.Hidden(), event.channel, route, event.content_type)
+        style = self._job.style
+        if route is None:
+            if event.channel is not Channel.ANALYSIS:
+                message.writer = writers.Message(self._out, style, event.channel, self.files)
+            elif style.reasoning or style.summary or style.seal:
+                message.writer = writers.Reasoning(self._out, style)
+        elif route.is_ours and not route.needs_approval and self._is_spent():
+            message.ignored = True
+        else:
+            message.writer = self._call_writer(route)
+        return message
+
+    def _is_spent(self) -> bool:
+        limit = self._job.max_tool_calls
+        return limit is not None and self._calls_made >= limit
+
+    def _call_writer(self, route: Route) -> Writer:
+        out, style = self._out, self._job.style
+        if route.kind is Kind.FUNCTION:
+            return writers.FunctionCall(out, route.name, route.namespace)
+        if route.kind is Kind.CUSTOM:
+            return writers.CustomCall(out, route.name, route.namespace, raw=route.raw)
+        if route.kind is Kind.PYTHON:
+            return PythonCall(out, style, "")
+        if route.kind is Kind.BROWSER:
+            return BrowserCall(out, style, route.name)
+        label = route.namespace or ""
+        return ApprovalRequest(out, label, route.name) if route.needs_approval else McpCall(out, label, route.name)
+
+    def _close(self, turn: Turn, message: _Open, event: MessageEnded) -> list[Event]:
+        cut = event.ended_by is EndedBy.CUT
+        # A stop string ends an answer where the client wanted it to; only a call is cut by it.
+        half = cut and (message.route is not None or turn.stopped_by is None)
+        before = len(self._out.items)
+        events = message.writer.end(event.text, cut=half)
+        turn.messages.append(_as_message(message, event.text))
+        if message.route is not None and not cut:
+            if message.route.is_ours and not message.ignored:
+                self._calls_made += 1
+            turn.calls.append(Call(message.route, message.writer, event.text, message.ignored))
+        self._remember_unseen(message, event.text, before)
+        return events
+
+    def _remember_unseen(self, message: _Open, text: str, before: int) -> None:
+        """Reasoning without an item goes, hidden, before the next item, for the turns that follow."""
+        if isinstance(message.writer, writers.Reasoning) and not self._job.style.reasoning and text:
+            self.hidden[message.writer.item_id] = {"text": text}
+        elif isinstance(message.writer, writers.Hidden) and message.route is None and text:
+            self._unseen.append(text)
+        elif self._unseen and self._out.items and message.route is not None and not message.ignored:
+            at = min(before, len(self._out.items) - 1)
+            entry = self.hidden.setdefault(self._out.items[at]["id"], {})
+            entry["before"] = "\n".join(self._unseen)
+            self._unseen = []
+
+
+def _as_message(message: _Open, text: str) -> Message:
+    """What was generated, in the trained form."""
+    route = message.route
+    if route is None:
+        made = {Channel.ANALYSIS: harmony.analysis, Channel.COMMENTARY: harmony.preamble}
+        return made.get(message.channel, harmony.final)(text)
+    if route.kind in (Kind.PYTHON, Kind.BROWSER):
+        return harmony.builtin_call(route.recipient, text)
+    return harmony.call(route.recipient, text, content_type=None if route.raw else "json")
+
+
+def _token_logprob(token: int, value: float) -> dict[str, Any]:
+    raw = token_bytes(token)
+    return {"token": raw.decode("utf-8", "replace"), "bytes": list(raw), "logprob": value}
