@@ -1,0 +1,68 @@
+"""The `vllm-gptoss` command."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from vllm_gptoss.bench import decode
+from vllm_gptoss.doctor import Finding, Status, examine
+from vllm_gptoss.tools.check import check
+from vllm_gptoss.tools.serve import serve
+from vllm_gptoss.version import __version__
+
+app = typer.Typer(name="vllm-gptoss", no_args_is_help=True, add_completion=False, help="gpt-oss on vLLM.")
+
+tools = typer.Typer(no_args_is_help=True, help="The tools that the model calls inside /v1/responses.")
+tools.command("check", help="Start every configured tool, run one call each, print a table.")(check)
+tools.command("serve", help="Serve our python and browser tools as MCP servers, for any engine.")(serve)
+app.add_typer(tools, name="tools")
+
+bench = typer.Typer(no_args_is_help=True, help="Benchmarks of the plugin against stock vLLM on this machine.")
+bench.command("decode", help="TPOT and GPU time per step, shapes of 20b and 120b with dummy weights.")(decode.main)
+app.add_typer(bench, name="bench")
+
+_STYLE = {Status.OK: "green", Status.INFO: "cyan", Status.WARNING: "yellow", Status.PROBLEM: "bold red"}
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def doctor(
+    command: Annotated[list[str] | None, typer.Argument(help="A `vllm serve` line to judge, after `--`.")] = None,
+    model: Annotated[Path | None, typer.Option(help="A checkpoint directory to check as well.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print findings as JSON.")] = False,
+) -> None:
+    """Say whether the plugin is active here, what it chose and why, and which settings do nothing."""
+    findings = examine(model, command or ())
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+    else:
+        _print(findings)
+    if any(finding.status is Status.PROBLEM for finding in findings):
+        raise typer.Exit(1)
+
+
+def _print(findings: list[Finding]) -> None:
+    table = Table(box=None, show_header=False, padding=(0, 1))
+    for column in ("status", "check", "detail"):
+        table.add_column(column, overflow="fold")
+    for finding in findings:
+        detail = f"{finding.detail}\n-> {finding.fix}" if finding.fix else finding.detail
+        table.add_row(f"[{_STYLE[finding.status]}]{finding.status}[/]", finding.check, detail)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    app()

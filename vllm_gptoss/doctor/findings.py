@@ -1,0 +1,285 @@
+"""What doctor looks at. Every check gives findings; a `problem` makes the exit code non-zero."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from vllm_gptoss import _vllm, choose, spec
+from vllm_gptoss.device import Device, detect
+from vllm_gptoss.doctor import variables
+from vllm_gptoss.plugin import endpoint_is_off
+from vllm_gptoss.settings import Settings
+from vllm_gptoss.version import __version__
+
+
+class Status(StrEnum):
+    """How bad a finding is; only `PROBLEM` fails."""
+
+    OK = "ok"
+    INFO = "info"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. `fix` says what to do, where there is something to do."""
+
+    status: Status
+    check: str
+    detail: str
+    fix: str = ""
+
+
+Findings = Iterator[Finding]
+
+TRITONS = {"triton", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu", "triton-nightly", "triton-rocm"}
+"""Distributions that own the module `triton`."""
+
+
+def examine(model: Path | None = None, command: Sequence[str] = ()) -> list[Finding]:
+    """Runs every check, in the order of the report. `command` is a `vllm serve` line to judge, if one is given."""
+    probe = _probe()
+    checks: list[Callable[[], Findings]] = [
+        lambda: versions(probe),
+        lambda: active(probe),
+        settings_and_choices,
+        lambda: dead_variables(probe),
+        clashes,
+        toolkit,
+        lambda: serve_command(command),
+        lambda: checkpoint(model),
+    ]
+    return [finding for check in checks for finding in _guarded(check)]
+
+
+def _guarded(check: Callable[[], Findings]) -> Findings:
+    try:
+        yield from check()
+    except Exception as error:  # one broken check must not hide the others
+        yield Finding(
+            Status.PROBLEM, "doctor", f"a check failed: {type(error).__name__}: {error}", "please report this"
+        )
+
+
+def _probe() -> dict[str, Any]:
+    command = [sys.executable, "-m", "vllm_gptoss.doctor.probe"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    except subprocess.TimeoutExpired:
+        return {"error": "vLLM's plugin discovery took more than 180 s"}
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        last = done.stderr.strip().splitlines()[-1:] or ["no output"]
+        return {"error": f"vLLM does not start here (exit code {done.returncode}): {last[0]}"}
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
+def versions(probe: dict[str, Any]) -> Findings:
+    """vLLM in the supported range, and what else matters beside it."""
+    version = _vllm.version()
+    if why := _vllm.outside_range(version):
+        low, high = (".".join(map(str, bound)) for bound in _vllm.SUPPORTED)
+        yield Finding(
+            Status.PROBLEM, "versions", f"vllm-gptoss {__version__}: {why}", f"pip install 'vllm>={low},<{high}'"
+        )
+    else:
+        others = ", ".join(f"{name} {_version(name)}" for name in ("torch", "oss-harmony", "mcp"))
+        yield Finding(Status.OK, "versions", f"vllm-gptoss {__version__}, vLLM {version}, {others}")
+    if "error" in probe:
+        yield Finding(Status.PROBLEM, "vLLM", probe["error"], "fix this first: the plugin cannot be active")
+
+
+def active(probe: dict[str, Any]) -> Findings:
+    """What vLLM's own discovery, run just now in a fresh interpreter, ended up with."""
+    if "error" in probe:
+        return
+    for part in ("model", "quantization"):
+        ours = str(probe.get(part, "")).startswith("vllm_gptoss")
+        yield Finding(
+            Status.OK if ours else Status.PROBLEM,
+            f"plugin: {part}",
+            f"{spec.ARCHITECTURE if part == 'model' else spec.QUANTIZATION} is {probe.get(part)}",
+            "" if ours else _inactive(probe),
+        )
+    endpoint = "gptoss" in (probe.get("endpoint_plugins") or ())
+    if endpoint:
+        yield Finding(Status.OK, "plugin: endpoint", f"/v1/responses is ours (VLLM_PLUGINS={probe['VLLM_PLUGINS']})")
+    elif endpoint_is_off():
+        yield Finding(Status.INFO, "plugin: endpoint", "/v1/responses is vLLM's own: GPTOSS_ENDPOINT is off")
+    else:
+        yield Finding(Status.PROBLEM, "plugin: endpoint", "/v1/responses is vLLM's own", _inactive(probe))
+
+
+def _inactive(probe: dict[str, Any]) -> str:
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "gptoss" not in allowed.split(","):
+        return f"VLLM_PLUGINS={allowed} leaves us out: add gptoss to it, or unset it"
+    return "start vLLM and read its first lines: it logs why a plugin failed to load"
+
+
+def settings_and_choices() -> Findings:
+    """The device, and what the tables choose for it."""
+    settings = Settings.load()
+    device = detect()
+    yield Finding(Status.INFO, "device", f"{device}: {choose.family(device)} row" + (_unknown(device)))
+    for model in (spec.GPT_OSS_20B, spec.GPT_OSS_120B):
+        ranks = choose.tensor_parallel(device, model)
+        yield Finding(Status.INFO, f"{model.name}: tensor parallel", str(ranks))
+    shape = choose.Shape()
+    for what, table, wish in (
+        ("attention", choose.attention, "auto"),
+        ("experts", choose.experts, settings.experts),
+    ):
+        try:
+            yield Finding(Status.OK, what, str(table(device, spec.GPT_OSS_20B, shape, wish)))
+        except choose.ChoiceError as error:
+            yield Finding(Status.PROBLEM, what, str(error), f"change or unset GPTOSS_{what.upper()}")
+    yield Finding(Status.OK, "KV cache", str(choose.kv_cache_dtype(device)))
+
+
+def _unknown(device: Device) -> str:
+    return "; no table knows it, vLLM decides everything" if choose.family(device) is choose.Family.OTHER else ""
+
+
+def dead_variables(probe: dict[str, Any]) -> Findings:
+    """Variables that do nothing today, with what to set instead."""
+    found = variables.dead(os.environ, probe.get("variables") or ())
+    for name, instead in found.items():
+        yield Finding(Status.PROBLEM, f"variable {name}", "this vLLM does not read it", f"unset it; instead: {instead}")
+    for name, why in variables.IGNORED_BY_US.items():
+        if name in os.environ:
+            yield Finding(Status.INFO, f"variable {name}", f"not needed: {why}")
+    if not found:
+        yield Finding(Status.OK, "variables", "no dead VLLM_* variable is set")
+
+
+def clashes() -> Findings:
+    """Distributions that own the same files: the last installed one wins, and pip does not say so."""
+    present = {str(d.metadata["Name"]).lower().replace("_", "-") for d in importlib.metadata.distributions()}
+    if {"openai-harmony", "oss-harmony"} <= present:
+        yield Finding(
+            Status.PROBLEM,
+            "harmony",
+            "openai-harmony and oss-harmony both own the module openai_harmony; openai-harmony fetches its vocabulary"
+            " from the network at start",
+            "pip uninstall -y openai-harmony oss-harmony; pip install oss-harmony; install gpt-oss with --no-deps",
+        )
+    else:
+        yield Finding(Status.OK, "harmony", f"oss-harmony {_version('oss-harmony')} alone owns openai_harmony")
+    tritons = sorted(
+        present & {"triton", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu", "triton-nightly"}
+    )
+    if len(tritons) > 1:
+        yield Finding(
+            Status.PROBLEM,
+            "triton",
+            f"{' and '.join(tritons)} own the same module",
+            "keep the one that torch names in its metadata: pip uninstall -y the others, then reinstall it",
+        )
+
+
+def toolkit() -> Findings:
+    """A driver or CUDA toolkit older than torch's CUDA breaks kernels that are compiled at run time."""
+    import torch
+
+    if detect().vendor != "nvidia":
+        return
+    wanted = torch.version.cuda or "0"
+    driver = _driver_cuda()
+    if driver and _number(driver)[0] < _number(wanted)[0]:
+        yield Finding(
+            Status.PROBLEM,
+            "CUDA",
+            f"torch was built for CUDA {wanted}, the driver speaks {driver}",
+            "update the driver",
+        )
+    else:
+        yield Finding(Status.OK, "CUDA", f"torch {wanted}, driver {driver or 'unknown'}")
+    home = os.environ.get("CUDA_HOME")
+    if home and (found := _nvcc(Path(home))) and _number(found)[0] != _number(wanted)[0]:
+        yield Finding(
+            Status.PROBLEM,
+            "CUDA_HOME",
+            f"{home} is CUDA {found}, torch is {wanted}: kernels compiled with it may give garbage",
+            f"point CUDA_HOME at a {wanted} toolkit or unset it",
+        )
+
+
+def _driver_cuda() -> str | None:
+    try:
+        import ctypes
+
+        number = ctypes.c_int()
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)):
+            return None
+    except OSError:
+        return None
+    return f"{number.value // 1000}.{number.value % 1000 // 10}"
+
+
+def _nvcc(home: Path) -> str | None:
+    try:
+        text = subprocess.run([home / "bin" / "nvcc", "--version"], capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    _, _, rest = text.partition("release ")
+    return rest.split(",")[0] or None
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdigit())
+
+
+def serve_command(command: Sequence[str]) -> Findings:
+    """Judges a `vllm serve` line: flags that gpt-oss needs or that change what the plugin may choose."""
+    if not command:
+        return
+    text = list(command)
+    if "--enable-auto-tool-choice" not in text or not any(word.startswith("--tool-call-parser") for word in text):
+        parser = Settings.load().parser
+        yield Finding(
+            Status.INFO if parser else Status.PROBLEM,
+            "tool parser flags",
+            "--enable-auto-tool-choice --tool-call-parser openai are missing: "
+            + (
+                "the plugin reads tool calls without them"
+                if parser
+                else "chat completions drop every tool call silently"
+            ),
+            "" if parser else "add both flags, or set GPTOSS_PARSER=1",
+        )
+    for flag in ("--moe-backend", "--attention-backend", "--kv-cache-dtype"):
+        if (word := next((w for w in text if w.startswith(flag)), None)) is not None:
+            yield Finding(Status.INFO, flag, f"{word} decides instead of the plugin's tables")
+
+
+def checkpoint(model: Path | None) -> Findings:
+    """The headers of a local checkpoint, against what gpt-oss must have."""
+    if model is None:
+        return
+    from vllm_gptoss.checkpoint.check import CheckpointError, check
+
+    try:
+        check(model)
+    except CheckpointError as error:
+        yield Finding(Status.PROBLEM, "checkpoint", str(error), "download it again, or name another directory")
+    else:
+        yield Finding(Status.OK, "checkpoint", f"{model}: every tensor is there, whole and of its shape")
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
