@@ -1,0 +1,217 @@
+"""Each expert kernel alone, weights cold in L2, against the stock kernel it replaces: time, TB/s, share of the floor.
+
+    python benchmarks/kernels.py [--model 20b] [--tokens 1,2,4,8,16,32] [--tensor-parallel 1] [--skewed] [--out FILE]
+
+Times are of CUDA graph replays, median of 20, each graph holding eight launches on different experts, so that no
+launch finds its weights in L2. `pair` is both projections chained with programmatic dependent launch, as a layer runs
+them. `stock` is vLLM's `matmul_ogs` with its routing kernels, from the `triton_kernels` that vLLM carries; pass
+`--triton-kernels FOLDER` to name another copy. The floor is the bytes of the active experts' weights and scales over
+4.3 TB/s, what a device-to-device copy moves on an H200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.util
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from vllm_gptoss import spec
+from vllm_gptoss.kernels import mxfp4
+from vllm_gptoss.kernels.experts import FewTokenExperts, Projection
+
+BYTES_PER_SECOND = 4.3e12
+LAUNCHES = 8
+
+
+def microseconds(work: Callable[[], Any], launches: int = LAUNCHES, repeats: int = 20) -> float:
+    """Median time of one launch in a replayed graph of `launches`."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    times = []
+    for _ in range(repeats + 2):
+        start, end = torch.cuda.Event(True), torch.cuda.Event(True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / launches)
+    return statistics.median(times[2:])
+
+
+def weights(experts: int, rows: int, columns: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator(device="cuda").manual_seed(seed)
+    blocks = torch.randint(0, 256, (experts, rows, columns // 2), dtype=torch.uint8, device="cuda", generator=g)
+    scales = torch.randint(113, 122, (experts, rows, columns // 32), dtype=torch.uint8, device="cuda", generator=g)
+    return blocks, scales, torch.randn(experts, rows, device="cuda", generator=g)
+
+
+def projection(parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Projection:
+    blocks, scales, bias = parts
+    values = torch.cat([mxfp4.hopper_values(blocks[e : e + 1]) for e in range(blocks.shape[0])])
+    return Projection(values, mxfp4.hopper_scales(scales), bias)
+
+
+def routings(tokens: int, experts: int, active: int, skewed: bool) -> list[torch.Tensor]:
+    """Router logits of each launch, [T, E] bf16: uniform, or all tokens to the same `active` experts."""
+    g = torch.Generator(device="cuda").manual_seed(tokens)
+    order = torch.randperm(experts, device="cuda", generator=g)
+    out = []
+    for launch in range(LAUNCHES):
+        logits = torch.randn(tokens, experts, device="cuda", generator=g)
+        if skewed or tokens == 1:
+            logits[:, order[torch.arange(active, device="cuda") + active * launch % experts]] += 20
+        out.append(logits.bfloat16())
+    return out
+
+
+class Stock:
+    """vLLM's `triton` experts: `triton_kernels` as oracle/mxfp4.py and gpt_oss_triton_kernels_moe.py set them up."""
+
+    def __init__(self, up: Any, down: Any, active: int) -> None:
+        from triton_kernels.matmul_ogs import FlexCtx, FnSpecs, FusedActivation, PrecisionConfig
+        from triton_kernels.matmul_ogs_details import opt_flags
+        from triton_kernels.numerics import InFlexData
+        from triton_kernels.swiglu import swiglu_fn
+        from triton_kernels.tensor import FP4, convert_layout, wrap_torch_tensor
+        from triton_kernels.tensor_details import layout
+
+        opt_flags.update_opt_flags_constraints({"split_k": 1})
+        values, values_options = layout.make_default_matmul_mxfp4_w_layout(mx_axis=1)
+        scale, scale_options = layout.make_default_matmul_mxfp4_w_scale_layout(mx_axis=1, num_warps=8)
+        self.active, self.layers = active, []
+        for blocks, scales, bias in (up, down):
+            padded = torch.nn.functional.pad(scales, (0, -scales.shape[-1] % 4)).transpose(-2, -1)
+            w = convert_layout(wrap_torch_tensor(blocks.transpose(-2, -1), dtype=FP4), values, **values_options)
+            s = convert_layout(wrap_torch_tensor(padded), scale, **scale_options)
+            self.layers.append((w, PrecisionConfig(weight_scale=s, flex_ctx=FlexCtx(rhs_data=InFlexData())), bias))
+        self.activation = FusedActivation(FnSpecs("swiglu", swiglu_fn, ("alpha", "limit")), (1.702, 7.0), 2)
+
+    def projections(self) -> tuple[Projection, Projection]:
+        """The same bytes for our kernels, as the plugin takes them."""
+        from vllm_gptoss.experts import sm90
+
+        up, down = (
+            Projection(sm90.storage(w, "HOPPER_VALUE"), sm90.storage(p.weight_scale, "HOPPER_SCALE"), bias)
+            for w, p, bias in self.layers
+        )
+        return up, down
+
+    def route(self, logits: torch.Tensor) -> Any:
+        from triton_kernels.routing import routing
+
+        return routing(logits, self.active, sm_first=False)
+
+    def up(self, x: torch.Tensor, routed: Any) -> torch.Tensor:
+        from triton_kernels.matmul_ogs import matmul_ogs
+
+        w, precision, bias = self.layers[0]
+        return matmul_ogs(
+            x, w, bias, routed[0], gather_indx=routed[1], precision_config=precision, fused_activation=self.activation
+        )
+
+    def down(self, act: torch.Tensor, routed: Any) -> torch.Tensor:
+        from triton_kernels.matmul_ogs import matmul_ogs
+
+        w, precision, bias = self.layers[1]
+        data = routed[0]
+        return matmul_ogs(act, w, bias, data, scatter_indx=routed[2], precision_config=precision, gammas=data.gate_scal)
+
+
+def measure(
+    model: spec.ModelSpec, tokens: int, rank: int, skewed: bool, stock: Stock | None, ours: FewTokenExperts
+) -> dict[str, Any]:
+    logits = routings(tokens, model.experts, model.active_experts, skewed)
+    x = torch.randn(tokens, model.hidden, device="cuda").bfloat16()
+    out, act = torch.empty_like(x), torch.zeros(tokens * model.active_experts, rank, device="cuda").bfloat16()
+    active = statistics.mean(len(each.float().topk(model.active_experts)[1].unique()) for each in logits)
+    up_bytes = active * 2 * rank * model.hidden * 17 / 32
+    down_bytes = up_bytes / 2
+    row: dict[str, Any] = {
+        "model": model.name, "tokens": tokens, "intermediate": rank, "skewed": skewed, "active_experts": active,
+        "floor_up_us": up_bytes / BYTES_PER_SECOND * 1e6, "floor_down_us": down_bytes / BYTES_PER_SECOND * 1e6,
+        "up_us": microseconds(lambda: [ours.launch_up(x, each, act, dependent=False) for each in logits]),
+        "down_us": microseconds(lambda: [ours.launch_down(act, each, None, out, dependent=False) for each in logits]),
+        "pair_us": microseconds(lambda: [ours(x, each, None, out) for each in logits]),
+    }  # fmt: skip
+    row["up_tb_s"] = up_bytes / row["up_us"] / 1e6
+    row["down_tb_s"] = down_bytes / row["down_us"] / 1e6
+    row["pair_share_of_floor"] = (row["floor_up_us"] + row["floor_down_us"]) / row["pair_us"]
+    if stock is not None:
+        routed = [stock.route(each) for each in logits]
+        acts = stock.up(x, routed[0])
+        row["stock_up_us"] = microseconds(lambda: [stock.up(x, each) for each in routed])
+        row["stock_down_us"] = microseconds(lambda: [stock.down(acts, each) for each in routed])
+
+        def whole() -> None:
+            for each in logits:
+                chosen = stock.route(each)
+                stock.down(stock.up(x, chosen), chosen)
+
+        row["stock_with_routing_us"] = microseconds(whole)
+        chosen = stock.route(logits[0])
+        wanted = stock.down(stock.up(x, chosen), chosen).view_as(out).double()
+        ours(x, logits[0], None, out)
+        row["distance_to_stock"] = ((out.double() - wanted).norm() / wanted.norm()).item()
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="20b,120b")
+    parser.add_argument("--tokens", default="1,2,4,8,16,32")
+    parser.add_argument("--tensor-parallel", default="1")
+    parser.add_argument("--triton-kernels", default="", help="folder that holds the package triton_kernels")
+    parser.add_argument("--out", default="")
+    options = parser.parse_args()
+    found = importlib.util.find_spec("vllm")
+    if options.triton_kernels:
+        sys.path.insert(0, options.triton_kernels)
+    elif found and found.submodule_search_locations:
+        sys.path.insert(0, str(Path(found.submodule_search_locations[0]) / "third_party"))
+    has_stock = importlib.util.find_spec("triton_kernels") is not None
+    print("stock: triton_kernels" if has_stock else "stock: not measured, no triton_kernels found", flush=True)
+    rows = []
+    for name in options.model.split(","):
+        model = spec.GPT_OSS_20B if name == "20b" else spec.GPT_OSS_120B
+        for parallel in map(int, options.tensor_parallel.split(",")):
+            rank = -(-model.intermediate // parallel // 64) * 64
+            parts = weights(model.experts, 2 * rank, model.hidden, 1), weights(model.experts, model.hidden, rank, 2)
+            stock = Stock(*parts, model.active_experts) if has_stock else None
+            up, down = stock.projections() if stock else (projection(parts[0]), projection(parts[1]))
+            ours = FewTokenExperts(up, down, model.active_experts, model.experts, alpha=1.702, limit=7.0)
+            for skewed in (False, True):
+                for tokens in map(int, options.tokens.split(",")):
+                    if tokens > ours.max_tokens or (skewed and tokens == 1):
+                        continue
+                    rows.append(row := measure(model, tokens, rank, skewed, stock, ours))
+                    print(
+                        " ".join(f"{k}={v:.2f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()),
+                        flush=True,
+                    )
+            del stock, up, down, ours, parts
+    if options.out:
+        result = {
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "date": datetime.date.today().isoformat(),
+            "command": "python benchmarks/kernels.py " + " ".join(sys.argv[1:]),
+            "rows": rows,
+        }
+        Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main()

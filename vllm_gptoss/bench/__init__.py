@@ -1,0 +1,1 @@
+"""Benchmarks that also run stock vLLM: `vllm-gptoss bench`."""
