@@ -1,0 +1,117 @@
+"""Runs a real `vllm serve` of the small model: for `make demo` and for the end-to-end tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+NAME = "gpt-oss"
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
+
+ARGUMENTS = ("--served-model-name", NAME, "--max-model-len", "16384", "--max-num-seqs", "64", "--enforce-eager")
+
+
+class ServerError(RuntimeError):
+    """`vllm serve` ended, or did not become healthy in time; the message holds the end of its log."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server: `url` without a path, the log it writes, and its process."""
+
+    url: str
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def api(self) -> str:
+        """What the `openai` client takes as `base_url`."""
+        return f"{self.url}/v1"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def serve(
+    model: Path,
+    log: Path,
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    port: int | None = None,
+    timeout: float = 240,
+    progress: Callable[[float], None] = lambda seconds: None,
+    base_arguments: Sequence[str] = ARGUMENTS,
+) -> Iterator[Server]:
+    """Starts `vllm serve`, waits until it is healthy, and stops its whole process group in the end.
+
+    Raises:
+        ServerError: it did not become healthy.
+    """
+    port = port or free_port()
+    vllm = Path(sys.executable).with_name("vllm")
+    command = [str(vllm), "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *base_arguments, *arguments]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **ENVIRONMENT, **(environment or {})},
+            start_new_session=True,
+        )
+    server = Server(f"http://127.0.0.1:{port}", log, process)
+    try:
+        _wait(server, timeout, progress)
+        yield server
+    finally:
+        stop(process)
+
+
+def _wait(server: Server, timeout: float, progress: Callable[[float], None]) -> None:
+    began = time.monotonic()
+    while (passed := time.monotonic() - began) < timeout:
+        if server.process.poll() is not None:
+            raise ServerError(f"vllm serve ended with {server.process.returncode}\n{tail(server.log)}")
+        try:
+            if httpx.get(f"{server.url}/health", timeout=5).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        progress(passed)
+        time.sleep(0.5)
+    raise ServerError(f"vllm serve was not healthy after {timeout:.0f} s\n{tail(server.log)}")
+
+
+def stop(process: subprocess.Popen[bytes], patience: float = 20) -> None:
+    """Ends the server politely, then whatever is left of its process group."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(patience)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def tail(log: Path, lines: int = 40) -> str:
+    """The end of a log, for an error message."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])

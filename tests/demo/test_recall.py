@@ -1,0 +1,29 @@
+"""Greedy decoding by real vLLM gives every step of every conversation, token for token."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("plugins", ["", "gptoss"], ids=["stock vLLM", "with the plugin"])
+def test_every_step_is_recalled_token_for_token(model_dir: Path, plugins: str) -> None:
+    """In a process of its own: an engine leaves threads and global state behind."""
+    environment = {**os.environ, "VLLM_PLUGINS": plugins, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "demo.verify", str(model_dir), "--fresh", "0"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580)
+    counts = dict(re.findall(r"^(\w+) +(\d+) of", done.stdout, re.MULTILINE))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert int(counts["ours"]) == int(counts["vllm"]) > 150
+    assert int(counts["raw"]) == 2
+    assert int(counts["unknown"]) >= 20

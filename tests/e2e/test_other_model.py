@@ -1,0 +1,147 @@
+"""Another model behaves byte for byte as if the plugin were not installed, whatever `VLLM_PLUGINS` says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from demo.server import serve
+
+pytestmark = [pytest.mark.vllm, pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(500)]
+
+HIDDEN, HEADS, HEAD, INNER = 64, 2, 32, 96
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}<assistant>"
+ARGUMENTS = ("--served-model-name", "llama", "--max-model-len", "512", "--max-num-seqs", "8", "--enforce-eager")
+
+CHAT = {"model": "llama", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 12, "temperature": 0}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+REQUESTS: dict[str, tuple[str, str, dict[str, Any] | None]] = {
+    "models": ("GET", "/v1/models", None),
+    "openapi": ("GET", "/openapi.json", None),
+    "version": ("GET", "/version", None),
+    "chat": ("POST", "/v1/chat/completions", CHAT),
+    "chat stream": ("POST", "/v1/chat/completions", CHAT | {"stream": True, "stream_options": {"include_usage": True}}),
+    "chat logprobs": ("POST", "/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 3}),
+    "chat without a parser": ("POST", "/v1/chat/completions", CHAT | {"tools": [TOOL], "tool_choice": "auto"}),
+    "chat, bad request": ("POST", "/v1/chat/completions", CHAT | {"temperature": -1}),
+    "completions": ("POST", "/v1/completions", {"model": "llama", "prompt": "Hi", "max_tokens": 8, "temperature": 0}),
+    "responses": (
+        "POST",
+        "/v1/responses",
+        {"model": "llama", "input": "Hello", "max_output_tokens": 8, "temperature": 0, "store": False},
+    ),
+    "responses, unknown id": ("GET", "/v1/responses/resp_0", None),
+    "tokenize": ("POST", "/tokenize", {"model": "llama", "prompt": "Hello"}),
+    "unknown model": ("POST", "/v1/chat/completions", CHAT | {"model": "gpt-oss"}),
+}
+
+SETTINGS: dict[str, dict[str, str]] = {
+    "other": {"VLLM_PLUGINS": "other"},
+    "gptoss": {"VLLM_PLUGINS": "gptoss"},
+    "unset": {},
+}
+"""`other` names a plugin that is not there, so that nothing of ours loads: the server without us."""
+
+
+def write_llama(directory: Path) -> Path:
+    """A random Llama of one layer with a byte tokenizer and a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*alphabet, "<end>"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "chat_template": TEMPLATE}
+    (directory / "tokenizer_config.json").write_text(json.dumps(kind))
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": 1,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": HEADS,
+        "head_dim": HEAD,
+        "vocab_size": len(vocabulary),
+        "max_position_embeddings": 512,
+        "eos_token_id": vocabulary["<end>"],
+        "rms_norm_eps": 1e-5,
+        "torch_dtype": "bfloat16",
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    rng = torch.Generator().manual_seed(0)
+
+    def normal(*size: int) -> torch.Tensor:
+        return (torch.randn(*size, generator=rng) * size[-1] ** -0.5).bfloat16()
+
+    tensors = {"model.embed_tokens.weight": normal(len(vocabulary), HIDDEN), "lm_head.weight": normal(257, HIDDEN)}
+    for part in ("q", "k", "v", "o"):
+        tensors[f"model.layers.0.self_attn.{part}_proj.weight"] = normal(HIDDEN, HIDDEN)
+    tensors["model.layers.0.mlp.gate_proj.weight"] = normal(INNER, HIDDEN)
+    tensors["model.layers.0.mlp.up_proj.weight"] = normal(INNER, HIDDEN)
+    tensors["model.layers.0.mlp.down_proj.weight"] = normal(HIDDEN, INNER)
+    for norm in ("model.norm", "model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm"):
+        tensors[f"{norm}.weight"] = torch.ones(HIDDEN, dtype=torch.bfloat16)
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def without_ids_and_times(body: str) -> str:
+    """Random ids and the clock are all that may differ between two runs of one server."""
+    body = re.sub(r"(chatcmpl|cmpl|modelperm|resp|msg|rs|call|chatcmpl-tool)[-_][0-9a-f]{8,}", r"\1-ID", body)
+    return re.sub(r'"(created|created_at|completed_at)":\s*\d+(\.\d+)?', r'"\1":0', body)
+
+
+@pytest.fixture(scope="module")
+def bodies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """Status, headers and body of every request, by setting."""
+    base = tmp_path_factory.mktemp("other")
+    (base / "model").mkdir()
+    model = write_llama(base / "model")
+    out: dict[str, dict[str, str]] = {}
+    for name, environment in SETTINGS.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("VLLM_PLUGINS", raising=False)
+            with serve(model, base / f"{name}.log", (), environment, base_arguments=ARGUMENTS) as server:
+                out[name] = {label: ask(server.url, *request) for label, request in REQUESTS.items()}
+                metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
+                out[name]["metrics"] = "\n".join(sorted(set(re.findall(r"^# TYPE (\S+ \S+)", metrics, re.MULTILINE))))
+        out[name]["log"] = (base / f"{name}.log").read_text()
+    return out
+
+
+def ask(url: str, method: str, path: str, body: dict[str, Any] | None) -> str:
+    answer = httpx.request(method, url + path, json=body, timeout=120)
+    headers = {key: value for key, value in answer.headers.items() if key not in ("date", "content-length")}
+    return without_ids_and_times(f"{answer.status_code} {sorted(headers.items())}\n{answer.text}")
+
+
+@pytest.mark.parametrize("label", [*REQUESTS, "metrics"])
+@pytest.mark.parametrize("setting", ["gptoss", "unset"])
+def test_every_answer_is_the_same(bodies: dict[str, dict[str, str]], setting: str, label: str) -> None:
+    assert bodies[setting][label] == bodies["other"][label]
+
+
+def test_the_requests_were_answered(bodies: dict[str, dict[str, str]]) -> None:
+    """Guards the comparison: two equal failures would prove nothing."""
+    for label in ("models", "openapi", "chat", "chat stream", "completions", "responses", "tokenize"):
+        assert bodies["other"][label].startswith("200 "), bodies["other"][label][:300]
+    assert "/v1/responses" in bodies["other"]["openapi"]
+    assert "data: [DONE]" in bodies["other"]["chat stream"]
+
+
+def test_the_plugin_was_there_and_then_not(bodies: dict[str, dict[str, str]]) -> None:
+    assert "VLLM_PLUGINS was unset; set to" in bodies["unset"]["log"]
+    assert "vllm-gptoss" not in bodies["other"]["log"]
+    for setting in ("unset", "gptoss"):
+        assert "is active" not in bodies[setting]["log"], "nothing of ours serves another model"

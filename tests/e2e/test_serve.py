@@ -1,0 +1,200 @@
+"""A user's first hour: `vllm serve` with the plugin, asked through the `openai` client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from demo.server import NAME, Server, serve
+
+pytestmark = [pytest.mark.vllm, pytest.mark.serve, pytest.mark.timeout(600)]
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture
+def client(served: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=served.api, api_key="none", timeout=120, max_retries=0)
+
+
+@pytest.fixture
+def parallel(served: Server) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=served.api, api_key="none", timeout=300, max_retries=0)
+
+
+def test_the_log_says_once_that_the_plugin_is_active_and_why(served: Server) -> None:
+    lines = [line for line in served.log.read_text().splitlines() if re.search(r"vllm-gptoss \S+ is active", line)]
+    assert len(lines) == 1
+    assert "experts: " in lines[0]
+    assert "(" in lines[0]
+
+
+def test_chat_separates_reasoning_from_the_answer(client: openai.OpenAI) -> None:
+    choice = client.chat.completions.create(model=NAME, messages=CAPITAL, temperature=0).choices[0]
+    assert choice.message.content == "The capital of France is Paris."
+    assert choice.message.model_extra is not None
+    assert choice.message.model_extra["reasoning"] == "The capital of France is Paris."
+    assert choice.finish_reason == "stop"
+
+
+def test_a_chat_stream_adds_up_to_the_same_answer(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model=NAME, messages=CAPITAL, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    content, reasoning, usage = "", "", None
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            content += choice.delta.content or ""
+            reasoning += (choice.delta.model_extra or {}).get("reasoning") or ""
+    assert content == "The capital of France is Paris."
+    assert reasoning == "The capital of France is Paris."
+    assert usage is not None
+    assert usage.completion_tokens > 10
+
+
+def test_a_chat_tool_call_and_its_answer(client: openai.OpenAI) -> None:
+    messages: list[dict[str, object]] = [{"role": "user", "content": "What is the weather in Paris?"}]
+    first = client.chat.completions.create(model=NAME, messages=messages, tools=[WEATHER], temperature=0).choices[0]  # type: ignore[arg-type]
+    assert first.finish_reason == "tool_calls"
+    assert first.message.tool_calls is not None
+    (call,) = first.message.tool_calls
+    assert call.type == "function"
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+    messages += [
+        first.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": '{"temperature":21,"conditions":"sunny"}'},
+    ]
+    second = client.chat.completions.create(model=NAME, messages=messages, tools=[WEATHER], temperature=0)  # type: ignore[arg-type]
+    assert second.choices[0].message.content == "It is sunny in Paris."
+
+
+def test_raw_completions(client: openai.OpenAI) -> None:
+    done = client.completions.create(model=NAME, prompt="The capital of France is", temperature=0, max_tokens=8)
+    assert done.choices[0].text.startswith(" Paris, and the capital of Germany")
+    assert done.usage is not None
+    assert done.usage.completion_tokens == 8
+
+
+def test_a_response(client: openai.OpenAI) -> None:
+    response = client.responses.create(model=NAME, input="What is the capital of France?", temperature=0)
+    assert response.status == "completed"
+    assert response.output_text == "The capital of France is Paris."
+    assert [item.type for item in response.output] == ["reasoning", "message"]
+    assert response.usage is not None
+    assert response.usage.input_tokens + response.usage.output_tokens == response.usage.total_tokens
+
+
+def test_a_streamed_response(client: openai.OpenAI) -> None:
+    with client.responses.stream(model=NAME, input="What is the capital of France?", temperature=0) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        assert text == stream.get_final_response().output_text == "The capital of France is Paris."
+
+
+async def test_32_at_once_get_32_right_answers(parallel: openai.AsyncOpenAI) -> None:
+    questions = {
+        "What is the capital of France?": "The capital of France is Paris.",
+        "What is 2 + 2?": "2 + 2 = 4.",
+        "Count from 1 to 10.": "1, 2, 3, 4, 5, 6, 7, 8, 9, 10",
+        "List three fruits.": "- apple\n- banana\n- cherry",
+    }
+
+    async def ask(number: int) -> bool:
+        question, answer = list(questions.items())[number % len(questions)]
+        if number % 2:
+            response = await parallel.responses.create(model=NAME, input=question, temperature=0)
+            return response.output_text == answer
+        done = await parallel.chat.completions.create(
+            model=NAME, messages=[{"role": "user", "content": question}], temperature=0
+        )
+        return done.choices[0].message.content == answer
+
+    assert all(await asyncio.gather(*(ask(number) for number in range(32))))
+
+
+def metric(server: Server, name: str) -> float:
+    text = httpx.get(f"{server.url}/metrics", timeout=30).text
+    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name + "{"))
+
+
+STORY = "Tell me a long story."
+
+
+@pytest.mark.parametrize(
+    ("path", "request_body", "whole"),
+    [
+        ("responses", {"input": STORY}, 237),
+        # vLLM's own handler needs longer to notice, so its generation must be longer.
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": STORY}], "ignore_eos": True, "max_tokens": 4000},
+            4000,
+        ),
+    ],
+    ids=["responses", "chat"],
+)
+async def test_a_client_that_leaves_stops_the_generation(
+    served: Server, path: str, request_body: dict[str, object], whole: int
+) -> None:
+    """An engine that goes on without a client would write all `whole` tokens."""
+    body = {"model": NAME, "temperature": 0, "stream": True} | request_body
+    before = metric(served, "vllm:generation_tokens_total")
+    async with (
+        httpx.AsyncClient(timeout=60) as http,
+        http.stream("POST", f"{served.api}/{path}", json=body) as answer,
+    ):
+        lines = answer.aiter_lines()
+        for _ in range(12):
+            await anext(lines)
+    left = time.monotonic()
+    written = -1.0
+    while written != (now := metric(served, "vllm:generation_tokens_total")) or metric(
+        served, "vllm:num_requests_running"
+    ):
+        assert time.monotonic() - left < 60
+        written = now
+        await asyncio.sleep(0.2)
+    assert 0 < written - before < 0.9 * whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", ["native", "dequantize", "upstream"])
+def test_it_restarts_with_either_expert_path_and_answers_the_same(
+    model_dir: Path, tmp_path: Path, experts: str
+) -> None:
+    """Three restarts; not eager, so that torch.compile traces our method too."""
+    if experts != "dequantize" and not _amx():
+        pytest.skip("vLLM's CPU MXFP4 kernel needs AMX, which this CPU lacks")
+    arguments = ("--served-model-name", NAME, "--max-model-len", "2048", "--max-num-seqs", "4")
+    environment = {"GPTOSS_EXPERTS": experts, "XDG_STATE_HOME": str(tmp_path)}
+    with serve(model_dir, tmp_path / "log", (), environment, base_arguments=arguments) as server:
+        client = openai.OpenAI(base_url=server.api, api_key="none", timeout=120)
+        answer = client.chat.completions.create(model=NAME, messages=CAPITAL, temperature=0).choices[0].message
+        assert answer.content == "The capital of France is Paris."
+        log = server.log.read_text()
+    if experts == "dequantize":
+        assert "dequantised to BF16 at load" in log
+    if experts == "upstream":
+        assert "experts=upstream was asked for" in log
+
+
+def _amx() -> bool:
+    from vllm_gptoss.device import detect
+
+    return "amx" in detect().features
