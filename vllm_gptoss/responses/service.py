@@ -326,7 +326,6 @@ class Service:
                 hidden,
                 request.previous_response_id,
                 root,
-                body["created_at"],
             )
             finished = body["status"] in ("completed", "incomplete")
             if request.stores and self.store:

@@ -46,7 +46,8 @@ class Stored:
 
     `body` is the response object; `input` this request's own input items. `hidden` maps an output item's id to what the
     model saw and the API does not show (a tool's text), so that a later turn has the whole history. `root` is the first
-    response of the chain, which tool sessions are keyed by.
+    response of the chain, which tool sessions are keyed by. `created` has fractions of a second, unlike the body's
+    `created_at`: the oldest must be known among those of one second.
     """
 
     id: str
