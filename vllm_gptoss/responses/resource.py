@@ -49,6 +49,7 @@ def begin(
     return {
         "id": identifier,
         "object": "response",
+        "access_programs": None,
         "created_at": int(time.time()),
         "completed_at": None,
         "status": status,

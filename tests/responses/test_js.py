@@ -1,0 +1,83 @@
+"""openai-node reads every event, as its types have it: `tsc --strict` checks what it read against them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import CACHE
+from tests.responses.conftest import Start
+from tests.responses.scenes import SCENES, TERMINALS, Stage, providers, request
+from tests.responses.test_events import unparsed
+
+CLIENTS = CACHE / "clients" / "node_modules"
+SOURCE = Path(__file__).parent / "js"
+needs_clients = pytest.mark.skipif(
+    not (CLIENTS.parent / "digest").exists(), reason="no npm clients: scripts/environment.py installs them, with node"
+)
+OURS = {"lines", "presence_penalty", "frequency_penalty", "store"}
+EXTRA = {
+    "response.function_call_arguments.done": {"name"},
+    "response.output_text.delta": {"bytes"},
+    "response.output_text.done": {"bytes"},
+    "custom_tool_call": {"status"},
+}
+"""As in events.py: fields that are ours, everywhere and in objects of a type. OpenAI's API sends the status too."""
+
+NULLS = ("usage", "user")
+"""Null where OpenAI's API sends null too, and openai-node's types have no null."""
+
+
+@needs_clients
+def test_openai_node_reads_every_event_as_typed(start: Start, tmp_path: Path) -> None:
+    server = start(Stage(), providers=providers())
+    (tmp_path / "node_modules").symlink_to(CLIENTS)
+    (tmp_path / "client.mjs").symlink_to(SOURCE / "client.mjs")
+    (tmp_path / "requests.json").write_text(json.dumps({name: request(name) for name in SCENES}))
+    command = [
+        "node",
+        "--preserve-symlinks",
+        "--preserve-symlinks-main",
+        "client.mjs",
+        f"{server.url}/v1",
+        "requests.json",
+    ]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    seen: dict[str, Any] = json.loads(ran.stdout)
+    assert set(seen) == set(SCENES)
+    for name, scene in seen.items():
+        assert scene["events"][-1]["type"] == TERMINALS.get(name, "response.completed")
+        assert scene["heard"] == [event["type"] for event in scene["events"]]
+        assert unparsed(scene["final"]["output"]) == scene["stored"]["output"], name
+    type_check(tmp_path, [event for scene in seen.values() for event in scene["events"]])
+
+
+def type_check(folder: Path, events: list[dict[str, Any]]) -> None:
+    literals = ",\n".join(json.dumps(known(event, OURS)) for event in events)
+    head = 'import type { ResponseStreamEvent } from "openai/resources/responses/responses";\n'
+    (folder / "events.ts").write_text(f"{head}export const events: ResponseStreamEvent[] = [\n{literals}\n];\n")
+    options = ["--strict", "--noEmit", "--skipLibCheck", "--target", "es2022", "--module", "nodenext", "--types", ""]
+    checked = subprocess.run(
+        [CLIENTS / ".bin" / "tsc", *options, "events.ts"], cwd=folder, capture_output=True, text=True, timeout=120
+    )
+    assert checked.returncode == 0, checked.stdout[:5000]
+
+
+def known(value: Any, dropped: set[str]) -> Any:
+    """Without what openai-node's types lack: our fields, and null where OpenAI's API sends it all the same."""
+    if isinstance(value, list):
+        return [known(entry, dropped) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    dropped = dropped | EXTRA.get(str(value.get("type")), set())
+    kept = {
+        key: entry for key, entry in value.items() if key not in dropped and (key not in NULLS or entry is not None)
+    }
+    if value.get("object") == "response":
+        kept["output_text"] = ""  # the client adds it by itself
+    return {key: known(entry, dropped) for key, entry in kept.items()}
