@@ -20,6 +20,7 @@ from pydantic import BaseModel
 
 from vllm_gptoss.responses.checks import validate
 from vllm_gptoss.responses.errors import ApiError, unsupported
+from vllm_gptoss.tools.mcp.settings import LABEL, RESERVED
 
 WEB_SEARCH = frozenset({"web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"})
 CODE_INTERPRETER = "code_interpreter"
@@ -36,11 +37,7 @@ MODELS: Mapping[str, type[BaseModel]] = {
     "web_search_preview_2025_03_11": WebSearchPreviewTool,
 }
 
-RESERVED = frozenset({"functions", "python", "browser", "container", "assistant", "user", "system", "developer"})
-"""Names that mean something else in a Harmony header."""
-
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
-_LABEL = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
 
 
 def parse_tools(raw: Any) -> list[dict[str, Any]]:
@@ -96,7 +93,7 @@ def _check_namespace(tool: Mapping[str, Any], where: str) -> None:
 
 
 def _check_label(name: str, where: str) -> None:
-    if not _LABEL.fullmatch(name) or name in RESERVED:
+    if not LABEL.fullmatch(name) or name in RESERVED:
         message = f"Invalid '{where}': '{name}' is reserved, or is not letters, digits, '_', '-' and '.'."
         raise ApiError(message, param=where, code="invalid_value")
 

@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_gptoss.tools.browser.provider import BrowserConfig
-from vllm_gptoss.tools.mcp.settings import McpServerConfig, from_command
+from vllm_gptoss.tools.mcp.settings import McpServerConfig, check_name, from_command
 
 HELP = "`demo`, `host:port`, `http(s)://…`, `stdio:command`, or the path of a .yaml file, joined by commas"
 
@@ -149,6 +149,11 @@ def load(path: Path) -> ToolsConfig:
         config = ToolsConfig.model_validate(data)
     except ValidationError as error:
         raise ToolConfigError(f"{path}: {first_problem(error)}") from error
+    for name, server in config.mcp.items():
+        try:
+            check_name(name, server.kind)
+        except ValueError as error:
+            raise ToolConfigError(f"{path}: mcp.{name}: {error}") from None
     return _anchored(config, path.parent)
 
 
@@ -156,11 +161,14 @@ def _anchored(config: ToolsConfig, folder: Path) -> ToolsConfig:
     browser = config.browser
     if isinstance(browser, BrowserConfig) and browser.documents and not browser.documents.is_absolute():
         browser = browser.model_copy(update={"documents": folder / browser.documents})
-    servers = {
-        name: server.model_copy(update={"cwd": folder / (server.cwd or "")}) if server.command else server
-        for name, server in config.mcp.items()
-    }
+    servers = {name: _anchored_server(server, folder) for name, server in config.mcp.items()}
     return config.model_copy(update={"browser": browser, "mcp": servers})
+
+
+def _anchored_server(server: McpServerConfig, folder: Path) -> McpServerConfig:
+    if server.command:
+        return server.model_copy(update={"cwd": folder / (server.cwd or "")})
+    return server.model_copy(update={"ca_file": folder / server.ca_file}) if server.ca_file else server
 
 
 def first_problem(error: ValidationError, *above: str) -> str:

@@ -19,7 +19,7 @@ from vllm_gptoss.tools.browser.page import estimate_tokens
 from vllm_gptoss.tools.browser.provider import BrowserProvider
 from vllm_gptoss.tools.config import ToolConfigError, ToolsPlan, first_problem, parse_spec
 from vllm_gptoss.tools.mcp.provider import McpProvider
-from vllm_gptoss.tools.mcp.settings import McpServerConfig
+from vllm_gptoss.tools.mcp.settings import McpServerConfig, checked_headers
 from vllm_gptoss.tools.mcp.transport import Dialer
 from vllm_gptoss.tools.metrics import CountedProvider, CountedSession, Gate
 
@@ -167,10 +167,14 @@ class ToolServer:
         url = str(tool.get("server_url") or "")
         guard = self._judge(url)
         headers = {str(name): str(value) for name, value in (tool.get("headers") or {}).items()}
+        if token := str(tool.get("authorization") or "").strip(" \t\r\n"):
+            headers["Authorization"] = f"Bearer {token}"
+        try:
+            headers = checked_headers(headers)
+        except ValueError as error:
+            raise NotAllowedError(str(error)) from None
         if wrong := [name for name in headers if name.lower() in _OURS]:
             raise NotAllowedError(f"the header {wrong[0]} cannot be set by a request")
-        if token := tool.get("authorization"):
-            headers["Authorization"] = f"Bearer {token}"
         requests = self.plan.requests
         config = McpServerConfig(
             url=url,

@@ -12,6 +12,7 @@ import httpx
 import httpx2
 import pytest
 
+from vllm_gptoss.tools.browser.backends import API_BACKENDS, BackendError
 from vllm_gptoss.tools.browser.fetch import Fetcher, FetchError, Limits
 from vllm_gptoss.tools.browser.guard import DeniedError, Guard, GuardedTransport, check_scheme, refusal
 from vllm_gptoss.tools.mcp.transport import GuardedTransport2
@@ -65,6 +66,8 @@ def fetcher(
         "::ffff:127.0.0.1", "::ffff:10.0.0.1",
         "::ffff:169.254.169.254", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "2002:7f00:1::", "2002:a00:1::",
         "::127.0.0.1", "2001:0:4136:e378:8000:63bf:3fff:fdd2", "fec0::1", "100::1", "example.org", "0x7f.1",
+        "192.0.0.192", "192.0.0.8", "168.63.129.16", "3fff::1", "64:ff9b:1:7f00:0:100:808:808", "64:ff9b:1::808:808",
+        "::ffff:0:7f00:1", "::ffff:168.63.129.16",
     ],
 )  # fmt: skip
 def test_addresses_that_are_not_public_are_refused(address: str) -> None:
@@ -204,6 +207,53 @@ async def test_a_proxy_is_used_and_names_known_to_be_inside_are_still_refused(mo
         with pytest.raises(httpx.ConnectError):  # not through the proxy, and this resolver does not know it
             await client.get("http://direct.example/")
     assert wire.sent == ["site.example site.example /", "only-the-proxy-knows.example only-the-proxy-knows.example /"]
+
+
+@dataclass
+class Dead(Wire):
+    """As `Wire`, but nothing listens at `address`."""
+
+    address: str = ""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.url.host == self.address:
+            self.sent.append(f"{request.url.host} refused")
+            raise httpx.ConnectError("refused")
+        return await super().handle_async_request(request)
+
+
+async def test_an_address_that_leads_nowhere_is_followed_by_the_next_and_none_is_inside() -> None:
+    sites = {"site.example": [["2606:4700::1111", PUBLIC]], "mixed.example": [["2606:4700::1111", "10.0.0.1"]]}
+    wire = Dead({"site.example/": "x"}, address="2606:4700::1111")
+    transport = GuardedTransport(Guard(resolver=Names(sites)), wire)
+    async with httpx.AsyncClient(transport=transport, timeout=9.0) as client:
+        assert (await client.get("http://site.example/")).text == "x"
+        with pytest.raises(DeniedError):
+            await client.get("http://mixed.example/")
+    assert wire.sent == ["2606:4700::1111 refused", f"{PUBLIC} site.example /"]
+
+
+@pytest.mark.parametrize("proxy", ["ftp://proxy.invalid", "socks5://127.0.0.1:1"])
+async def test_a_proxy_that_cannot_be_used_is_said_and_goes_round_nothing(
+    proxy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, proxy)
+    names = Names({"site.example": [[PUBLIC]], "inner.example": [["10.0.0.1"]]})
+    reader = Fetcher(Guard(resolver=names))
+    with pytest.raises(FetchError, match="cannot be used|connection attempts failed"):
+        await reader.page("http://site.example/")
+    with pytest.raises(DeniedError):
+        await reader.page("http://inner.example/")
+    await reader.aclose()
+    backend = API_BACKENDS["brave"]("key")
+    problem = ""
+    try:
+        await backend.start()
+    except BackendError as error:
+        problem = str(error)
+    assert ("cannot be used" in problem) == (proxy == "ftp://proxy.invalid")
+    await backend.aclose()
 
 
 @pytest.mark.parametrize("url", ["http://site.example/", "https://site.example:8443/x?y#z"])

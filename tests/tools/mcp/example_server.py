@@ -67,6 +67,16 @@ def build(name: str = "example") -> MCPServer:
         return "x" * chars
 
     @tool()
+    def photo(size: int) -> Image:
+        """An image of some bytes."""
+        return Image(data=bytes(size), format="png")
+
+    @tool(name="odd name (v2)")
+    def odd() -> str:
+        """Has a name that ends a Harmony header."""
+        return "odd"
+
+    @tool()
     def fail() -> str:
         """Raises."""
         raise ValueError("the disk is full")

@@ -78,6 +78,11 @@ def test_a_file_is_read_and_its_paths_are_relative_to_it(tmp_path: Path) -> None
         ("mcp: {a: {}}", "mcp.a: give exactly one of `url` and `command`"),
         ("mcp: {a: {url: 'ftp://x'}}", "mcp.a: `url` must begin with http"),
         ("mcp: {a: {url: 'http://x', command: y}}", "mcp.a: give exactly one"),
+        ("mcp: {my server: {url: 'http://x'}}", "mcp.my server: the model cannot call a tool by this name"),
+        ("mcp: {functions: {url: 'http://x'}}", "mcp.functions: this name means something else"),
+        ("mcp: {python: {url: 'http://x', kind: mcp}}", "mcp.python: this name means something else"),
+        ("mcp: {a: {command: x, ca_file: y}}", "mcp.a: `ca_file` is for a `url`"),
+        ("mcp: {a: {url: 'http://x', oauth: {client_id_env: A, issuer: 'http://i'}}}", "`refresh_token_env`, or both"),
         ("mcp: {a: {url: 'http://x', transport: stdio}}", "mcp.a: stdio needs a `command`"),
         ("mcp: {a: {url: 'http://x', require_approval: maybe}}", "mcp.a.require_approval"),
         ("mcp: {a: {url: 'http://x', timeout_s: soon}}", "mcp.a.timeout_s: "),
@@ -123,3 +128,14 @@ def test_secrets_come_from_the_environment_and_missing_ones_are_named() -> None:
     with pytest.raises(MissingVariableError, match="TOKEN is not set"):
         bearer(config, {"B": "b"})
     assert expand("$HOME ${A}", {"A": "1"}) == "$HOME 1"
+
+
+@pytest.mark.parametrize("value", ["tok\nX-Admin: 1", "tok\r\n\r\n", "t\u00f6k", "tok\x00"])
+def test_a_secret_that_http_cannot_carry_is_refused_without_being_shown(value: str) -> None:
+    config = McpServerConfig(url="http://x", authorization_env="TOKEN")
+    if value.strip() == "tok":  # only a line break at the end, as files have
+        assert bearer(config, {"TOKEN": value}) == {"Authorization": "Bearer tok"}
+        return
+    with pytest.raises(ValueError, match="'Authorization' has characters") as caught:
+        bearer(config, {"TOKEN": value})
+    assert "tok" not in str(caught.value)

@@ -36,6 +36,7 @@ class Issuer:
         self.issued: list[str] = []
         self.refused = 0
         self.lifetime = 3600
+        self.refresh = ""  # the one refresh token that is good now; each use replaces it
 
     async def metadata(self, request: Request) -> Response:
         return JSONResponse(
@@ -52,6 +53,8 @@ class Issuer:
     async def token(self, request: Request) -> Response:
         expected = "Basic " + base64.b64encode(b"client-1:s3cret").decode()
         form = await request.form()
+        if self.refresh:
+            return self._renewed(dict(form), request.headers.get("authorization"))
         if request.headers.get("authorization") != expected or form["grant_type"] != "client_credentials":
             self.refused += 1
             return JSONResponse({"error": "invalid_client"}, 401)
@@ -59,6 +62,16 @@ class Issuer:
         return JSONResponse(
             {"access_token": self.issued[-1], "token_type": "Bearer", "expires_in": self.lifetime, "scope": "tools"}
         )
+
+    def _renewed(self, form: dict[str, Any], authorization: str | None) -> Response:
+        wanted = {"grant_type": "refresh_token", "refresh_token": self.refresh, "client_id": "client-1"}
+        if authorization or {name: form.get(name) for name in wanted} != wanted:
+            self.refused += 1
+            return JSONResponse({"error": "invalid_grant"}, 400)
+        self.issued.append(f"token-{len(self.issued)}")
+        self.refresh += "+"
+        answer = {"access_token": self.issued[-1], "token_type": "Bearer", "expires_in": self.lifetime}
+        return JSONResponse({**answer, "refresh_token": self.refresh})
 
     async def verify_token(self, token: str) -> AccessToken | None:
         if token not in self.issued:
@@ -148,3 +161,35 @@ async def test_refused_credentials_turn_the_tool_off_and_go_nowhere_else(wrong: 
         assert issuer.issued == []
         assert issuer.refused == (1 if wrong == "secret" else 0)  # credentials of another issuer are not sent at all
         await vault.aclose()
+
+
+async def test_a_refresh_token_opens_it_too_and_its_replacements_are_kept(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    issuer = Issuer()
+    issuer.refresh = "first-r3fresh"
+    async with protected(issuer) as url:
+        config = McpServerConfig.model_validate(
+            {
+                "url": url,
+                "connect_timeout_s": 5.0,
+                "connections": "per_conversation",
+                "oauth": {"client_id_env": "ID", "refresh_token_env": "REFRESH", "issuer": issuer.url},
+            }
+        )
+        # A public client, and a variable that was read from a file with its line break.
+        vault = McpProvider("", config, Dialer(config, environ={"ID": "client-1", "REFRESH": "first-r3fresh\n"}))
+        await vault.start()
+        assert vault.unavailable is None
+        for number in range(2):
+            session = await vault.open(f"c{number}", SessionOptions())
+            assert (await session.call(ToolCall("1", "vault", "read", "{}"))).text == "treasure"
+            await session.aclose()
+        assert issuer.issued == ["token-0"]  # conversations share the token, though not the connection
+        issuer.issued[0] = "withdrawn"
+        session = await vault.open("later", SessionOptions())
+        assert (await session.call(ToolCall("1", "vault", "read", "{}"))).text == "treasure"
+        assert (issuer.issued[-1], issuer.refused) == ("token-1", 0)
+        await vault.aclose()
+    ours = "\n".join(r.getMessage() for r in caplog.records if r.name.startswith("vllm_gptoss"))
+    assert "the refresh token in $REFRESH was replaced" in ours
+    assert "r3fresh" not in ours

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from tests.tools.mcp.example_server import PNG
-from tests.tools.servers import EXAMPLE, example
+from tests.tools.mcp.example_server import PNG, build
+from tests.tools.servers import EXAMPLE, example, running
 from vllm_gptoss.tools.base import Image, SessionOptions, Text, ToolCall, ToolKind, ToolResult
-from vllm_gptoss.tools.mcp.provider import McpProvider, McpSession
-from vllm_gptoss.tools.mcp.settings import McpServerConfig
+from vllm_gptoss.tools.mcp.provider import McpProvider, McpSession, namespace_name, tool_names
+from vllm_gptoss.tools.mcp.settings import LABEL, McpServerConfig
 
 TRANSPORTS = ["stdio", "sse", "streamable_http"]
 
@@ -284,6 +284,66 @@ async def test_a_stdio_server_sees_no_secret_of_this_process(monkeypatch: pytest
     assert "sk-mine" not in seen
     assert "WANTED" in seen
     await provider.aclose()
+
+
+async def test_a_screenshot_of_megabytes_comes_through_and_an_answer_without_end_costs_its_call() -> None:
+    async with connected("streamable_http", fresh=True) as provider:
+        session = await provider.open("c", SessionOptions())
+        photo = await do(session, "photo", size=4_000_000)
+        assert [len(part.data) for part in photo.content if isinstance(part, Image)] == [4_000_000]
+        endless = await do(session, "huge", chars=20_000_000)
+        assert endless.error is not None
+        assert (await do(session, "add", a=1)).text == "2"
+
+
+async def test_an_answer_in_one_body_is_bounded_too(caplog: pytest.LogCaptureFixture) -> None:
+    app = build().streamable_http_app(json_response=True)
+    async with running(app) as url:
+        provider = McpProvider("", McpServerConfig(url=f"{url}/mcp"))
+        await provider.start()
+        session = await provider.open("c", SessionOptions())
+        assert len((await do(session, "huge", chars=3_000_000)).text) < 70_000
+        endless = await do(session, "huge", chars=20_000_000)
+        assert endless.error is not None
+        assert "the answer is larger than 16777216 bytes" in caplog.text
+        assert (await do(session, "add", a=1)).text == "2"
+        await provider.aclose()
+
+
+async def test_a_tool_whose_name_the_model_cannot_write_is_offered_under_one_it_can() -> None:
+    async with connected("streamable_http", require_approval={"never": ["odd name (v2)"]}) as provider:
+        (namespace,) = provider.namespaces()
+        assert "odd_name_v2_" in [tool.name for tool in namespace.tools]
+        assert not provider.needs_approval("odd_name_v2_")
+        session = await provider.open("c", SessionOptions())
+        assert (await do(session, "odd_name_v2_")).text == "odd"
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [
+        ("my server!", "my_server"), ("functions", "mcp_functions"), ("assistant", "mcp_assistant"), ("3d", "mcp_3d"),
+        ("\u30c4\u30fc\u30eb", "mcp"), ("", "mcp"), ("python", "python"), ("x" * 300, "x" * 128), ("-a-", "mcp_-a-"),
+        ("a<|end|>b", "a_end_b"), ("git.hub", "git_hub"),
+    ],
+)  # fmt: skip
+def test_whatever_a_server_calls_itself_becomes_a_name_that_can_be_called(said: str, name: str) -> None:
+    assert namespace_name(said) == name
+    assert LABEL.fullmatch(name)
+
+
+def test_tools_keep_names_of_their_own_when_odd_ones_meet() -> None:
+    own = ["a b", "a_b", "a!b", "a b", "", "..", "repo/read.file", "x" * 200]
+    names = tool_names(own)
+    assert list(names.items())[:5] == [
+        ("a_b", "a b"),
+        ("a_b_2", "a_b"),
+        ("a_b_3", "a!b"),
+        ("tool", ""),
+        ("tool_2", ".."),
+    ]
+    assert names["repo/read.file"] == "repo/read.file"
+    assert max(map(len, names)) == 128
 
 
 async def test_many_calls_at_once_share_one_connection() -> None:

@@ -137,6 +137,27 @@ async def test_a_requests_server_works_and_its_authorization_is_nowhere(caplog: 
         await remote(host).remote({**tool, "headers": {"Host": "x"}})
 
 
+@pytest.mark.parametrize("secret", ["SECRET\nX-Admin: 1", "SECRET\x00", "SECR\u00c9T", "SECRET\u2028"])
+async def test_an_authorization_that_http_cannot_carry_is_refused_and_not_shown(
+    secret: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    for given in ({"authorization": secret}, {"headers": {"X-Key": secret}}, {"headers": {secret: "x"}}):
+        with pytest.raises(NotAllowedError, match="HTTP does not allow") as caught:
+            await remote("127.0.0.1").remote({"server_label": "x", "server_url": "http://127.0.0.1:1/mcp", **given})
+        assert "headers" in given or "SECR" not in str(caught.value)
+    assert "SECR" not in caplog.text
+
+
+async def test_an_authorization_read_from_a_file_with_its_line_break_works() -> None:
+    with example("streamable_http") as (url, _):
+        tool = {"server_label": "mine", "server_url": url, "authorization": "tok\n"}
+        provider = await remote(url.split("/")[2]).remote(tool)
+        session = await provider.open("c", SessionOptions())
+        assert (await do(session, "mine", "header", '{"name": "authorization"}')).text == "Bearer tok"
+        await provider.aclose()
+
+
 BROWSER_TEXT = "[0] dam\n**viewing lines [0 - 1] of 1**\n\nL0: a\nL1: b"
 PAGE_TEXT = "[1] The dam (https://dams.example/)\n**viewing lines [0 - 1] of 1**\n\nL0: a\nL1: b"
 

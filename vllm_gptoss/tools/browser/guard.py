@@ -21,7 +21,21 @@ IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
 """(host, port) -> textual addresses; raises OSError where there are none."""
 
-_NAT64 = (ipaddress.ip_network("64:ff9b::/96"), ipaddress.ip_network("64:ff9b:1::/48"))
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_NOT_PUBLIC = tuple(
+    ipaddress.ip_network(net)
+    for net in (
+        "192.0.0.0/24",  # IETF assignments, Oracle's metadata at 192.0.0.192 among them
+        "168.63.129.16/32",  # Azure's host, which looks public
+        "192.88.99.0/24",  # 6to4 relays, withdrawn
+        "64:ff9b:1::/48",  # NAT64 of one's own network: where the IPv4 address lies in it cannot be told (RFC 8215)
+        "3fff::/20",  # documentation, newer than some Pythons
+    )
+)
+_CONNECT_S = 3.0
+"""Seconds for one of several addresses to accept a connection."""
+
+_UNREACHABLE = (httpx.ConnectError, httpx.ConnectTimeout)
 _INTERNAL_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa", ".lan", ".intranet", ".corp")
 
 
@@ -45,7 +59,7 @@ def embedded(address: IPAddress) -> IPAddress:
         return address.sixtofour
     if address.teredo:
         return address.teredo[1]
-    if any(address in net for net in _NAT64):
+    if address in _NAT64:
         return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
     return address
 
@@ -63,6 +77,8 @@ def refusal(text: str) -> str | None:
         return f"{text} is a link-local address (cloud metadata services live there)"
     if inner.is_multicast or inner.is_reserved or inner.is_unspecified:
         return f"{text} is a multicast, reserved or unspecified address"
+    if any(inner in net for net in _NOT_PUBLIC if net.version == inner.version):
+        return f"{text} is not a public address"
     site_local = isinstance(inner, ipaddress.IPv6Address) and inner.is_site_local
     # is_global knows the IANA registries: private, shared (100.64/10), benchmarking and documentation blocks are not
     return None if inner.is_global and not site_local else f"{text} is a private address"
@@ -140,23 +156,38 @@ def check_scheme(url: str) -> None:
         raise DeniedError("URLs with credentials in them are not opened")
 
 
-async def pin(guard: Guard, request: Any) -> Any:
-    """Points `request` (of httpx or httpx2) at a judged address, keeping its Host header and TLS name.
+async def send_judged(guard: Guard, request: Any, inner: Any, unreachable: Sequence[type[Exception]]) -> Any:
+    """Sends `request` (of httpx or httpx2) through `inner` to a judged address, keeping its Host header and TLS name.
+
+    An address that cannot be connected to is followed by the next one, as with a host whose IPv6 leads nowhere.
 
     Raises:
-        DeniedError: the address must not be reached.
+        DeniedError: the address must not be reached; nothing was sent.
     """
     url = request.url
     host, port = url.host, url.port or (443 if url.scheme == "https" else 80)
     check_scheme(str(url))
     try:
-        address = (await guard.addresses(host, port))[0]
+        addresses = await guard.addresses(host, port)
     except OSError as error:
-        raise httpx.ConnectError(f"cannot resolve {host}: {error}") from error
-    if address != host:
-        request.extensions = {**request.extensions, "sni_hostname": host}
-        request.url = url.copy_with(host=address)
-    return request
+        raise unreachable[0](f"cannot resolve {host}: {error}") from error
+    timeout = request.extensions.get("timeout") or {}
+    for address in addresses:
+        if address != host:
+            request.extensions = {**request.extensions, "sni_hostname": host}
+            request.url = url.copy_with(host=address)
+        last = address == addresses[-1]
+        if not last:  # the others have to be tried in the same time
+            connect = min(timeout.get("connect") or _CONNECT_S, _CONNECT_S)
+            request.extensions = {**request.extensions, "timeout": {**timeout, "connect": connect}}
+        elif timeout:
+            request.extensions = {**request.extensions, "timeout": timeout}
+        try:
+            return await inner.handle_async_request(request)
+        except tuple(unreachable):
+            if last:
+                raise
+    raise AssertionError("a guard gives at least one address")
 
 
 def proxy_of(scheme: str, host: str) -> str | None:
@@ -190,15 +221,17 @@ class GuardedTransport(httpx.AsyncBaseTransport):
     ) -> None:
         self._guard = guard
         self._limits = httpx.Limits(max_connections=100, max_keepalive_connections=0)
-        self._inner = inner or httpx.AsyncHTTPTransport(limits=self._limits, trust_env=False)
+        self._inner = inner or httpx.AsyncHTTPTransport(limits=self._limits)
         self._proxies: dict[str, httpx.AsyncBaseTransport] = {}
         self._use_proxies = use_proxies and inner is None
 
-    def _proxy_for(self, request: httpx.Request) -> httpx.AsyncBaseTransport | None:
-        proxy = proxy_of(request.url.scheme, request.url.host) if self._use_proxies else None
-        if proxy and proxy not in self._proxies:
-            self._proxies[proxy] = httpx.AsyncHTTPTransport(proxy=proxy, limits=self._limits)
-        return self._proxies[proxy] if proxy else None
+    def _through(self, proxy: str) -> httpx.AsyncBaseTransport:
+        if proxy not in self._proxies:
+            try:
+                self._proxies[proxy] = httpx.AsyncHTTPTransport(proxy=proxy, limits=self._limits)
+            except ValueError as error:
+                raise httpx.ConnectError(f"the proxy that the environment names cannot be used: {error}") from error
+        return self._proxies[proxy]
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Judges and sends.
@@ -206,11 +239,12 @@ class GuardedTransport(httpx.AsyncBaseTransport):
         Raises:
             DeniedError: the address must not be reached; nothing was sent.
         """
-        proxy = self._proxy_for(request)
+        proxy = proxy_of(request.url.scheme, request.url.host) if self._use_proxies else None
         if proxy is None:
-            return await self._inner.handle_async_request(await pin(self._guard, request))
+            response: httpx.Response = await send_judged(self._guard, request, self._inner, _UNREACHABLE)
+            return response
         await check_for_proxy(self._guard, request)
-        return await proxy.handle_async_request(request)
+        return await self._through(proxy).handle_async_request(request)
 
     async def aclose(self) -> None:
         """Closes every transport."""

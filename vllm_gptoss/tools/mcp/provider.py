@@ -35,19 +35,36 @@ from vllm_gptoss.tools.mcp.connection import (
     describe,
 )
 from vllm_gptoss.tools.mcp.convert import to_result
-from vllm_gptoss.tools.mcp.settings import McpServerConfig
+from vllm_gptoss.tools.mcp.settings import LABEL, RESERVED, McpServerConfig
 from vllm_gptoss.tools.mcp.transport import Dialer
 
 logger = logging.getLogger(__name__)
 
 _NOT_A_NAME = re.compile(r"[^A-Za-z0-9_-]+")
+_NOT_A_TOOL_NAME = re.compile(r"[^A-Za-z0-9_./-]+")
+_MAX_NAME = 128
 _DISPLAY = re.compile(r"\[(\d+)\] (.*?)(?: \((\S+)\))?\n\*\*viewing lines \[")
 _OPENS = {"search": "search", "open": "open_page", "find": "find_in_page"}
 
 
 def namespace_name(text: str) -> str:
-    """`text` as a name that the model can address: letters, digits, `_` and `-`."""
-    return _NOT_A_NAME.sub("_", text).strip("_") or "mcp"
+    """What a server calls itself, as a name that the model can address and a request can give as `server_label`."""
+    name = _NOT_A_NAME.sub("_", text).strip("_")[:_MAX_NAME] or "mcp"
+    reserved = name in RESERVED and name not in (ToolKind.PYTHON, ToolKind.BROWSER)
+    return f"mcp_{name}"[:_MAX_NAME] if reserved or not LABEL.fullmatch(name) else name
+
+
+def tool_names(tools: Sequence[str]) -> dict[str, str]:
+    """The name that the model calls each tool by, to its own: characters that end a Harmony header become `_`."""
+    names: dict[str, str] = {}
+    for own in dict.fromkeys(tools):
+        name = first = _NOT_A_TOOL_NAME.sub("_", own)[:_MAX_NAME].strip("./") or "tool"
+        number = 1
+        while name in names:
+            number += 1
+            name = f"{first}_{number}"
+        names[name] = own
+    return names
 
 
 class McpProvider:
@@ -62,6 +79,7 @@ class McpProvider:
         self._dialer = dialer or Dialer(config)
         self._connection = Connection(label or config.url or config.command, self._dialer, on_listing=self._listed)
         self._namespace: Namespace | None = None
+        self.own_names: Mapping[str, str] = {}
         self._sessions: set[McpSession] = set()
 
     @property
@@ -99,7 +117,7 @@ class McpProvider:
 
     def needs_approval(self, tool: str) -> bool:
         """Whether the operator wants a person to agree before each call of `tool`."""
-        return self.config.needs_approval(tool)
+        return self.config.needs_approval(self.own_names.get(tool, tool))
 
     async def open(self, conversation_id: str, options: SessionOptions) -> McpSession:
         """The server as `conversation_id` sees it. Nothing is sent before the first call."""
@@ -131,15 +149,20 @@ class McpProvider:
         return Connection(self.name, dialer, reconnect=False)
 
     def _listed(self, listing: Listing) -> None:
-        name = self._label or namespace_name(listing.name)
-        kind = self._kind(name)
+        label = self._label or namespace_name(listing.name)
+        kind = self._kind(label)
         allowed = self.config.allowed_tools
-        tools = [_definition(tool, listing, kind) for tool in listing.tools if allowed is None or tool.name in allowed]
-        missing = set(allowed or ()) - {tool.name for tool in tools}
+        offered = [tool for tool in listing.tools if allowed is None or tool.name in allowed]
+        self.own_names = tool_names([tool.name for tool in offered])
+        by_own = {tool.name: tool for tool in reversed(offered)}  # of two with one name, the first
+        tools = [_definition(name, by_own[own], listing, kind) for name, own in self.own_names.items()]
+        if renamed := [f"{own!r} as {name}" for name, own in self.own_names.items() if own != name]:
+            logger.info("mcp %s: tools are offered under other names: %s", label, ", ".join(renamed))
+        missing = set(allowed or ()) - set(by_own)
         if missing:
-            logger.warning("mcp %s: allowed_tools names tools it does not have: %s", name, ", ".join(sorted(missing)))
-        self._namespace = Namespace(name, kind, listing.instructions, tools)
-        logger.info("mcp %s: %d tools over %s, protocol %s", name, len(tools), self.config.wire, listing.protocol)
+            logger.warning("mcp %s: allowed_tools names tools it does not have: %s", label, ", ".join(sorted(missing)))
+        self._namespace = Namespace(label, kind, listing.instructions, tools)
+        logger.info("mcp %s: %d tools over %s, protocol %s", label, len(tools), self.config.wire, listing.protocol)
 
     def _kind(self, name: str) -> ToolKind:
         if self.config.kind != "auto":
@@ -152,12 +175,12 @@ def opaque(conversation_id: str) -> str:
     return hashlib.sha256(conversation_id.encode()).hexdigest()[:32]
 
 
-def _definition(tool: Any, listing: Listing, kind: ToolKind) -> ToolDefinition:
+def _definition(name: str, tool: Any, listing: Listing, kind: ToolKind) -> ToolDefinition:
     shown = (tool.meta or {}).get("include_in_prompt", True) is not False and tool.name not in listing.hidden
     annotations = tool.annotations.model_dump(by_alias=True, exclude_none=True) if tool.annotations else {}
     # gpt-oss was trained on a python tool without a schema: text in, text out.
     in_prompt = shown and kind is not ToolKind.PYTHON
-    return ToolDefinition(tool.name, tool.description or "", tool.input_schema, in_prompt, annotations)
+    return ToolDefinition(name, tool.description or "", tool.input_schema, in_prompt, annotations)
 
 
 class McpSession:
@@ -189,7 +212,7 @@ class McpSession:
         meta = {"client_id": opaque(self._conversation)} if self._conversation else {}
         try:
             connection = await self._connection()
-            answer = await connection.call(tool, arguments, meta, config.timeout_s)
+            answer = await connection.call(self._provider.own_names.get(tool, tool), arguments, meta, config.timeout_s)
         except UnavailableError as error:
             return _failed("unavailable", f"The server of this tool cannot be reached: {error}. Nothing was run.")
         except LostError as error:

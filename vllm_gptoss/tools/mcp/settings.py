@@ -15,7 +15,15 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Approval = Literal["always", "never"]
 Transport = Literal["auto", "streamable_http", "sse", "stdio"]
 
+RESERVED = frozenset({"functions", "python", "browser", "container", "assistant", "user", "system", "developer"})
+"""Names that mean something else in a Harmony header."""
+
+LABEL = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
+"""A namespace that the model can address, and so a `server_label`."""
+
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_HEADER_VALUE = re.compile(r"[\t\x20-\x7e]*")
 
 
 class MissingVariableError(ValueError):
@@ -47,14 +55,24 @@ class ApprovalRules(BaseModel):
 
 
 class OAuthConfig(BaseModel):
-    """OAuth 2.1 client credentials, named by environment variables (RFC 6749 §4.4, RFC 9728 discovery)."""
+    """OAuth 2.1, its secrets named by environment variables; the token endpoint is discovered (RFC 9728, RFC 8414).
+
+    With a refresh token that a person got once (RFC 6749 §6), else with client credentials (§4.4).
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     client_id_env: str
-    client_secret_env: str
+    client_secret_env: str = ""
+    refresh_token_env: str = ""
     issuer: str = Field(description="the authorization server; credentials are sent nowhere else")
     scope: str | None = None
+
+    @model_validator(mode="after")
+    def _something_to_show(self) -> Self:
+        if not self.client_secret_env and not self.refresh_token_env:
+            raise ValueError("give `client_secret_env`, `refresh_token_env`, or both")
+        return self
 
 
 class McpServerConfig(BaseModel):
@@ -74,6 +92,7 @@ class McpServerConfig(BaseModel):
     headers: dict[str, str] = {}
     authorization_env: str = Field(default="", description="variable with the bearer token")
     oauth: OAuthConfig | None = None
+    ca_file: Path | None = Field(default=None, description="certificates to trust besides the usual ones, PEM")
     kind: Literal["auto", "mcp", "python", "browser"] = "auto"
     allowed_tools: list[str] | None = None
     require_approval: Approval | ApprovalRules = "never"
@@ -96,6 +115,8 @@ class McpServerConfig(BaseModel):
             raise ValueError("stdio needs a `command`")
         if self.oauth and self.authorization_env:
             raise ValueError("give one of `oauth` and `authorization_env`")
+        if self.ca_file and not self.url:
+            raise ValueError("`ca_file` is for a `url`")
         return self
 
     @property
@@ -127,13 +148,38 @@ def from_command(line: str) -> McpServerConfig:
     return McpServerConfig(command=words[0], args=words[1:])
 
 
+def check_name(name: str, kind: str = "auto") -> None:
+    """
+    Raises:
+        ValueError: no tool could be called by this namespace name.
+    """
+    if not LABEL.fullmatch(name):
+        raise ValueError("the model cannot call a tool by this name; use letters, digits, `_`, `-` and `.`")
+    if name in RESERVED and not (name in ("python", "browser") and kind in ("auto", name)):
+        raise ValueError("this name means something else to the model; choose another")
+
+
+def checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """`headers` without blanks around their values, such as the line break at the end of a token's file.
+
+    Raises:
+        ValueError: HTTP does not allow a name or value; the message names the header and never shows the value.
+    """
+    clean = {name: value.strip(" \t\r\n") for name, value in headers.items()}
+    for name, value in clean.items():
+        if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
+            raise ValueError(f"the header {name!a} has characters that HTTP does not allow")
+    return clean
+
+
 def bearer(config: McpServerConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The headers of every request to the server.
 
     Raises:
         MissingVariableError: a variable they name is not set.
+        ValueError: as `checked_headers`.
     """
     headers = {name: expand(value, environ) for name, value in config.headers.items()}
     if config.authorization_env:
-        headers["Authorization"] = "Bearer " + expand(f"${{{config.authorization_env}}}", environ)
-    return headers
+        headers["Authorization"] = "Bearer " + expand(f"${{{config.authorization_env}}}", environ).strip(" \t\r\n")
+    return checked_headers(headers)

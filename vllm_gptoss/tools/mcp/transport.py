@@ -3,48 +3,33 @@
 from __future__ import annotations
 
 import os
+import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx2
 from mcp import Client, StdioServerParameters
-from mcp.client.auth import OAuthClientProvider
-from mcp.client.auth.extensions.client_credentials import ClientCredentialsOAuthProvider
 from mcp.client.sse import sse_client
 from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
-from mcp.shared.auth import OAuthClientInformationFull, OAuthToken
 from mcp_types import Implementation
 
-from vllm_gptoss.tools.browser.guard import Guard, check_for_proxy, pin, proxy_of
-from vllm_gptoss.tools.mcp.settings import McpServerConfig, OAuthConfig, bearer, expand
+from vllm_gptoss.tools.browser.guard import Guard, check_for_proxy, proxy_of, send_judged
+from vllm_gptoss.tools.mcp.oauth import Tokens, authentication
+from vllm_gptoss.tools.mcp.settings import McpServerConfig, bearer, expand
 from vllm_gptoss.version import __version__
 
 _INFO = Implementation(name="vllm-gptoss", version=__version__)
+_UNREACHABLE = (httpx2.ConnectError, httpx2.ConnectTimeout)
 _READ_S = 300.0
 """Seconds an event stream may be silent."""
 
 
-class _Tokens:
-    """Tokens for as long as the process lives; client credentials can always get new ones."""
-
-    def __init__(self) -> None:
-        self._tokens: OAuthToken | None = None
-        self._client: OAuthClientInformationFull | None = None
-
-    async def get_tokens(self) -> OAuthToken | None:
-        return self._tokens
-
-    async def set_tokens(self, tokens: OAuthToken) -> None:
-        self._tokens = tokens
-
-    async def get_client_info(self) -> OAuthClientInformationFull | None:
-        return self._client
-
-    async def set_client_info(self, client_info: OAuthClientInformationFull) -> None:
-        self._client = client_info
+MAX_ANSWER_BYTES = 16 << 20
+"""One answer over streamable HTTP: an image of 10 MB fits in base64; what is larger breaks the connection."""
 
 
 class GuardedTransport2(httpx2.AsyncBaseTransport):
@@ -54,7 +39,7 @@ class GuardedTransport2(httpx2.AsyncBaseTransport):
         self._limits = httpx2.Limits(max_connections=100, max_keepalive_connections=0)
         self._guard = guard
         self._use_proxies = inner is None
-        self._inner = inner or httpx2.AsyncHTTPTransport(limits=self._limits, trust_env=False)
+        self._inner = inner or httpx2.AsyncHTTPTransport(limits=self._limits)
         self._proxies: dict[str, httpx2.AsyncBaseTransport] = {}
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
@@ -65,10 +50,14 @@ class GuardedTransport2(httpx2.AsyncBaseTransport):
         """
         proxy = proxy_of(request.url.scheme, request.url.host) if self._use_proxies else None
         if proxy is None:
-            return await self._inner.handle_async_request(await pin(self._guard, request))
+            response: httpx2.Response = await send_judged(self._guard, request, self._inner, _UNREACHABLE)
+            return response
         await check_for_proxy(self._guard, request)
         if proxy not in self._proxies:
-            self._proxies[proxy] = httpx2.AsyncHTTPTransport(proxy=proxy, limits=self._limits)
+            try:
+                self._proxies[proxy] = httpx2.AsyncHTTPTransport(proxy=proxy, limits=self._limits)
+            except ValueError as error:
+                raise httpx2.ConnectError(f"the proxy that the environment names cannot be used: {error}") from error
         return await self._proxies[proxy].handle_async_request(request)
 
     async def aclose(self) -> None:
@@ -85,6 +74,7 @@ class Dialer:
     guard: Guard | None = None
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ, repr=False)
+    tokens: Tokens = field(default_factory=Tokens, repr=False)
 
     def client(self, on_message: Callable[[Any], Any], on_end: Callable[[], None]) -> Client:
         """A client, not yet connected; `on_end` is told when the server's side of the connection ends.
@@ -107,7 +97,7 @@ class Dialer:
             return stdio_client(self._process())
         url = expand(config.url, self.environ)
         headers = {**bearer(config, self.environ), **self.headers}
-        auth = _oauth(url, config.oauth, self.environ) if config.oauth else None
+        auth = authentication(url, config.oauth, self.environ, self.tokens) if config.oauth else None
         if config.wire == "sse":
             return sse_client(
                 url, headers, config.connect_timeout_s, _READ_S, httpx_client_factory=self._http, auth=auth
@@ -129,8 +119,14 @@ class Dialer:
         timeout: httpx2.Timeout | None = None,
         auth: httpx2.Auth | None = None,
     ) -> httpx2.AsyncClient:
-        transport = GuardedTransport2(self.guard) if self.guard else None
-        return httpx2.AsyncClient(headers=headers, timeout=timeout or 30.0, auth=auth, transport=transport)
+        return httpx2.AsyncClient(
+            headers=headers,
+            timeout=timeout or 30.0,
+            auth=auth,
+            verify=_trust(self.config.ca_file),
+            transport=GuardedTransport2(self.guard) if self.guard else None,
+            event_hooks={"response": [_bound]},
+        )
 
     @asynccontextmanager
     async def _streamable(
@@ -139,18 +135,40 @@ class Dialer:
         timeout = httpx2.Timeout(self.config.connect_timeout_s, read=_READ_S)
         async with AsyncExitStack() as stack:
             http = await stack.enter_async_context(self._http(headers, timeout, auth))
-            yield await stack.enter_async_context(streamable_http_client(url, http_client=http))
+            transport = streamable_http_client(url, http_client=http, max_sse_event_size=MAX_ANSWER_BYTES)
+            yield await stack.enter_async_context(transport)
 
 
-def _oauth(url: str, config: OAuthConfig, environ: Mapping[str, str]) -> OAuthClientProvider:
-    return ClientCredentialsOAuthProvider(
-        url,
-        _Tokens(),
-        expand(f"${{{config.client_id_env}}}", environ),
-        expand(f"${{{config.client_secret_env}}}", environ),
-        scope=config.scope,
-        issuer=config.issuer,
-    )
+def _trust(ca_file: Path | None) -> ssl.SSLContext | bool:
+    if ca_file is None:
+        return True
+    context: ssl.SSLContext = httpx2.create_ssl_context()
+    context.load_verify_locations(cafile=ca_file)
+    return context
+
+
+async def _bound(response: httpx2.Response) -> None:
+    """Event streams are bounded by the `mcp` package, event by event; other bodies are not."""
+    if not response.headers.get("content-type", "").startswith("text/event-stream"):
+        response.stream = _Bounded(response.stream)
+
+
+class _Bounded(httpx2.AsyncByteStream):
+    """A body that ends with an error where it is too large to be a tool's answer."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        read = 0
+        async for chunk in self._inner:
+            read += len(chunk)
+            if read > MAX_ANSWER_BYTES:
+                raise httpx2.ReadError(f"the answer is larger than {MAX_ANSWER_BYTES} bytes")
+            yield chunk
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
 
 
 class _Watched:

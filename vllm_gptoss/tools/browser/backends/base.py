@@ -67,7 +67,13 @@ class ApiBackend:
     def __init__(self, api_key: str = "", url: str = "", *, timeout_s: float = 15.0, pages: bool = False) -> None:
         self._key = api_key
         self._serves_pages = pages
-        self._client = httpx.AsyncClient(base_url=url or self.default_url, timeout=timeout_s, headers=self.headers())
+        options: dict[str, Any] = {"base_url": url or self.default_url, "timeout": timeout_s, "headers": self.headers()}
+        self._problem = ""
+        try:
+            self._client = httpx.AsyncClient(**options)
+        except ValueError as error:
+            self._problem = f"the proxy that the environment names cannot be used: {error}"
+            self._client = httpx.AsyncClient(**options, trust_env=False)  # never used: `start` raises
 
     def headers(self) -> Mapping[str, str]:
         """The authentication that each request carries."""
@@ -76,8 +82,10 @@ class ApiBackend:
     async def start(self) -> None:
         """
         Raises:
-            BackendError: the key is missing.
+            BackendError: the key is missing, or the environment names a proxy that is none.
         """
+        if self._problem:
+            raise BackendError(self._problem)
         if self.key_variable and not self._key:
             raise BackendError(f"the {self.name} backend needs an API key: set {self.key_variable}")
 
