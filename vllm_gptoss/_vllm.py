@@ -192,6 +192,24 @@ def sampling_params(*, structural_tag: str | None, **fields: Any) -> Any:
     return SamplingParams(output_kind=RequestOutputKind.DELTA, structured_outputs=structured, **fields)
 
 
+def without_stops(params: Any) -> tuple[Any, bool]:
+    """A copy of `SamplingParams` that streams and knows no stop strings, and whether `params` itself wants deltas."""
+    from vllm.sampling_params import RequestOutputKind
+
+    streamed = params.clone()
+    # The engine keeps characters back for stop strings; a copy is not initialised again.
+    streamed.stop, streamed.output_text_buffer_length = [], 0
+    streamed.output_kind = RequestOutputKind.DELTA
+    return streamed, params.output_kind == RequestOutputKind.DELTA
+
+
+def chat_request() -> Any:
+    """The class of the body of POST /v1/chat/completions."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    return ChatCompletionRequest
+
+
 def client_error_status(error: Exception) -> int | None:
     """The HTTP status of an error that the request caused or that the engine asks to be retried; None for a failure."""
     from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMNotFoundError

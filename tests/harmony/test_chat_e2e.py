@@ -133,6 +133,27 @@ def test_a_stop_string_is_not_in_the_answer(served: Server) -> None:
     assert cut == (reasoning, content.split(word)[0], [], finish)
 
 
+def test_a_stop_string_in_the_reasoning_does_not_end_the_turn(forced: Server) -> None:
+    thought = "<|channel|>analysis<|message|>Say blue.<|end|><|start|>assistant"
+    ids = tokens(thought + "<|channel|>final<|message|>It is blue, and blue it stays.<|return|>")
+    fields = {"stop": ["blue"], "vllm_xargs": {"forced": " ".join(map(str, ids))}}
+    assert ask(forced, **fields) == ("Say blue.", "It is ", [], "stop")
+    body = post(forced, **fields).json()
+    assert body["choices"][0]["stop_reason"] == "blue"
+    assert body["usage"]["completion_tokens"] == len(tokens(thought + "<|channel|>final<|message|>It is blue"))
+    two = post(forced, **fields, n=2, temperature=1).json()["choices"]
+    assert [choice["message"]["content"] for choice in two] == ["It is ", "It is "]
+
+
+def test_allowed_tools_are_the_only_ones(served: Server) -> None:
+    only = {"type": "function", "function": {"name": "get_time"}}
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [only]}}
+    assert [name for name, _ in ask(served, tools=[WEATHER, TIME], tool_choice=choice)[2]] == ["get_time"]
+    refused = post(served, tools=[WEATHER], tool_choice=choice)
+    assert refused.status_code == 400
+    assert "get_time" in refused.text
+
+
 def test_logprobs_cover_every_token(served: Server) -> None:
     choice = post(served, logprobs=True, top_logprobs=1).json()["choices"][0]
     spelled = [entry["token"] for entry in choice["logprobs"]["content"]]

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.testclient import TestClient
 
 from vllm_gptoss.harmony.endpoint import ChatCompletions
 from vllm_gptoss.harmony.tokens import encoding
@@ -25,7 +27,7 @@ def arguments(backend: str = "auto", **given: Any) -> Namespace:
 
 
 def attached(settings: Settings, args: Namespace) -> Namespace:
-    ChatCompletions().attach(None, args, settings)
+    ChatCompletions().attach(FastAPI(), args, settings)
     return args
 
 
@@ -60,9 +62,11 @@ def make_request(**fields: Any) -> Any:
     return ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "hi"}], **fields)
 
 
-def started_renderer(upstream: Any) -> Any:
+def started_renderer(upstream: Any, **settings: Any) -> Any:
     renderer = SimpleNamespace(_make_request_with_harmony=upstream, reasoning_effort_map={"xhigh": "low"})
-    asyncio.run(ChatCompletions().start(None, SimpleNamespace(online_renderer=renderer), Namespace()))
+    part = ChatCompletions()
+    part.attach(FastAPI(), arguments(), Settings(**settings))
+    asyncio.run(part.start(None, SimpleNamespace(online_renderer=renderer), Namespace()))
     return renderer
 
 
@@ -97,3 +101,79 @@ def test_a_user_who_wants_vllms_form_of_instructions_keeps_it(monkeypatch: pytes
     def upstream(*_: Any) -> None: ...
 
     assert started_renderer(upstream)._make_request_with_harmony is upstream
+
+
+def test_without_our_parser_the_prompt_is_vllms_too() -> None:
+    def upstream(*_: Any) -> None: ...
+
+    assert started_renderer(upstream, parser=False)._make_request_with_harmony is upstream
+
+
+WEATHER, TIME = ({"type": "function", "function": {"name": name}} for name in ("get_weather", "get_time"))
+
+
+def allowed(mode: Any = "auto", *tools: Any) -> dict[str, Any]:
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}
+    return {"messages": [{"role": "user", "content": "hi"}], "tools": [WEATHER, TIME], "tool_choice": choice}
+
+
+@pytest.fixture
+def chat_app() -> TestClient:
+    """vLLM's way to attach a plugin, around a route that shows the request it was given."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.exceptions import VLLMValidationError
+
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions")
+    async def create(request: ChatCompletionRequest, raw_request: Request) -> dict[str, Any]:
+        assert isinstance(raw_request, Request)
+        names = [tool.function.name for tool in request.tools or ()]
+        return {"tools": names, "choice": request.model_dump()["tool_choice"]}
+
+    app = FastAPI()
+    app.include_router(router)
+    ChatCompletions().attach(app, arguments(), Settings())
+    app.router.routes.reverse()  # vLLM takes the replaced route out; here ours only has to be first
+
+    @app.exception_handler(VLLMValidationError)
+    async def refused(_: Request, error: VLLMValidationError) -> Any:
+        from fastapi.responses import JSONResponse
+
+        return JSONResponse({"param": error.parameter, "message": str(error)}, 400)
+
+    return TestClient(app)
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_leave_those_tools_and_their_mode(chat_app: TestClient, mode: str) -> None:
+    answer = chat_app.post("/v1/chat/completions", json=allowed(mode, TIME))
+    assert answer.json() == {"tools": ["get_time"], "choice": mode}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (allowed("sometimes", TIME), "mode"),
+        (allowed("auto"), "tools"),
+        (allowed("auto", {"type": "function", "function": {"name": "rm"}}), "tools"),
+        (allowed("auto", {"type": "function", "name": "get_time"}), "tools"),
+        (allowed("auto", 3), "tools"),
+        ({**allowed("auto", TIME), "tools": None}, "tools"),
+        ({**allowed("auto", TIME), "tools": "x"}, "tools"),
+    ],
+)
+def test_wrong_allowed_tools_are_refused_by_name(chat_app: TestClient, body: Any, param: str) -> None:
+    answer = chat_app.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["param"] == f"tool_choice.allowed_tools.{param}"
+
+
+def test_other_choices_and_bodies_are_as_before(chat_app: TestClient) -> None:
+    body = allowed()
+    assert (
+        chat_app.post("/v1/chat/completions", json={**body, "tool_choice": "required"}).json()["choice"] == "required"
+    )
+    named = {"type": "function", "function": {"name": "get_time"}}
+    assert chat_app.post("/v1/chat/completions", json={**body, "tool_choice": named}).json()["choice"] == named
+    assert chat_app.post("/v1/chat/completions", json=[]).status_code == 422

@@ -15,9 +15,10 @@ EVENT_TYPES: dict[str, type[BaseModel]] = {
     get_args(model.model_fields["type"].annotation)[0]: model for model in get_args(get_args(ResponseStreamEvent)[0])
 }
 
-OURS = {"lines", "presence_penalty", "frequency_penalty", "store", "name", "bytes"}
+OURS = {"lines", "presence_penalty", "frequency_penalty", "store", "name", "bytes", "status"}
 """What we add to openai's types: line ranges of citations, three echoed parameters and the bytes of streamed logprobs
-(Open Responses), and the function's name on `function_call_arguments.done` (OpenAI's API reference)."""
+(Open Responses), the function's name on `function_call_arguments.done` (OpenAI's API reference), and the status of a
+custom tool call (`ResponseCustomToolCallItem` has it, the union of output items does not)."""
 
 
 def check(model: type[BaseModel], value: dict[str, Any]) -> Any:

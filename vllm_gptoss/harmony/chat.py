@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from vllm_gptoss.harmony.events import Channel, ContentDelta, EndedBy, MessageEnded, MessageStarted
+from vllm_gptoss.harmony.events import Channel, ContentDelta, MessageEnded, MessageStarted
 from vllm_gptoss.harmony.messages import FUNCTIONS
 from vllm_gptoss.harmony.offered import OfferedTools
 from vllm_gptoss.harmony.parser import HarmonyParser
+from vllm_gptoss.harmony.stops import StopFinder
 
 
 @dataclass(slots=True)
@@ -49,30 +50,46 @@ class _Kind(Enum):
 class ChatReader:
     """One choice of one request.
 
-    `stop` are the stop strings that the answer must not contain. The engine finds them in the text of all channels and
-    stops there, after tokens that hold them were generated, so they are held back here until they cannot be one.
+    `stop` are the stop strings of the answer: reasoning and calls may contain them. What may be the beginning of one
+    is held back. `stopped` is the one that ended the answer; `min_tokens` tokens come before any is looked for.
+    `counts`: whether repairs are counted, which a second reader of the same tokens must not do.
     """
 
-    def __init__(self, tools: OfferedTools, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tools: OfferedTools,
+        stop: Sequence[str] = (),
+        *,
+        keeps_stop: bool = False,
+        min_tokens: int = 0,
+        counts: bool = True,
+    ) -> None:
         self.reasoning_tokens = 0
-        self._parser = HarmonyParser(tools)
-        self._stop = tuple(filter(None, stop))
-        self._longest = max(map(len, self._stop), default=1)
-        self._held = ""
+        self._parser = HarmonyParser(tools, counts=counts)
+        self._stops = StopFinder(stop, keeps_stop=keeps_stop)
+        self._unwatched = min_tokens if any(stop) else 0
         self._kind = _Kind.CONTENT
         self._calls = 0
         self._spoken = {_Kind.REASONING: False, _Kind.CONTENT: False}
         self._is_first_text = True
 
+    @property
+    def stopped(self) -> str | None:
+        return self._stops.found
+
     def feed(self, token_ids: Sequence[int]) -> ChatDelta:
-        return self._read(self._parser.feed(token_ids))
+        delta = ChatDelta()
+        if self._unwatched:
+            first, token_ids = token_ids[: self._unwatched], token_ids[self._unwatched :]
+            self._read(delta, self._parser.feed(first))
+            self._unwatched -= len(first)
+        return self._read(delta, self._parser.feed(token_ids))
 
     def finish(self) -> ChatDelta:
         """The end of generation. A message that no token ended was cut; its text is kept, without a stop string."""
-        return self._read(self._parser.finish(cut=True))
+        return self._read(ChatDelta(), self._parser.finish(cut=True))
 
-    def _read(self, events: Sequence[object]) -> ChatDelta:
-        delta = ChatDelta()
+    def _read(self, delta: ChatDelta, events: Sequence[object]) -> ChatDelta:
         for event in events:
             match event:
                 case ContentDelta(text=text, tokens=tokens):
@@ -81,8 +98,8 @@ class ChatReader:
                     self._text(delta, text)
                 case MessageStarted(channel=channel, recipient=recipient):
                     self._start(delta, channel, recipient)
-                case MessageEnded(ended_by=ended_by):
-                    self._end(delta, is_cut=ended_by is EndedBy.CUT)
+                case MessageEnded():
+                    self._emit(delta, self._stops.flush())
         return delta
 
     def _start(self, delta: ChatDelta, channel: Channel, recipient: str | None) -> None:
@@ -95,21 +112,8 @@ class ChatReader:
             self._kind = _Kind.REASONING if channel is Channel.ANALYSIS else _Kind.CONTENT
 
     def _text(self, delta: ChatDelta, text: str) -> None:
-        if not self._stop:
-            self._emit(delta, text)
-            return
-        held = self._held + text
-        safe = max(0, len(held) - self._longest + 1)
-        if (found := _first(held, self._stop)) is not None:
-            safe = min(safe, found)
-        self._emit(delta, held[:safe])
-        self._held = held[safe:]
-
-    def _end(self, delta: ChatDelta, *, is_cut: bool) -> None:
-        held, self._held = self._held, ""
-        if is_cut and (found := _first(held, self._stop)) is not None:
-            held = held[:found]
-        self._emit(delta, held)
+        is_watched = self._kind is _Kind.CONTENT and not self._unwatched
+        self._emit(delta, self._stops.feed(text) if is_watched else text)
 
     def _emit(self, delta: ChatDelta, text: str) -> None:
         if not text:
@@ -125,8 +129,3 @@ class ChatReader:
             delta.reasoning += text
         else:
             delta.content += text
-
-
-def _first(text: str, wanted: Sequence[str]) -> int | None:
-    """Where the first of `wanted` begins in `text`."""
-    return min((at for at in map(text.find, wanted) if at >= 0), default=None)

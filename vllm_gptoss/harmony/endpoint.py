@@ -13,15 +13,20 @@ from typing import Any
 
 from vllm_gptoss import _vllm
 from vllm_gptoss.harmony.chat_prompt import ChatInputError, conversation
+from vllm_gptoss.harmony.chat_route import replace_route
 from vllm_gptoss.harmony.messages import ToolSpec
 from vllm_gptoss.harmony.prompt import render
 from vllm_gptoss.harmony.vllm_constraint import RESPONSE_FORMAT
 from vllm_gptoss.harmony.vllm_parser import install
+from vllm_gptoss.harmony.vllm_stops import AnswerStops
 
 logger = logging.getLogger(__name__)
 
 TOOL_PARSER = "openai"
 REASONING_PARSER = "openai_gptoss"
+CHAT_HANDLERS = ("openai_serving_chat", "openai_serving_chat_batch", "anthropic_serving_messages")
+"""vLLM's handlers that read a model's output as chat does, by their names in the app's state."""
+
 GRAMMAR_BACKENDS = ("auto", "xgrammar")
 """Structured output backends that know token-level structural tags."""
 
@@ -29,10 +34,16 @@ GRAMMAR_BACKENDS = ("auto", "xgrammar")
 class ChatCompletions:
     """Our parser, prompt and constraints behind `/v1/chat/completions` and what else vLLM builds on its renderer."""
 
+    def __init__(self) -> None:
+        self._is_on = False
+
     def attach(self, app: Any, args: Namespace, settings: Any) -> None:
         """Installs the parser and fills in the arguments without which vLLM would drop tool calls."""
-        if not settings.parser or not install():
+        self._is_on = bool(settings.parser and install())
+        if not self._is_on:
             return
+        if not replace_route(app):
+            logger.warning("Chat completions refuse tool_choice allowed_tools: vLLM has no such route to replace.")
         if not args.enable_auto_tool_choice or not args.tool_call_parser:
             logger.info("Tool calls are read without --enable-auto-tool-choice --tool-call-parser %s.", TOOL_PARSER)
             args.enable_auto_tool_choice = True
@@ -53,7 +64,16 @@ class ChatCompletions:
             )
 
     async def start(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Gives vLLM's renderer our prompt."""
+        """Gives vLLM's renderer our prompt, and its chat handlers our stop strings.
+
+        Both are attributes of those objects, which belong to this server.
+        """
+        if not self._is_on:
+            return
+        for name in CHAT_HANDLERS:
+            handler = getattr(state, name, None)
+            if handler is not None:
+                handler.engine_client = AnswerStops(handler.engine_client)
         renderer = getattr(state, "online_renderer", None)
         upstream = getattr(renderer, "_make_request_with_harmony", None)
         if renderer is None or upstream is None:

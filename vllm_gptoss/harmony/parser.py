@@ -56,11 +56,13 @@ class HarmonyParser:
     """One generated turn, from the token after `<|start|>assistant`.
 
     `prefix` are header tokens that were forced into the prompt after that (`<|channel|>final<|message|>`, say): they
-    are read first, their events come with the first `feed`, and positions count from after them.
+    are read first, their events come with the first `feed`, and positions count from after them. `counts`: whether
+    repairs are counted and logged.
     """
 
-    def __init__(self, tools: OfferedTools = NO_TOOLS, prefix: Sequence[int] = ()) -> None:
+    def __init__(self, tools: OfferedTools = NO_TOOLS, prefix: Sequence[int] = (), *, counts: bool = True) -> None:
         self._tools = tools
+        self._counts = counts
         self._pieces = pieces()
         self._events: list[HarmonyEvent] = []
         self._position = -len(prefix)
@@ -335,7 +337,8 @@ class HarmonyParser:
         self._emit(Repaired(kind, detail, raw))
 
     def _emit(self, repaired: Repaired) -> None:
-        metrics.record(repaired)
+        if self._counts:
+            metrics.record(repaired)
         self._events.append(repaired)
 
 

@@ -81,9 +81,12 @@ class GptOssParser:
     def _reader(self, request: Any) -> ChatReader:
         offered = NO_TOOLS if getattr(request, "tool_choice", None) == "none" else self._offered
         stop = getattr(request, "stop", None) or ()
-        if getattr(request, "include_stop_str_in_output", False):
-            stop = ()
-        return ChatReader(offered, (stop,) if isinstance(stop, str) else stop)
+        return ChatReader(
+            offered,
+            (stop,) if isinstance(stop, str) else stop,
+            keeps_stop=bool(getattr(request, "include_stop_str_in_output", False)),
+            min_tokens=getattr(request, "min_tokens", 0) or 0,
+        )
 
     def _count(self, reader: ChatReader, tokens: int) -> None:
         self._num_counted_tokens, self._num_reasoning_tokens = tokens, reader.reasoning_tokens

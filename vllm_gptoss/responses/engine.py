@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from vllm_gptoss import _vllm
-from vllm_gptoss.harmony.tokens import CALL, RETURN
+from vllm_gptoss.harmony.tokens import CALL, ENDOFTEXT, RETURN
 from vllm_gptoss.responses.errors import ApiError, EngineError
 
 logger = logging.getLogger(__name__)
@@ -44,12 +44,12 @@ class TokenLogprob:
 class Chunk:
     """Newly generated tokens. `finish` is set on the last chunk: `stop`, `length` or `abort`.
 
-    `stopped_by` is the stop string that ended it, None where the model ended by itself.
+    `stopped_by` is the one of the request's `stop_token_ids` that ended it, None where the model ended by itself.
     """
 
     token_ids: Sequence[int]
     finish: str | None = None
-    stopped_by: str | None = None
+    stopped_by: int | None = None
     logprobs: Sequence[TokenLogprob] | None = None
     cached_tokens: int | None = None
 
@@ -91,8 +91,7 @@ class VllmEngine:
         fields: dict[str, Any] = {**self._defaults, **sampling.options}
         fields["max_tokens"] = sampling.max_tokens
         fields["logprobs"] = sampling.logprobs
-        # The parser reads token ids, so text is only made when a stop string has to be found in it.
-        fields["detokenize"] = bool(fields.get("stop"))
+        fields["detokenize"] = False  # the parser reads token ids, and stop strings are looked for in the answer only
         fields["skip_special_tokens"] = False
         fields["stop_token_ids"] = sorted({RETURN, CALL, *(fields.get("stop_token_ids") or ())})
         try:
@@ -137,7 +136,7 @@ def _chunk(output: Any) -> Chunk:
     return Chunk(
         completion.token_ids,
         completion.finish_reason,
-        reason if isinstance(reason, str) else None,
+        reason if reason not in (None, RETURN, CALL, ENDOFTEXT) else None,
         [_logprob(t, c) for t, c in zip(completion.token_ids, logprobs, strict=True)] if logprobs else None,
         output.num_cached_tokens,
     )
@@ -191,7 +190,9 @@ class ReplayEngine:
         del request_id
         self.prompts.append(list(prompt))
         self.samplings.append(sampling)
-        tokens, finish = _stopped(self._script(prompt), sampling.max_tokens)
+        also = sampling.options.get("stop_token_ids") or ()
+        tokens, finish = _stopped(self._script(prompt), sampling.max_tokens, also)
+        stopped_by = tokens[-1] if finish == "stop" and tokens[-1:] and tokens[-1] in also else None
         self.running += 1
         try:
             for at in range(0, max(len(tokens), 1), self._chunk):
@@ -201,7 +202,7 @@ class ReplayEngine:
                 part = tokens[at : at + self._chunk]
                 last = at + self._chunk >= len(tokens)
                 logprobs = [TokenLogprob(t, -0.5, [(t, -0.5)]) for t in part] if sampling.logprobs is not None else None
-                yield Chunk(part, finish if last else None, None, logprobs, 0)
+                yield Chunk(part, finish if last else None, stopped_by if last else None, logprobs, 0)
         except (asyncio.CancelledError, GeneratorExit):
             self.aborted += 1
             raise
@@ -209,12 +210,12 @@ class ReplayEngine:
             self.running -= 1
 
 
-def _stopped(tokens: Sequence[int], max_tokens: int) -> tuple[list[int], str]:
+def _stopped(tokens: Sequence[int], max_tokens: int, also: Sequence[int]) -> tuple[list[int], str]:
     kept: list[int] = []
     for token in tokens:
         if len(kept) == max_tokens:
             return kept, "length"
         kept.append(token)
-        if token in (RETURN, CALL):
+        if token in (RETURN, CALL, *also):
             return kept, "stop"
     return kept, "length" if len(kept) == max_tokens else "stop"

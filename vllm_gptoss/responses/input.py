@@ -107,9 +107,15 @@ def _interpreter_defaults(item: Item) -> None:
     item.setdefault("status", "completed")
 
 
+def _custom_defaults(item: Item) -> None:
+    for name in ("status", "created_by"):  # the API gives them, its type for input does not have them
+        item.pop(name, None)
+
+
 _DEFAULTS: Mapping[str, Callable[[Item], None]] = {
     "reasoning": _reasoning_defaults,
     "code_interpreter_call": _interpreter_defaults,
+    "custom_tool_call": _custom_defaults,
     "web_search_call": lambda item: item.setdefault("status", "completed"),
 }
 

@@ -31,6 +31,7 @@ class Job:
     """One response to be made. `body` is its resource, which grows; `prompt` the rendered `conversation`.
 
     budget: tokens that may be generated, over all turns
+    stops: strings that end the answer, once `min_tokens` tokens have been generated
     approvals: MCP calls that the client has just allowed or denied, as (request item, answer item)
     listed: MCP servers whose tools the conversation has already been told
     owns: is told the containers that tools of this response used
@@ -49,6 +50,8 @@ class Job:
     max_tool_calls: int | None = None
     max_rounds: int = 128
     tool_timeout: float = 300.0
+    stops: Sequence[str] = ()
+    min_tokens: int = 0
     approvals: Sequence[tuple[Item, Item]] = ()
     listed: frozenset[str] = frozenset()
     queued: bool = False

@@ -18,6 +18,7 @@ from vllm_gptoss.harmony.events import (
 )
 from vllm_gptoss.harmony.messages import Message
 from vllm_gptoss.harmony.parser import HarmonyParser
+from vllm_gptoss.harmony.stops import StopFinder
 from vllm_gptoss.harmony.tokens import token_bytes
 from vllm_gptoss.responses import writers
 from vllm_gptoss.responses.engine import Chunk, TokenLogprob
@@ -32,13 +33,15 @@ from vllm_gptoss.tools.base import File
 
 @dataclass(slots=True)
 class _Open:
-    """A message being read."""
+    """A message being read. `stops` ends an answer; `held` are the logprobs of text that it holds back."""
 
     writer: Writer
     channel: Channel
     route: Route | None
     content_type: str | None
     ignored: bool = False
+    stops: StopFinder | None = None
+    held: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -62,7 +65,7 @@ class Turn:
     calls: list[Call] = field(default_factory=list)
     open: dict[int, _Open] = field(default_factory=dict)
     finish: str | None = None
-    stopped_by: str | None = None
+    stopped_by: str | int | None = None
     repaired: bool = False
 
 
@@ -92,6 +95,9 @@ class Listener:
 
     def hear(self, turn: Turn, chunk: Chunk) -> list[Event]:
         turn.tokens.extend(chunk.token_ids)
+        heard = chunk.token_ids
+        if chunk.stopped_by is not None:
+            heard = heard[:-1]  # it ends the text and is no part of it
         if chunk.finish is not None:
             turn.finish, turn.stopped_by = chunk.finish, chunk.stopped_by
         if self.usage.output == 0:
@@ -99,25 +105,42 @@ class Listener:
         self.usage.output += len(chunk.token_ids)
         if chunk.logprobs:
             turn.logprobs.extend(chunk.logprobs)
-        return self._read(turn, turn.parser.feed(chunk.token_ids))
+        return self._read(turn, turn.parser.feed(heard))
 
     def _read(self, turn: Turn, heard: Sequence[HarmonyEvent]) -> list[Event]:
         events: list[Event] = []
         for event in heard:
             if isinstance(event, ContentDelta):
-                message = turn.open[event.index]
-                if message.channel is Channel.ANALYSIS and message.route is None:
-                    self.usage.reasoning += event.tokens
-                if event.text:
-                    logprobs = self._logprobs(turn, event) if turn.logprobs else None
-                    events += message.writer.delta(event.text, logprobs)
+                if message := turn.open.get(event.index):
+                    events += self._text(turn, message, event)
             elif isinstance(event, MessageStarted):
-                turn.open[event.index] = self._open(event)
+                if not isinstance(turn.stopped_by, str):  # what comes after a stop string is not heard
+                    turn.open[event.index] = self._open(event)
             elif isinstance(event, MessageEnded):
-                events += self._close(turn, turn.open.pop(event.index), event)
+                if event.index in turn.open:
+                    events += self._close(turn, turn.open.pop(event.index), event)
             elif isinstance(event, Repaired):
                 turn.repaired = True
         return events
+
+    def _text(self, turn: Turn, message: _Open, event: ContentDelta) -> list[Event]:
+        if message.channel is Channel.ANALYSIS and message.route is None:
+            self.usage.reasoning += event.tokens
+        if not event.text:
+            return []
+        logprobs = self._logprobs(turn, event) if turn.logprobs else []
+        text = event.text
+        if message.stops and self.usage.output > self._job.min_tokens:
+            text = message.stops.feed(text)
+            if message.stops.found is not None:
+                turn.stopped_by, turn.finish, logprobs = message.stops.found, "stop", []
+        if not text:
+            message.held += logprobs
+            return []
+        # A token of which a part is held back goes with that part.
+        is_partial = message.stops is not None and message.stops.holds
+        told, message.held = (message.held, logprobs) if is_partial else (message.held + logprobs, [])
+        return message.writer.delta(text, told or None)
 
     def _logprobs(self, turn: Turn, event: ContentDelta) -> list[dict[str, Any]]:
         limit = self._job.sampling.logprobs or 0
@@ -137,6 +160,7 @@ class Listener:
         if route is None:
             if event.channel is not Channel.ANALYSIS:
                 message.writer = writers.Message(self._out, style, event.channel, self.files)
+                message.stops = StopFinder(self._job.stops) if self._job.stops else None
             elif style.reasoning or style.summary or style.seal:
                 message.writer = writers.Reasoning(self._out, style)
         elif route.is_ours and not route.needs_approval and self._is_spent():
@@ -164,10 +188,13 @@ class Listener:
 
     def _close(self, turn: Turn, message: _Open, event: MessageEnded) -> list[Event]:
         cut = event.ended_by is EndedBy.CUT
-        # A stop string ends an answer where the client wanted it to; only a call is cut by it.
+        # A stop string or token ends an answer where the client wanted it to; only a call is cut by it.
         half = cut and (message.route is not None or turn.stopped_by is None)
         before = len(self._out.items)
-        events = message.writer.end(event.text, cut=half)
+        events: list[Event] = []
+        if message.stops and (rest := message.stops.flush()):
+            events += message.writer.delta(rest, message.held or None)
+        events += message.writer.end(event.text, cut=half)
         turn.messages.append(_as_message(message, event.text))
         if message.route is not None and not cut:
             if message.route.is_ours and not message.ignored:

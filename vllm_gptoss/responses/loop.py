@@ -146,6 +146,8 @@ class Loop:
                 async for chunk in chunks:
                     if batch := self._listener.hear(turn, chunk):
                         yield batch
+                    if turn.stopped_by is not None:
+                        break
             yield self._listener.finish(turn)
             self._turn = None
             if not self._goes_on(turn):
@@ -189,7 +191,7 @@ class Loop:
         if turn.finish == "length":
             self._incomplete()
             return False
-        return any(call.route.is_ours for call in turn.calls)
+        return turn.stopped_by is None and any(call.route.is_ours for call in turn.calls)
 
     def _incomplete(self) -> None:
         # The API has no word for a full context window or too many rounds: this is the nearest.
@@ -236,6 +238,8 @@ class Loop:
             self._job.owns(result.container_id)
         entry = self._listener.hidden.setdefault(item_id, {})
         entry |= {"recipient": route.recipient, "arguments": arguments, "output": _for_model(result)}
+        if result.recall:
+            entry["recall"] = dict(result.recall)
         return result
 
     async def _answer_approvals(self, added: list[Message]) -> AsyncGenerator[list[Event], None]:

@@ -94,6 +94,10 @@ class CreateRequest(ResponseCreate):
         return conversation.id if isinstance(conversation, BaseModel) else conversation
 
     @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
     def stores(self) -> bool:
         return self.store is not False
 
@@ -176,6 +180,8 @@ def _check_numbers(request: CreateRequest) -> None:
     if request.request_id is not None and not _ID.fullmatch(request.request_id):
         message = "'request_id' is letters, digits, '_' and '-', at most 100."
         raise ApiError(message, param="request_id", code="invalid_value")
+    if "" in request.stops:
+        raise ApiError("A stop string must not be empty.", param="stop", code="invalid_value")
     if request.cache_salt == "":
         raise ApiError("'cache_salt' must not be empty.", param="cache_salt")
     for index, token in enumerate(request.stop_token_ids or ()):

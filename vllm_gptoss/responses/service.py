@@ -105,7 +105,8 @@ class Service:
         if caller.adds_search:
             self._leave_out_search(request)
         keyed = f"{caller.tenant}:{request.conversation_id or root}"
-        opener = Opener(self.providers, identifier, keyed, lambda name: self._notebook(name, caller))
+        calls = list(past.hidden.values())
+        opener = Opener(self.providers, identifier, keyed, lambda name: self._notebook(name, caller), calls)
         toolset = await opener.open(request.tool_list, request.tool_choice)
         try:
             history = self.read(request, past, caller, toolset)
@@ -130,6 +131,8 @@ class Service:
                 budget=request.max_output_tokens,
                 max_tool_calls=request.max_tool_calls,
                 max_rounds=self.config.max_tool_rounds,
+                stops=request.stops,
+                min_tokens=request.min_tokens or 0,
                 tool_timeout=self.config.tool_timeout,
                 approvals=history.approvals,
                 listed=frozenset(history.listed),
@@ -361,7 +364,6 @@ _SAMPLING = (
     "min_p",
     "min_tokens",
     "seed",
-    "stop",
     "stop_token_ids",
     "presence_penalty",
     "frequency_penalty",

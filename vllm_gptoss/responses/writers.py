@@ -7,6 +7,7 @@ Orders of events follow the "Streaming events" reference of the OpenAI API. An i
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -277,38 +278,91 @@ class CustomCall:
     """`custom_tool_call`: free text for one of the request's own tools.
 
     Without a grammar the model is shown a function with one string, `input`, as it was trained to call; the string
-    is unwrapped when the call is complete. With a grammar it writes the text itself.
+    is unwrapped as it comes. With a grammar it writes the text itself.
     """
 
     def __init__(self, out: Output, name: str, namespace: str | None, *, raw: bool) -> None:
         self._out = out
-        self._name = name
-        self._namespace = namespace
-        self._raw = raw
+        self._item: dict[str, Any] = {
+            "id": ids.new("ctc"),
+            "type": "custom_tool_call",
+            "call_id": ids.new("call"),
+            "name": name,
+            "input": "",
+            "status": "in_progress",
+        }
+        if namespace:
+            self._item["namespace"] = namespace
+        self._unwrap = None if raw else InputUnwrapper()
+        self._index = -1
+        self._where: dict[str, Any] = {}
+        self._pieces: list[str] = []
+
+    def _start(self) -> list[Event]:
+        self._index, added = self._out.add(self._item)
+        self._where = {"item_id": self._item["id"], "output_index": self._index}
+        return [added]
 
     def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
-        del text, logprobs
-        return []
+        del logprobs
+        events = self._start() if self._index < 0 else []
+        return events + self._add(self._unwrap.feed(text) if self._unwrap else text)
+
+    def _add(self, piece: str) -> list[Event]:
+        if not piece:
+            return []
+        self._pieces.append(piece)
+        return [self._out.event("response.custom_tool_call_input.delta", **self._where, delta=piece)]
 
     def end(self, text: str, *, cut: bool) -> list[Event]:
-        value = text if self._raw else unwrap_input(text)
-        item = {"id": ids.new("ctc"), "type": "custom_tool_call", "call_id": ids.new("call"), "name": self._name}
-        if self._namespace:
-            item["namespace"] = self._namespace
-        index, added = self._out.add(item | {"input": ""})
-        where = {"item_id": item["id"], "output_index": index}
-        return [
-            added,
-            self._out.event("response.custom_tool_call_input.delta", **where, delta=value),
-            self._out.event("response.custom_tool_call_input.done", **where, input=value),
-            self._out.done(index, input=value),
-        ]
+        events = self._start() if self._index < 0 else []
+        if self._unwrap and not self._unwrap.is_inside:
+            events += self._add(text)  # not the JSON that was asked for: the client gets what the model wrote
+        elif self._unwrap and not cut:
+            events += self._add(self._unwrap.rest())
+        value = "".join(self._pieces)
+        events.append(self._out.event("response.custom_tool_call_input.done", **self._where, input=value))
+        return [*events, self._out.done(self._index, input=value, status=status(cut))]
 
 
-def unwrap_input(text: str) -> str:
-    """`{"input": "…"}` -> `…`; anything else as it is."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return text
-    return value["input"] if isinstance(value, dict) and isinstance(value.get("input"), str) else text
+class InputUnwrapper:
+    """The string in `{"input": "…"}`, decoded as it comes. `is_inside` is set once it has begun."""
+
+    def __init__(self) -> None:
+        self.is_inside = False
+        self._is_over = False
+        self._held = ""
+
+    def feed(self, text: str) -> str:
+        self._held += text
+        if not self.is_inside:
+            began = _INPUT.match(self._held)
+            if began is None:
+                return ""
+            self.is_inside, self._held = True, self._held[began.end() :]
+        if self._is_over:
+            return ""
+        whole = _STRING.match(self._held)
+        assert whole is not None  # it matches nothing, too
+        rest = self._held[whole.end() :]
+        self._is_over, self._held = rest.startswith('"'), rest
+        decoded = json.loads(f'"{whole[0]}"', strict=False)
+        # Half a surrogate pair is a str for Python, but no text that can be sent.
+        return str(decoded.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+
+    def rest(self) -> str:
+        """What is left of a string that was not ended rightly."""
+        return "" if self._is_over else self._held
+
+
+_INPUT = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+_STRING = re.compile(
+    r"""(?:[^"\\]                            # a character
+        |\\["\\/bfnrt]                        # an escape
+        |\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}     # half a character, and its other half
+        |\\u[dD][89abAB][0-9a-fA-F]{2}(?=[^\\]|\\[^u])     # that is not there
+        |\\u(?![dD][89abAB])[0-9a-fA-F]{4}
+        )*""",
+    re.VERBOSE,
+)
+"""The part of a JSON string (RFC 8259, section 7) that is complete: it ends before its quote or half an escape."""

@@ -1,0 +1,92 @@
+"""POST /v1/chat/completions with `tool_choice` of type `allowed_tools`, which vLLM's request model does not know.
+
+vLLM lets an endpoint plugin replace a route of the same path. Ours is vLLM's own handler with a body that subclasses
+vLLM's: `allowed_tools` becomes the tools it leaves, and its mode as the choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from fastapi import FastAPI, Request
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, create_model, model_validator
+
+from vllm_gptoss import _vllm
+
+PATH = "/v1/chat/completions"
+
+
+def replace_route(app: FastAPI) -> bool:
+    """Adds our route beside vLLM's, which vLLM then takes out. False if there is none to replace."""
+    found = [r for r in app.routes if isinstance(r, APIRoute) and r.path == PATH and "POST" in r.methods]
+    if not found:
+        return False
+    core = found[-1]
+    body = body_class()
+
+    async def create_chat_completion(request: Any, raw_request: Request) -> Any:
+        return await core.endpoint(request, raw_request)
+
+    # FastAPI reads the body's type from here; it is made at run time, because its base is vLLM's.
+    create_chat_completion.__annotations__ |= {"request": body, "raw_request": Request}
+    app.add_api_route(
+        PATH, create_chat_completion, methods=["POST"], dependencies=core.dependencies, responses=core.responses
+    )
+    return True
+
+
+def body_class() -> type[BaseModel]:
+    """vLLM's `ChatCompletionRequest` that also takes `allowed_tools`."""
+
+    def narrow(cls: type[BaseModel], data: Any) -> Any:
+        del cls
+        return without_allowed_tools(data) if isinstance(data, Mapping) else data
+
+    base: type[BaseModel] = _vllm.chat_request()
+    validators: Any = {"narrow": model_validator(mode="before")(classmethod(narrow))}  # type: ignore[arg-type]
+    return create_model(base.__name__, __base__=base, __module__=__name__, __validators__=validators)
+
+
+def without_allowed_tools(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The body of a request whose `tool_choice` of type `allowed_tools` is carried out.
+
+    Raises:
+        vLLM's validation error (400): a mode or tool that is none, or a tool that the request does not have.
+    """
+    choice = data.get("tool_choice")
+    if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
+        return data
+    allowed = choice.get("allowed_tools")
+    if not isinstance(allowed, Mapping) or allowed.get("mode") not in ("auto", "required"):
+        raise _invalid("needs `allowed_tools` with a `mode`, auto or required", "mode")
+    names = _names(allowed.get("tools"))
+    if not names:
+        raise _invalid("names no tool", "tools")
+    given = data.get("tools")
+    tools = {_name(tool): tool for tool in given or ()} if isinstance(given, Sequence) else {}
+    if missing := [name for name in names if name not in tools]:
+        raise _invalid(f"names {missing[0]!r}, which is not in `tools`", "tools")
+    kept = [tool for name, tool in tools.items() if name in names]
+    return {**data, "tools": kept, "tool_choice": allowed["mode"]}
+
+
+def _names(entries: Any) -> list[str]:
+    found = [_name(entry) for entry in entries] if isinstance(entries, Sequence) else []
+    if None in found:
+        raise _invalid('lists tools as `{"type": "function", "function": {"name": …}}`', "tools")
+    return cast(list[str], found)
+
+
+def _name(tool: Any) -> str | None:
+    function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None
+
+
+def _invalid(what: str, field: str) -> Exception:
+    error: Exception = _vllm.harmony().ValidationError(
+        f"`tool_choice` of type allowed_tools {what}.", parameter=f"tool_choice.allowed_tools.{field}"
+    )
+    return error
