@@ -1,69 +1,134 @@
-"""Agents that people run against us, each with a task that needs a tool; skipped where they are not installed."""
+"""Agents that people run against us, each with a task that needs a tool; the model is a replay of given tokens."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import agents
+import openai
 import pytest
 
-from tests.responses.conftest import MODEL, Start, harmony, text_of_prompt
+from tests.conftest import CACHE
+from tests.responses.conftest import MODEL, Running, Start, harmony, text_of_prompt
 
 ANSWERED = "to=assistant<|channel|>commentary"
 THINK = "<|channel|>analysis<|message|>Let me do it.<|end|><|start|>assistant"
+SUNNY = "<|channel|>final<|message|>It is sunny in Rome.<|return|>"
+
+CODEX = CACHE / "clients" / "node_modules" / ".bin" / "codex"
+needs_codex = pytest.mark.skipif(
+    not (CACHE / "clients" / "digest").exists() or shutil.which("node") is None,
+    reason="no npm clients: scripts/environment.py installs them where there is node",
+)
 
 
-@pytest.mark.skipif(shutil.which("codex") is None, reason="no codex CLI on PATH (npm install -g @openai/codex)")
+def run_codex(url: str, model: str, folder: Path, task: str) -> str:
+    """Runs Codex CLI on a task in `folder`, with a home of its own; what it says in the end."""
+    (folder / "home").mkdir()
+    (folder / "work").mkdir()
+    provider = f'model_providers.gptoss={{name="gptoss",base_url="{url}/v1",wire_api="responses"}}'
+    command = [CODEX, "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+    command += ["-c", provider, "-c", "model_provider=gptoss", "-m", model, task]
+    environment = {**os.environ, "CODEX_HOME": str(folder / "home")}
+    ran = subprocess.run(
+        command,
+        cwd=folder / "work",
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return ran.stdout
+
+
+@needs_codex
 @pytest.mark.slow
 def test_codex_runs_a_command_and_reports(start: Start, tmp_path: Path) -> None:
     """Namespaces, loose schemas, sealed reasoning, `client_metadata`, unasked web search: Codex sends all of it."""
-    call = ' to=functions.exec_command<|channel|>commentary json<|message|>{"cmd":"echo hello > hello.txt"}<|call|>'
-    done = "<|channel|>final<|message|>I wrote hello.<|return|>"
+    from tests.responses.forced import codex
 
-    def script(prompt: Sequence[int]) -> list[int]:
-        return harmony(THINK + (done if ANSWERED in text_of_prompt(prompt) else call))
+    server = start(codex)
+    said = run_codex(server.url, MODEL, tmp_path, "Write hello into hello.txt")
+    assert (tmp_path / "work" / "hello.txt").read_text() == "hello\n"
+    assert "I wrote hello." in said
+    assert "Let me do it." in server.prompt(), "the reasoning comes back sealed and is in the next prompt"
 
-    server = start(script)
-    home, work = tmp_path / "home", tmp_path / "work"
-    home.mkdir()
-    work.mkdir()
-    provider = f'model_providers.gptoss={{name="gptoss",base_url="{server.url}/v1",wire_api="responses"}}'
-    command = ["codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
-    command += ["-c", provider, "-c", "model_provider=gptoss", "-m", MODEL, "Write hello into hello.txt"]
-    environment = {**os.environ, "CODEX_HOME": str(home)}
-    ran = subprocess.run(
-        command, cwd=work, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    assert (work / "hello.txt").read_text() == "hello\n"
-    assert "I wrote hello." in ran.stdout
+
+def agent_model(server: Running) -> agents.Model:
+    agents.set_tracing_disabled(True)
+    client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
+    return agents.OpenAIResponsesModel(model=MODEL, openai_client=client)
+
+
+def calls(recipient: str, arguments: dict[str, Any]) -> str:
+    return f" to={recipient}<|channel|>commentary json<|message|>{json.dumps(arguments)}<|call|>"
+
+
+@agents.function_tool
+def get_weather(city: str) -> str:
+    """Weather of a city."""
+    return f"sunny in {city}"
 
 
 async def test_agents_sdk_calls_a_function_and_goes_on(start: Start) -> None:
-    agents = pytest.importorskip("agents", reason="no openai-agents")
-    import openai
-
-    call = ' to=functions.get_weather<|channel|>commentary json<|message|>{"city":"Rome"}<|call|>'
-    done = "<|channel|>final<|message|>It is sunny in Rome.<|return|>"
-
     def script(prompt: Sequence[int]) -> list[int]:
-        return harmony(THINK + (done if ANSWERED in text_of_prompt(prompt) else call))
-
-    def get_weather(city: str) -> str:
-        """Weather of a city."""
-        return f"sunny in {city}"
+        call = calls("functions.get_weather", {"city": "Rome"})
+        return harmony(THINK + (SUNNY if ANSWERED in text_of_prompt(prompt) else call))
 
     server = start(script)
-    agents.set_tracing_disabled(True)
-    client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x")
-    model = agents.OpenAIResponsesModel(model=MODEL, openai_client=client)
-    agent = agents.Agent(name="a", model=model, tools=[agents.function_tool(get_weather)])
+    agent = agents.Agent(name="a", model=agent_model(server), tools=[get_weather])
     result = await agents.Runner.run(agent, "What is the weather in Rome?")
     assert result.final_output == "It is sunny in Rome."
+    assert "sunny in Rome" in server.prompt()
     streamed = agents.Runner.run_streamed(agent, "What is the weather in Rome?")
     kinds = {event.type async for event in streamed.stream_events()}
-    assert "raw_response_event" in kinds
+    assert {"raw_response_event", "run_item_stream_event"} <= kinds
     assert streamed.final_output == "It is sunny in Rome."
+
+
+async def test_agents_sdk_hands_over_to_another_agent(start: Start) -> None:
+    def script(prompt: Sequence[int]) -> list[int]:
+        text = text_of_prompt(prompt)
+        if ANSWERED not in text:
+            return harmony(THINK + calls("functions.transfer_to_weather", {}))
+        return harmony(THINK + (SUNNY if "sunny in Rome" in text else calls("functions.get_weather", {"city": "Rome"})))
+
+    server = start(script)
+    model = agent_model(server)
+    expert = agents.Agent(name="weather", model=model, tools=[get_weather], instructions="You know the weather.")
+    desk = agents.Agent(name="desk", model=model, handoffs=[expert], instructions="Hand over.")
+    result = await agents.Runner.run(desk, "What is the weather in Rome?")
+    assert result.last_agent is expert
+    assert result.final_output == "It is sunny in Rome."
+
+
+async def test_agents_sdk_uses_a_hosted_mcp_server_and_structured_output(start: Start) -> None:
+    from pydantic import BaseModel
+
+    from tests.responses import fakes
+
+    class Weather(BaseModel):
+        city: str
+        sunny: bool
+
+    final = '<|channel|>final<|message|>{"city":"Rome","sunny":true}<|return|>'
+
+    def script(prompt: Sequence[int]) -> list[int]:
+        call = calls("weather.lookup", {"city": "Rome"})
+        return harmony(THINK + (final if ANSWERED in text_of_prompt(prompt) else call))
+
+    server = start(script, providers=[fakes.mcp()])
+    tool = agents.HostedMCPTool(
+        tool_config={"type": "mcp", "server_label": "weather", "require_approval": "never"}  # type: ignore[typeddict-item]
+    )
+    agent = agents.Agent(name="a", model=agent_model(server), tools=[tool], output_type=Weather)
+    result = await agents.Runner.run(agent, "What is the weather in Rome?")
+    assert result.final_output == Weather(city="Rome", sunny=True)
