@@ -155,8 +155,11 @@ class Opener:
         response_id: str,
         conversation: str,
         notebook: Callable[[str], str] = lambda container: container,
+        past: Sequence[Mapping[str, Any]] = (),
     ) -> None:
+        """`past`: what the conversation's earlier calls left, as `SessionOptions.past`."""
         self._notebook = notebook
+        self._past = past
         self._providers = providers
         self._response = response_id
         self._conversation = conversation
@@ -214,7 +217,8 @@ class Opener:
             raise unsupported(where, f"the tool is off: {provider.unavailable}")
         conversation = options.pop("conversation", self._conversation)
         try:
-            session = await provider.open(conversation, SessionOptions(response_id=self._response, **options))
+            known = SessionOptions(response_id=self._response, past=self._past, **options)
+            session = await provider.open(conversation, known)
         except Exception as error:
             logger.exception("Tool %s did not open", provider.name)
             message = f"The tool '{provider.name}' could not be opened: {type(error).__name__}: {error}"
@@ -238,12 +242,14 @@ class Opener:
         provider = self._providers.of_kind(ToolKind.BROWSER)
         if provider is None:
             raise unsupported(where, "this server has no browser tool; start it with --tool-server")
+        _check_web_options(provider, tool, where)
         session = await self._session(
             provider,
             where,
             allowed_domains=tuple((tool.get("filters") or {}).get("allowed_domains") or ()),
             external_web_access=tool.get("external_web_access") is not False,
             search_context_size=tool.get("search_context_size") or "medium",
+            user_location=tool.get("user_location") or {},
         )
         for namespace in _of(session, ToolKind.BROWSER):
             specs = _specs(namespace) or BROWSER.tools
@@ -297,6 +303,8 @@ class Opener:
         for definition in namespace.tools:
             if definition.name in names:
                 recipient = f"{label}.{definition.name}"
+                if recipient in self._set.routes:  # labels and tools may both have dots
+                    raise unsupported("tools", f"two of them are called '{recipient}'")
                 approval = needs_approval(policy, definition.name, definition.annotations)
                 approval = approval or bool(operator and operator(definition.name))
                 self._set.routes[recipient] = Route(
@@ -335,6 +343,22 @@ def _of(session: ToolSession, kind: ToolKind) -> list[Namespace]:
 def _specs(namespace: Namespace) -> tuple[ToolSpec, ...]:
     shown = (tool for tool in namespace.tools if tool.include_in_prompt)
     return tuple(ToolSpec(tool.name, tool.description, tool.parameters) for tool in shown)
+
+
+def _check_web_options(provider: ToolProvider, tool: Mapping[str, Any], where: str) -> None:
+    """A browser behind MCP cannot be told what a request wants of it, so it must not be promised.
+
+    Raises:
+        ApiError: naming the field.
+    """
+    if getattr(getattr(provider, "inner", provider), "honours_web_options", True):
+        return
+    for field_name, asked in (
+        ("filters.allowed_domains", (tool.get("filters") or {}).get("allowed_domains")),
+        ("external_web_access", tool.get("external_web_access") is False),
+    ):
+        if asked:
+            raise unsupported(f"{where}.{field_name}", "this server's browser is an MCP server, which cannot be told")
 
 
 def _filter(allowed_tools: Any) -> tuple[frozenset[str] | None, bool]:

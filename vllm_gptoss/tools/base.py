@@ -122,6 +122,9 @@ class ToolResult:
     action: BrowserAction | None = None
     container_id: str | None = None
     structured: Any = None
+    recall: Mapping[str, Any] | None = (
+        None  # JSON that later sessions of the conversation find in `SessionOptions.past`
+    )
 
     @property
     def text(self) -> str:
@@ -142,6 +145,9 @@ class SessionOptions:
     external_web_access: bool = True
     search_context_size: str = "medium"
     allowed_tools: Sequence[str] | None = None
+    user_location: Mapping[str, Any] = field(default_factory=dict)
+    past: Sequence[Mapping[str, Any]] = ()
+    """Calls of the conversation's earlier responses, whatever process ran them: `recipient`, `output`, `recall`."""
 
 
 class ToolSession(Protocol):

@@ -228,7 +228,7 @@ async def test_search_context_size_bounds_what_is_shown(tmp_path: Path) -> None:
 
 
 async def test_a_long_conversation_keeps_citations_and_bounds_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_gptoss.tools.browser.session.MAX_PAGES", 3)
+    monkeypatch.setattr("vllm_gptoss.tools.browser.state.MAX_PAGES", 3)
     provider = await start()
     session = await provider.open("c", SessionOptions())
     for _ in range(6):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -11,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from mcp.server.mcpserver import MCPServer
 
 from tests.tools.servers import EXAMPLE, example, running
 from vllm_gptoss.harmony.tokens import encoding
@@ -46,8 +49,8 @@ def final(text: str) -> str:
 
 
 @asynccontextmanager
-async def api(model: Model, tools: ToolServer) -> AsyncIterator[httpx.AsyncClient]:
-    endpoint = ResponsesEndpoint(ResponsesConfig(store="off"))
+async def api(model: Model, tools: ToolServer, store: str = "off") -> AsyncIterator[httpx.AsyncClient]:
+    endpoint = ResponsesEndpoint(ResponsesConfig(store=store))
     app = FastAPI()
     endpoint.attach_router(app)
     async with tools:
@@ -58,9 +61,9 @@ async def api(model: Model, tools: ToolServer) -> AsyncIterator[httpx.AsyncClien
         await endpoint.aclose()
 
 
-async def ask(client: httpx.AsyncClient, *tools: dict[str, Any]) -> dict[str, Any]:
+async def ask(client: httpx.AsyncClient, *tools: dict[str, Any], **fields: Any) -> dict[str, Any]:
     answer = await client.post(
-        "/v1/responses", json={"model": "gpt-oss", "input": "?", "store": False, "tools": list(tools)}
+        "/v1/responses", json={"model": "gpt-oss", "input": "?", "store": False, "tools": list(tools), **fields}
     )
     assert answer.status_code == 200, answer.text
     body: dict[str, Any] = answer.json()
@@ -142,3 +145,110 @@ async def test_a_server_url_is_honoured_only_for_allowed_hosts(allowed: bool) ->
                 answer = await client.post("/v1/responses", json={"model": "gpt-oss", "input": "?", "tools": [tool]})
                 assert answer.status_code == 400
                 assert "allowed_hosts" in answer.text
+
+
+async def test_a_conversation_that_goes_on_in_another_process_keeps_its_cursors(tmp_path: Path) -> None:
+    """Two servers with one store, as two API server processes or one before and after a restart."""
+    store = str(tmp_path / "store.db")
+    search = {"type": "web_search"}
+    first = Model(
+        call("browser.search", '{"query": "Velmora dam metres lighthouse"}'),
+        call("browser.open", '{"id": 0}'),
+        final("."),
+    )
+    second = Model(
+        call("browser.find", '{"cursor": 1, "pattern": "87 metres"}'),  # a page that the other process opened
+        call("browser.open", '{"cursor": 0, "id": 1}'),  # a link of its search results
+        call("browser.open", '{"cursor": 0, "loc": 3}'),  # what cannot be had again
+        final("High【1†L5】, and bright【3†L1】."),
+    )
+    third = Model(call("browser.open", '{"cursor": 2}'), final("So【3†L1】."))
+    one, two = (ToolServer.from_spec("browser", ToolServerOptions(environ=ENVIRON)) for _ in range(2))
+    async with api(first, one, store) as here, api(second, two, store) as there:
+        asked = await ask(here, search, store=True)
+        again = await ask(there, search, store=True, previous_response_id=asked["id"])
+        first.turns, first.prompts = third.turns, []
+        back = await ask(here, search, store=True, previous_response_id=again["id"])
+    assert "[2] Find results for text: `87 metres` in `The Velmora dam`" in second.prompts[1]
+    assert "[3] " in second.prompts[2]
+    assert "not kept here any more. Search again" in second.prompts[3]
+    cited = again["output"][-1]["content"][0]["annotations"]
+    assert [citation["url"] for citation in cited] == ["https://dams.example/velmora", opened_by(again, 1)]
+    assert "not kept here any more" in first.prompts[1]
+    (last,) = back["output"][-1]["content"][0]["annotations"]
+    assert last["url"] == opened_by(again, 1)  # `here` never showed cursor 3 and yet knows what it is
+
+
+def opened_by(body: dict[str, Any], number: int) -> str:
+    """The URL that the `number`th browser call of the response opened."""
+    calls = [item for item in body["output"] if item["type"] == "web_search_call"]
+    return str(calls[number]["action"]["url"])
+
+
+async def test_python_that_moved_to_another_process_says_that_its_variables_are_gone(tmp_path: Path) -> None:
+    store = str(tmp_path / "store.db")
+    tool = {"type": "code_interpreter", "container": {"type": "auto"}}
+    models = [
+        Model(call("python", "x = 6\nx"), final("Six.")),
+        Model(call("python", "print('x' in globals())"), final("No.")),
+    ]
+    one, two = (ToolServer.from_spec("python", ToolServerOptions(environ={})) for _ in range(2))
+    async with api(models[0], one, store) as here, api(models[1], two, store) as there:
+        if one.providers[0].unavailable:
+            pytest.skip(one.providers[0].unavailable)
+        asked = await ask(here, tool, store=True)
+        await ask(there, tool, store=True, previous_response_id=asked["id"])
+    assert "This python session is new" in models[1].prompts[1]
+    assert "False" in models[1].prompts[1]
+    assert "This python session is new" not in models[0].prompts[1]
+
+
+async def test_an_authorization_is_in_no_store_no_log_and_no_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    secrets = ("tok-SECRET-1", "key-SECRET-2")
+    calls = [turn for _ in range(3) for turn in (call("mine.header", '{"name": "x-plan"}'), final("Done."))]
+    with example("streamable_http") as (url, _):
+        tools = ToolServer.from_spec(
+            "browser", ToolServerOptions(environ={**ENVIRON, "GPTOSS_MCP_ALLOWED_HOSTS": url.split("/")[2]})
+        )
+        tool = {"type": "mcp", "server_label": "mine", "server_url": url, "authorization": secrets[0]}
+        tool |= {"headers": {"X-Key": secrets[1], "X-Plan": "gold"}, "require_approval": "never"}
+        async with api(Model(*calls), tools, str(tmp_path / "store.db")) as client:
+            shown = [await ask(client, tool, store=True)]
+            background = await ask(client, tool, store=True, background=True)
+            while background["status"] in ("queued", "in_progress"):
+                background = (await client.get(f"/v1/responses/{background['id']}")).json()
+            shown.append(background)
+            wrong = {**tool, "server_label": "not a label"}
+            refused = await client.post("/v1/responses", json={"model": "gpt-oss", "input": "?", "tools": [wrong]})
+            streamed = await client.post(
+                "/v1/responses", json={"model": "gpt-oss", "input": "?", "tools": [tool], "stream": True}
+            )
+            assert "gold" in streamed.text
+    assert [item["output"] for body in shown for item in body["output"] if item["type"] == "mcp_call"] == ["gold"] * 2
+    kept = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    assert b"server_url" in kept  # the request is there, and what it brought in secret is not
+    everything = kept.decode("latin-1") + caplog.text + json.dumps(shown) + refused.text + streamed.text
+    assert [secret for secret in secrets if secret in everything] == []
+
+
+async def test_a_browser_behind_mcp_cannot_be_promised_to_keep_to_domains() -> None:
+    server = MCPServer("browser", log_level="CRITICAL")
+
+    @server.tool(structured_output=False)
+    def search(query: str) -> str:
+        return "[0] x\n**viewing lines [0 - 0] of 0**\n\nL0: x"
+
+    async with running(server.sse_app()) as url:
+        tools = ToolServer.from_spec(url.removeprefix("http://"), ToolServerOptions(environ={}))
+        async with api(Model(final("Hi.")), tools) as client:
+            for field, tool in (
+                ("filters.allowed_domains", {"filters": {"allowed_domains": ["dams.example"]}}),
+                ("external_web_access", {"external_web_access": False}),
+            ):
+                body = {"model": "gpt-oss", "input": "?", "tools": [{"type": "web_search", **tool}]}
+                answer = await client.post("/v1/responses", json=body)
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"tools[0].{field}")
+            assert (await ask(client, {"type": "web_search"}))["status"] == "completed"

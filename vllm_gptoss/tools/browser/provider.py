@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
@@ -19,7 +19,8 @@ from vllm_gptoss.tools.browser.backends import API_BACKENDS, ApiBackend, Backend
 from vllm_gptoss.tools.browser.fetch import AGENT, Fetcher, Limits
 from vllm_gptoss.tools.browser.guard import Guard
 from vllm_gptoss.tools.browser.page import Viewer, estimate_tokens
-from vllm_gptoss.tools.browser.session import BrowserSession, Places, State
+from vllm_gptoss.tools.browser.session import BrowserSession, Places
+from vllm_gptoss.tools.browser.state import State
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +131,7 @@ class BrowserProvider:
         """The browser of `conversation_id`; an empty id gets one of its own that ends with the session."""
         viewer = Viewer(_VIEW_TOKENS.get(options.search_context_size, 1024), self._count)
         places = Places(self._web, self._index, self._fetcher)
-        state = self._state(conversation_id)
+        state = self._state(conversation_id, [call["recall"] for call in options.past if _is_display(call)])
         close = partial(self._closed, conversation_id) if conversation_id else (lambda: None)
         return BrowserSession(self._namespace, places, viewer, state, options, close)
 
@@ -145,11 +146,14 @@ class BrowserProvider:
                 await part.aclose()
         self._states.clear()
 
-    def _state(self, conversation_id: str) -> State:
+    def _state(self, conversation_id: str, past: Sequence[Mapping[str, Any]]) -> State:
         if not conversation_id:
             return State()
         self._evict()
-        state = self._states.setdefault(conversation_id, State())
+        kept = self._states.get(conversation_id, State())
+        self._states[conversation_id] = state = kept.agreeing(past)
+        if state is not kept:
+            logger.info("browser: a conversation's pages were shown by another process; they are opened anew on demand")
         state.used_at = time.monotonic()
         self._states.move_to_end(conversation_id)
         self._open[conversation_id] = self._open.get(conversation_id, 0) + 1
@@ -172,6 +176,10 @@ class BrowserProvider:
                 break
             del self._states[name]
             spare -= 1
+
+
+def _is_display(call: Mapping[str, Any]) -> bool:
+    return str(call.get("recipient", "")).startswith(f"{BROWSER.name}.") and "links" in (call.get("recall") or ())
 
 
 def _namespace() -> Namespace:

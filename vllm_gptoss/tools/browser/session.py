@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_gptoss.tools.base import (
@@ -33,58 +32,12 @@ from vllm_gptoss.tools.browser.page import (
     shorten,
     wrap,
 )
+from vllm_gptoss.tools.browser.state import State, recalled
 
-logger = logging.getLogger(__name__)
-
-MAX_PAGES = 500
-MAX_CHARS = 20_000_000
 _SNIPPET_CHARS = {"low": 150, "medium": 400, "high": 1000}
 _RESULTS = {"low": 5, "medium": 10, "high": 20}
 _LONG_CHARS = 20_000
 _LOOK_BACK = 4  # lines shown above the one that a `find` match links to
-
-
-@dataclass(slots=True)
-class State:
-    """What the model saw, by cursor. Displays beyond the bounds lose their text but keep their source."""
-
-    pages: list[Page] = field(default_factory=list)
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    used_at: float = 0.0
-    chars: int = 0
-    dropped: int = 0
-
-    def add(self, page: Page) -> int:
-        """The cursor of `page`, newly shown."""
-        if not any(page is old for old in self.pages[self.dropped :]):
-            self.chars += len(page.text)
-        self.pages.append(page)
-        while self.dropped < len(self.pages) - 1 and (
-            self.chars > MAX_CHARS or len(self.pages) - self.dropped > MAX_PAGES
-        ):
-            old = self.pages[self.dropped]
-            if not any(old is other for other in self.pages[self.dropped + 1 :]):
-                self.chars -= len(old.text)
-            self.pages[self.dropped] = Page(old.url, old.title, "", source_url=old.source_url)
-            self.dropped += 1
-        return len(self.pages) - 1
-
-    def page(self, cursor: int) -> Page:
-        """
-        Raises:
-            UsageError: there is no such display, or it is too long ago.
-        """
-        if not self.pages:
-            raise UsageError("No pages to access! Use `search`, or `open` with a URL as `id`.")
-        if cursor == -1:
-            return self.pages[-1]
-        if not 0 <= cursor < len(self.pages):
-            raise UsageError(
-                f"Cursor `{cursor}` is out of range. Available cursor indices: [0 - {len(self.pages) - 1}]."
-            )
-        if cursor < self.dropped:
-            raise UsageError(f"Cursor `{cursor}` is too long ago; open its URL again: {self.pages[cursor].source_url}")
-        return self.pages[cursor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +134,8 @@ class BrowserSession:
         if len(page.text) > _LONG_CHARS:
             await asyncio.to_thread(lambda: page.wrapped)  # about 1 s per million characters, kept with the page
         text = self._viewer.show(page, len(self._state.pages), start, num_lines)  # raises before the page counts
-        self._state.add(page)
-        return ToolResult([Text(text)], action=action)
+        cursor = self._state.add(page)
+        return ToolResult([Text(text)], action=action, recall=recalled(cursor, page))
 
     async def _search(self, arguments: Mapping[str, Any]) -> ToolResult:
         query = str(arguments.get("query") or "").strip()
@@ -223,21 +176,34 @@ class BrowserSession:
         return await self._show(page, start, num_lines, action)
 
     async def _follow(self, target: object, arguments: Mapping[str, Any]) -> tuple[Page, Link | None]:
-        current = self._state.page(_number(arguments, "cursor", -1))
+        cursor = _number(arguments, "cursor", -1)
+        current = self._state.page(cursor)
         number = _number({"id": target}, "id", -1)
         view_source = bool(arguments.get("view_source"))
         if number < 0:
             if not view_source:
-                return current, None
+                return await self._held(cursor, current), None
             return await self._load(current.source_url or current.url, True), None
         if number >= len(current.links):
             raise UsageError(f"Invalid link id `{number}`.")
         link = current.links[number]
         if not view_source:
-            for page in reversed(self._state.pages[self._state.dropped :]):
-                if page.url == link.url and not page.listing:
+            for seen in range(len(self._state.pages) - 1, self._state.dropped - 1, -1):
+                page = self._state.pages[seen]
+                if page.url == link.url and not page.listing and seen not in self._state.absent:
                     return page, link
         return await self._load(link.url, view_source), link
+
+    async def _held(self, cursor: int, page: Page) -> Page:
+        """`page` with its text, which is fetched again where another process showed it."""
+        number = cursor if cursor >= 0 else len(self._state.pages) - 1
+        if number not in self._state.absent:
+            return page
+        if page.listing or not page.url:
+            raise UsageError(
+                f"The text of cursor `{number}` is not kept here any more. Search again, or open one of its links."
+            )
+        return await self._load(page.url, False)
 
     async def _load(self, url: str, view_source: bool) -> Page:
         if url.startswith("view-source:"):
@@ -261,9 +227,11 @@ class BrowserSession:
         pattern = str(arguments.get("pattern") or "")
         if not pattern.strip():
             raise UsageError("`pattern` must not be empty")
-        page = self._state.page(_number(arguments, "cursor", -1))
+        cursor = _number(arguments, "cursor", -1)
+        page = self._state.page(cursor)
         if page.listing:
             raise UsageError("Cannot run `find` on search results page or find results page")
+        page = await self._held(cursor, page)
         found = await asyncio.to_thread(find_page, page, pattern)
         action = BrowserAction("find_in_page", url=page.source_url or page.url, pattern=pattern)
         return await self._show(found, 0, -1, action)

@@ -73,6 +73,8 @@ class McpProvider:
     `label` is the namespace's name; empty means what the server calls itself, as upstream's `--tool-server host:port`.
     """
 
+    honours_web_options = False  # MCP has no words for `filters` and `external_web_access` of a `web_search` tool
+
     def __init__(self, label: str, config: McpServerConfig, dialer: Dialer | None = None) -> None:
         self.config = config
         self._label = label
@@ -191,7 +193,7 @@ class McpSession:
         self._conversation = conversation_id or options.response_id
         self._options = options
         self._own: Connection | None = None
-        self._sources: dict[int, Source] = {}
+        self._sources = dict(_cited(call) for call in options.past if _is_display(call))
 
     @property
     def namespaces(self) -> Sequence[Namespace]:
@@ -267,16 +269,29 @@ class McpSession:
         if namespace is None or namespace.kind is not ToolKind.BROWSER or result.error or call.tool not in _OPENS:
             return result
         url = None
+        recall = None
         if match := _DISPLAY.match(result.text):
             cursor, title, url = int(match[1]), match[2], match[3]
             if url:
                 url = url.split("/find?pattern=", 1)[0]
                 self._sources[cursor] = Source(cursor, url, title)
+                recall = {"cursor": cursor, "url": url, "title": title}
         if url is None and isinstance(arguments.get("id"), str):
             url = arguments["id"]
         query = arguments.get("query") if call.tool == "search" else None
         pattern = arguments.get("pattern") if call.tool == "find" else None
-        return replace(result, action=BrowserAction(_OPENS[call.tool], query=query, url=url, pattern=pattern))
+        action = BrowserAction(_OPENS[call.tool], query=query, url=url, pattern=pattern)
+        return replace(result, action=action, recall=recall)
+
+
+def _is_display(call: Mapping[str, Any]) -> bool:
+    memo = call.get("recall") or {}
+    return str(call.get("recipient", "")).startswith(f"{ToolKind.BROWSER}.") and bool(memo.get("url"))
+
+
+def _cited(call: Mapping[str, Any]) -> tuple[int, Source]:
+    memo = call["recall"]
+    return memo["cursor"], Source(memo["cursor"], memo["url"], memo["title"])
 
 
 def _code_call(tools: Sequence[ToolDefinition], code: str) -> tuple[str, dict[str, Any]]:

@@ -36,6 +36,10 @@ _IDLE_LOST = (
     "[The python session was closed after a long time unused. All variables and all files in /mnt/data are lost.]"
 )
 _ROOM_LOST = "[The python session was closed to make room. All variables and all files in /mnt/data are lost.]"
+_ELSEWHERE = (
+    "[This python session is new: variables of earlier calls, and files in /mnt/data, are not here. The server was"
+    " started again, or another of its processes ran those calls.]"
+)
 _REMEMBERED = 10_000  # conversations whose loss is still to be told
 _MAX_CODE = 1 << 20  # characters
 
@@ -84,6 +88,9 @@ class PythonProvider:
 
     async def open(self, conversation_id: str, options: SessionOptions) -> PythonSession:
         """The conversation's notebook; with an empty id, one that nobody shares and that ends with the session."""
+        ran_before = any(call.get("recipient") == self._name for call in options.past)
+        if conversation_id and ran_before and conversation_id not in self._containers:
+            self._remember_loss(conversation_id, self._lost.get(conversation_id, _ELSEWHERE))
         return PythonSession(self, conversation_id)
 
     async def run(self, conversation_id: str, code: str) -> ToolResult:
@@ -138,11 +145,14 @@ class PythonProvider:
             held -= self._containers[key].memory
             self._evict(key, _ROOM_LOST)
 
-    def _evict(self, conversation_id: str, lost: str) -> None:
-        container = self._containers.pop(conversation_id)
+    def _remember_loss(self, conversation_id: str, lost: str) -> None:
         self._lost[conversation_id] = lost
         while len(self._lost) > _REMEMBERED:
             self._lost.popitem(last=False)
+
+    def _evict(self, conversation_id: str, lost: str) -> None:
+        container = self._containers.pop(conversation_id)
+        self._remember_loss(conversation_id, lost)
         logger.info("python: closing container %s of an idle conversation", container.id)
         task = asyncio.create_task(container.discard(""))
         self._evictions.add(task)

@@ -1,0 +1,112 @@
+"""One conversation's displays by cursor: what the model saw, wherever and whenever it was shown."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_gptoss.tools.browser.page import Link, Page, UsageError
+
+MAX_PAGES = 500
+MAX_CHARS = 20_000_000
+MAX_LINKS = 500
+"""Links of a display that outlive its process; about 50 kB where a page has that many."""
+
+
+@dataclass(slots=True)
+class State:
+    """What the model saw, by cursor. Displays beyond the bounds lose their text but keep their source.
+
+    `absent` are displays that another process showed, or this one before it was started again: their text is not here.
+    """
+
+    pages: list[Page] = field(default_factory=list)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    used_at: float = 0.0
+    chars: int = 0
+    dropped: int = 0
+    absent: set[int] = field(default_factory=set)
+
+    def add(self, page: Page) -> int:
+        """The cursor of `page`, newly shown."""
+        if not any(page is old for old in self.pages[self.dropped :]):
+            self.chars += len(page.text)
+        self.pages.append(page)
+        while self.dropped < len(self.pages) - 1 and (
+            self.chars > MAX_CHARS or len(self.pages) - self.dropped > MAX_PAGES
+        ):
+            old = self.pages[self.dropped]
+            if not any(old is other for other in self.pages[self.dropped + 1 :]):
+                self.chars -= len(old.text)
+            self.pages[self.dropped] = Page(old.url, old.title, "", source_url=old.source_url)
+            self.dropped += 1
+        return len(self.pages) - 1
+
+    def page(self, cursor: int) -> Page:
+        """
+        Raises:
+            UsageError: there is no such display, or it is too long ago.
+        """
+        if not self.pages:
+            raise UsageError("No pages to access! Use `search`, or `open` with a URL as `id`.")
+        if cursor == -1:
+            return self.pages[-1]
+        if not 0 <= cursor < len(self.pages):
+            raise UsageError(
+                f"Cursor `{cursor}` is out of range. Available cursor indices: [0 - {len(self.pages) - 1}]."
+            )
+        if cursor < self.dropped:
+            raise UsageError(f"Cursor `{cursor}` is too long ago; open its URL again: {self.pages[cursor].source_url}")
+        return self.pages[cursor]
+
+    def agreeing(self, past: Sequence[Mapping[str, Any]]) -> State:
+        """This state, if its cursors mean what the model was told in `past`; else a new one in which they do.
+
+        past: recalled displays, as `recalled` makes them
+        """
+        told = {int(memo["cursor"]): memo for memo in past}
+        if all(cursor < len(self.pages) and _is(self.pages[cursor], memo) for cursor, memo in told.items()):
+            return self
+        new = State(used_at=self.used_at)
+        for cursor in range(max(told) + 1):
+            own = self.pages[cursor] if cursor < len(self.pages) else None
+            memo = told.get(cursor)
+            if own is not None and (memo is None or _is(own, memo)):
+                new.add(own)
+                if cursor < self.dropped or cursor in self.absent:
+                    new.absent.add(cursor)
+            else:
+                new.add(_page(memo) if memo else Page("", "", ""))
+                new.absent.add(cursor)
+        return new
+
+
+def recalled(cursor: int, page: Page) -> dict[str, Any]:
+    """What a later process needs of a display: enough to cite it, to follow its links and to open it again."""
+    return {
+        "cursor": cursor,
+        "url": page.url,
+        "title": page.title,
+        "source_url": page.source_url,
+        "listing": page.listing,
+        "links": [[link.url, link.title, link.line] for link in page.links[:MAX_LINKS]],
+        "line_links": [list(pair) for pair in page.line_links[:MAX_LINKS]],
+    }
+
+
+def _page(memo: Mapping[str, Any]) -> Page:
+    return Page(
+        memo["url"],
+        memo["title"],
+        "",
+        [Link(url, title, line) for url, title, line in memo["links"]],
+        memo["source_url"],
+        memo["listing"],
+        [(first, number) for first, number in memo["line_links"]],
+    )
+
+
+def _is(page: Page, memo: Mapping[str, Any]) -> bool:
+    return (page.url, page.title) == (memo["url"], memo["title"])
