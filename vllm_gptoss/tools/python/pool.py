@@ -173,9 +173,9 @@ class KernelPool:
                 self._waiting -= 1
             self._alive += 1
 
-    def call_ended(self) -> None:
-        """A conversation became idle: somebody who waits may have its place."""
-        if self._waiting:
+    def call_ended(self, leaving: int) -> None:
+        """A conversation became idle: somebody who waits, and for whom none of the `leaving` goes, has its place."""
+        if self._waiting > leaving:
             self._evict_idle()
 
     async def _unreserve(self) -> None:
