@@ -8,13 +8,14 @@ from typing import Any
 from urllib.parse import quote
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from vllm_gptoss.responses import ids, resource
 from vllm_gptoss.responses.compaction import summarise
 from vllm_gptoss.responses.errors import ApiError, not_found
 from vllm_gptoss.responses.events import Event, Output
 from vllm_gptoss.responses.http import caller_of, errors
+from vllm_gptoss.responses.paging import page_of
 from vllm_gptoss.responses.request import CreateRequest, parse_create
 from vllm_gptoss.responses.service import Caller, Service
 from vllm_gptoss.responses.store import Stored
@@ -39,7 +40,38 @@ def add_routes(router: APIRouter, service: Callable[[], Service]) -> None:
     async def content(container_id: str, file_id: str, request: Request) -> Response:
         return await _file(service(), container_id, file_id, request)
 
-    router.add_api_route("/v1/containers/{container_id}/files/{file_id}/content", errors(content), methods=["GET"])
+    async def listed(container_id: str, request: Request) -> Response:
+        return JSONResponse(page_of(_files(service(), container_id, request), request.query_params))
+
+    async def described(container_id: str, file_id: str, request: Request) -> Response:
+        found = [file for file in _files(service(), container_id, request) if file["id"] == file_id]
+        if not found:
+            raise not_found("File", file_id)
+        return JSONResponse(found[0])
+
+    files = "/v1/containers/{container_id}/files"
+    for path, handler in (("", listed), ("/{file_id}", described), ("/{file_id}/content", content)):
+        router.add_api_route(files + path, errors(handler), methods=["GET"])
+
+
+def _files(service: Service, container_id: str, request: Request) -> list[dict[str, Any]]:
+    """What can be downloaded of a container, oldest first, for the API key whose response used it."""
+    provider: Any = service.providers.of_kind(ToolKind.PYTHON)
+    kept = getattr(getattr(provider, "inner", provider), "list_files", None)
+    if kept is None or not service.owns(container_id, caller_of(request)):
+        raise not_found("Container", container_id)
+    return [
+        {
+            "id": file.file_id,
+            "object": "container.file",
+            "bytes": file.size,
+            "container_id": file.container_id,
+            "created_at": file.created_at,
+            "path": f"/mnt/data/{file.filename}",
+            "source": "assistant",
+        }
+        for file in kept(container_id)
+    ]
 
 
 async def _file(service: Service, container_id: str, file_id: str, request: Request) -> Response:

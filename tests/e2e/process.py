@@ -1,0 +1,52 @@
+"""What a running server holds, seen from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Held:
+    """A server's children of all generations by name, its open descriptors and sockets, its own memory."""
+
+    children: dict[int, str]
+    descriptors: int
+    sockets: int
+    resident: int  # bytes
+
+    @property
+    def sandboxed(self) -> list[int]:
+        """The fork server of the python tool and all that came from it."""
+        return [pid for pid, command in self.children.items() if "gptoss_sandbox" in command]
+
+
+def held(pid: int) -> Held:
+    process = psutil.Process(pid)
+    links = []
+    for entry in os.scandir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(entry.path))
+    sockets = sum(link.startswith("socket:") for link in links)
+    return Held(children(process), len(links), sockets, process.memory_info().rss)
+
+
+def children(process: psutil.Process) -> dict[int, str]:
+    found = {}
+    for child in process.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found[child.pid] = " ".join(child.cmdline())
+    return found
+
+
+def settled(pid: int, enough: Callable[[Held], bool], patience: float = 15) -> Held:
+    """What is held once `enough` is true, or when `patience` is over: things may take a moment to go."""
+    began = time.monotonic()
+    while not enough(now := held(pid)) and time.monotonic() - began < patience:
+        time.sleep(0.1)
+    return now
