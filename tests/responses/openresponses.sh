@@ -3,7 +3,7 @@
 # Needs git and npm, and once a repository that has the commit: the project's own by default, or any copy of it.
 set -eu
 commit=92c12d96d7b61d6d15e2214daa5e9c6000ab6e1c
-target=${GPTOSS_OPENRESPONSES:-.cache/openresponses}
+target=${GPTOSS_OPENRESPONSES:-${XDG_CACHE_HOME:-$HOME/.cache}/vllm-gptoss/openresponses}
 mkdir -p "$target"
 cd "$target"
 [ -d .git ] || git init -q
