@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from httpx_sse import connect_sse
 
 from tests.responses import fakes
 from tests.responses.conftest import MODEL, Running, Start
 from tests.responses.events import check_response, stream
+from tests.responses.test_background import LONG
 from tests.responses.test_create import CALL, HELLO, WEATHER
+from tests.responses.test_faults import soon
 from tests.responses.test_tools import INTERPRETER, PYTHON, SEARCH
+from vllm_gptoss.responses import past
 from vllm_gptoss.responses.config import ResponsesConfig
+from vllm_gptoss.responses.http import tenant_of
 from vllm_gptoss.responses.store import Store
 
 
@@ -171,6 +177,79 @@ def test_a_conversation_grows_by_input_and_output(start: Start) -> None:
         assert bob.post("/responses", json=body).status_code == 404
 
 
+def test_a_conversation_is_one_responses_at_a_time(start: Start) -> None:
+    """OpenAI's own error, in its words and with its code: a second response would not know of the first."""
+    first, second = start(LONG, rate=50.0), start(HELLO)
+    with first.http() as http, second.http() as other:
+        conversation = http.post("/conversations", json={}).json()["id"]
+        ask = {"model": MODEL, "input": "hi", "conversation": conversation}
+        with connect_sse(http, "POST", "/responses", json={**ask, "stream": True}) as source:
+            events = source.iter_sse()
+            next(events)
+            for client in (http, other):
+                refused = client.post("/responses", json=ask)
+                assert refused.status_code == 400
+                assert refused.json()["error"] == {
+                    "message": "Another process is currently operating on this conversation."
+                    " Please retry in a few seconds.",
+                    "type": "invalid_request_error",
+                    "param": "conversation",
+                    "code": "conversation_locked",
+                }
+            assert other.post("/responses/input_tokens", json=ask).status_code == 200, "counting changes nothing"
+            assert other.post("/responses", json={"model": MODEL, "input": "hi"}).status_code == 200
+        # The client went away: what it held is free again.
+        soon(lambda: other.post("/responses", json=ask).status_code == 200, 5)
+        assert other.post("/responses", json=ask).status_code == 200, "and again after a response that was completed"
+        refused = other.post("/responses", json={**ask, "tools": [{"type": "web_search"}]})
+        assert refused.status_code == 400, "a request that is refused holds nothing"
+        assert other.post("/responses", json=ask).status_code == 200
+        background = {**ask, "background": True}
+        made = http.post("/responses", json=background).json()
+        assert other.post("/responses", json=ask).json()["error"]["code"] == "conversation_locked"
+        http.post(f"/responses/{made['id']}/cancel").raise_for_status()
+        assert other.post("/responses", json=ask).status_code == 200
+
+
+def test_a_conversation_of_a_dead_server_is_free_after_a_while(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(past, "HOLD", 0.6)
+    server = start(LONG, HELLO, rate=2000.0)
+    with server.http() as http:
+        conversation = http.post("/conversations", json={}).json()["id"]
+        rows = server.endpoint.service.store.conversations  # type: ignore[union-attr]
+        tenant = tenant_of("Bearer alice")
+        assert server.call(rows.hold(tenant, conversation, "resp_dead", 0.3))
+        ask = {"model": MODEL, "input": "hi", "conversation": conversation}
+        assert http.post("/responses", json=ask).json()["error"]["code"] == "conversation_locked"
+        soon(lambda: http.post("/responses", json=ask).status_code == 200, 5)
+
+
+def test_a_long_response_keeps_its_conversation(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(past, "HOLD", 0.3)
+    server = start(LONG, rate=50.0)
+    with server.http() as http:
+        ask = {"model": MODEL, "input": "hi", "conversation": http.post("/conversations", json={}).json()["id"]}
+        with connect_sse(http, "POST", "/responses", json={**ask, "stream": True}) as source:
+            events = source.iter_sse()
+            next(events)
+            time.sleep(1.0)
+            assert http.post("/responses", json=ask).json()["error"]["code"] == "conversation_locked"
+
+
+def test_a_conversation_that_is_deleted_meanwhile_leaves_nothing(start: Start) -> None:
+    server = start(LONG, rate=200.0)
+    with server.http() as http:
+        conversation = http.post("/conversations", json={}).json()["id"]
+        ask = {"model": MODEL, "input": "hi", "conversation": conversation, "stream": True, "max_output_tokens": 40}
+        with connect_sse(http, "POST", "/responses", json=ask) as source:
+            events = source.iter_sse()
+            next(events)
+            http.delete(f"/conversations/{conversation}").raise_for_status()
+            kinds = [event.event for event in events]
+        assert "response.incomplete" in kinds
+        assert server.call(server.endpoint.service.store.conversations.items(conversation)) == []  # type: ignore[union-attr]
+
+
 def test_compaction_keeps_the_users_words_and_seals_the_rest(start: Start) -> None:
     summary = "<|channel|>final<|message|>They greeted.<|return|>"
     server = start(summary, HELLO)
@@ -218,9 +297,27 @@ def test_retention_and_size_limits_remove_the_oldest(start: Start) -> None:
         assert 0 < gone < 6
         left = [http.get(f"/responses/{one}").status_code == 200 for one in made]
         assert left == sorted(left), "the oldest go first"
+    _counts_what_is_large(start)
     expired = start(HELLO, config={"retention": 0.000001})
     with expired.http() as http:
         assert http.get(f"/responses/{made[-1]}").status_code == 404
+
+
+def _counts_what_is_large(start: Start) -> None:
+    """Events of background responses and items of conversations are most of what is stored."""
+    server = start("<|channel|>final<|message|>" + "word " * 300 + "<|return|>", config={"max_bytes": 40_000})
+    store = server.endpoint.service.store
+    assert store
+    with server.http() as http:
+        first = create(http, input="hi", background=True)["id"]
+        soon(lambda: http.get(f"/responses/{first}").json()["status"] == "completed", 10)
+        last = create(http, input="hi")["id"]
+        soon(lambda: server.call(store.sweep()) > 0, 5)
+        assert http.get(f"/responses/{first}").status_code == 404, "its events alone are more than the limit"
+        item = {"role": "user", "content": "x" * 60_000}
+        http.post("/conversations", json={"items": [item]}).raise_for_status()
+        assert server.call(store.sweep()) > 0
+        assert http.get(f"/responses/{last}").status_code == 404
 
 
 def test_a_threshold_compacts_before_answering(start: Start) -> None:

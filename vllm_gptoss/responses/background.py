@@ -19,9 +19,10 @@ from pydantic_core import to_json
 from vllm_gptoss.responses.errors import ApiError, not_found
 from vllm_gptoss.responses.events import TERMINAL, Event
 from vllm_gptoss.responses.loop import Loop
+from vllm_gptoss.responses.past import Caller
 from vllm_gptoss.responses.request import CreateRequest
-from vllm_gptoss.responses.service import Caller, Service
-from vllm_gptoss.responses.store import Store, Stored, StoreError
+from vllm_gptoss.responses.service import Service
+from vllm_gptoss.responses.store import UNFINISHED, Store, Stored, StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +30,6 @@ FLUSH = 0.05
 """Seconds that events of a background response may wait before they are written together."""
 POLL = 0.2
 """Seconds between looks at the store for a response that another server runs."""
-
-UNFINISHED = ("queued", "in_progress")
 
 
 class _Run:
@@ -106,6 +105,7 @@ class Background:
             run.wake.set()
             await asyncio.gather(writer, return_exceptions=True)
             await self._flush(stored.id, pending)
+            await self._measure(stored.id)
             run.ended = True
             run.tell()
             self._runs.pop(stored.id, None)
@@ -139,6 +139,12 @@ class Background:
             await self._store.append_events(identifier, batch)
         except StoreError as error:
             logger.error("Events of %s were lost: %s", identifier, error)
+
+    async def _measure(self, identifier: str) -> None:
+        try:
+            await self._store.measure(identifier)
+        except StoreError as error:
+            logger.warning("The size of %s is not known: %s", identifier, error)
 
     async def follow(self, identifier: str, caller: Caller, after: int) -> AsyncGenerator[list[Event], None]:
         """Events after number `after`, as they come, to the terminal one."""

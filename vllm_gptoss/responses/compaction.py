@@ -23,7 +23,8 @@ from vllm_gptoss.responses.toolset import Toolset
 from vllm_gptoss.responses.writers import Style
 
 if TYPE_CHECKING:
-    from vllm_gptoss.responses.service import Caller, Service
+    from vllm_gptoss.responses.past import Caller
+    from vllm_gptoss.responses.service import Service
 
 SUMMARISE = (
     "Summarise the conversation above for the assistant that continues it and will see nothing but your summary. Keep"

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from vllm_gptoss.responses import ids
+from vllm_gptoss.responses.conversation_store import ConversationStore
 from vllm_gptoss.responses.errors import ApiError, not_found
 from vllm_gptoss.responses.http import body_of, caller_of, errors
 from vllm_gptoss.responses.input import Item, parse_input
@@ -18,7 +19,6 @@ from vllm_gptoss.responses.openapi import object_body
 from vllm_gptoss.responses.paging import page_of
 from vllm_gptoss.responses.request import check_metadata
 from vllm_gptoss.responses.service import Service
-from vllm_gptoss.responses.store import Store
 
 MAX_ITEMS = 20
 """Items that one call may add (OpenAI's limit)."""
@@ -49,11 +49,11 @@ class _Routes:
     def __init__(self, service: Callable[[], Service]) -> None:
         self._service = service
 
-    def _store(self) -> Store:
-        return self._service().need_store("conversation")
+    def _store(self) -> ConversationStore:
+        return self._service().need_store("conversation").conversations
 
     async def _find(self, identifier: str, request: Request) -> tuple[float, dict[str, str]]:
-        found = await self._store().get_conversation(caller_of(request).tenant, identifier)
+        found = await self._store().get(caller_of(request).tenant, identifier)
         if found is None:
             raise not_found("Conversation", identifier)
         return found
@@ -63,8 +63,7 @@ class _Routes:
         labels, items = _labels(body), _items(body.get("items"))
         _refuse_unknown(body, "items", "metadata")
         identifier, now = ids.new("conv"), time.time()
-        await self._store().put_conversation(caller_of(request).tenant, identifier, labels, now)
-        await self._store().append_items(identifier, [(item, None) for item in items])
+        await self._store().put(caller_of(request).tenant, identifier, labels, now, [(item, None) for item in items])
         return JSONResponse(_resource(identifier, now, labels))
 
     async def retrieve(self, conversation_id: str, request: Request) -> Response:
@@ -75,11 +74,11 @@ class _Routes:
         _refuse_unknown(body, "metadata")
         created, _ = await self._find(conversation_id, request)
         labels = _labels(body)
-        await self._store().put_conversation(caller_of(request).tenant, conversation_id, labels, created)
+        await self._store().put(caller_of(request).tenant, conversation_id, labels, created)
         return JSONResponse(_resource(conversation_id, created, labels))
 
     async def delete(self, conversation_id: str, request: Request) -> Response:
-        if not await self._store().delete_conversation(caller_of(request).tenant, conversation_id):
+        if not await self._store().delete(caller_of(request).tenant, conversation_id):
             raise not_found("Conversation", conversation_id)
         return JSONResponse({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
@@ -90,7 +89,7 @@ class _Routes:
         items = _items(body.get("items"))
         if not items:
             raise ApiError("'items' must not be empty.", param="items", code="missing_required_parameter")
-        await self._store().append_items(conversation_id, [(item, None) for item in items])
+        await self._store().append(conversation_id, [(item, None) for item in items])
         return JSONResponse(page_of(items, {"order": "asc", "limit": "100"}))
 
     async def list_items(self, conversation_id: str, request: Request) -> Response:

@@ -16,8 +16,9 @@ from vllm_gptoss.responses.errors import ApiError, not_found
 from vllm_gptoss.responses.events import Event, Output
 from vllm_gptoss.responses.http import caller_of, errors
 from vllm_gptoss.responses.paging import page_of
+from vllm_gptoss.responses.past import Caller
 from vllm_gptoss.responses.request import CreateRequest, parse_create
-from vllm_gptoss.responses.service import Caller, Service
+from vllm_gptoss.responses.service import Service
 from vllm_gptoss.responses.store import Stored
 from vllm_gptoss.responses.toolset import Toolset
 from vllm_gptoss.tools.base import ToolKind
@@ -91,7 +92,7 @@ async def count_input(service: Service, body: Any, caller: Caller) -> dict[str, 
     if isinstance(body, dict):
         body = {name: value for name, value in body.items() if name != "personality"}
     request = parse_create(body)
-    loop = await service.prepare(request, caller)
+    loop = await service.prepare(request, caller, holds=False)
     await loop.close()
     return {"object": "response.input_tokens", "input_tokens": loop.prompt_tokens}
 
@@ -122,7 +123,7 @@ async def compact(service: Service, body: Any, caller: Caller) -> dict[str, Any]
 
 async def warm(service: Service, request: CreateRequest, caller: Caller) -> list[Event]:
     """`generate: false`: checks and keeps a request without generating; its id can be gone on from."""
-    loop = await service.prepare(request, caller)
+    loop = await service.prepare(request, caller, holds=False)
     await loop.close()
     out = Output()
     body = loop.body

@@ -21,7 +21,8 @@ from starlette.types import Receive, Scope, Send
 
 from vllm_gptoss.responses.errors import ApiError
 from vllm_gptoss.responses.events import Event
-from vllm_gptoss.responses.service import Batches, Caller
+from vllm_gptoss.responses.past import Caller
+from vllm_gptoss.responses.service import Batches
 from vllm_gptoss.responses.store import StoreError
 
 logger = logging.getLogger(__name__)

@@ -25,6 +25,7 @@ from vllm_gptoss.responses.errors import EngineError
 from vllm_gptoss.responses.events import Event, Item, Output
 from vllm_gptoss.responses.job import Compacted, Job
 from vllm_gptoss.responses.listener import Listener, Turn
+from vllm_gptoss.responses.past import ConversationHold
 from vllm_gptoss.responses.resource import Usage
 from vllm_gptoss.responses.tool_writers import (
     McpCall,
@@ -43,8 +44,9 @@ IGNORED_CALLS = 2
 class Loop:
     """Runs a job once. `run()` yields its events; `body` is the response as it stands."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, hold: ConversationHold | None = None) -> None:
         self._job = job
+        self._hold = hold
         self._out = Output()
         self._listener = Listener(job, self._out)
         self._ignored = 0
@@ -56,6 +58,8 @@ class Loop:
 
         Closing the generator stops generation and tools.
         """
+        if self._hold:
+            self._hold.renew()
         try:
             yield self._begin()
             async with aclosing(self._rounds()) as batches:
@@ -68,7 +72,7 @@ class Loop:
             logger.exception("Response %s failed", self._job.id)
             events_at_end = await self._fail(f"{type(error).__name__}: {error}")
         finally:
-            await self._job.toolset.close()
+            await self.close()
         yield events_at_end
 
     async def cancel(self) -> list[Event]:
@@ -85,8 +89,10 @@ class Loop:
         return len(self._job.prompt)
 
     async def close(self) -> None:
-        """For a loop that is not run (any more)."""
+        """Ends what the response holds; for a loop that is not run (any more)."""
         await self._job.toolset.close()
+        if self._hold:
+            await self._hold.release()
 
     # Beginning and end
 

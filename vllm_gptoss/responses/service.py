@@ -5,9 +5,9 @@ from __future__ import annotations
 import datetime
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from vllm_gptoss.harmony import messages as harmony
@@ -19,14 +19,14 @@ from vllm_gptoss.responses.constraint import structural_tag
 from vllm_gptoss.responses.engine import Engine, Sampling
 from vllm_gptoss.responses.errors import ApiError, not_found
 from vllm_gptoss.responses.events import TERMINAL, Event
-from vllm_gptoss.responses.history import History, Reader, drop_oldest, item_ids
-from vllm_gptoss.responses.input import Item
+from vllm_gptoss.responses.history import History, Reader, drop_oldest
 from vllm_gptoss.responses.job import Compacted, Job
 from vllm_gptoss.responses.loop import Loop
+from vllm_gptoss.responses.past import Caller, ConversationHold, Past, past_of
 from vllm_gptoss.responses.preamble import extra_words, response_format
 from vllm_gptoss.responses.request import CreateRequest
 from vllm_gptoss.responses.sealing import Sealer
-from vllm_gptoss.responses.store import Store, Stored, StoreError
+from vllm_gptoss.responses.store import Store, Stored
 from vllm_gptoss.responses.tool_params import WEB_SEARCH
 from vllm_gptoss.responses.toolset import Opener, Providers, Toolset
 from vllm_gptoss.responses.writers import Style
@@ -45,28 +45,6 @@ COMPACT_AT = 0.8
 
 TRUNCATION_RESERVE = 1024
 """Tokens that `truncation: auto` leaves for the answer when the request names no `max_output_tokens`."""
-
-
-@dataclass(slots=True)
-class Caller:
-    """Who asks. `tenant` owns what is stored; `memory` holds unstored responses of one WebSocket.
-
-    `adds_search`: an agent that offers `web_search` with every request, whether anybody wants it or not.
-    """
-
-    tenant: str
-    adds_search: bool = False
-    trace_headers: Mapping[str, str] | None = None
-    memory: dict[str, Stored] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Past:
-    """What came before a request: items, what is hidden behind them, and the first response of the chain."""
-
-    items: list[Item] = field(default_factory=list)
-    hidden: dict[str, Any] = field(default_factory=dict)
-    root: str = ""
 
 
 class Service:
@@ -92,10 +70,28 @@ class Service:
 
     # Creating
 
-    async def prepare(self, request: CreateRequest, caller: Caller, *, queued: bool = False) -> Loop:
-        """Checks everything that can be checked before the first token, so that errors are HTTP errors."""
-        name, lora = self.models(request.model)
+    async def prepare(
+        self, request: CreateRequest, caller: Caller, *, queued: bool = False, holds: bool = True
+    ) -> Loop:
+        """Checks everything that can be checked before the first token, so that errors are HTTP errors.
+
+        `holds`: a conversation is kept from other responses until the loop has run or is closed.
+        """
         identifier = request.request_id or ids.new("resp")
+        hold = None
+        if request.conversation_id and holds:
+            store = self.need_store("conversation")
+            hold = ConversationHold(store, caller.tenant, request.conversation_id, identifier)
+            await hold.take()
+        try:
+            return Loop(await self._job(request, caller, identifier, queued), hold)
+        except BaseException:
+            if hold:
+                await hold.release()
+            raise
+
+    async def _job(self, request: CreateRequest, caller: Caller, identifier: str, queued: bool) -> Job:
+        name, lora = self.models(request.model)
         if request.request_id and self.store and await self.store.exists(identifier):
             raise ApiError(f"The id '{identifier}' is taken.", param="request_id", code="invalid_value")
         if request.stores and self.store is None and request.store:
@@ -119,7 +115,7 @@ class Service:
             body = resource.begin(
                 request, identifier, name, self.engine.defaults, "queued" if queued else "in_progress"
             )
-            job = Job(
+            return Job(
                 body=body,
                 conversation=conversation,
                 prompt=prompt,
@@ -144,7 +140,6 @@ class Service:
         except BaseException:
             await toolset.close()
             raise
-        return Loop(job)
 
     def _leave_out_search(self, request: CreateRequest) -> None:
         """A search that an agent offers by itself is no reason to refuse its user, if nobody has set up a browser."""
@@ -188,54 +183,10 @@ class Service:
 
     async def past(self, request: CreateRequest, caller: Caller) -> Past:
         """The items before the request's own, from the response or conversation it goes on from."""
-        past = Past()
-        if request.previous_response_id:
-            for stored in await self._chain(request.previous_response_id, caller):
-                past.items += [*stored.input, *stored.body["output"]]
-                past.hidden |= stored.hidden
-                past.root = past.root or stored.root or stored.id
-        elif request.conversation_id:
-            store = self.need_store("conversation")
-            if await store.get_conversation(caller.tenant, request.conversation_id) is None:
-                raise not_found("Conversation", request.conversation_id, "conversation")
-            for item, hidden in await store.items(request.conversation_id):
-                past.items.append(item)
-                if hidden:
-                    past.hidden[item["id"]] = hidden
-        await self._resolve(request, past, caller)
-        return past
-
-    async def _chain(self, identifier: str, caller: Caller) -> Sequence[Stored]:
-        if identifier in caller.memory:
-            chain = [caller.memory[identifier]]
-            while (before := chain[0].previous) and before in caller.memory:
-                chain.insert(0, caller.memory[before])
-            return [*(await self._chain(before, caller) if before else []), *chain]
-        found = await self.store.chain(caller.tenant, identifier) if self.store else None
-        if found is None:
-            message = f"Previous response with id '{identifier}' not found."
-            raise ApiError(message, param="previous_response_id", code="previous_response_not_found", status=400)
-        if found[-1].status in ("queued", "in_progress"):
-            message = f"Response '{identifier}' is not finished yet."
-            raise ApiError(message, param="previous_response_id", code="response_not_finished")
-        return found
-
-    async def _resolve(self, request: CreateRequest, past: Past, caller: Caller) -> None:
-        """Replaces `item_reference`s, and finds what the model saw behind items that the client echoes."""
-        items = request.items
-        if len(items) > self.config.max_input_items:
+        if len(request.items) > self.config.max_input_items:
             raise ApiError(f"More than {self.config.max_input_items} items.", param="input")
-        known = {item["id"]: (item, past.hidden.get(item["id"])) for item in past.items if "id" in item}
-        if self.store and any(item["type"] in _ECHOED for item in items):
-            known |= await self.store.find_items(caller.tenant, item_ids(items))
-        for index, item in enumerate(items):
-            found, hidden = known.get(item["id"], (None, None))
-            if item["type"] == "item_reference":
-                if found is None:
-                    raise not_found("Item", item["id"], f"input[{index}].id")
-                items[index] = dict(found)
-            if hidden:
-                past.hidden[item["id"]] = hidden
+        store = self.need_store("conversation") if request.conversation_id else self.store
+        return await past_of(request, caller, store)
 
     def need_store(self, param: str) -> Store:
         if self.store is None:
@@ -336,7 +287,7 @@ class Service:
             elif request.conversation_id and self.store and finished:
                 both = [(item, None) for item in stored.input]
                 both += [(item, hidden.get(item["id"])) for item in body["output"]]
-                await self.store.append_items(request.conversation_id, both)
+                await self.store.conversations.append(request.conversation_id, both)
             if finished and not request.stores:
                 caller.memory[stored.id] = stored
 
@@ -354,8 +305,6 @@ class Service:
         if not (self.store and await self.store.delete(caller.tenant, identifier)):
             raise not_found("Response", identifier)
 
-
-_ECHOED = frozenset({"item_reference", "web_search_call", "code_interpreter_call", "mcp_call"})
 
 _SAMPLING = (
     "temperature",
@@ -385,4 +334,4 @@ async def last_body(batches: Batches) -> dict[str, Any]:
     return body
 
 
-__all__ = ["Batches", "Caller", "Models", "Past", "Service", "StoreError", "last_body"]
+__all__ = ["Batches", "Models", "Service", "last_body"]

@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,9 +23,8 @@ from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from vllm_gptoss.responses.config import ResponsesConfig
+from vllm_gptoss.responses.conversation_store import ConversationStore, append, size
 from vllm_gptoss.responses.tables import (
-    conversation_items,
-    conversations,
     events,
     item_index,
     metadata,
@@ -34,6 +33,9 @@ from vllm_gptoss.responses.tables import (
 )
 
 logger = logging.getLogger(__name__)
+
+
+UNFINISHED = ("queued", "in_progress")
 
 
 class StoreError(Exception):
@@ -108,6 +110,7 @@ class Store:
         self.config = config
         self._url = make_url(config.url)
         self._db = _engine(self._url)
+        self.conversations = ConversationStore(self._begin)
         self._swept = 0.0
         self._sweeping: asyncio.Task[None] | None = None
 
@@ -166,7 +169,7 @@ class Store:
             changed = await db.execute(sa.update(responses).where(mine).values(kept))
             if not changed.rowcount:
                 await db.execute(sa.insert(responses).values(row))
-            if stored.status not in ("queued", "in_progress"):
+            if stored.status not in UNFINISHED:
                 every = {item["id"] for item in (*stored.input, *stored.body["output"])}
                 await db.execute(sa.delete(item_index).where(item_index.c.response == stored.id))
                 if every:
@@ -174,7 +177,7 @@ class Store:
             if conversation:
                 items = [(item, None) for item in stored.input]
                 items += [(item, stored.hidden.get(item["id"])) for item in stored.body["output"]]
-                await _append(db, conversation, items)
+                await append(db, conversation, items)
         self._sweep_soon()
 
     async def get(self, tenant: str, identifier: str) -> Stored | None:
@@ -248,52 +251,14 @@ class Store:
         async with self._begin() as db:
             return [(row.sequence, row.data) for row in await db.execute(query)]
 
-    # Conversations
-
-    async def put_conversation(self, tenant: str, identifier: str, labels: Mapping[str, str], created: float) -> None:
-        row = {"id": identifier, "tenant": tenant, "created": created, "metadata": json.dumps(dict(labels))}
-        async with self._begin() as db:
-            changed = await db.execute(
-                sa.update(conversations)
-                .where(conversations.c.id == identifier, conversations.c.tenant == tenant)
-                .values(metadata=row["metadata"])
-            )
-            if not changed.rowcount:
-                await db.execute(sa.insert(conversations).values(row))
-
-    async def get_conversation(self, tenant: str, identifier: str) -> tuple[float, dict[str, str]] | None:
-        where = (conversations.c.id == identifier) & (conversations.c.tenant == tenant)
-        async with self._begin() as db:
-            row = (await db.execute(sa.select(conversations).where(where))).first()
-        return (row._mapping["created"], json.loads(row._mapping["metadata"])) if row else None
-
-    async def delete_conversation(self, tenant: str, identifier: str) -> bool:
-        where = (conversations.c.id == identifier) & (conversations.c.tenant == tenant)
-        async with self._begin() as db:
-            gone = (await db.execute(sa.delete(conversations).where(where))).rowcount
-            if gone:
-                inside = conversation_items.c.conversation == identifier
-                await db.execute(sa.delete(conversation_items).where(inside))
-        return bool(gone)
-
-    async def append_items(self, identifier: str, items: Sequence[tuple[dict[str, Any], Any]]) -> None:
-        async with self._begin() as db:
-            await _append(db, identifier, items)
-
-    async def items(self, identifier: str) -> list[tuple[dict[str, Any], Any]]:
-        """The conversation's items in order, each with what is hidden behind it."""
-        where = conversation_items.c.conversation == identifier
-        query = sa.select(conversation_items).where(where).order_by(conversation_items.c.position)
-        async with self._begin() as db:
-            rows = (await db.execute(query)).all()
-        return [(json.loads(r.item), json.loads(r.hidden) if r.hidden else None) for r in rows]
-
-    async def delete_item(self, identifier: str, item: str) -> bool:
-        where = (conversation_items.c.conversation == identifier) & (conversation_items.c.id == item)
-        async with self._begin() as db:
-            return bool((await db.execute(sa.delete(conversation_items).where(where))).rowcount)
-
     # Limits
+
+    async def measure(self, identifier: str) -> None:
+        """Counts the events of a background response, which has ended, into its size."""
+        own = sa.select(sa.func.sum(sa.func.length(events.c.data))).where(events.c.response == identifier)
+        kept = responses.c.bytes + sa.func.coalesce(own.scalar_subquery(), 0)
+        async with self._begin() as db:
+            await db.execute(sa.update(responses).where(responses.c.id == identifier).values(bytes=kept))
 
     def _sweep_soon(self) -> None:
         """Retention and the size limit, at most once a minute, off the request's path."""
@@ -310,14 +275,17 @@ class Store:
             logger.warning("Response store: could not sweep: %s", error)
 
     async def sweep(self) -> int:
-        """Removes what is past retention, then the oldest until the rest fits `max_bytes`. Returns how many went."""
+        """Removes responses past retention, then the oldest until all fits `max_bytes`. Returns how many went."""
         async with self._begin() as db:
-            query = sa.select(responses.c.id, responses.c.bytes, responses.c.created)
+            query = sa.select(responses.c.id, responses.c.bytes, responses.c.created, responses.c.status)
             rows = (await db.execute(query.order_by(responses.c.created.desc()))).all()
-            total, gone = 0, []
+            total, gone = await size(db), []
+            if total > self.config.max_bytes:
+                logger.warning("Response store: conversations have %d bytes and no response fits: delete some", total)
             for row in rows:
                 total += row.bytes
-                if total > self.config.max_bytes or self._expired(row.created):
+                is_over = total > self.config.max_bytes and row.status not in UNFINISHED
+                if is_over or self._expired(row.created):
                     gone.append(row.id)
             for at in range(0, len(gone), 500):
                 part = gone[at : at + 500]
@@ -325,20 +293,6 @@ class Store:
                 await db.execute(sa.delete(item_index).where(item_index.c.response.in_(part)))
                 await db.execute(sa.delete(responses).where(responses.c.id.in_(part)))
         return len(gone)
-
-
-async def _append(db: AsyncConnection, conversation: str, items: Sequence[tuple[dict[str, Any], Any]]) -> None:
-    rows = [
-        {
-            "conversation": conversation,
-            "id": item["id"],
-            "item": json.dumps(item),
-            "hidden": json.dumps(hidden) if hidden is not None else None,
-        }
-        for item, hidden in items
-    ]
-    if rows:
-        await db.execute(sa.insert(conversation_items), rows)
 
 
 def _engine(url: sa.URL) -> AsyncEngine:

@@ -42,6 +42,8 @@ conversations = sa.Table(
     sa.Column("tenant", sa.String(64), nullable=False),
     sa.Column("created", sa.Float, nullable=False, index=True),
     sa.Column("metadata", sa.Text, nullable=False),
+    sa.Column("held_by", sa.String(128)),
+    sa.Column("held_until", sa.Float),
 )
 conversation_items = sa.Table(
     "gptoss_conversation_items",
@@ -51,6 +53,7 @@ conversation_items = sa.Table(
     sa.Column("id", sa.String(128), nullable=False, index=True),
     sa.Column("item", sa.Text, nullable=False),
     sa.Column("hidden", sa.Text),
+    sa.Column("bytes", sa.BigInteger, nullable=False),
 )
 settings = sa.Table(
     "gptoss_settings",
