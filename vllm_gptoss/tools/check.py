@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_gptoss.tools.base import Namespace, SessionOptions, ToolCall, ToolError, ToolKind, ToolResult
+from vllm_gptoss.tools.browser.provider import BrowserProvider
 from vllm_gptoss.tools.config import ToolConfigError
 from vllm_gptoss.tools.mcp.provider import McpProvider
 from vllm_gptoss.tools.metrics import CountedProvider
@@ -29,6 +30,7 @@ class Row:
     call: str
     seconds: float
     problem: str | None
+    note: str | None = None  # what does not work and is no failure, because nobody has set it up
 
 
 async def check_tools(spec: str) -> list[Row]:
@@ -53,7 +55,8 @@ async def _row(provider: CountedProvider) -> Row:
         return Row(namespace.name, namespace.kind, tools, "open", 0.0, f"{type(error).__name__}: {error}")
     seconds = time.monotonic() - began
     problem = f"{result.error.type}: {result.error.message}" if result and result.error else None
-    return Row(namespace.name, namespace.kind, tools, what, seconds, problem)
+    note = provider.inner.no_search if isinstance(provider.inner, BrowserProvider) else None
+    return Row(namespace.name, namespace.kind, tools, what, seconds, None if note else problem, note)
 
 
 async def _call(provider: CountedProvider, namespace: Namespace) -> tuple[str, ToolResult | None]:
@@ -95,6 +98,8 @@ def table(rows: list[Row]) -> Table:
     view = Table("tool", "kind", "offers", "called", "seconds", "result", title="Tools")
     for row in rows:
         result = f"[red]{_plain(row.problem)}[/red]" if row.problem else "[green]ok[/green]"
+        if row.note and not row.problem:
+            result = f"[yellow]{_plain(row.note)}[/yellow]"
         view.add_row(row.name, row.kind, row.tools, _plain(row.call), f"{row.seconds:.2f}", result)
     return view
 

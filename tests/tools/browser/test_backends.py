@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -43,7 +44,7 @@ async def brave(request: Request) -> Response:
     """api-dashboard.search.brave.com: GET, X-Subscription-Token, count of 1 to 20."""
     if request.headers.get("x-subscription-token") != KEY or request.method != "GET":
         return JSONResponse({"type": "ErrorResponse", "error": {"status": 422}}, 422)
-    if not 1 <= int(request.query_params["count"]) <= 20:
+    if not 1 <= int(request.query_params["count"]) <= 20 or len(request.query_params["q"]) > 400:
         return JSONResponse({}, 422)
     row = {"url": "https://a.example/1", "title": "A", "description": "about a", "extra_snippets": ["more", "yet more"]}
     return JSONResponse({"type": "search", "web": {"type": "search", "results": [row]}})
@@ -57,7 +58,7 @@ async def tavily(request: Request) -> Response:
     if request.url.path == "/extract":
         page = {"url": body["urls"][0], "raw_content": "# Page\n\nSee [b](https://b.example/)."}
         return JSONResponse({"results": [page], "failed_results": [], "response_time": 0.1})
-    if not 0 <= body["max_results"] <= 20 or not isinstance(body["include_domains"], list):
+    if not 0 <= body["max_results"] <= 20 or not isinstance(body.get("include_domains", []), list):
         return JSONResponse({}, 400)
     row = {"url": "https://a.example/1", "title": "A", "content": "about a", "score": 0.9, "raw_content": None}
     return JSONResponse({"query": body["query"], "answer": None, "images": [], "results": [row], "response_time": 0.1})
@@ -71,7 +72,7 @@ async def exa(request: Request) -> Response:
     if request.url.path == "/contents":
         html = "<div><p>See <a href='https://b.example/'>b</a>.</p></div>"
         return JSONResponse({"results": [{"url": body["urls"][0], "title": "Page", "text": html}], "statuses": []})
-    if set(body) - {"query", "numResults", "contents", "includeDomains"}:
+    if set(body) - {"query", "numResults", "contents", "includeDomains", "userLocation"}:
         return JSONResponse({"error": "unknown field"}, 400)
     row = {"id": "1", "url": "https://a.example/1", "title": "A", "highlights": ["about a"], "highlightScores": [0.5]}
     return JSONResponse({"requestId": "r", "results": [row]})
@@ -86,6 +87,8 @@ async def youcom(request: Request) -> Response:
         return JSONResponse(
             [{"url": body["urls"][0], "title": "Page", "html": "<p>See <a href='https://b.example/'>b</a>.</p>"}]
         )
+    if body.get("country", "US") not in ("US", "SE", "DE"):
+        return JSONResponse({"detail": "unsupported country"}, 422)
     web = {"url": "https://a.example/1", "title": "A", "description": "d", "snippets": ["about a"]}
     news = {"url": "https://n.example/1", "title": "N", "description": "news"}
     return JSONResponse({"results": {"web": [web], "news": [news]}, "metadata": {"query": body["query"]}})
@@ -108,7 +111,9 @@ async def api(request: pytest.FixtureRequest) -> AsyncIterator[tuple[str, str, l
     seen: list[Any] = []
 
     async def note(received: Request) -> Response:
-        seen.append(dict(received.query_params) if received.method == "GET" else json.loads(await received.body()))
+        where = {name: value for name, value in received.headers.items() if name.startswith("x-loc-")}
+        asked = dict(received.query_params) if received.method == "GET" else json.loads(await received.body())
+        seen.append(asked | where)
         return await handler(received)
 
     paths = [path, *([PAGES[name]] if name in PAGES else [])]
@@ -147,6 +152,51 @@ async def test_allowed_domains_are_asked_for_and_enforced(api: tuple[str, str, l
     assert result.error is None
     assert "No results." in result.text  # the server ignored the filter, we do not
     assert "b.example" in json.dumps(seen[0])
+
+
+TOLD = {
+    "brave": {
+        "x-loc-country": "SE",
+        "x-loc-city": "Örebro".encode().decode("latin-1"),
+        "x-loc-timezone": "Europe/Stockholm",
+    },
+    "exa": {"userLocation": "SE"},
+    "youcom": {"country": "SE"},
+}
+
+
+@pytest.mark.parametrize("api", list(APIS), indirect=True)
+async def test_the_users_location_is_told_where_the_api_takes_it_and_logged_where_not(
+    api: tuple[str, str, list[Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    name, url, seen = api
+    config = BrowserConfig.model_validate({"backend": name, "url": url, "api_key": KEY})
+    for country, told in (("se", TOLD.get(name, {})), ("IS", {})):  # not every API knows every country
+        place = {"type": "approximate", "country": country, "city": "Örebro", "timezone": "Europe/Stockholm"}
+        options = SessionOptions(response_id="resp_1", user_location=place)
+        result = await run(config, "search", options, query=QUERY)
+        assert result.error is None, result.text
+        assert {key: seen[-1].get(key) for key in told} == told
+    unheard = {"brave": "", "exa": "city, timezone", "youcom": "city, country, timezone"}.get(
+        name, "city, country, timezone"
+    )
+    lines = [r.getMessage() for r in caplog.records if "cannot be told" in r.getMessage()]
+    assert (lines[-1:] or [""])[0] == (
+        f"browser: response resp_1: {name} cannot be told the user's {unheard}" if unheard else ""
+    )
+
+
+@pytest.mark.parametrize("api", ["brave"], indirect=True)
+async def test_more_domains_than_a_query_holds_are_cut_with_a_word(
+    api: tuple[str, str, list[Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    name, url, _ = api
+    config = BrowserConfig.model_validate({"backend": name, "url": url, "api_key": KEY})
+    domains = ["a.example", *(f"site-number-{n}.example" for n in range(50))]
+    result = await run(config, "search", SessionOptions(allowed_domains=domains), query=QUERY)
+    assert "【0†A†a.example】" in result.text
+    assert "of 51 allowed domains fit" in caplog.text
 
 
 @pytest.mark.parametrize("api", sorted(set(APIS) - {"searxng"}), indirect=True)

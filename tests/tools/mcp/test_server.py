@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from tests.tools.servers import EXAMPLE, example, running
 from vllm_gptoss.tools.base import Namespace, SessionOptions, Source, ToolCall, ToolKind, ToolResult
+from vllm_gptoss.tools.browser.backends import API_BACKENDS
 from vllm_gptoss.tools.check import check_tools
 from vllm_gptoss.tools.config import RemoteConfig, ToolsPlan
 from vllm_gptoss.tools.mcp.provider import McpProvider
@@ -285,6 +286,24 @@ def test_the_check_command_has_a_table_and_exit_codes(monkeypatch: pytest.Monkey
     wrong = CliRunner().invoke(app, ["nonsense"])
     assert wrong.exit_code == 2
     assert "is not a tool server" in wrong.output
+
+
+def test_a_browser_that_nobody_gave_a_search_is_no_failure_and_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    import typer
+
+    from vllm_gptoss.tools.check import check
+
+    for name in ("GPTOSS_BROWSER_DOCUMENTS", "SEARXNG_URL", *(cls.key_variable for cls in API_BACKENDS.values())):
+        monkeypatch.delenv(name, raising=False)
+    app = typer.Typer()
+    app.command()(check)
+    checked = CliRunner().invoke(app, ["browser", "--json"])
+    row = json.loads(checked.stdout)
+    assert (checked.exit_code, row["problem"]) == (0, None)
+    assert "GPTOSS_BROWSER_DOCUMENTS" in row["note"]
+    assert "SEARXNG_URL, BRAVE_API_KEY" in row["note"]
+    monkeypatch.setenv("GPTOSS_BROWSER_DOCUMENTS", "/nonexistent")  # what was set and does not work is a failure
+    assert CliRunner().invoke(app, ["browser", "--json"]).exit_code == 1
 
 
 async def test_conversations_leave_nothing_behind() -> None:

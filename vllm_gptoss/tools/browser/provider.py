@@ -103,6 +103,14 @@ class BrowserProvider:
         guard = Guard(config.allow_hosts)
         return Fetcher(guard, limits, agent=config.user_agent, respect_robots=config.respect_robots)
 
+    @property
+    def no_search(self) -> str | None:
+        """Why `search` finds nothing here though `open` works, or None."""
+        if self._web or self._index:
+            return None
+        keys = ", ".join(_ADDRESS_VARIABLES.get(name) or cls.key_variable for name, cls in API_BACKENDS.items())
+        return f"no search: set GPTOSS_BROWSER_DOCUMENTS to a folder, or one of {keys}; opening URLs works"
+
     async def start(self) -> None:
         """Indexes the documents and checks the backend; `unavailable` says what is missing."""
         self.unavailable = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from vllm_gptoss.tools.base import (
     ToolError,
     ToolResult,
 )
-from vllm_gptoss.tools.browser.backends import Backend, BackendError, Hit
+from vllm_gptoss.tools.browser.backends import Backend, BackendError, Hit, Query
 from vllm_gptoss.tools.browser.fetch import Fetcher, FetchError, domain_allowed
 from vllm_gptoss.tools.browser.guard import DeniedError
 from vllm_gptoss.tools.browser.page import (
@@ -33,6 +34,8 @@ from vllm_gptoss.tools.browser.page import (
     wrap,
 )
 from vllm_gptoss.tools.browser.state import State, recalled
+
+logger = logging.getLogger(__name__)
 
 _SNIPPET_CHARS = {"low": 150, "medium": 400, "high": 1000}
 _RESULTS = {"low": 5, "medium": 10, "high": 20}
@@ -149,11 +152,25 @@ class BrowserSession:
         wanted = _number(arguments, "topn", cap)
         topn = min(wanted, cap) if wanted > 0 else cap
         domains = self._options.allowed_domains
-        found = [h for h in await backend.search(query, topn, domains) if domain_allowed(h.url, domains)][:topn]
+        asked = Query(query, topn, domains, self._location(backend))
+        found = [hit for hit in await backend.search(asked) if domain_allowed(hit.url, domains)][:topn]
         page = results_page(query, found, _SNIPPET_CHARS.get(size, 400))
         cursor = len(self._state.pages)
         sources = [Source(cursor, hit.url, hit.title) for hit in found]
         return await self._show(page, 0, -1, BrowserAction("search", query=query, sources=sources))
+
+    def _location(self, backend: Backend) -> dict[str, str]:
+        given = {str(name): str(value) for name, value in self._options.user_location.items() if value}
+        given.pop("type", None)
+        given |= {"country": given["country"].upper()} if "country" in given else {}
+        if unheard := sorted(set(given) - set(backend.heard(given))):
+            logger.info(
+                "browser: response %s: %s cannot be told the user's %s",
+                self._options.response_id,
+                backend.name,
+                ", ".join(unheard),
+            )
+        return given
 
     def _offline_note(self) -> str:
         if not self._options.external_web_access:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
 
 import httpx
 
@@ -24,6 +24,16 @@ class Hit:
     snippet: str
 
 
+@dataclass(frozen=True, slots=True)
+class Query:
+    """What is searched for. `location` has any of `country` (ISO 3166-1, two letters), `region`, `city`, `timezone`."""
+
+    text: str
+    topn: int
+    domains: Sequence[str] = ()
+    location: Mapping[str, str] = field(default_factory=dict)
+
+
 class Backend(Protocol):
     """Where search results come from, and, for some, pages."""
 
@@ -38,7 +48,11 @@ class Backend(Protocol):
         """
         ...
 
-    async def search(self, query: str, topn: int, domains: Sequence[str]) -> Sequence[Hit]:
+    def heard(self, location: Mapping[str, str]) -> Mapping[str, str]:
+        """The fields of `location` that a search honours, each with the backend's own name for it."""
+        ...
+
+    async def search(self, query: Query) -> Sequence[Hit]:
         """At most `topn` hits, best first, on `domains` only where the backend can say so.
 
         Raises:
@@ -63,6 +77,8 @@ class ApiBackend:
     name = ""
     key_variable = ""
     default_url = ""
+    location: ClassVar[Mapping[str, str]] = {}  # a user's `country`, `region`, `city`, `timezone` by the API's names
+    countries: frozenset[str] = frozenset()  # where the API takes only some
 
     def __init__(self, api_key: str = "", url: str = "", *, timeout_s: float = 15.0, pages: bool = False) -> None:
         self._key = api_key
@@ -89,7 +105,14 @@ class ApiBackend:
         if self.key_variable and not self._key:
             raise BackendError(f"the {self.name} backend needs an API key: set {self.key_variable}")
 
-    async def search(self, query: str, topn: int, domains: Sequence[str]) -> Sequence[Hit]:
+    def heard(self, location: Mapping[str, str]) -> Mapping[str, str]:
+        """The fields of `location` that the API has a name for, and that name."""
+        known = {name: own for name, own in self.location.items() if location.get(name)}
+        if self.countries and location.get("country") not in self.countries:
+            known.pop("country", None)
+        return known
+
+    async def search(self, query: Query) -> Sequence[Hit]:
         """Each API's own."""
         raise NotImplementedError
 

@@ -10,7 +10,7 @@ import logging
 import re
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
@@ -18,7 +18,7 @@ from urllib.parse import quote
 import yaml
 from bs4 import BeautifulSoup, Tag
 
-from vllm_gptoss.tools.browser.backends.base import BackendError, Hit
+from vllm_gptoss.tools.browser.backends.base import BackendError, Hit, Query
 from vllm_gptoss.tools.browser.fetch import domain_allowed
 from vllm_gptoss.tools.browser.markup import PageError, markdown_page, text_page
 from vllm_gptoss.tools.browser.page import Page, strip_links
@@ -129,15 +129,20 @@ class Offline:
                 body = "\n".join(line for line, _ in strip_links(document.page.wrapped))
                 self._db.execute("INSERT INTO documents VALUES (?, ?, ?)", (document.url, document.page.title, body))
 
-    async def search(self, query: str, topn: int, domains: Sequence[str]) -> Sequence[Hit]:
-        """BM25 over title (four times) and text, any word of `query` counting."""
-        words = [word for word in _WORD.findall(query.lower()) if word not in _STOP] or _WORD.findall(query.lower())
+    def heard(self, location: Mapping[str, str]) -> Mapping[str, str]:
+        """None of it: documents are the same everywhere."""
+        return {}
+
+    async def search(self, query: Query) -> Sequence[Hit]:
+        """BM25 over title (four times) and text, any word of the query counting."""
+        said = _WORD.findall(query.text.lower())
+        words = [word for word in said if word not in _STOP] or said
         if not words:
             return []
         match = " OR ".join(f'"{word}"' for word in dict.fromkeys(words))
-        rows = await asyncio.to_thread(self._query, match, len(self._pages) if domains else topn)
+        rows = await asyncio.to_thread(self._query, match, len(self._pages) if query.domains else query.topn)
         found = (Hit(title, url, " ".join(snippet.split())) for url, title, snippet in rows)
-        return [hit for hit in found if domain_allowed(hit.url, domains)][:topn]
+        return [hit for hit in found if domain_allowed(hit.url, query.domains)][: query.topn]
 
     def _query(self, match: str, limit: int) -> list[tuple[str, str, str]]:
         with self._lock:

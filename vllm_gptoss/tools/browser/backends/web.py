@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
-from vllm_gptoss.tools.browser.backends.base import ApiBackend, BackendError, Hit, hits, on_sites
+from vllm_gptoss.tools.browser.backends.base import ApiBackend, BackendError, Hit, Query, hits, on_sites
 from vllm_gptoss.tools.browser.markup import html_page, markdown_page
 from vllm_gptoss.tools.browser.page import Page
+
+logger = logging.getLogger(__name__)
 
 
 class Searxng(ApiBackend):
@@ -26,103 +32,148 @@ class Searxng(ApiBackend):
     def refusal_hint(self) -> str:
         return ": add `json` to `search.formats` in the instance's settings.yml"
 
-    async def search(self, query: str, topn: int, domains: Sequence[str]) -> Sequence[Hit]:
+    async def search(self, query: Query) -> Sequence[Hit]:
         """One page of results; SearXNG has no parameter for their number."""
-        answer = await self.mapping("GET", "/search", params={"q": on_sites(query, domains), "format": "json"})
-        return hits(answer.get("results"), "title", "url", "content")[:topn]
+        words = {"q": on_sites(query.text, query.domains), "format": "json"}
+        answer = await self.mapping("GET", "/search", params=words)
+        return hits(answer.get("results"), "title", "url", "content")[: query.topn]
 
 
 class Brave(ApiBackend):
-    """Brave Search API, web search: at most 20 results."""
+    """Brave Search API, web search: at most 20 results, queries of at most 400 characters."""
 
     name = "brave"
     key_variable = "BRAVE_API_KEY"
     default_url = "https://api.search.brave.com"
+    location: ClassVar[Mapping[str, str]] = {
+        "country": "X-Loc-Country",
+        "region": "X-Loc-State-Name",
+        "city": "X-Loc-City",
+        "timezone": "X-Loc-Timezone",
+    }
 
     def headers(self) -> Mapping[str, str]:
         return {"X-Subscription-Token": self._key, "Accept": "application/json"}
 
-    async def search(self, query: str, topn: int, domains: Sequence[str]) -> Sequence[Hit]:
+    async def search(self, query: Query) -> Sequence[Hit]:
         """`extra_snippets` are there for the plans that have them."""
-        params: dict[str, str | int] = {
-            "q": on_sites(query, domains),
-            "count": min(topn, 20),
-            "text_decorations": "false",
-        }
-        answer = await self.mapping("GET", "/res/v1/web/search", params=params)
+        domains = list(query.domains)
+        while len(domains) > 1 and len(on_sites(query.text, domains)) > _BRAVE_CHARS:
+            domains.pop()
+        if len(domains) < len(query.domains):
+            logger.warning("brave: only %d of %d allowed domains fit a query", len(domains), len(query.domains))
+        params = {"q": on_sites(query.text, domains), "count": min(query.topn, 20), "text_decorations": "false"}
+        where = {header: query.location[name].encode() for name, header in self.heard(query.location).items()}
+        answer = await self.mapping("GET", "/res/v1/web/search", params=params, headers=where)
         return hits((answer.get("web") or {}).get("results"), "title", "url", "description", "extra_snippets")
 
 
-class Tavily(ApiBackend):
-    """Tavily search and extract: at most 20 results."""
+_BRAVE_CHARS = 400
 
-    name = "tavily"
-    key_variable = "TAVILY_API_KEY"
-    default_url = "https://api.tavily.com"
+
+@dataclass(frozen=True, slots=True)
+class PostForm:
+    """How a provider that takes JSON by POST names things, for searching and for pages."""
+
+    auth: tuple[str, str]  # header, and its value with a place for the key
+    number: str
+    domains: str
+    page_path: str
+    page_options: Mapping[str, Any]
+    page_text: str
+    make_page: Callable[[str, str, str | None], Page]
+    snippets: Sequence[str] = ()
+    search_path: str = "/search"
+    also: Mapping[str, Any] = field(default_factory=dict)
+
+
+class PostApi(ApiBackend):
+    """A provider with such a form: a subclass is little more than the row."""
+
+    form: PostForm
 
     def headers(self) -> Mapping[str, str]:
-        return {"Authorization": f"Bearer {self._key}"}
+        header, value = self.form.auth
+        return {header: value.format(self._key)}
 
-    async def search(self, query: str, topn: int, domains: Sequence[str]) -> Sequence[Hit]:
-        body = {"query": query, "max_results": min(topn, 20), "include_domains": list(domains)}
-        return hits((await self.mapping("POST", "/search", json=body)).get("results"), "title", "url", "content")
+    async def search(self, query: Query) -> Sequence[Hit]:
+        """What the provider finds; only what was asked for is in the request."""
+        body: dict[str, Any] = {"query": query.text, self.form.number: query.topn, **self.form.also}
+        if query.domains:
+            body[self.form.domains] = list(query.domains)
+        body |= {own: query.location[name] for name, own in self.heard(query.location).items()}
+        return self.found(await self.mapping("POST", self.form.search_path, json=body))[: query.topn]
+
+    def found(self, answer: Mapping[str, Any]) -> list[Hit]:
+        """The hits of an answer."""
+        return hits(answer.get("results"), "title", "url", *self.form.snippets)
 
     async def contents(self, url: str) -> Page:
-        answer = await self.mapping("POST", "/extract", json={"urls": [url], "format": "markdown"})
-        rows = answer.get("results") or []
-        if not rows or not rows[0].get("raw_content"):
-            raise BackendError(f"tavily could not read {url}")
-        return markdown_page(rows[0]["raw_content"], url, rows[0].get("title"))
+        answer = await self.json("POST", self.form.page_path, json={"urls": [url], **self.form.page_options})
+        rows = answer.get("results") if isinstance(answer, dict) else answer
+        row = rows[0] if isinstance(rows, list) and rows else None
+        if not isinstance(row, dict) or not row.get(self.form.page_text):
+            raise BackendError(f"{self.name} could not read {url}")
+        return self.form.make_page(str(row[self.form.page_text]), url, row.get("title"))
 
 
-class Exa(ApiBackend):
+class Tavily(PostApi):
+    """Tavily search and extract: at most 20 results. Its `country` is a name, not a code, and so not sent."""
+
+    name, key_variable, default_url = "tavily", "TAVILY_API_KEY", "https://api.tavily.com"
+    form = PostForm(
+        auth=("Authorization", "Bearer {}"),
+        number="max_results",
+        domains="include_domains",
+        snippets=["content"],
+        page_path="/extract",
+        page_options={"format": "markdown"},
+        page_text="raw_content",
+        make_page=markdown_page,
+    )
+
+
+class Exa(PostApi):
     """Exa search and contents."""
 
-    name = "exa"
-    key_variable = "EXA_API_KEY"
-    default_url = "https://api.exa.ai"
-
-    def headers(self) -> Mapping[str, str]:
-        return {"x-api-key": self._key}
-
-    async def search(self, query: str, topn: int, domains: Sequence[str]) -> Sequence[Hit]:
-        body = {"query": query, "numResults": topn, "contents": {"highlights": True}}
-        if domains:
-            body["includeDomains"] = list(domains)
-        answer = await self.mapping("POST", "/search", json=body)
-        return hits(answer.get("results"), "title", "url", "summary", "highlights")
-
-    async def contents(self, url: str) -> Page:
-        answer = await self.mapping("POST", "/contents", json={"urls": [url], "text": {"includeHtmlTags": True}})
-        rows = answer.get("results") or []
-        if not rows or not rows[0].get("text"):
-            raise BackendError(f"exa could not read {url}")
-        return html_page(rows[0]["text"], url, rows[0].get("title"))
+    name, key_variable, default_url = "exa", "EXA_API_KEY", "https://api.exa.ai"
+    location: ClassVar[Mapping[str, str]] = {"country": "userLocation"}
+    form = PostForm(
+        auth=("x-api-key", "{}"),
+        number="numResults",
+        domains="includeDomains",
+        also={"contents": {"highlights": True}},
+        snippets=["summary", "highlights"],
+        page_path="/contents",
+        page_options={"text": {"includeHtmlTags": True}},
+        page_text="text",
+        make_page=html_page,
+    )
 
 
-class YouCom(ApiBackend):
-    """You.com search and contents, version 1."""
+class YouCom(PostApi):
+    """You.com search and contents, version 1; POST, because GET gets no new features. News follow the web's results."""
 
-    name = "youcom"
-    key_variable = "YDC_API_KEY"
-    default_url = "https://ydc-index.io"
-
-    def headers(self) -> Mapping[str, str]:
-        return {"X-API-Key": self._key}
-
-    async def search(self, query: str, topn: int, domains: Sequence[str]) -> Sequence[Hit]:
-        """POST, because domain lists are JSON only there. News follow the web's results."""
-        body: dict[str, object] = {"query": query, "count": topn}
-        if domains:
-            body["include_domains"] = list(domains)
-        found = (await self.mapping("POST", "/v1/search", json=body)).get("results") or {}
-        web = hits(found.get("web"), "title", "url", "snippets") or hits(
-            found.get("web"), "title", "url", "description"
+    name, key_variable, default_url = "youcom", "YDC_API_KEY", "https://ydc-index.io"
+    location: ClassVar[Mapping[str, str]] = {"country": "country"}
+    countries = frozenset(
+        re.findall(
+            r"\w+",
+            "AR AT AU BE BR CA CH CL CN DE DK ES FI FR GB HK ID IN IT JP KR MX MY NL NO NZ PH PL PT RU SA SE TR TW US ZA",
         )
-        return [*web, *hits(found.get("news"), "title", "url", "description")][:topn]
+    )
+    form = PostForm(
+        auth=("X-API-Key", "{}"),
+        number="count",
+        domains="include_domains",
+        search_path="/v1/search",
+        page_path="/v1/contents",
+        page_options={"formats": ["html"]},
+        page_text="html",
+        make_page=html_page,
+    )
 
-    async def contents(self, url: str) -> Page:
-        rows = await self.json("POST", "/v1/contents", json={"urls": [url], "formats": ["html"]})
-        if not isinstance(rows, list) or not rows or not rows[0].get("html"):
-            raise BackendError(f"youcom could not read {url}")
-        return html_page(rows[0]["html"], url, rows[0].get("title"))
+    def found(self, answer: Mapping[str, Any]) -> list[Hit]:
+        rows = answer.get("results") or {}
+        web = hits(rows.get("web"), "title", "url", "snippets") or hits(rows.get("web"), "title", "url", "description")
+        return [*web, *hits(rows.get("news"), "title", "url", "description")]
