@@ -26,6 +26,7 @@ app.add_typer(tools, name="tools")
 
 bench = typer.Typer(no_args_is_help=True, help="Benchmarks of the plugin against stock vLLM on this machine.")
 bench.command("decode", help="TPOT and GPU time per step, shapes of 20b and 120b with dummy weights.")(decode.main)
+bench.command("merge", help="Add the measurements of several results files up.")(decode.merge)
 app.add_typer(bench, name="bench")
 
 _STYLE = {Status.OK: "green", Status.INFO: "cyan", Status.WARNING: "yellow", Status.PROBLEM: "bold red"}

@@ -1,0 +1,242 @@
+"""The benchmark's file: raw measurements of many runs, and the rows that follow from them.
+
+`{"gpu", "vllm", "torch", "date", "command", "rows": […], "engines": […], "measurements": […], "failures": […]}`. Rows
+and engines are worked out anew whenever measurements are added, so runs of one machine add up: a run that was cut short
+is continued by the same command, and files are merged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_gptoss.bench import shapes
+from vllm_gptoss.bench.worker import Job, is_plugin
+
+SETTING = ("prompt", "output", "tensor_parallel", "skew", "eagle3", "served", "options")
+"""Fields of a job that must be equal for two measurements to be compared."""
+_DEFAULTS = {field.name: field for field in dataclasses.fields(Job)}
+
+
+class ResultsError(ValueError):
+    """A results file that cannot be used; the message says what to do."""
+
+
+def setting(of: Job | dict[str, Any]) -> dict[str, Any]:
+    """How a job, or a measurement of a file, was served. Files before 0.2 name none: what was fixed then."""
+    if isinstance(of, Job):
+        return {name: getattr(of, name) for name in SETTING}
+    found = of.get("setting", {})
+    return {name: found[name] if name in found else _default(name) for name in SETTING}
+
+
+def _default(name: str) -> Any:
+    return {} if name == "options" else _DEFAULTS[name].default
+
+
+def median_and_spread(values: Sequence[float]) -> tuple[float, float]:
+    """(median, (largest - smallest) / median)."""
+    middle = statistics.median(values)
+    return middle, (max(values) - min(values)) / middle
+
+
+class Results:
+    """Measurements of one machine and one vLLM.
+
+    Raises:
+        ResultsError: from `add_run` and `read`, where the file is of another machine or version.
+    """
+
+    def __init__(self, head: dict[str, Any] | None = None) -> None:
+        self.head: dict[str, Any] = head or {}
+        self.measurements: list[dict[str, Any]] = []
+        self.failures: list[dict[str, Any]] = []
+
+    @classmethod
+    def read(cls, path: Path) -> Results:
+        try:
+            record = json.loads(path.read_text())
+            results = cls({key: record[key] for key in ("gpu", "vllm", "torch", "date", "command")})
+            results.measurements = list(record["measurements"])
+        except (OSError, ValueError, KeyError) as error:
+            raise ResultsError(f"{path} is not a results file ({error!r}): name another with --out") from None
+        results.failures = record.get("failures", [])
+        return results
+
+    def merge(self, other: Results) -> None:
+        """Adds another file's rounds after ours."""
+        self.must_match(other.head)
+        for measurement in other.measurements:
+            self._rounds(measurement["model"], measurement["variant"], setting(measurement)).extend(
+                measurement["rounds"]
+            )
+        self.failures += other.failures
+
+    def must_match(self, head: dict[str, Any]) -> None:
+        for key in ("gpu", "vllm"):
+            if self.head and self.head[key] != head[key]:
+                raise ResultsError(f"{key} is {head[key]} here and {self.head[key]} in the file: use another --out")
+
+    def done(self, job: Job, batch: int) -> int:
+        """How many rounds of a job have measured `batch`."""
+        rounds = self._rounds(job.model, job.variant, setting(job))
+        return sum(any(row["batch"] == batch for row in one["rows"]) for one in rounds)
+
+    def add_run(self, job: Job, record: dict[str, Any]) -> None:
+        """Adds what one process measured."""
+        self._rounds(job.model, job.variant, setting(job)).append(record)
+
+    def add_failure(self, job: Job, why: str) -> None:
+        self.failures.append({"model": job.model, "variant": job.variant, "setting": setting(job), "why": why})
+
+    def _rounds(self, model: str, variant: str, of: dict[str, Any]) -> list[dict[str, Any]]:
+        for found in self.measurements:
+            if (found["model"], found["variant"], setting(found)) == (model, variant, of):
+                return found["rounds"]  # type: ignore[no-any-return]
+        new: dict[str, Any] = {"model": model, "variant": variant, "setting": of, "rounds": []}
+        self.measurements.append(new)
+        return new["rounds"]  # type: ignore[no-any-return]
+
+    def write(self, path: Path) -> None:
+        """Writes beside and renames."""
+        measured = [of for of in self.measurements if of["rounds"]]
+        record = {
+            **self.head,
+            "rows": summarise(measured),
+            "engines": engines(measured),
+            "measurements": measured,
+            "failures": self.failures,
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.part")
+        part.write_text(json.dumps(record, indent=1) + "\n")
+        os.replace(part, path)
+
+
+def _groups(measurements: Iterable[dict[str, Any]]) -> list[tuple[str, dict[str, Any], dict[str, list[Any]]]]:
+    """(model, setting, rounds by variant), in the order of the file."""
+    groups: list[tuple[str, dict[str, Any], dict[str, list[Any]]]] = []
+    for of in measurements:
+        key = (of["model"], setting(of))
+        group = next((group for group in groups if group[:2] == key), None)
+        if group is None:
+            groups.append(group := (*key, {}))
+        group[2].setdefault(of["variant"], []).extend(of["rounds"])
+    return groups
+
+
+def summarise(measurements: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per model, setting and batch: the best stock backend at that batch against every plugin variant."""
+    rows = []
+    for model, of, variants in _groups(measurements):
+        batches = sorted({row["batch"] for rounds in variants.values() for one in rounds for row in one["rows"]})
+        for batch in batches:
+            figures = {name: _figures(rounds, batch) for name, rounds in variants.items()}
+            figures = {name: found for name, found in figures.items() if found}
+            stock = {name: found for name, found in figures.items() if not is_plugin(name)}
+            best = min(stock, key=lambda name: stock[name]["tpot_ms"], default=None)
+            prefill = min((found["prefill_ms"] for found in stock.values()), default=None)
+            theirs = {f"stock_{key}": value for key, value in (stock[best] if best else _NOTHING).items()}
+            for variant in (name for name in figures if is_plugin(name)):
+                ours = {f"plugin_{key}": value for key, value in figures[variant].items()}
+                same = {"model": model, "batch": batch, **{key: of[key] for key in SETTING}}
+                row = {**same, "stock_backend": best, **theirs, "plugin": variant, **ours}
+                row["stock_prefill_ms"] = prefill
+                rows.append({**row, **_derived(model, of, batch, figures[variant], stock[best] if best else None)})
+    return rows
+
+
+_NOTHING: dict[str, float | None] = {"tpot_ms": None, "spread": None, "gpu_ms": None, "prefill_ms": None}
+
+
+def _figures(rounds: Sequence[dict[str, Any]], batch: int) -> dict[str, Any]:
+    """Medians over repeats and rounds; empty where no round got to this batch."""
+    rows = [row for one in rounds for row in one["rows"] if row["batch"] == batch]
+    if not rows:
+        return {}
+    tpot, spread = median_and_spread([value for row in rows for value in row["tpot_ms"]])
+    gpu = [row["gpu_ms"] for row in rows if "gpu_ms" in row]
+    prefill = statistics.median(value for row in rows for value in row["prefill_ms"])
+    return {
+        "tpot_ms": tpot,
+        "spread": spread,
+        "gpu_ms": statistics.median(gpu) if gpu else None,
+        "prefill_ms": prefill,
+    }
+
+
+def _derived(
+    model: str, of: dict[str, Any], batch: int, ours: dict[str, Any], stock: dict[str, Any] | None
+) -> dict[str, Any]:
+    parallel = of["tensor_parallel"]
+    context = of["prompt"] + of["output"] // 2
+    floor = shapes.floor_ms(shapes.shape(model), batch, context, parallel, of["skew"], 1 + of["eagle3"])
+    return {
+        "floor_ms": floor,
+        "share_of_floor": floor / ours["gpu_ms"] if ours["gpu_ms"] else None,
+        "ratio": stock["tpot_ms"] / ours["tpot_ms"] if stock else None,
+        "tokens_per_s_user": 1e3 / ours["tpot_ms"],
+        "tokens_per_s_gpu": 1e3 * batch / ours["tpot_ms"] / parallel,
+    }
+
+
+def engines(measurements: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Start, KV cache and memory of every variant, medians over its processes."""
+    found = []
+    for of in measurements:
+        entry = {"model": of["model"], "variant": of["variant"], **setting(of), "processes": len(of["rounds"])}
+        for key in ("start_s", "kv_blocks", "load_peak_gib", "used_gib"):
+            values = [one[key] for one in of["rounds"] if one.get(key) is not None]
+            entry[key] = statistics.median(values) if values else None
+        kv = [one["memory"][0]["kv_gib"] for one in of["rounds"] if one.get("memory")]
+        found.append({**entry, "kv_gib": statistics.median(kv) if kv else None})
+    return found
+
+
+def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """TPOT of stock, plugin and floor over the batch, one panel per model and setting."""
+    from matplotlib.figure import Figure
+
+    panels: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        panels.setdefault(_title(row), []).append(row)
+    figure = Figure(figsize=(5.5 * len(panels), 4), layout="constrained")
+    for axis, (title, mine) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+        _panel(axis, mine)
+        axis.set_title(title)
+    figure.savefig(path, dpi=150)
+
+
+def _title(row: dict[str, Any]) -> str:
+    parts = [f"gpt-oss-{row['model']}", f"{row['prompt']}/{row['output']}"]
+    parts += [f"TP {row['tensor_parallel']}"] if row["tensor_parallel"] > 1 else []
+    parts += [f"EAGLE3 x {row['eagle3']}"] if row["eagle3"] else []
+    parts += [name for name in ("skew", "served") if row[name]]
+    parts += [f"{key} {value}" for key, value in row["options"].items()]
+    return ", ".join(parts)
+
+
+def _panel(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
+    stock = f"vLLM ({', '.join(sorted({str(row['stock_backend']) for row in rows}))})"
+    variants = list(dict.fromkeys(row["plugin"] for row in rows))
+    lines = [(variants[0], "stock_tpot_ms", stock, "s--"), (variants[0], "floor_ms", "memory floor", "k-")]
+    for variant in variants:
+        name = variant.replace("plugin", "vllm-gptoss", 1)
+        lines += [(variant, "plugin_tpot_ms", name, "o-"), (variant, "plugin_gpu_ms", f"{name}, GPU busy", "o:")]
+    for variant, key, label, style in lines:
+        points = [(row["batch"], row[key]) for row in rows if row["plugin"] == variant and row[key] is not None]
+        if points:
+            axis.plot(*zip(*points, strict=True), style, label=label)
+    batches = sorted({row["batch"] for row in rows})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(batches, [str(batch) for batch in batches])
+    axis.set_ylim(bottom=0)
+    axis.set_xlabel("requests decoding at once")
+    axis.set_ylabel("ms per token")
+    axis.grid(alpha=0.3)
+    axis.legend()

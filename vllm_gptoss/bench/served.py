@@ -1,0 +1,147 @@
+"""One variant as its users meet it: `vllm serve`, and `vllm bench serve` against it.
+
+Dummy weights, random prompts, as many requests in flight as the batch says, `repeats` times as many in all. The
+tokenizer is o200k_harmony: of a checkout's `demo/`, or of the folder that `--tokenizer` names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from vllm_gptoss.bench.worker import Job, engine_options
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+NAME = "gpt-oss"
+
+
+class ServedError(RuntimeError):
+    """The server or the client ended; the message holds the end of what it said."""
+
+
+def measure(job: Job, tokenizer: Path | None, save: Callable[[dict[str, Any]], None]) -> None:
+    """Serves one variant and measures every batch; `save` gets everything known so far, after every batch."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        _tokenizer(directory, tokenizer)
+        began = time.monotonic()
+        with _server(job, directory) as url:
+            result: dict[str, Any] = {"start_s": time.monotonic() - began, "rows": []}
+            longest = 0.0
+            for batch in job.batches:
+                used = time.monotonic() - began
+                if job.seconds and used + longest > job.seconds:
+                    break
+                result["rows"].append(_client(job, directory, url, batch))
+                longest = max(longest, time.monotonic() - began - used)
+                save(result)
+
+
+def _tokenizer(directory: Path, tokenizer: Path | None) -> None:
+    if tokenizer is not None:
+        for path in tokenizer.glob("*token*.json"):
+            shutil.copy(path, directory)
+    elif (CHECKOUT / "demo" / "tokenizer.py").exists():
+        code = "import sys, pathlib; from demo import tokenizer; tokenizer.write(pathlib.Path(sys.argv[1]))"
+        subprocess.run([sys.executable, "-c", code, str(directory)], cwd=CHECKOUT, check=True)
+    if not (directory / "tokenizer.json").exists():
+        raise ServedError("served runs need gpt-oss's tokenizer: --tokenizer FOLDER with its tokenizer.json")
+
+
+def serve_arguments(job: Job, directory: Path) -> list[str]:
+    """`vllm serve` with what the in-process engine gets, and a tokenizer."""
+    options = engine_options(job, directory)
+    arguments = [str(directory), "--served-model-name", NAME]
+    for key, value in options.items():
+        if key in ("model", "skip_tokenizer_init"):
+            continue
+        flag = f"--{key.replace('_', '-')}"
+        if isinstance(value, bool):
+            arguments.append(flag if value else f"--no-{flag[2:]}")
+        else:
+            arguments += [flag, json.dumps(value) if isinstance(value, dict | list) else str(value)]
+    return arguments
+
+
+@contextlib.contextmanager
+def _server(job: Job, directory: Path) -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = directory / "serve.log"
+    command = [*_vllm(), "serve", *serve_arguments(job, directory), "--host", "127.0.0.1", "--port", str(port)]
+    environment = {key: value for key, value in job.environment.items() if key != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while not _healthy(url):
+            if process.poll() is not None:
+                raise ServedError(f"vllm serve ended with {process.returncode}:\n{_tail(log)}")
+            time.sleep(0.5)
+        yield url
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _vllm() -> list[str]:
+    """The `vllm` command of this environment, or its module where only the package was unpacked."""
+    command = Path(sys.executable).with_name("vllm")
+    return [str(command)] if command.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+
+
+def _healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:  # noqa: S310  our own server
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
+def _client(job: Job, directory: Path, url: str, batch: int) -> dict[str, Any]:
+    command = [
+        *_vllm(), "bench", "serve", "--backend", "openai", "--base-url", url, "--model", NAME,
+        "--tokenizer", str(directory), "--dataset-name", "random", "--random-input-len", str(job.prompt),
+        "--random-output-len", str(job.output), "--ignore-eos", "--temperature", "0", "--disable-tqdm",
+        "--max-concurrency", str(batch), "--num-prompts", str(batch * job.repeats), "--num-warmups", str(batch),
+        "--save-result", "--result-dir", str(directory), "--result-filename", "client.json",
+    ]  # fmt: skip
+    log = directory / "client.log"
+    with log.open("wb") as out:
+        done = subprocess.run(command, env=job.environment, stdout=out, stderr=subprocess.STDOUT, check=False)
+    if done.returncode:
+        raise ServedError(f"vllm bench serve ended with {done.returncode}:\n{_tail(log)}")
+    found = json.loads((directory / "client.json").read_text())
+    if found["completed"] < batch * job.repeats:
+        raise ServedError(f"{batch * job.repeats - found['completed']} requests failed:\n{_tail(log)}")
+    return {
+        "batch": batch,
+        "tpot_ms": [found["median_tpot_ms"]],
+        "prefill_ms": [found["median_ttft_ms"]],
+        "p99_tpot_ms": found["p99_tpot_ms"],
+        "output_tokens_per_s": found["output_throughput"],
+    }
+
+
+def _tail(log: Path, lines: int = 30) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])

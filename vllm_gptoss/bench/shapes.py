@@ -1,0 +1,114 @@
+"""gpt-oss shapes as `config.json`, and the bytes that one decode step of them must read."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from vllm_gptoss import spec
+
+BANDWIDTH = 4.3e12
+"""Bytes per second that one H200 reads (measured: copy 4.21, read-only reduction 4.39 TB/s)."""
+
+TINY = spec.ModelSpec("tiny", 2, 128, 128, 8, 4, 16, 2, 64, 201_088)
+"""For trying the benchmark itself where there is no GPU."""
+
+SPECS = {"20b": spec.GPT_OSS_20B, "120b": spec.GPT_OSS_120B, "tiny": TINY}
+
+
+def shape(name: str) -> spec.ModelSpec:
+    """The shape called `name`; `20b:2` is two layers of the 20b.
+
+    Raises:
+        ValueError: there is no such shape.
+    """
+    base, _, layers = name.partition(":")
+    if base not in SPECS or (layers and not layers.isdigit()):
+        raise ValueError(f"no shape {name!r}; there are {', '.join(SPECS)}, and 20b:2 for two layers of one")
+    return dataclasses.replace(SPECS[base], layers=int(layers)) if layers else SPECS[base]
+
+
+def model_config(model: spec.ModelSpec) -> dict[str, Any]:
+    """`config.json` of a gpt-oss shape."""
+    return {
+        "architectures": [spec.ARCHITECTURE],
+        "model_type": spec.MODEL_TYPE,
+        "num_hidden_layers": model.layers,
+        "hidden_size": model.hidden,
+        "intermediate_size": model.intermediate,
+        "num_local_experts": model.experts,
+        "num_experts_per_tok": model.active_experts,
+        "num_attention_heads": model.query_heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_size,
+        "vocab_size": model.vocabulary,
+        "sliding_window": spec.WINDOW,
+        "layer_types": [("sliding_attention", "full_attention")[layer % 2] for layer in range(model.layers)],
+        "max_position_embeddings": spec.MAX_POSITIONS,
+        "initial_context_length": spec.ROPE_ORIGINAL_CONTEXT,
+        "rms_norm_eps": spec.RMS_NORM_EPS,
+        "rope_theta": spec.ROPE_THETA,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": spec.ROPE_SCALING_FACTOR,
+            "beta_fast": spec.ROPE_BETA_FAST,
+            "beta_slow": spec.ROPE_BETA_SLOW,
+            "original_max_position_embeddings": spec.ROPE_ORIGINAL_CONTEXT,
+            "truncate": False,
+        },
+        "swiglu_limit": spec.SWIGLU_LIMIT,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 200002,
+        "pad_token_id": 199999,
+        "quantization_config": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+        },
+    }
+
+
+def draft_config(model: spec.ModelSpec) -> dict[str, Any]:
+    """`config.json` of an EAGLE3 draft for `model`, as the published drafts have it: one Llama layer, same width."""
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "hidden_size": model.hidden,
+        "intermediate_size": 6 * model.hidden,
+        "num_attention_heads": model.query_heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_size,
+        "hidden_act": "silu",
+        "vocab_size": model.vocabulary,
+        "draft_vocab_size": model.vocabulary,
+        "max_position_embeddings": spec.MAX_POSITIONS,
+        "rms_norm_eps": spec.RMS_NORM_EPS,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def floor_ms(
+    model: spec.ModelSpec, batch: int, context: int, tensor_parallel: int = 1, skew: bool = False, verified: int = 1
+) -> float:
+    """Time to read once what a decode step must read, at `BANDWIDTH`.
+
+    Experts that `batch` x `verified` tokens hit under uniform routing, attention, router and head weights, and the keys
+    and values of `context` tokens (128 in window layers). A draft model is not counted.
+    """
+    missed = (1 - model.active_experts / model.experts) ** (batch * verified)
+    hit = model.active_experts if skew else model.experts * (1 - missed)
+    expert = 3 * model.hidden * model.intermediate * (4 + 8 / spec.MXFP4_GROUP) / 8
+    attention = 2 * model.hidden * model.head_size * 2 * (model.query_heads + model.kv_heads)
+    router = 2 * model.hidden * model.experts
+    key_value = 2 * 2 * model.kv_heads * model.head_size * (min(context, spec.WINDOW) + context) / 2 * batch
+    layer = (hit * expert + attention + key_value) / tensor_parallel + router
+    return 1e3 * (model.layers * layer + 2 * model.vocabulary * model.hidden / tensor_parallel) / BANDWIDTH
