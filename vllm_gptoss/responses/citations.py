@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from vllm_gptoss.tools.base import Source
 
 OPEN = "【"
-_MARK = re.compile(r"【(\d{1,6})†(?:L(\d{1,7})(?:-L(\d{1,7}))?|[^【】]{0,64})】")
+_MARK = re.compile(r"【(\d{1,6})†(?:L(\d{1,7})(?:[-–‑]L?(\d{1,7}))?(?:†[^【】]{0,64})?|[^【】]{0,64})】")
 _LONGEST = 96
 """Characters of an open bracket's text that are held back; what is longer is no citation."""
 

@@ -59,6 +59,7 @@ class ResponsesEndpoint:
         if spec:
             self._tools = ToolServer.from_spec(spec, ToolServerOptions(count_tokens=lambda text: len(encode(text))))
             args.tool_server = None
+            self._tools.shared_by(getattr(args, "api_server_count", None) or 1)
         self.attach_router(app)
 
     async def start(self, engine_client: Any, state: Any, args: Namespace) -> None:

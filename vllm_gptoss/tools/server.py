@@ -79,6 +79,15 @@ class ToolServer:
             providers.append(McpProvider(label, config, Dialer(config, environ=environ)))
         return cls(providers, plan)
 
+    def shared_by(self, processes: int) -> None:
+        """Says what conversations lose where several API server processes each have these tools."""
+        if processes > 1 and self.plan.python is not None:
+            logger.warning(
+                "%d API server processes have a python tool each: a conversation that meets another one loses its "
+                "variables and files, and the model is told so; --api-server-count 1 avoids it",
+                processes,
+            )
+
     async def __aenter__(self) -> ToolServer:
         await self.start()
         return self

@@ -35,6 +35,19 @@ def test_an_html_page_is_displayed_line_by_line_as_in_training() -> None:
     assert [link.url for link in page.links] == ["https://site.example/water", "https://other.example/x"]
 
 
+@pytest.mark.parametrize(
+    ("html", "line"),
+    [
+        ("<img src=a alt=cat> text <img src=b>", "[Image 0: cat] text [Image 1]"),
+        ("<a href=/x><img src=a></a> <a href=/y>y</a>", "[Image 0] 【0†y】"),  # an image alone is no link
+        ("x<sup>2</sup> H<sub>2</sub>O<sup><a href='#n'>[1]</a></sup>", "x^{2} H_{2}O[1]"),
+    ],
+)
+def test_small_things_look_as_in_openais_own_browser(html: str, line: str) -> None:
+    """As `process_html` of openai/gpt-oss 0.0.9 showed them when it was run beside this."""
+    assert html_page(f"<p>{html}</p>", "https://site.example/").lines[2] == line
+
+
 def test_a_page_cannot_forge_links_or_citations() -> None:
     page = html_page("<p>【5†evil†bank.example】 and &#12304;3†L1&#12305;</p>", "https://site.example/")
     assert "【" not in page.text

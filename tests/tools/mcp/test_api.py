@@ -91,6 +91,19 @@ async def test_search_open_find_and_a_citation_of_the_right_lines() -> None:
     assert "L5: It is 87 metres high" in model.prompts[2]
 
 
+async def test_every_way_in_which_gpt_oss_writes_a_citation_means_the_same_lines() -> None:
+    said = "A【0†L5-L6】 b【0†L5–L6】 c【0†L5-6】 d【0†L5-L6†dams.example】 e【0†L5】 f【9†L1】 g【0†The Velmora dam】."
+    model = Model(call("browser.open", '{"id": "https://dams.example/velmora"}'), final(said))
+    tools = ToolServer.from_spec("browser", ToolServerOptions(environ=ENVIRON))
+    async with api(model, tools) as client:
+        body = await ask(client, {"type": "web_search"})
+    part = body["output"][-1]["content"][0]
+    assert [citation.get("lines") for citation in part["annotations"]] == [[5, 6]] * 4 + [[5, 5], None]
+    link = "([dams.example](https://dams.example/velmora))"
+    assert {part["text"][c["start_index"] : c["end_index"]] for c in part["annotations"]} == {link}
+    assert "f【9†L1】" in part["text"]  # nothing was opened there
+
+
 async def test_wrong_arguments_go_back_to_the_model_which_tries_again() -> None:
     model = Model(call("browser.search", '{"q": "dam"}'), call("browser.search", '{"query": "dam"}'), final("Found."))
     tools = ToolServer.from_spec("browser", ToolServerOptions(environ=ENVIRON))

@@ -288,7 +288,9 @@ def test_the_check_command_has_a_table_and_exit_codes(monkeypatch: pytest.Monkey
     assert "is not a tool server" in wrong.output
 
 
-def test_a_browser_that_nobody_gave_a_search_is_no_failure_and_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_browser_that_nobody_gave_a_search_is_no_failure_and_says_what_to_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import typer
 
     from vllm_gptoss.tools.check import check
@@ -304,6 +306,13 @@ def test_a_browser_that_nobody_gave_a_search_is_no_failure_and_says_what_to_set(
     assert "SEARXNG_URL, BRAVE_API_KEY" in row["note"]
     monkeypatch.setenv("GPTOSS_BROWSER_DOCUMENTS", "/nonexistent")  # what was set and does not work is a failure
     assert CliRunner().invoke(app, ["browser", "--json"]).exit_code == 1
+
+
+def test_several_processes_with_a_python_each_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    for spec, processes, said in (("browser", 2, False), ("demo", 1, False), ("demo", 2, True)):
+        caplog.clear()
+        ToolServer.from_spec(spec, ToolServerOptions(environ=ENVIRON)).shared_by(processes)
+        assert ("--api-server-count 1" in caplog.text) is said
 
 
 async def test_conversations_leave_nothing_behind() -> None:

@@ -21,6 +21,8 @@ MAX_CHARS = 1_000_000
 _MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable("table")
 _DROPPED = ["script", "style", "noscript", "template", "svg", "math", "iframe", "canvas", "head", "object"]
 _HIDDEN = re.compile(r"display:\s*none|visibility:\s*hidden", re.IGNORECASE)
+_UNNAMED_IMAGES = re.compile(r"(\[Image \d+\] ?)+")
+_SCRIPT = re.compile(r"[\w-]+")
 _BLANKS = re.compile(r"\n(?:[ \t]*\n)+")
 _TRAILING = re.compile(r"[ \t]+$", re.MULTILINE)
 
@@ -44,6 +46,7 @@ class _Converter(MarkdownConverter):  # type: ignore[misc]
         self.url = url
         self.links: list[Link] = []
         self._numbers: dict[str, int] = {}
+        self._images = 0
 
     def process_text(self, el: Any, parent_tags: set[str] | None = None) -> str:
         """Text nodes, with entities already decoded: brackets become neutral, line breaks outside `pre` are spaces."""
@@ -55,7 +58,7 @@ class _Converter(MarkdownConverter):  # type: ignore[misc]
         """A link to another page becomes `【n†text†domain】`; one within the page is only its text."""
         href = str(el.get("href") or "").strip()
         label = " ".join(text.split())
-        if not label or not href or href.startswith("#"):
+        if not label or not href or href.startswith("#") or _UNNAMED_IMAGES.fullmatch(label):
             return text
         target = _absolute(self.url, href)
         if target is None:
@@ -66,9 +69,18 @@ class _Converter(MarkdownConverter):  # type: ignore[misc]
         return link_text(number, label, target, self.url)
 
     def convert_img(self, el: Tag, text: str, parent_tags: set[str]) -> str:
-        """Images are named, not linked."""
+        """Images are numbered and named, not linked."""
+        number, self._images = self._images, self._images + 1
         name = " ".join(str(el.get("alt") or el.get("title") or "").split())
-        return f"[Image: {neutral(name)}]" if name else ""
+        return f"[Image {number}: {neutral(name)}]" if name else f"[Image {number}]"
+
+    def convert_sup(self, el: Tag, text: str, parent_tags: set[str]) -> str:
+        """Raised words as `^{2}`."""
+        return f"^{{{text}}}" if _SCRIPT.fullmatch(text) else text
+
+    def convert_sub(self, el: Tag, text: str, parent_tags: set[str]) -> str:
+        """Lowered words as `_{2}`."""
+        return f"_{{{text}}}" if _SCRIPT.fullmatch(text) else text
 
 
 def _absolute(base: str, href: str) -> str | None:

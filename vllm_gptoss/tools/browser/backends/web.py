@@ -159,7 +159,8 @@ class YouCom(PostApi):
     countries = frozenset(
         re.findall(
             r"\w+",
-            "AR AT AU BE BR CA CH CL CN DE DK ES FI FR GB HK ID IN IT JP KR MX MY NL NO NZ PH PL PT RU SA SE TR TW US ZA",
+            "AR AT AU BE BR CA CH CL CN DE DK ES FI FR GB HK ID IN "
+            "IT JP KR MX MY NL NO NZ PH PL PT RU SA SE TR TW US ZA",
         )
     )
     form = PostForm(
