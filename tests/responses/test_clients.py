@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -13,12 +14,13 @@ from typing import Any
 import agents
 import openai
 import pytest
+from agents.models.openai_responses import OpenAIResponsesWSModel
 
 from tests.conftest import CACHE
 from tests.responses.conftest import MODEL, Running, Start, harmony, text_of_prompt
+from tests.responses.forced import THINK, codex
 
 ANSWERED = "to=assistant<|channel|>commentary"
-THINK = "<|channel|>analysis<|message|>Let me do it.<|end|><|start|>assistant"
 SUNNY = "<|channel|>final<|message|>It is sunny in Rome.<|return|>"
 
 CODEX = CACHE / "clients" / "node_modules" / ".bin" / "codex"
@@ -28,14 +30,15 @@ needs_codex = pytest.mark.skipif(
 )
 
 
-def run_codex(url: str, model: str, folder: Path, task: str) -> str:
-    """Runs Codex CLI on a task in `folder`, with a home of its own; what it says in the end."""
-    (folder / "home").mkdir()
-    (folder / "work").mkdir()
-    provider = f'model_providers.gptoss={{name="gptoss",base_url="{url}/v1",wire_api="responses"}}'
+def run_codex(url: str, model: str, folder: Path, *, websocket: bool) -> None:
+    """Codex CLI writes a file in `folder`, with a home of its own, through server-sent events or the WebSocket."""
+    for place in (folder, folder / "home", folder / "work"):
+        place.mkdir(exist_ok=True)
+    supports = f"supports_websockets={'true' if websocket else 'false'}"
+    provider = f'model_providers.gptoss={{name="gptoss",base_url="{url}/v1",wire_api="responses",{supports}}}'
     command = [CODEX, "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
-    command += ["-c", provider, "-c", "model_provider=gptoss", "-m", model, task]
-    environment = {**os.environ, "CODEX_HOME": str(folder / "home")}
+    command += ["-c", provider, "-c", "model_provider=gptoss", "-m", model, "Write hello into hello.txt"]
+    environment = {**os.environ, "CODEX_HOME": str(folder / "home"), "RUST_LOG": "codex_otel=info"}
     ran = subprocess.run(
         command,
         cwd=folder / "work",
@@ -46,26 +49,26 @@ def run_codex(url: str, model: str, folder: Path, task: str) -> str:
         timeout=240,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    return ran.stdout
+    assert (folder / "work" / "hello.txt").read_text() == "hello\n"
+    assert "I wrote hello." in ran.stdout
+    used = set(re.findall(r'event.name="codex\.(websocket_request|api_request)"', ran.stderr))
+    assert used == {"websocket_request" if websocket else "api_request"}, used
 
 
 @needs_codex
 @pytest.mark.slow
-def test_codex_runs_a_command_and_reports(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("websocket", [False, True])
+def test_codex_runs_a_command_and_reports(start: Start, tmp_path: Path, websocket: bool) -> None:
     """Namespaces, loose schemas, sealed reasoning, `client_metadata`, unasked web search: Codex sends all of it."""
-    from tests.responses.forced import codex
-
     server = start(codex)
-    said = run_codex(server.url, MODEL, tmp_path, "Write hello into hello.txt")
-    assert (tmp_path / "work" / "hello.txt").read_text() == "hello\n"
-    assert "I wrote hello." in said
-    assert "Let me do it." in server.prompt(), "the reasoning comes back sealed and is in the next prompt"
+    run_codex(server.url, MODEL, tmp_path, websocket=websocket)
+    assert "Let me do it." in server.prompt(), "the reasoning comes back and is in the next prompt"
 
 
-def agent_model(server: Running) -> agents.Model:
+def agent_model(server: Running, kind: type[agents.OpenAIResponsesModel] = agents.OpenAIResponsesModel) -> agents.Model:
     agents.set_tracing_disabled(True)
     client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
-    return agents.OpenAIResponsesModel(model=MODEL, openai_client=client)
+    return kind(model=MODEL, openai_client=client)
 
 
 def calls(recipient: str, arguments: dict[str, Any]) -> str:
@@ -78,13 +81,14 @@ def get_weather(city: str) -> str:
     return f"sunny in {city}"
 
 
-async def test_agents_sdk_calls_a_function_and_goes_on(start: Start) -> None:
+@pytest.mark.parametrize("kind", [agents.OpenAIResponsesModel, OpenAIResponsesWSModel])
+async def test_agents_sdk_calls_a_function_and_goes_on(start: Start, kind: type[agents.OpenAIResponsesModel]) -> None:
     def script(prompt: Sequence[int]) -> list[int]:
         call = calls("functions.get_weather", {"city": "Rome"})
         return harmony(THINK + (SUNNY if ANSWERED in text_of_prompt(prompt) else call))
 
     server = start(script)
-    agent = agents.Agent(name="a", model=agent_model(server), tools=[get_weather])
+    agent = agents.Agent(name="a", model=agent_model(server, kind), tools=[get_weather])
     result = await agents.Runner.run(agent, "What is the weather in Rome?")
     assert result.final_output == "It is sunny in Rome."
     assert "sunny in Rome" in server.prompt()
