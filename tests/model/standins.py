@@ -1,7 +1,7 @@
 """The few-token kernels' contracts in torch, by the oracle: what `FewTokens` calls where there is no GPU.
 
-Same arguments as `kernels/dense.py`, `kernels/attention.py` and `kernels/experts.py`, any float dtype, outputs written
-in place. Outputs are poisoned first, so a row that should not be read shows.
+Same arguments as `kernels/dense.py`, `kernels/attention.py` and `kernels/experts.py`, any float dtype: computed in at
+least float32, rounded once into the outputs.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from vllm_gptoss.kernels import mxfp4
 HEAD = 64
 
 
-def _add(x: Tensor, residual: Tensor | None, out: Tensor | None) -> Tensor:
+def _normed(x: Tensor, residual: Tensor | None, out: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     total = x if residual is None else x + residual
     if out is not None:
         out.copy_(total)
-    return total
+    return reference.rms_norm(total.to(reference.wide(x.dtype)), weight, eps)
 
 
 def _rotate(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
@@ -46,13 +46,13 @@ def qkv_rope(
     eps: float,
 ) -> None:
     kv_heads, block = kv_cache.shape[1], kv_cache.shape[2]
-    t = reference.rms_norm(_add(x, residual, residual_out), norm, eps)
-    query, key, value = (t @ weight.T + bias).split([q.shape[1], kv_heads * HEAD, kv_heads * HEAD], dim=-1)
+    product = reference.linear(_normed(x, residual, residual_out, norm, eps), weight, bias)
+    query, key, value = product.split([q.shape[1], kv_heads * HEAD, kv_heads * HEAD], dim=-1)
     q.copy_(_rotate(query, cos_sin, positions).flatten(1))
     rows = torch.cat([_rotate(key, cos_sin, positions), value.unflatten(-1, (-1, HEAD))], dim=-1)
     for token, slot in enumerate(slots[: x.shape[0]].tolist()):
         if slot >= 0:
-            kv_cache[slot // block, :, slot % block] = rows[token]
+            kv_cache[slot // block, :, slot % block] = rows[token].to(kv_cache.dtype)
 
 
 def attend(
@@ -80,10 +80,8 @@ def attend(
 
 
 def out_proj(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> None:
-    total = x @ weight.T
-    for part in (bias, residual):
-        total = total if part is None else total + part
-    out.copy_(total)
+    total = reference.linear(x.to(reference.wide(x.dtype)), weight, bias)
+    out.copy_(total if residual is None else total + residual)
 
 
 def router(
@@ -99,12 +97,13 @@ def router(
     residual_out: Tensor | None = None,
     logits: Tensor | None = None,
 ) -> None:
-    normed.copy_(reference.rms_norm(_add(x, residual, residual_out), norm, eps))
-    chosen, experts = reference.route(normed, weight, bias, ids.shape[1])
+    t = _normed(x, residual, residual_out, norm, eps)
+    normed.copy_(t)
+    chosen, experts = reference.route(t, weight, bias, ids.shape[1])
     weights.copy_(chosen)
     ids.copy_(experts)
     if logits is not None:
-        logits.copy_(reference.linear(normed, weight, bias))
+        logits.copy_(reference.linear(t, weight, bias))
 
 
 class Experts:

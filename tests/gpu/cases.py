@@ -1,0 +1,259 @@
+"""One case per kernel: fresh random inputs, poisoned outputs, the kernel twice, all of it against the float64 oracle.
+
+The kernel is an argument. `tests/gpu` passes the real ones; `tests/kernels/test_gpu_cases.py` passes their contracts in
+torch, and broken ones, so that the cases themselves are known to work where there is no GPU.
+
+Tolerances: bf16 has 8 bits of mantissa, so one rounding is 2^-9 = 2.0e-3 of a value at most and about 1.7e-3 in norm; a
+result that went through r roundings stays below r times that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_gptoss import reference
+from vllm_gptoss.kernels import mxfp4
+from vllm_gptoss.kernels.experts import Projection
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROUNDING = 1.7e-3
+C, HEAD, BLOCK = 2880, 64, 16
+ACTIVE, ALPHA, LIMIT = 4, 1.702, 7.0
+PARALLEL = (1, 2, 4, 8)
+INTERMEDIATE = (2880, 1472, 768, 384)
+"""Of a rank at TP 1, 2, 4, 8: 2880 / TP, rounded up to 64 as vLLM does."""
+
+BATCHES = (
+    ([1], [1]),
+    ([640], [1]),
+    ([5, 130, 128, 129, 1000], [1, 4, 1, 2, 3]),
+    ([2000, 37], [1, 1]),
+    ([0, 50], [0, 1]),
+    ([40] * 40, [1] * 15 + [0] * 25),
+    ([300, 9], [8, 7]),
+)
+"""Keys and queries of the requests of a step; more than one query is speculative verification."""
+
+
+def draw(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, device=DEVICE) * scale).bfloat16()
+
+
+def poison(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.full(shape, float("nan"), device=DEVICE, dtype=dtype)
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    return float((got.double() - wanted).norm() / wanted.norm())
+
+
+def same(first: Tensor, second: Tensor) -> bool:
+    """Equal to the bit, NaN included."""
+    return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    return reference.rms_norm(x.double(), weight.double())
+
+
+def _rotate(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
+    cos, sin = cos_sin[positions].double().chunk(2, dim=-1)
+    low, high = x.chunk(2, dim=-1)
+    return torch.cat([low * cos[:, None] - high * sin[:, None], high * cos[:, None] + low * sin[:, None]], dim=-1)
+
+
+def qkv_rope(kernel: Callable[..., None], parallel: int, tokens: int, cache_dtype: torch.dtype) -> None:
+    heads, kv_heads = 64 // parallel, 8 // parallel
+    rows = (heads + 2 * kv_heads) * HEAD
+    x, residual, weight = draw(tokens, C), draw(tokens, C), draw(rows, C, scale=C**-0.5)
+    norm_weight, bias = draw(C), draw(rows)
+    cos_sin = torch.randn(4096, HEAD, device=DEVICE).to(cache_dtype)
+    positions = torch.randint(0, 4096, (tokens,), device=DEVICE)
+    slots = torch.randperm(64 * BLOCK, device=DEVICE)[:tokens]
+    if tokens > 1:
+        slots[1] = -1
+
+    def run() -> tuple[Tensor, Tensor, Tensor]:
+        q, summed, cache = poison(tokens, heads * HEAD), poison(tokens, C), poison(64, kv_heads, BLOCK, 2 * HEAD)
+        kernel(x, residual, norm_weight, weight, bias, positions, cos_sin, slots, cache, q, summed, 1e-5)
+        return q, summed, cache
+
+    q, summed, cache = run()
+    wanted_sum = (x.float() + residual.float()).bfloat16()
+    assert torch.equal(summed, wanted_sum)
+    product = _norm(wanted_sum, norm_weight) @ weight.double().T + bias.double()
+    wq, wk, wv = product.split([heads * HEAD, kv_heads * HEAD, kv_heads * HEAD], dim=-1)
+    wq, wk = (_rotate(t.unflatten(-1, (-1, HEAD)), cos_sin, positions) for t in (wq, wk))
+    assert error(q, wq.flatten(1)) < 3 * ROUNDING
+    written = slots >= 0
+    at = slots[written]
+    assert error(cache[at // BLOCK, :, at % BLOCK, :HEAD], wk[written]) < 3 * ROUNDING
+    assert error(cache[at // BLOCK, :, at % BLOCK, HEAD:], wv.unflatten(-1, (-1, HEAD))[written]) < 2 * ROUNDING
+    assert int((~cache.isnan()).any(-1).sum()) == len(at) * kv_heads, "a slot that is no token's was written"
+    assert all(map(same, run(), (q, summed, cache)))
+
+
+def out_proj(kernel: Callable[..., None], parallel: int, tokens: int) -> None:
+    columns = 4096 // parallel
+    x, weight, bias = draw(tokens, columns), draw(C, columns, scale=columns**-0.5), draw(C)
+    residual = draw(tokens, C)
+    # alone; rank 0 of several; another rank
+    for use_bias, use_residual in ((True, True), (True, False), (False, False)):
+        out, again = poison(tokens, C), poison(tokens, C)
+        for to in (out, again):
+            kernel(x, weight, bias if use_bias else None, residual if use_residual else None, to)
+        wanted = x.double() @ weight.double().T + use_bias * bias.double() + use_residual * residual.double()
+        assert error(out, wanted) < 2 * ROUNDING
+        assert same(out, again)
+
+
+def router(kernel: Callable[..., None], experts: int, tokens: int) -> None:
+    x, residual, norm_weight = draw(tokens, C), draw(tokens, C), draw(C)
+    weight, bias = draw(experts, C, scale=C**-0.5), draw(experts)
+
+    def run() -> tuple[Tensor, ...]:
+        normed, summed = poison(tokens, C), poison(tokens, C)
+        weights, logits = poison(tokens, 4, dtype=torch.float32), poison(tokens, experts, dtype=torch.float32)
+        ids = torch.full((tokens, 4), -1, device=DEVICE, dtype=torch.int32)
+        kernel(x, residual, norm_weight, weight, bias, normed, weights, ids, 1e-5, summed, logits)
+        return normed, summed, weights, logits, ids
+
+    normed, summed, weights, logits, ids = outputs = run()
+    wanted_sum = (x.float() + residual.float()).bfloat16()
+    wanted = _norm(wanted_sum, norm_weight)
+    assert torch.equal(summed, wanted_sum)
+    assert error(normed, wanted) < 2 * ROUNDING
+    assert error(logits, wanted @ weight.double().T + bias.double()) < ROUNDING
+    best, best_ids = logits.double().topk(4, dim=-1)
+    assert torch.equal(ids.long(), best_ids)
+    # fast exp and division: 2 ulp each of float32
+    torch.testing.assert_close(weights.double(), best.softmax(-1), rtol=1e-6, atol=0)
+    assert all(map(same, run(), outputs))
+
+
+def attention(
+    kernel: Callable[..., None],
+    kv_heads: int,
+    window: int,
+    lengths: list[int],
+    queries: list[int],
+    strided: bool,
+) -> None:
+    heads, requests, tokens = kv_heads * 8, len(lengths), sum(queries) + 1  # the last token is padding
+    blocks = 512
+    cache = draw(blocks, BLOCK, kv_heads, 128).transpose(1, 2) if strided else draw(blocks, kv_heads, BLOCK, 128)
+    width = max(lengths) // BLOCK + 2
+    table = torch.randint(0, blocks, (requests, width), device=DEVICE, dtype=torch.int32)
+    starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], device=DEVICE, dtype=torch.int32)
+    q, sinks = draw(tokens, heads * HEAD, scale=2.0), draw(heads)
+    lens = torch.tensor(lengths, device=DEVICE, dtype=torch.int32)
+    out, again = poison(tokens, heads * HEAD), poison(tokens, heads * HEAD)
+    for to in (out, again):
+        kernel(q, cache, sinks, table, lens, starts, to, HEAD**-0.5, window)
+
+    wanted = torch.zeros(tokens, heads, HEAD, device=DEVICE, dtype=torch.float64)
+    for request, (length, count) in enumerate(zip(lengths, queries, strict=True)):
+        if not count:
+            continue
+        position = torch.arange(length, device=DEVICE)
+        rows = cache[table[request, position // BLOCK].long(), :, position % BLOCK].double()
+        mine = slice(int(starts[request]), int(starts[request]) + count)
+        wanted[mine] = reference.sink_attention(
+            q[mine].double().unflatten(-1, (heads, HEAD)),
+            rows[..., :HEAD],
+            rows[..., HEAD:],
+            sinks.double(),
+            window=window or None,
+        )
+    # probabilities and the output are rounded once each
+    assert error(out, wanted.flatten(1)) < 2 * ROUNDING
+    assert not out[-1].any()
+    assert same(out, again)
+
+
+class Weights:
+    """One projection of all experts: the checkpoint's bytes, and the same as the sm90 kernels read them.
+
+    blocks: [E, N, C/2] u8; scales: [E, N, C/32] u8; bias: [E, N] f32.
+    """
+
+    def __init__(self, count: int, rows: int, columns: int, seed: int) -> None:
+        g = torch.Generator(device=DEVICE).manual_seed(seed)
+        size = (count, rows, columns // 2)
+        self.blocks = torch.randint(0, 256, size, dtype=torch.uint8, device=DEVICE, generator=g)
+        size = (count, rows, columns // 32)
+        self.scales = torch.randint(113, 122, size, dtype=torch.uint8, device=DEVICE, generator=g)
+        bias = torch.randn(count, rows, device=DEVICE, generator=g).bfloat16().float()
+        values = torch.cat([mxfp4.hopper_values(self.blocks[e : e + 1]) for e in range(count)])
+        self.projection = Projection(values, mxfp4.hopper_scales(self.scales), bias)
+
+    def of(self, expert: int) -> tuple[Tensor, Tensor]:
+        """(weight [1, N, C], bias [1, N]) of one expert in float64."""
+        blocks = self.blocks[expert].unflatten(-1, (-1, 16))
+        weight = reference.mxfp4_dequantise(blocks, self.scales[expert], torch.float64)
+        return weight[None], self.projection.bias[expert, None].double()
+
+
+def layer(count: int, intermediate: int, hidden: int = C) -> tuple[Weights, Weights]:
+    """Up and down projections of one rank."""
+    return Weights(count, 2 * intermediate, hidden, 1), Weights(count, hidden, intermediate, 2)
+
+
+def experts_oracle(x: Tensor, ids: Tensor, weights: Tensor, up: Weights, down: Weights) -> Tensor:
+    """`reference.experts_forward` in float64, one expert at a time, for the 120b's do not fit; ids -1 are skipped."""
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for expert in ids.unique().tolist():
+        if expert < 0:
+            continue
+        token, choice = torch.where(ids == expert)
+        only = torch.zeros(len(token), 1, dtype=torch.int64, device=x.device)
+        weight = weights[token, choice, None].double()
+        found = reference.experts_forward(
+            x[token].double(), weight, only, *up.of(expert), *down.of(expert), limit=LIMIT
+        )
+        out.index_add_(0, token, found)
+    return out
+
+
+def experts_close(out: Tensor, wanted: Tensor, what: object = "") -> None:
+    # two roundings, of the activation and of the output, independent: 1.7e-3 x sqrt(2) in norm
+    assert error(out, wanted) < 2**-8, what
+
+
+def run_experts(module: Any, x: Tensor, routing: Tensor, weights: Tensor | None) -> Tensor:
+    out = poison(*x.shape)
+    module(x, routing, weights, out)
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    return out
+
+
+def experts(module: Any, up: Weights, down: Weights, most: int, skewed: bool) -> None:
+    """Every batch from 1 to `most` tokens, ids of both widths, four runs each."""
+    count, hidden = up.blocks.shape[0], down.blocks.shape[1]
+    pool = ACTIVE if skewed else count
+    x = draw(most, hidden)
+    ids = torch.stack([torch.randperm(pool, device=DEVICE)[:ACTIVE] for _ in range(most)])
+    weights = torch.rand(most, ACTIVE, device=DEVICE)
+    wanted = experts_oracle(x, ids, weights, up, down)
+    for tokens in range(1, most + 1):
+        part = (x[:tokens].clone(), ids[:tokens].int(), weights[:tokens].clone())
+        out = run_experts(module, *part)
+        experts_close(out, wanted[:tokens], tokens)
+        assert same(out, run_experts(module, part[0], ids[:tokens].clone(), part[2])), tokens
+        for _ in range(2):
+            assert same(out, run_experts(module, *part)), tokens
+
+
+def experts_by_logits(module: Any, up: Weights, down: Weights, tokens: int, dtype: torch.dtype) -> None:
+    """Router logits instead of ids: the best four, softmax over them."""
+    count, hidden = up.blocks.shape[0], down.blocks.shape[1]
+    x = draw(tokens, hidden)
+    # Distinct values: ties are broken by index here and by nothing in particular in torch.topk.
+    logits = torch.stack([torch.randperm(count, device=DEVICE) for _ in range(tokens)]).to(dtype) / 16 - 1
+    top, ids = logits.float().topk(ACTIVE)
+    experts_close(run_experts(module, x, logits, None), experts_oracle(x, ids, top.softmax(-1), up, down))

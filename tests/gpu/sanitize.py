@@ -1,0 +1,102 @@
+"""Every CUDA kernel under compute-sanitizer, memcheck and racecheck: `python -m tests.gpu.sanitize`.
+
+Each tool runs this file again with `--run`, which launches every kernel of every rank's shape through the GPU tests'
+own cases. Needs an sm90 GPU and `compute-sanitizer` of a CUDA toolkit. Exit status 0: both tools found nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+FOUND = 9
+"""Exit status of the sanitizer when it found something."""
+
+PARTS = {"layers": "_few", "experts": "experts_"}
+"""What is launched, and what its kernels' names share: torch's own kernels are not looked at."""
+
+
+def layers(parallel: list[int], experts: list[int]) -> None:
+    """Projections, attention and router: batches at both sides of every threshold."""
+    import torch
+
+    from tests.gpu import cases
+    from vllm_gptoss.kernels import attention, dense
+
+    for size in parallel:
+        for tokens in (1, 8, 9, 16):
+            cases.qkv_rope(dense.qkv_rope, size, tokens, torch.float32)
+            cases.out_proj(dense.out_proj, size, tokens)
+        for lengths, queries in cases.BATCHES:
+            for window in (0, 128):
+                cases.attention(attention.attend, 8 // size, window, lengths, queries, strided=False)
+        print(f"TP {size}: projections and attention", flush=True)
+    for count in experts:
+        for tokens in (1, 8, 9, 16):
+            cases.router(dense.router, count, tokens)
+
+
+def experts(parallel: list[int], counts: list[int]) -> None:
+    """Both expert projections of every rank, routed by logits and by ids."""
+    import torch
+
+    from tests.gpu import cases
+    from vllm_gptoss.kernels.experts import FewTokenExperts
+
+    for count in counts:
+        for size in parallel:
+            up, down = cases.layer(count, cases.INTERMEDIATE[cases.PARALLEL.index(size)])
+            module = FewTokenExperts(
+                up.projection, down.projection, cases.ACTIVE, count, alpha=cases.ALPHA, limit=cases.LIMIT
+            )
+            for tokens in (1, 2, 3, 8, 9, module.max_tokens):
+                cases.experts_by_logits(module, up, down, tokens, torch.bfloat16)
+            cases.experts(module, up, down, most=3, skewed=True)
+            print(f"TP {size}: {count} experts", flush=True)
+            del up, down, module
+            torch.cuda.empty_cache()
+
+
+def only(sanitizer: str, names: str) -> list[str]:
+    """The option that keeps the sanitizer to kernels of these names, as this version spells it."""
+    known = subprocess.run([sanitizer, "--help"], capture_output=True, text=True).stdout
+    option = next((name for name in ("--kernel-regex", "--filter") if name in known), None)
+    return [option, f"kns={names}"] if option else []
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tools", default="memcheck,racecheck")
+    parser.add_argument("--parallel", default="1,2,4,8", help="tensor-parallel sizes whose shapes are launched")
+    parser.add_argument("--experts", default="32", help="32 for the 20b, 128 for the 120b")
+    parser.add_argument("--run", choices=PARTS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run:
+        run = layers if options.run == "layers" else experts
+        run([int(n) for n in options.parallel.split(",")], [int(n) for n in options.experts.split(",")])
+        return 0
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    if sanitizer is None:
+        print("compute-sanitizer is not on the PATH: it comes with the CUDA toolkit", file=sys.stderr)
+        return 2
+    worst = 0
+    for tool in options.tools.split(","):
+        for part, names in PARTS.items():
+            began = time.monotonic()
+            command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), *only(sanitizer, names)]
+            command += [sys.executable, "-m", "tests.gpu.sanitize", "--run", part]
+            command += ["--parallel", options.parallel, "--experts", options.experts]
+            # every tensor its own allocation: torch's cache would hide what lies beside one
+            done = subprocess.run(command, env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
+            said = {0: "clean", FOUND: "found something"}.get(done.returncode, f"ended with {done.returncode}")
+            print(f"{tool}, {part}: {said}, {time.monotonic() - began:.0f} s", flush=True)
+            worst = max(worst, abs(done.returncode))
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main())

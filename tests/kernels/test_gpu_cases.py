@@ -1,0 +1,123 @@
+"""The GPU tests' own cases, without a GPU: the kernels' contracts in torch pass them, a kernel with a fault does not.
+
+So that the first minutes on a GPU are not spent on a typing error, and a green GPU run means something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu import cases
+from tests.model import standins
+from vllm_gptoss import reference
+from vllm_gptoss.kernels import mxfp4
+
+
+class Hopper:
+    """The sm90 experts' contract, over the bytes that the kernels read: bf16 activation, bf16 output."""
+
+    def __init__(self, up: cases.Weights, down: cases.Weights, fault: str = "") -> None:
+        self.weights, self.biases, self.fault = [], [up.projection.bias, down.projection.bias], fault
+        for side in (up, down):
+            stored = side.projection
+            blocks = mxfp4.hopper_values_inverse(stored.values)
+            scales = mxfp4.hopper_scales_inverse(stored.scales, stored.rows, stored.tiles * 2)
+            self.weights.append(mxfp4.dequantize(blocks, scales, torch.float32))
+
+    def __call__(self, x: Tensor, routing: Tensor, weights: Tensor | None, out: Tensor) -> None:
+        if weights is None:
+            top, routing = routing.float().topk(cases.ACTIVE)
+            weights = top.softmax(-1)
+        if self.fault == "choice":
+            weights = weights.roll(1, dims=1)
+        total = torch.zeros(x.shape)
+        for token, choice in ((t, a) for t in range(x.shape[0]) for a in range(routing.shape[1])):
+            expert = int(routing[token, choice])
+            act = reference.swiglu(self.weights[0][expert] @ x[token].float() + self.biases[0][expert]).bfloat16()
+            y = self.weights[1][expert] @ act.float() + (0 if self.fault == "bias" else self.biases[1][expert])
+            total[token] += weights[token, choice] * y
+        out.copy_(total)
+        if self.fault == "unwritten":
+            out[-1, -1] = float("nan")
+
+
+@pytest.fixture(scope="module")
+def layer() -> tuple[cases.Weights, cases.Weights]:
+    return cases.layer(8, 128, hidden=192)
+
+
+def test_experts_cases_pass_for_what_the_kernels_promise(layer: tuple[cases.Weights, cases.Weights]) -> None:
+    module = Hopper(*layer)
+    cases.experts(module, *layer, most=9, skewed=False)
+    cases.experts(module, *layer, most=9, skewed=True)
+    for dtype in (torch.bfloat16, torch.float32):
+        cases.experts_by_logits(module, *layer, tokens=5, dtype=dtype)
+
+
+@pytest.mark.parametrize("fault", ["choice", "bias", "unwritten"])
+def test_experts_cases_find_a_fault(layer: tuple[cases.Weights, cases.Weights], fault: str) -> None:
+    with pytest.raises(AssertionError):
+        cases.experts(Hopper(*layer, fault), *layer, most=3, skewed=False)
+
+
+@pytest.mark.parametrize("parallel", [2, 8])
+def test_layer_cases_pass_for_what_the_kernels_promise(parallel: int) -> None:
+    for cache_dtype in (torch.float32, torch.bfloat16):
+        cases.qkv_rope(standins.qkv_rope, parallel, 3, cache_dtype)
+    cases.out_proj(standins.out_proj, parallel, 3)
+    cases.router(standins.router, 32, 3)
+    for lengths, queries in cases.BATCHES:
+        cases.attention(standins.attend, 8 // parallel, 128, lengths, queries, strided=True)
+        cases.attention(standins.attend, 8 // parallel, 0, lengths, queries, strided=False)
+
+
+def _faulty(kernel: Callable[..., None], change: Callable[[list[Any]], None]) -> Callable[..., None]:
+    def run(*arguments: Any) -> None:
+        changed = list(arguments)
+        change(changed)
+        kernel(*changed)
+
+    return run
+
+
+def _nudge(at: int, index: tuple[Any, ...], by: float) -> Callable[[list[Any]], None]:
+    def change(arguments: list[Any]) -> None:
+        arguments[at] = arguments[at].clone()
+        arguments[at][index] += by
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("case", "kernel", "change"),
+    [
+        # position off by one; a slot that is no token's
+        (lambda k: cases.qkv_rope(k, 4, 3, torch.float32), standins.qkv_rope, _nudge(5, (0,), 1)),
+        (lambda k: cases.qkv_rope(k, 4, 3, torch.float32), standins.qkv_rope, _nudge(7, (1,), 5)),
+        (lambda k: cases.out_proj(k, 4, 3), standins.out_proj, lambda a: a.__setitem__(3, None)),
+        (lambda k: cases.router(k, 32, 3), standins.router, _nudge(4, (5,), 4)),
+        # a key too many, a window too short, sinks of another head
+        (
+            lambda k: cases.attention(k, 2, 128, *cases.BATCHES[2], False),
+            standins.attend,
+            lambda a: a.__setitem__(8, 127),
+        ),
+        (lambda k: cases.attention(k, 2, 0, [9], [2], False), standins.attend, _nudge(4, (0,), 1)),
+        (
+            lambda k: cases.attention(k, 2, 0, [9], [2], False),
+            standins.attend,
+            lambda a: a.__setitem__(2, a[2].roll(1)),
+        ),
+    ],
+    ids=["position", "slot", "residual", "router bias", "window", "length", "sinks"],
+)
+def test_layer_cases_find_a_fault(
+    case: Callable[[Any], None], kernel: Callable[..., None], change: Callable[[list[Any]], None]
+) -> None:
+    with pytest.raises(AssertionError):
+        case(_faulty(kernel, change))
