@@ -21,6 +21,7 @@ from mcp.server.lowlevel import Server
 from mcp.server.sse import SseServerTransport
 from mcp.server.stdio import stdio_server
 from mcp.server.transport_security import TransportSecuritySettings
+from mcp_types.version import HANDSHAKE_PROTOCOL_VERSIONS, MODERN_PROTOCOL_VERSIONS
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -61,20 +62,32 @@ def tool_server(provider: CountedProvider) -> Server[Any]:
         finally:
             await session.aclose()
 
-    return Server(
+    async def discover(ctx: Any, params: Any) -> types.DiscoverResult:
+        # Versions without the handshake have no sessions, and these tools are nothing without: cursors, variables.
+        versions = MODERN_PROTOCOL_VERSIONS if conversation(ctx) else HANDSHAKE_PROTOCOL_VERSIONS
+        return types.DiscoverResult(
+            supported_versions=list(versions),
+            capabilities=server.get_capabilities(protocol_version=ctx.protocol_version),
+            instructions=server.instructions,
+        )
+
+    server: Server[Any] = Server(
         namespace.name,
         version=__version__,
         instructions=namespace.description,
         on_list_tools=list_tools,
         on_call_tool=call_tool,
     )
+    server.add_request_handler("server/discover", types.RequestParams, discover)
+    return server
 
 
 def conversation(ctx: Any) -> str:
     """Whose state a call sees; empty, and so nobody else's and gone after the call, when the caller names none.
 
     vLLM names it in the `x-session-id` header, OpenAI's example server in `_meta.client_id`. Connections of protocols
-    before 2026-07-28 have ids of their own; a stdio process has one caller.
+    before 2026-07-28 have ids of their own, and clients that name nothing are led to those; a stdio process has one
+    caller.
     """
     request = ctx.request if isinstance(ctx.request, Request) else None
     named = (ctx.meta or {}).get("client_id")

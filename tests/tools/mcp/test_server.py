@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mcp import Client
+from mcp.client.sse import sse_client
 from mcp.server.mcpserver import Context, MCPServer
 from typer.testing import CliRunner
 
@@ -236,6 +238,23 @@ async def test_our_browser_is_servable_to_other_engines(path: str) -> None:
         assert lost.error is not None
         assert "No pages to access!" in lost.text
         await provider.aclose()
+
+
+@pytest.mark.parametrize("path", ["/mcp", "/sse"])
+async def test_another_engines_client_keeps_its_pages_and_sees_nobody_elses(path: str) -> None:
+    """Plain clients of the `mcp` package, which name no conversation."""
+    async with (
+        ToolServer.from_spec("browser", ToolServerOptions(environ=ENVIRON)) as tools,
+        running(http_app(tools.providers, "127.0.0.1")) as url,
+        Client(sse_client(url + path) if path == "/sse" else url + path) as alice,
+        Client(sse_client(url + path) if path == "/sse" else url + path) as bob,
+    ):
+        assert [tool.name for tool in (await alice.list_tools()).tools] == ["search", "open", "find"]
+        await alice.call_tool("search", {"query": "dam"})
+        opened = await alice.call_tool("open", {"id": 0})
+        assert opened.content[0].text.startswith("[1] The Velmora dam")
+        lost = await bob.call_tool("open", {"id": 0})
+        assert (lost.is_error, "No pages to access!" in lost.content[0].text) == (True, True)
 
 
 async def test_our_server_on_the_loopback_refuses_other_hosts() -> None:
