@@ -28,6 +28,10 @@ logger = logging.getLogger(__name__)
 
 FLUSH = 0.05
 """Seconds that events of a background response may wait before they are written together."""
+RETRY = 1.0
+"""Seconds between attempts while the store fails."""
+CANCEL_TIMEOUT = 30.0
+"""Seconds, beyond the heartbeat, that a cancelled response may take to end."""
 POLL = 0.2
 """Seconds between looks at the store for a response that another server runs."""
 
@@ -36,10 +40,13 @@ class _Run:
     """A response that this server runs.
 
     `wake` tells its writer that there is something to write; `draining` that there will be no more; `news` tells
-    followers that events were written; `ended` that all were.
+    followers that events were written; `ended` that all were. `pending` are events that are not written yet; while the
+    store fails (`is_stuck`) this server's followers read them here.
     """
 
     def __init__(self) -> None:
+        self.pending: list[Event] = []
+        self.is_stuck = False
         self.wake = asyncio.Event()
         self.draining = False
         self.task: asyncio.Task[None] | None = None
@@ -83,18 +90,18 @@ class Background:
 
     async def _work(self, loop: Loop, run: _Run, stored: Stored) -> None:
         """Drains a loop into the store."""
-        pending: list[Event] = []
-        writer = asyncio.create_task(self._write(stored, run, pending))
+        pending = run.pending
+        writer = asyncio.create_task(self._write(stored, run))
         try:
             async with aclosing(loop.run()) as batches:
                 async for batch in batches:
                     pending += batch
                     run.wake.set()
                     if writer.done():
-                        break  # cancelled from elsewhere, or the store is gone
+                        break  # cancelled from elsewhere
                     if stored.status == "queued":
                         stored.body["status"] = "in_progress"
-                        await self._store.save(stored)
+                        await self._save(stored)
             if writer.done() and not _ended(pending):
                 pending += await loop.cancel()
         except asyncio.CancelledError:
@@ -103,14 +110,43 @@ class Background:
             # The writer is let finish: cancelled between two writes it could leave a gap before the last event.
             run.draining = True
             run.wake.set()
-            await asyncio.gather(writer, return_exceptions=True)
-            await self._flush(stored.id, pending)
-            await self._measure(stored.id)
-            run.ended = True
-            run.tell()
-            self._runs.pop(stored.id, None)
+            try:
+                await asyncio.gather(writer, return_exceptions=True)
+                if await self._drain(stored.id, run):
+                    await self._end(stored, loop)
+            finally:
+                run.ended = True
+                run.tell()
+                self._runs.pop(stored.id, None)
 
-    async def _write(self, stored: Stored, run: _Run, pending: list[Event]) -> None:
+    async def _drain(self, identifier: str, run: _Run) -> bool:
+        """Writes what is left; where the store fails, followers are told from memory, until it is given up."""
+        until = time.monotonic() + self._service.config.heartbeat
+        while not await self._flush(identifier, run):
+            if time.monotonic() > until:
+                logger.error("The last %d events of %s were never stored", len(run.pending), identifier)
+                return False
+            await asyncio.sleep(RETRY)
+        return True
+
+    async def _end(self, stored: Stored, loop: Loop) -> None:
+        """What is left to do for a response whose events are all stored."""
+        try:
+            kept = await self._store.get(stored.tenant, stored.id)
+            if kept and kept.status in UNFINISHED:  # it could not be stored when it ended
+                stored.body = dict(loop.body)
+                await self._store.save(stored)
+            await self._store.measure(stored.id)
+        except StoreError as error:
+            logger.error("The end of %s is not stored: %s", stored.id, error)
+
+    async def _save(self, stored: Stored) -> None:
+        try:
+            await self._store.save(stored)
+        except StoreError as error:
+            logger.error("%s is not kept as %s: %s", stored.id, stored.status, error)
+
+    async def _write(self, stored: Stored, run: _Run) -> None:
         """Writes what is pending, again and again, and beats. Ends when drained, or when a cancel was asked for."""
         beaten = time.monotonic()
         while not run.draining:
@@ -121,24 +157,35 @@ class Background:
             except TimeoutError:
                 pass
             run.wake.clear()
-            if pending:
-                await self._flush(stored.id, pending)
-                run.tell()
+            if not await self._flush(stored.id, run):
+                await asyncio.sleep(RETRY)
             if time.monotonic() - beaten > 1.0:
                 beaten = time.monotonic()
-                if await self._store.beat(stored.id) and run.task:
+                if await self._is_cancelled(stored.id) and run.task:
                     run.task.cancel()  # it may be waiting for a tool
                     return
 
-    async def _flush(self, identifier: str, pending: list[Event]) -> None:
-        batch = [(event["sequence_number"], to_json(event).decode()) for event in pending]
-        del pending[: len(batch)]
-        if not batch:
-            return
+    async def _is_cancelled(self, identifier: str) -> bool:
+        """Beats, and hears whether somebody asked to cancel."""
         try:
-            await self._store.append_events(identifier, batch)
-        except StoreError as error:
-            logger.error("Events of %s were lost: %s", identifier, error)
+            return await self._store.beat(identifier)
+        except StoreError:
+            return False  # `_flush` says that the store fails
+
+    async def _flush(self, identifier: str, run: _Run) -> bool:
+        """Writes the pending events; False, and they stay, if the store fails."""
+        batch = [(event["sequence_number"], to_json(event).decode()) for event in run.pending]
+        was_stuck, run.is_stuck = run.is_stuck, False
+        if batch:
+            try:
+                await self._store.append_events(identifier, batch)
+                del run.pending[: len(batch)]
+            except StoreError as error:
+                run.is_stuck = True
+                if not was_stuck:
+                    logger.error("Events of %s wait to be stored: %s", identifier, error)
+            run.tell()
+        return not run.is_stuck
 
     async def _measure(self, identifier: str) -> None:
         try:
@@ -152,6 +199,9 @@ class Background:
             run = self._runs.get(identifier)
             news = run.news if run else None
             batch = [json.loads(data) for _, data in await self._store.events(identifier, after)]
+            if run and run.is_stuck:
+                told = batch[-1]["sequence_number"] if batch else after
+                batch += [event for event in run.pending if event["sequence_number"] > told]
             if batch:
                 after = batch[-1]["sequence_number"]
                 yield batch
@@ -182,10 +232,10 @@ class Background:
         if time.time() - (stored.beat or stored.created) < self._service.config.heartbeat:
             return stored
         stored.body["status"] = "failed"
-        stored.body["error"] = {"code": "server_error", "message": "The server that ran this response has ended."}
+        message = "The server that ran this response has ended, or could not store it."
+        stored.body["error"] = {"code": "server_error", "message": message}
         await self._store.save(stored)
-        events = await self._store.events(stored.id, -1, 1_000_000)
-        number = events[-1][0] + 1 if events else 0
+        number = await self._store.last_event(stored.id) + 1
         event = {"type": "response.failed", "sequence_number": number, "response": stored.body}
         await self._store.append_events(stored.id, [(number, json.dumps(event))])
         return stored
@@ -197,9 +247,13 @@ class Background:
                 return stored.body
             raise ApiError(f"The response is already {stored.status}.", param="response_id")
         await self.stop(stored.id, caller)
-        async with asyncio.timeout(30):
-            async for _ in self.follow(stored.id, caller, -1):
-                pass
+        try:
+            async with asyncio.timeout(CANCEL_TIMEOUT + self._service.config.heartbeat):
+                async for _ in self.follow(stored.id, caller, -1):
+                    pass
+        except TimeoutError:
+            message = "The response is being cancelled; look at it again later."
+            raise ApiError(message, code="cancel_timeout", status=503, kind="server_error") from None
         return (await self._service.get(stored.id, caller)).body
 
     async def stop(self, identifier: str, caller: Caller) -> None:

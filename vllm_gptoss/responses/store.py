@@ -115,7 +115,15 @@ class Store:
         self._sweeping: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Creates tables that are missing."""
+        """Creates tables that are missing. Raises `StoreError` that says where, and what to do."""
+        try:
+            await self._create()
+        except (StoreError, OSError) as error:
+            where = self._url.render_as_string(hide_password=True)
+            message = f"{error} (the store is {where}; GPTOSS_STORE names another, or `off`)"
+            raise StoreError(message) from error
+
+    async def _create(self) -> None:
         if self._url.get_backend_name() == "sqlite" and self._url.database:
             Path(self._url.database).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         for attempt in range(3):
@@ -244,6 +252,13 @@ class Store:
         rows = [{"response": identifier, "sequence": sequence, "data": data} for sequence, data in batch]
         async with self._begin() as db:
             await db.execute(sa.insert(events), rows)
+
+    async def last_event(self, identifier: str) -> int:
+        """The number of the last event of a response, -1 without any."""
+        query = sa.select(sa.func.max(events.c.sequence)).where(events.c.response == identifier)
+        async with self._begin() as db:
+            last = await db.scalar(query)
+        return -1 if last is None else int(last)
 
     async def events(self, identifier: str, after: int, limit: int = 500) -> list[tuple[int, str]]:
         where = (events.c.response == identifier) & (events.c.sequence > after)
