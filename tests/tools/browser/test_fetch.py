@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import io
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,7 +13,7 @@ from pypdf import PdfWriter
 from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tests.tools.servers import running
@@ -63,6 +64,10 @@ class Site:
         bodies: dict[str, tuple[bytes, str]] = {
             "/page": (b"<title>T</title><p>caf\xe9</p>", "text/html; charset=iso-8859-1"),
             "/meta": ('<meta charset="shift_jis"><p>日本</p>'.encode("shift_jis"), "text/html"),
+            "/undeclared": (b"<p>caf\xe9</p>", "text/html"),
+            "/bogus": ("<p>café</p>".encode(), "text/html; charset=no-such"),
+            "/utf16": ("<p>café</p>".encode("utf-16"), "text/html"),
+            "/base": (b"<base href='/elsewhere/'><a href=x>l</a>", "text/html"),
             "/text": (b"one\r\ntwo", "text/plain"),
             "/json": (b'{"a": 1}', "application/json"),
             "/pdf": (pdf("Close the inlet valve", "Second page"), "application/pdf"),
@@ -70,6 +75,21 @@ class Site:
             "/binary": (b"\x00\x01", "application/octet-stream"),
             "/empty": (b"", "text/html"),
         }
+        if path == "/cookie":
+            answer = PlainTextResponse(request.headers.get("cookie", "no cookie"))
+            answer.set_cookie("session", "alice")
+            return answer
+        if path == "/wall" and not request.cookies:  # asks for a cookie before it lets anyone in
+            wall = RedirectResponse("/wall")
+            wall.set_cookie("seen", "yes")
+            return wall
+        if path == "/wall":
+            return PlainTextResponse("behind the wall")
+        if path == "/bomb":
+            packed = gzip.compress(b"A" * 100_000_000)
+            return Response(packed, headers={"content-type": "text/plain", "content-encoding": "gzip"})
+        if path == "/gzip":
+            return Response(b"not gzip", headers={"content-type": "text/html", "content-encoding": "gzip"})
         if path not in bodies:
             return PlainTextResponse("no", 404)
         return Response(bodies[path][0], headers={"content-type": bodies[path][1]})
@@ -100,6 +120,10 @@ Made = tuple[Site, str, Fetcher]
     [
         ("/page", ["café"]),
         ("/meta", ["日本"]),
+        ("/undeclared", ["café"]),
+        ("/bogus", ["café"]),
+        ("/utf16", ["café"]),
+        ("/wall", ["behind the wall"]),
         ("/text", ["one", "two"]),
         ("/json", ['{"a": 1}']),
         ("/pdf", ["## Page 1", "", "Close the inlet valve", "", "## Page 2", "", "Second page"]),
@@ -122,6 +146,24 @@ async def test_a_large_page_is_read_elsewhere_and_the_same(
     assert await fetcher.page(url + path) == here
 
 
+async def test_one_conversations_cookies_are_not_sent_for_another(site: Made) -> None:
+    _, url, fetcher = site
+    for _ in range(2):
+        assert (await fetcher.page(f"{url}/cookie")).lines[-1] == "no cookie"
+
+
+async def test_links_are_relative_to_what_the_page_says(site: Made) -> None:
+    _, url, fetcher = site
+    assert [link.url for link in (await fetcher.page(f"{url}/base")).links] == [f"{url}/elsewhere/x"]
+
+
+async def test_a_compressed_flood_is_cut_as_it_unfolds(site: Made) -> None:
+    _, url, fetcher = site
+    page = await fetcher.page(f"{url}/bomb")
+    assert len(page.text) < 60_000
+    assert page.lines[-1] == "[page cut after 50000 bytes]"
+
+
 async def test_titles_come_from_the_document(site: Made) -> None:
     _, url, fetcher = site
     assert (await fetcher.page(url + "/pdf")).title == "Pump manual"
@@ -134,7 +176,13 @@ async def test_the_source_of_a_page_can_be_read(site: Made) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "said"), [("/none", "404"), ("/binary", "cannot be shown"), ("/broken.pdf", "pdf could not be read")]
+    ("path", "said"),
+    [
+        ("/none", "404"),
+        ("/binary", "cannot be shown"),
+        ("/gzip", "decompress"),
+        ("/broken.pdf", "pdf could not be read"),
+    ],
 )
 async def test_what_cannot_be_read_says_why(site: Made, path: str, said: str) -> None:
     _, url, fetcher = site

@@ -22,6 +22,10 @@ logger = logging.getLogger(__name__)
 AGENT = f"vllm-gptoss/{__version__}"
 _ACCEPT = "text/html,application/xhtml+xml,text/plain,text/markdown,application/pdf;q=0.9,application/json;q=0.8"
 _TEXT_TYPES = ("application/json", "application/xml", "application/yaml", "application/x-ndjson", "application/ld+json")
+_ASCII = bytes(range(128))
+_ENOUGH_TO_GUESS = 64
+"""Bytes beyond ASCII from which an undeclared charset can be told."""
+
 _ROBOTS_BYTES = 512_000  # RFC 9309, 2.5: parsers read at least 500 KiB
 
 
@@ -60,19 +64,24 @@ class Fetcher:
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self.limits = limits or Limits()
-        self._client = httpx.AsyncClient(
-            transport=GuardedTransport(guard or Guard(), transport),
-            headers={"User-Agent": agent, "Accept": _ACCEPT},
-            timeout=httpx.Timeout(self.limits.timeout_s),
-            follow_redirects=False,
-            trust_env=False,
-        )
+        self._transport = GuardedTransport(guard or Guard(), transport)
+        self._headers = {"User-Agent": agent, "Accept": _ACCEPT}
         self._reader = Reader()
         self._robots = Robots(agent.split("/", 1)[0], self._robots_txt) if respect_robots else None
 
     async def aclose(self) -> None:
         """Closes the connections."""
-        await self._client.aclose()
+        await self._transport.aclose()
+
+    def _client(self) -> httpx.AsyncClient:
+        """A client for one page: its cookies last as long as its redirects, so that no conversation gets another's."""
+        return httpx.AsyncClient(
+            transport=self._transport,
+            headers=self._headers,
+            timeout=httpx.Timeout(self.limits.timeout_s),
+            follow_redirects=False,
+            trust_env=False,
+        )
 
     async def page(self, url: str, allowed_domains: Sequence[str] = (), *, source: bool = False) -> Page:
         """The page at `url`, or its source text.
@@ -98,12 +107,13 @@ class Fetcher:
         return Page(page.url, page.title, page.text + note, page.links, page.source_url)
 
     async def _follow(self, url: str, allowed: Sequence[str]) -> tuple[str, httpx.Response, bytes, bool]:
+        client = self._client()  # not closed: it has nothing of its own but cookies
         for _ in range(self.limits.max_redirects + 1):
             check_scheme(url)
             if not domain_allowed(url, allowed):
                 raise DeniedError(f"{urlsplit(url).hostname} is not one of the allowed domains: {', '.join(allowed)}")
             await self._ask_robots(url)
-            response, body, cut = await self._get(url, self.limits.max_bytes)
+            response, body, cut = await self._get(client, url, self.limits.max_bytes)
             location = response.headers.get("location")
             if not (response.is_redirect and location):
                 if response.status_code >= 400:
@@ -112,9 +122,9 @@ class Fetcher:
             url = _joined(url, location)
         raise FetchError(f"more than {self.limits.max_redirects} redirects")
 
-    async def _get(self, url: str, limit: int) -> tuple[httpx.Response, bytes, bool]:
+    async def _get(self, client: httpx.AsyncClient, url: str, limit: int) -> tuple[httpx.Response, bytes, bool]:
         body = bytearray()
-        async with self._client.stream("GET", url) as response:
+        async with client.stream("GET", url) as response:
             async for chunk in response.aiter_bytes():
                 body += chunk
                 if len(body) > limit:
@@ -129,8 +139,9 @@ class Fetcher:
             raise DeniedError(f"{url} was not opened: {reason}")
 
     async def _robots_txt(self, url: str) -> tuple[int, str]:
+        client = self._client()
         for _ in range(self.limits.max_redirects):
-            response, body, _ = await self._get(url, _ROBOTS_BYTES)
+            response, body, _ = await self._get(client, url, _ROBOTS_BYTES)
             location = response.headers.get("location")
             if not (response.is_redirect and location):
                 return response.status_code, body.decode("utf-8", "replace")
@@ -164,8 +175,11 @@ def _joined(url: str, location: str) -> str:
 
 
 def _decode(response: httpx.Response, body: bytes) -> str:
+    """Text by the declared charset, else UTF-8, else Windows-1252 where there is little to tell by, or a guess."""
     from bs4.dammit import EncodingDetector, UnicodeDammit
 
     declared = response.charset_encoding or EncodingDetector.find_declared_encoding(body, is_html=True)
-    text = UnicodeDammit(body, [declared] if declared else ["utf-8"]).unicode_markup
+    little = not declared and len(body.translate(None, _ASCII)) < _ENOUGH_TO_GUESS
+    read = UnicodeDammit(body, [declared or "utf-8"], user_encodings=["windows-1252"] if little else [])
+    text = read.unicode_markup
     return text if text is not None else body.decode("utf-8", "replace")

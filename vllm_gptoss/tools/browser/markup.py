@@ -6,10 +6,11 @@ markdownify walks the tree; this file decides what a link, an image and a hidden
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
-from bs4 import BeautifulSoup, Comment, Tag
+from bs4 import BeautifulSoup, Comment, Tag, XMLParsedAsHTMLWarning
 from markdown_it import MarkdownIt
 from markdownify import MarkdownConverter
 
@@ -17,6 +18,8 @@ from vllm_gptoss.tools.browser.page import Link, Page, domain_of, link_text, neu
 
 MAX_CHARS = 1_000_000
 """Longer documents are cut: parsing is Python and holds a worker thread, 2.3 s for a million characters."""
+
+warnings.filterwarnings("ignore", category=XMLParsedAsHTMLWarning)  # XHTML is read as HTML, and well enough
 
 _MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable("table")
 _DROPPED = ["script", "style", "noscript", "template", "svg", "math", "iframe", "canvas", "head", "object"]
@@ -34,7 +37,7 @@ class PageError(Exception):
 class _Converter(MarkdownConverter):  # type: ignore[misc]
     """Markdown with gpt-oss's link brackets. Collects `links` as it goes."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, base: str) -> None:
         super().__init__(
             heading_style="ATX",
             bullets="*",
@@ -44,6 +47,7 @@ class _Converter(MarkdownConverter):  # type: ignore[misc]
             escape_misc=False,
         )
         self.url = url
+        self.base = base
         self.links: list[Link] = []
         self._numbers: dict[str, int] = {}
         self._images = 0
@@ -60,7 +64,7 @@ class _Converter(MarkdownConverter):  # type: ignore[misc]
         label = " ".join(text.split())
         if not label or not href or href.startswith("#") or _UNNAMED_IMAGES.fullmatch(label):
             return text
-        target = _absolute(self.url, href)
+        target = _absolute(self.base, href)
         if target is None:
             return text
         number = self._numbers.setdefault(target, len(self.links))
@@ -108,6 +112,12 @@ def _is_hidden(tag: Any) -> bool:
     )
 
 
+def _base(soup: BeautifulSoup, url: str) -> str:
+    """What the page's links are relative to."""
+    found = soup.find("base", href=True)
+    return (_absolute(url, str(found["href"])) if isinstance(found, Tag) else None) or url
+
+
 def _title(soup: BeautifulSoup, url: str) -> str:
     found = soup.find("title") or soup.find("h1")
     title = " ".join(found.get_text(" ").split()) if isinstance(found, Tag) else ""
@@ -134,8 +144,8 @@ def html_page(html: str, url: str, title: str | None = None, *, show_url: bool =
     soup = BeautifulSoup(html[:MAX_CHARS], "lxml")
     name = title or _title(soup, url)
     try:
+        converter = _Converter(url, _base(soup, url))
         _prune(soup)
-        converter = _Converter(url)
         text = tidy(converter.convert_soup(soup))
     except RecursionError:
         raise PageError("the page's elements are nested too deeply to read") from None
