@@ -8,6 +8,7 @@ start-up line prove which parts are active.
 from __future__ import annotations
 
 import importlib.metadata
+import multiprocessing
 import os
 import sys
 from argparse import Namespace
@@ -59,16 +60,45 @@ def register() -> None:
         except Exception as error:  # a moved vLLM internal must not stop a server of another model
             _say(f"not registered: {name}: {type(error).__name__}: {error}. Run `vllm-gptoss doctor`.")
     _allow_endpoint()
+    if _is_run_batch() and not _is_off("parser"):
+        _read_batches()
 
 
 def endpoint_is_off() -> bool:
-    """Whether `GPTOSS_ENDPOINT` turns the endpoint off; read without `Settings`, whose errors must not stop vLLM."""
-    return os.environ.get("GPTOSS_ENDPOINT", "1").lower() in ("0", "false", "no", "off")
+    """Whether `GPTOSS_ENDPOINT` leaves `/v1/responses` to vLLM."""
+    return _is_off("endpoint")
+
+
+def _is_off(setting: str) -> bool:
+    """Read without `Settings`, whose errors must not stop vLLM."""
+    return os.environ.get(f"GPTOSS_{setting.upper()}", "1").lower() in ("0", "false", "no", "off")
+
+
+def _is_run_batch() -> bool:
+    is_command = sys.argv[1:2] == ["run-batch"] or os.path.basename(sys.argv[0]) == "run_batch.py"
+    return is_command and multiprocessing.parent_process() is None
+
+
+def _read_batches() -> None:
+    """Installs the parser where vLLM loads no endpoint plugin: `vllm run-batch` builds its handlers without an app."""
+    from vllm_gptoss.harmony.vllm_parser import install
+
+    try:
+        if install():
+            _say(
+                "run-batch: gpt-oss output is read by our parser; prompts, constraints and stop strings are vLLM's own,"
+                " because run-batch loads no endpoint plugins"
+            )
+    except Exception as error:
+        _say(f"not installed: the parser for run-batch: {type(error).__name__}: {error}")
 
 
 def _allow_endpoint() -> None:
-    """Sets `VLLM_PLUGINS`, without which vLLM loads no endpoint plugin, to what it would load anyway plus ours."""
-    if "VLLM_PLUGINS" in os.environ or endpoint_is_off():
+    """Sets `VLLM_PLUGINS`, without which vLLM loads no endpoint plugin, to what it would load anyway plus ours.
+
+    The endpoint plugin also carries the parser of chat completions, so only both switches together leave it out.
+    """
+    if "VLLM_PLUGINS" in os.environ or (endpoint_is_off() and _is_off("parser")):
         return
     others = {entry.name for group in OTHER_GROUPS for entry in importlib.metadata.entry_points(group=group)} | {NAME}
     foreign = {
@@ -84,7 +114,7 @@ def _allow_endpoint() -> None:
         )
         return
     os.environ["VLLM_PLUGINS"] = value
-    _say(f"VLLM_PLUGINS was unset; set to {value} so that the endpoint loads (GPTOSS_ENDPOINT=0 leaves it alone)")
+    _say(f"VLLM_PLUGINS was unset; set to {value} so that the endpoint loads (GPTOSS_ENDPOINT=0 GPTOSS_PARSER=0 leave it)")
 
 
 def _say(line: str) -> None:

@@ -72,7 +72,31 @@ def test_an_allow_list_without_us_keeps_us_out(allowed: str) -> None:
 @pytest.mark.parametrize("value", ["0", "false", "off"])
 def test_the_endpoint_can_be_turned_off(value: str) -> None:
     code = DISCOVER + "import os; print('VLLM_PLUGINS' in os.environ)"
-    assert python(code, VLLM_PLUGINS=None, GPTOSS_ENDPOINT=value).stdout.splitlines()[-1] == "False"
+    off = python(code, VLLM_PLUGINS=None, GPTOSS_ENDPOINT=value, GPTOSS_PARSER=value)
+    assert off.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.vllm
+def test_without_our_responses_the_parser_still_loads() -> None:
+    """GPTOSS_ENDPOINT=0 is about /v1/responses: chat completions would else lose malformed output again."""
+    show = "from vllm_gptoss import _vllm as v; print(v.allowed_endpoint_plugins())"
+    assert "gptoss" in python(DISCOVER + show, VLLM_PLUGINS=None, GPTOSS_ENDPOINT="0").stdout.splitlines()[-1]
+    parts = "from vllm_gptoss import plugin, settings; print(*plugin._parts(settings.Settings(endpoint=False)))"
+    done = python(parts)
+    assert "ChatCompletions" in done.stdout
+    assert "ResponsesEndpoint" not in done.stdout
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("command", ["run-batch", "serve"])
+def test_batches_are_read_by_our_parser(command: str) -> None:
+    """`vllm run-batch` loads no endpoint plugin, so the general one installs the parser there, and only there."""
+    code = f"import sys; sys.argv = ['vllm', '{command}'];" + DISCOVER
+    code += "import vllm.parser.harmony as h; print(h.HarmonyParser.__module__)"
+    done = python(code, VLLM_PLUGINS=None)
+    is_ours = done.stdout.splitlines()[-1] == "vllm_gptoss.harmony.vllm_parser"
+    assert is_ours == (command == "run-batch"), done.stderr
+    assert ("read by our parser" in done.stderr) == is_ours
 
 
 @pytest.mark.vllm

@@ -113,10 +113,10 @@ def active(probe: dict[str, Any]) -> Findings:
             "" if ours else _inactive(probe),
         )
     endpoint = "gptoss" in (probe.get("endpoint_plugins") or ())
-    if endpoint:
-        yield Finding(Status.OK, "plugin: endpoint", f"/v1/responses is ours (VLLM_PLUGINS={probe['VLLM_PLUGINS']})")
-    elif endpoint_is_off():
+    if endpoint_is_off():
         yield Finding(Status.INFO, "plugin: endpoint", "/v1/responses is vLLM's own: GPTOSS_ENDPOINT is off")
+    elif endpoint:
+        yield Finding(Status.OK, "plugin: endpoint", f"/v1/responses is ours (VLLM_PLUGINS={probe['VLLM_PLUGINS']})")
     else:
         yield Finding(Status.PROBLEM, "plugin: endpoint", "/v1/responses is vLLM's own", _inactive(probe))
 
