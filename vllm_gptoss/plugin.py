@@ -114,7 +114,10 @@ def _allow_endpoint() -> None:
         )
         return
     os.environ["VLLM_PLUGINS"] = value
-    _say(f"VLLM_PLUGINS was unset; set to {value} so that the endpoint loads (GPTOSS_ENDPOINT=0 GPTOSS_PARSER=0 leave it)")
+    _say(
+        f"VLLM_PLUGINS was unset; set to {value} so that the endpoint loads"
+        " (GPTOSS_ENDPOINT=0 and GPTOSS_PARSER=0 leave it alone)"
+    )
 
 
 def _say(line: str) -> None:
