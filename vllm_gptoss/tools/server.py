@@ -70,13 +70,14 @@ class ToolServer:
         options = options or ToolServerOptions()
         environ = os.environ if options.environ is None else options.environ
         plan = parse_spec(spec, environ)
-        providers: list[ToolProvider] = []
+        providers: list[ToolProvider] = [
+            McpProvider(label, config, Dialer(config, environ=environ)) for label, config in plan.mcp
+        ]
+        # Last, so that a server called `python` or `browser` takes a built-in tool's place.
         if plan.python is not None:
             providers.append(_python(plan.python))
         if plan.browser is not None:
             providers.append(BrowserProvider(plan.browser, environ=environ, count_tokens=options.count_tokens))
-        for label, config in plan.mcp:
-            providers.append(McpProvider(label, config, Dialer(config, environ=environ)))
         return cls(providers, plan)
 
     def shared_by(self, processes: int) -> None:
@@ -106,6 +107,7 @@ class ToolServer:
                 logger.warning("tool %s is off: %s", offer.name, offer.unavailable)
             else:
                 logger.info("tool %s is on: %s", offer.name, ", ".join(offer.tools))
+        self.namespaces()  # says which names are taken twice
 
     async def aclose(self) -> None:
         """Closes every tool at once."""
@@ -128,7 +130,7 @@ class ToolServer:
                     found[namespace.name] = namespace
                 elif namespace.name not in self._reported:
                     self._reported.add(namespace.name)
-                    logger.warning("two tools are called %s; the first configured one is used", namespace.name)
+                    logger.warning("two tools are called %s; the first configured server is used", namespace.name)
         return list(found.values())
 
     def lookup(self, name: str) -> CountedProvider | None:

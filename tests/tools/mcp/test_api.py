@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sys
@@ -21,6 +22,7 @@ from vllm_gptoss.responses.config import ResponsesConfig
 from vllm_gptoss.responses.endpoint import ResponsesEndpoint
 from vllm_gptoss.responses.engine import ReplayEngine
 from vllm_gptoss.responses.toolset import Providers
+from vllm_gptoss.tools.base import SessionOptions, ToolCall
 from vllm_gptoss.tools.server import ToolServer, ToolServerOptions
 
 DOCUMENTS = Path(__file__).parent.parent / "browser" / "documents"
@@ -265,3 +267,26 @@ async def test_a_browser_behind_mcp_cannot_be_promised_to_keep_to_domains() -> N
                 answer = await client.post("/v1/responses", json=body)
                 assert (answer.status_code, answer.json()["error"]["param"]) == (400, f"tools[0].{field}")
             assert (await ask(client, {"type": "web_search"}))["status"] == "completed"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_a_client_that_leaves_stops_the_call_on_the_server(streams: bool) -> None:
+    note = f"left-{streams}"
+    with example("streamable_http") as (url, _):
+        tools = ToolServer.from_spec(url, ToolServerOptions(environ={}))
+        async with api(Model(call("example.hang", json.dumps({"note": note})), final("Never.")), tools) as client:
+            session = await tools.open("example", "other", SessionOptions())
+
+            async def noted() -> str:
+                return (await session.call(ToolCall("1", "example", "seen", json.dumps({"note": note})))).text
+
+            tool = {"type": "mcp", "server_label": "example", "require_approval": "never"}
+            body = {"model": "gpt-oss", "input": "?", "store": False, "tools": [tool], "stream": streams}
+            asked = asyncio.create_task(client.post("/v1/responses", json=body))
+            async with asyncio.timeout(30):
+                while await noted() != "began":
+                    await asyncio.sleep(0.05)
+                asked.cancel()  # closes the connection
+                while await noted() != "began,cancelled":
+                    await asyncio.sleep(0.05)
+            await session.aclose()

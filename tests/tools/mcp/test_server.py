@@ -35,11 +35,12 @@ async def do(session: CountedSession, namespace: str, tool: str | None, argument
     return await session.call(ToolCall("call_1", namespace, tool, arguments))
 
 
-async def test_one_spec_starts_everything_and_what_is_down_is_off_alone() -> None:
+async def test_one_spec_starts_everything_and_what_is_down_is_off_alone(caplog: pytest.LogCaptureFixture) -> None:
     with example("streamable_http") as (url, _):
         spec = f"browser,{url},stdio:{sys.executable} {EXAMPLE} stdio,127.0.0.1:1,stdio:/nonexistent"
         async with ToolServer.from_spec(spec, ToolServerOptions(environ=ENVIRON)) as server:
-            assert [namespace.name for namespace in server.namespaces()] == ["browser", "example"]  # two say `example`
+            assert [namespace.name for namespace in server.namespaces()] == ["example", "browser"]  # two say `example`
+            assert "two tools are called example; the first configured server is used" in caplog.text
             off = [offer for offer in server.offers() if offer.unavailable]
             assert len(off) == 2
             session = await server.open("browser", "c", SessionOptions())
@@ -216,6 +217,16 @@ async def test_openais_example_servers_take_the_builtin_tools_places(upstream: T
     assert (await do(bob, "browser", "open", '{"id": 0}')).text == "No pages to access!"
     for session in (python, alice, bob):
         await session.aclose()
+
+
+async def test_a_server_called_browser_takes_the_place_of_ours(caplog: pytest.LogCaptureFixture) -> None:
+    async with running(openais_servers()["browser"].sse_app()) as url:
+        spec = f"browser,{url.removeprefix('http://')}"
+        async with ToolServer.from_spec(spec, ToolServerOptions(environ=ENVIRON)) as server:
+            session = await server.open("browser", "alice", SessionOptions())
+            assert (await do(session, "browser", "search", '{"query": "x"}')).text == BROWSER_TEXT
+            assert "two tools are called browser" in caplog.text
+            await session.aclose()
 
 
 @pytest.mark.parametrize("path", ["/sse", "/mcp", "/browser/mcp", "/browser/sse"])
