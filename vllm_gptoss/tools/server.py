@@ -198,7 +198,11 @@ class ToolServer:
         dialer = Dialer(config, guard, headers, environ={})
         inner = McpProvider(str(tool.get("server_label") or ""), config, dialer)
         provider = CountedProvider(inner, backstop_s=_backstop(inner), public=False)
-        await provider.start()
+        try:
+            await provider.start()
+        except BaseException:
+            await provider.aclose()
+            raise
         return provider
 
     def _judge(self, url: str) -> Guard:

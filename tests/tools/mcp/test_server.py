@@ -14,6 +14,10 @@ import pytest
 from mcp import Client
 from mcp.client.sse import sse_client
 from mcp.server.mcpserver import Context, MCPServer
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
 from typer.testing import CliRunner
 
 from tests.tools.servers import EXAMPLE, example, running
@@ -151,6 +155,41 @@ async def test_an_authorization_that_http_cannot_carry_is_refused_and_not_shown(
             await remote("127.0.0.1").remote({"server_label": "x", "server_url": "http://127.0.0.1:1/mcp", **given})
         assert "headers" in given or "SECR" not in str(caught.value)
     assert "SECR" not in caplog.text
+
+
+@pytest.mark.parametrize("status", [302, 307, 308])
+async def test_a_redirect_to_another_server_is_not_followed_and_learns_no_secret(status: int) -> None:
+    """The operator allowed the host with any port; the server that a request names is still one origin."""
+    asked: list[dict[str, str]] = []
+
+    async def inside(request: Request) -> Response:
+        asked.append(dict(request.headers))
+        return Response(status_code=404)
+
+    every = ["GET", "POST", "DELETE"]
+    async with running(Starlette(routes=[Route("/{p:path}", inside, methods=every)])) as other:
+
+        async def leads_away(request: Request) -> Response:
+            return RedirectResponse(f"{other}/mcp", status)
+
+        async with running(Starlette(routes=[Route("/{p:path}", leads_away, methods=every)])) as url:
+            for path in ("/mcp", "/sse"):
+                tool = {"server_label": "x", "server_url": url + path, "authorization": "tok"}
+                provider = await remote("127.0.0.1").remote(tool)
+                assert provider.unavailable is not None
+                await provider.aclose()
+    assert asked == []
+
+
+async def test_a_request_that_is_dropped_while_its_server_is_dialled_leaves_no_connection() -> None:
+    silent = await asyncio.start_server(lambda reader, writer: asyncio.sleep(60), "127.0.0.1", 0)
+    port = silent.sockets[0].getsockname()[1]
+    tool = {"server_label": "x", "server_url": f"http://127.0.0.1:{port}/mcp"}
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+            await remote("127.0.0.1").remote(tool)
+    silent.close()
+    assert [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("mcp ")] == []
 
 
 async def test_an_authorization_read_from_a_file_with_its_line_break_works() -> None:

@@ -277,6 +277,8 @@ class Connection:
             cursor = page.next_cursor
             if not cursor:
                 break
+        else:
+            logger.warning("mcp %s: only the first %d pages of tools are read", self.label, _MAX_PAGES)
         info = client.server_info
         self.listing = Listing(
             (info.name if info else "") or self.label,
