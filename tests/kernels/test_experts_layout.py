@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -77,20 +79,27 @@ def test_dequantize_is_exact() -> None:
     assert torch.equal(mxfp4.dequantize(blocks, scales).double(), mxfp4.dequantize(blocks, scales, dtype=torch.float64))
 
 
+CACHE = Path(os.environ.get("GPTOSS_CACHE", Path(__file__).parents[2] / ".cache"))
+
+
 def _upstream(name: str) -> ModuleType:
-    spec = importlib.util.find_spec("vllm")
-    root = Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else Path()
-    folder = root / "third_party/triton_kernels/tensor_details/layout_details"
-    if not (folder / f"{name}.py").exists():
-        pytest.skip("this vLLM carries no triton_kernels (a CPU build)")
+    """A layout module of the triton_kernels that vLLM carries: of the installed one, or of the unpacked release."""
+    found = importlib.util.find_spec("vllm")
+    roots = [Path(folder) for folder in (found.submodule_search_locations or [] if found else [])]
+    folders = [root / "third_party/triton_kernels/tensor_details/layout_details" for root in (*roots, *_releases())]
+    folder = next((folder for folder in folders if (folder / f"{name}.py").exists()), None)
+    if folder is None:
+        pytest.skip("no triton_kernels: a CPU build of vLLM, and scripts/vllm_source.py has not run")
     package = importlib.util.module_from_spec(
         importlib.util.spec_from_loader("layout_details", loader=None, is_package=True)  # type: ignore[arg-type]
     )
     package.__path__ = [str(folder)]
-    import sys
-
     sys.modules["layout_details"] = package
     return importlib.import_module(f"layout_details.{name}")
+
+
+def _releases() -> list[Path]:
+    return sorted(CACHE.glob("vllm-*/vllm"), reverse=True)
 
 
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)

@@ -1,0 +1,50 @@
+"""Where our expert kernels end and vLLM's begin: a token too many would read past what a block has staged."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_gptoss.kernels import dense, experts
+from vllm_gptoss.quantization import method
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which side each call of `apply_monolithic` took."""
+    sides: list[str] = []
+    monkeypatch.setattr(method.sm90, "apply", lambda *_: sides.append("ours"))
+    upstream = method.GptOssExpertsMethod.__mro__[1]
+    monkeypatch.setattr(upstream, "apply_monolithic", lambda *_: sides.append("upstream"))
+    return sides
+
+
+def prepared(few: Any) -> method.GptOssExpertsMethod:
+    of = method.GptOssExpertsMethod.__new__(method.GptOssExpertsMethod)
+    object.__setattr__(of, "few", few)
+    return of
+
+
+@pytest.mark.parametrize(
+    ("multiprocessors", "most"),
+    [(132, 32), (114, 28), (78, 19)],
+    ids=["H100 SXM and H200", "H100 PCIe", "the smallest sm90 part"],
+)
+def test_few_tokens_are_ours_and_the_rest_upstreams(ran: list[str], multiprocessors: int, most: int) -> None:
+    of = prepared(SimpleNamespace(max_tokens=min(experts.MAX_TOKENS, multiprocessors // 4)))
+    for tokens, side in ((0, "upstream"), (1, "ours"), (most, "ours"), (most + 1, "upstream"), (4096, "upstream")):
+        of.apply_monolithic(None, torch.empty(tokens, 64), torch.empty(tokens, 32))
+        assert ran.pop() == side, tokens
+
+
+def test_without_our_kernels_everything_is_upstreams(ran: list[str]) -> None:
+    prepared(None).apply_monolithic(None, torch.empty(1, 64), torch.empty(1, 32))
+    assert ran == ["upstream"]
+
+
+def test_the_layers_never_hand_the_experts_more_than_they_take() -> None:
+    assert dense.MAX_TOKENS <= 78 // 4
+    assert method.FEW_TOKENS <= experts.MAX_TOKENS
