@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_gptoss.bench import decode
+from vllm_gptoss.bench import decode, numerics
 from vllm_gptoss.doctor import Finding, Status, examine
 from vllm_gptoss.tools.check import check
 from vllm_gptoss.tools.serve import serve
@@ -27,6 +27,9 @@ app.add_typer(tools, name="tools")
 bench = typer.Typer(no_args_is_help=True, help="Benchmarks of the plugin against stock vLLM on this machine.")
 bench.command("decode", help="TPOT and GPU time per step, shapes of 20b and 120b with dummy weights.")(decode.main)
 bench.command("merge", help="Add the measurements of several results files up.")(decode.merge)
+bench.command("numerics", help="Logits and perplexity of the plugin within the spread of vLLM's backends?")(
+    numerics.main
+)
 app.add_typer(bench, name="bench")
 
 _STYLE = {Status.OK: "green", Status.INFO: "cyan", Status.WARNING: "yellow", Status.PROBLEM: "bold red"}

@@ -1,0 +1,269 @@
+"""Logits and perplexity of the plugin against vLLM's own backends over one fixed token stream.
+
+    vllm-gptoss bench numerics --shape 20b:6                              # random weights, six layers
+    vllm-gptoss bench numerics --model DIR --stream text.txt --chunk 1    # real weights, token by token
+
+Every variant reads the same stream, a few tokens a step (`--chunk`), in a process of its own, and says for every
+position how likely it finds the token that comes and its `TOP` likeliest ones. Small steps are what the fused path
+takes: 1 is plain decode in vLLM's graphs, 2 to 16 is what speculative decoding verifies.
+
+Two distances of two variants: the mean difference of log-probabilities that both report, and the difference of mean
+negative log-likelihoods. The plugin is within the spread where its distance to the nearest stock backend is, with 95 %
+confidence (bootstrap over blocks of positions), at most `--slack` times the largest distance of two stock backends; its
+log perplexity where it differs from one of them by no more than they differ, or than two standard errors of that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vllm_gptoss.bench import checkpoint, shapes
+from vllm_gptoss.bench.worker import Job, is_plugin, settings
+
+TOP = 20
+"""Log-probabilities per position, beside the token's own; vLLM's default limit."""
+VOCABULARY = 32_768
+"""Of random checkpoints: the head is no part of what is compared, and would be most of the file."""
+BLOCK = 32
+"""Positions that the bootstrap keeps together: neighbours share their past."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """What one variant said of the stream. likely: log-probability of each token; top: {token: log-probability}."""
+
+    likely: list[float]
+    top: list[dict[int, float]]
+
+    @property
+    def nll(self) -> float:
+        return -sum(self.likely) / len(self.likely)
+
+
+# One process
+
+
+def read(job: dict[str, Any]) -> dict[str, Any]:
+    """Reads the stream in this process: `Reading`'s fields, and which of our paths were in place."""
+    variant, options = job["variant"], job["options"]
+    if is_plugin(variant):
+        from vllm_gptoss.plugin import register
+
+        register()
+    from vllm import LLM, SamplingParams
+
+    arguments: dict[str, Any] = {
+        "model": job["model"],
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "max_model_len": max(map(len, job["stream"])) + 8,
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": job["chunk"],
+        "tensor_parallel_size": job["tensor_parallel"],
+        # several tokens a step must not fall into piecewise graphs, which are upstream's
+        "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, job["chunk"]]},
+    }
+    if own := settings(variant):
+        arguments["additional_config"] = {"gptoss": own}
+    if not is_plugin(variant):
+        arguments["moe_backend"] = variant
+    engine = LLM(**{**arguments, **options})
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=TOP, detokenize=False)
+    outputs = engine.generate([{"prompt_token_ids": tokens} for tokens in job["stream"]], params, use_tqdm=False)
+    likely, top = [], []
+    for tokens, output in zip(job["stream"], outputs, strict=True):
+        for token, found in zip(tokens[1:], output.prompt_logprobs[1:], strict=True):
+            likely.append(found[token].logprob)
+            top.append({each: entry.logprob for each, entry in found.items()})
+    return {"likely": likely, "top": top, "paths": engine.apply_model(paths)[0]}
+
+
+def paths(model: Any) -> dict[str, int]:
+    """How many layers of a loaded model run our fused kernels and our experts for few tokens."""
+    few = getattr(model, "few_tokens", None)
+    layers = [module for module in model.modules() if getattr(getattr(module, "quant_method", None), "few", None)]
+    return {"fused_layers": len(few.layers or ()) if few else 0, "own_experts": len(layers)}
+
+
+# The statistic
+
+
+def differences(a: Reading, b: Reading) -> list[float]:
+    """Mean absolute difference, at each position, of the log-probabilities that both report."""
+    found = []
+    for first, second in zip(a.top, b.top, strict=True):
+        shared = first.keys() & second.keys()
+        found.append(sum(abs(first[token] - second[token]) for token in shared) / len(shared))
+    return found
+
+
+def distance(a: Reading, b: Reading) -> dict[str, float]:
+    """All that is said of two variants."""
+    per_position = sorted(differences(a, b))
+    best = sum(max(x, key=x.__getitem__) == max(y, key=y.__getitem__) for x, y in zip(a.top, b.top, strict=True))
+    paired = [y - x for x, y in zip(a.likely, b.likely, strict=True)]
+    return {
+        "mean": sum(per_position) / len(per_position),
+        "p99": per_position[int(0.99 * (len(per_position) - 1))],
+        "largest": per_position[-1],
+        "same_best": best / len(a.top),
+        "nll": abs(a.nll - b.nll),
+        "nll_error": _standard_error(paired),
+    }
+
+
+def _blocks(values: Sequence[float]) -> list[float]:
+    parts = [values[at : at + BLOCK] for at in range(0, len(values), BLOCK)]
+    return [sum(part) / len(part) for part in parts]
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    """Of the mean, from blocks of neighbours."""
+    blocks = _blocks(values)
+    middle = sum(blocks) / len(blocks)
+    return float((sum((block - middle) ** 2 for block in blocks) / max(1, len(blocks) - 1) / len(blocks)) ** 0.5)
+
+
+def ratio_bound(ours: Sequence[float], stock: Sequence[float], draws: int = 2000) -> float:
+    """Upper end of the 95 % bootstrap interval of mean(ours) / mean(stock), positions drawn alike for both."""
+    import numpy as np
+
+    pairs = np.array([_blocks(ours), _blocks(stock)])
+    drawn = np.random.default_rng(0).integers(0, pairs.shape[1], (draws, pairs.shape[1]))
+    means = pairs[:, drawn].mean(-1)
+    return float(np.quantile(means[0] / np.maximum(means[1], 1e-12), 0.975))
+
+
+def verdict(readings: dict[str, Reading], candidate: str, slack: float) -> dict[str, Any]:
+    """Whether the candidate is as near to the others as they are to each other, see the head of this file.
+
+    Raises:
+        ValueError: fewer than two others: there is no spread.
+    """
+    others = [name for name in readings if name != candidate]
+    if len(others) < 2:
+        raise ValueError(f"two other variants are needed to know their spread, there are {others}")
+    pairs = {f"{a} - {b}": (distance(readings[a], readings[b]), a, b) for a, b in itertools.combinations(readings, 2)}
+    stock = max((p for p in pairs.values() if candidate not in p[1:]), key=lambda pair: pair[0]["mean"])
+    ours = min((p for p in pairs.values() if candidate in p[1:]), key=lambda pair: pair[0]["mean"])
+    bound = ratio_bound(*(differences(readings[a], readings[b]) for _, a, b in (ours, stock)))
+    nearest = min(p[0]["nll"] for p in pairs.values() if candidate in p[1:])
+    allowed = max(max(p[0]["nll"], 2 * p[0]["nll_error"]) for p in pairs.values() if candidate not in p[1:])
+    return {
+        "candidate": candidate,
+        "logits_within": bound <= slack,
+        "ratio": ours[0]["mean"] / max(stock[0]["mean"], 1e-12),
+        "ratio_bound": bound,
+        "slack": slack,
+        "perplexity_within": nearest <= allowed,
+        "nll_difference": nearest,
+        "nll_allowed": allowed,
+        "nll": {name: reading.nll for name, reading in readings.items()},
+        "distances": {name: found for name, (found, _, _) in pairs.items()},
+    }
+
+
+# The command
+
+
+def _stream(path: Path | None, vocabulary: int, sequences: int, tokens: int) -> list[list[int]]:
+    """Random tokens, or a file's: a JSON list of ids, or text in o200k_harmony."""
+    if path is None:
+        import numpy as np
+
+        return [[int(t) for t in row] for row in np.random.default_rng(1).integers(0, vocabulary, (sequences, tokens))]
+    if path.suffix == ".json":
+        ids = json.loads(path.read_text())
+    else:
+        from vllm_gptoss.harmony.tokens import encode
+
+        ids = encode(path.read_text())
+    whole = [ids[at : at + tokens] for at in range(0, min(len(ids), sequences * tokens), tokens)]
+    return [part for part in whole if len(part) > 1]
+
+
+def _variant(text: str) -> tuple[str, str, dict[str, Any]]:
+    """`triton`, or `name={"variant": "plugin", ...engine arguments}`, as (name, variant, engine arguments)."""
+    name, _, rest = text.partition("={")
+    options = json.loads("{" + rest) if rest else {}
+    return name, options.pop("variant", name), options
+
+
+def _run(job: dict[str, Any]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "job.json").write_text(json.dumps(job))
+        command = [sys.executable, "-m", "vllm_gptoss.bench.numerics", folder]
+        environment = {**Job("", job["variant"], ()).environment, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+        done = subprocess.run(command, env=environment, stdout=sys.stderr, check=False)
+        if done.returncode:
+            raise typer.BadParameter(f"{job['variant']} ended with {done.returncode}")
+        return json.loads((Path(folder) / "reading.json").read_text())  # type: ignore[no-any-return]
+
+
+def main(
+    shape: Annotated[str, typer.Option(help="random weights of this shape; 20b:6 is six layers")] = "20b:6",
+    model: Annotated[Path | None, typer.Option(help="a checkpoint instead")] = None,
+    variants: Annotated[list[str] | None, typer.Option("--variant", help="plugin, triton, or NAME={JSON}")] = None,
+    chunk: Annotated[int, typer.Option(help="tokens a step")] = 8,
+    sequences: Annotated[int, typer.Option(help="how many pieces the stream has")] = 4,
+    tokens: Annotated[int, typer.Option(help="tokens of a piece")] = 400,
+    stream: Annotated[Path | None, typer.Option(help="a text, or a JSON list of token ids")] = None,
+    tensor_parallel: Annotated[int, typer.Option(help="GPUs that share the model")] = 1,
+    slack: Annotated[float, typer.Option(help="how much farther than two stock backends is still near")] = 1.1,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the result")] = None,
+) -> None:
+    """Compares log-probabilities and perplexity; exit status 1 where the first variant is outside the spread."""
+    specs = [_variant(text) for text in variants or ["plugin", "triton", "marlin"]]
+    with tempfile.TemporaryDirectory() as folder:
+        directory = model or Path(folder)
+        if model is None:
+            checkpoint.write(dataclasses.replace(shapes.shape(shape), vocabulary=VOCABULARY), directory)
+        vocabulary = json.loads((directory / "config.json").read_text())["vocab_size"]
+        job = {"model": str(directory), "chunk": chunk, "tensor_parallel": tensor_parallel}
+        job["stream"] = _stream(stream, min(vocabulary, 190_000), sequences, tokens)
+        found = {name: _run({**job, "variant": of, "options": options}) for name, of, options in specs}
+    readings = {
+        name: Reading(one["likely"], [{int(token): value for token, value in top.items()} for top in one["top"]])
+        for name, one in found.items()
+    }
+    result = verdict(readings, specs[0][0], slack)
+    result["positions"] = len(readings[specs[0][0]].likely)
+    result["paths"] = {name: one["paths"] for name, one in found.items()}
+    result |= {
+        "model": str(model or shape),
+        "chunk": chunk,
+        "tensor_parallel": tensor_parallel,
+        "command": sys.argv[1:],
+    }
+    text = json.dumps(result, indent=1)
+    typer.echo(text)
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text + "\n")
+    if not (result["logits_within"] and result["perplexity_within"]):
+        raise typer.Exit(1)
+
+
+def child(folder: Path) -> None:
+    record = read(json.loads((folder / "job.json").read_text()))
+    part = folder / "reading.part"
+    part.write_text(json.dumps(record))
+    os.replace(part, folder / "reading.json")
+
+
+if __name__ == "__main__":
+    # by its real module name, so that functions sent to workers are found there
+    from vllm_gptoss.bench import numerics
+
+    numerics.child(Path(sys.argv[1]))
