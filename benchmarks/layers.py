@@ -1,0 +1,205 @@
+"""Each kernel around the experts alone, weights cold in L2: time, TB/s, share of the floor, against what it replaces.
+
+    python benchmarks/layers.py [--tokens 1,2,4,8,16] [--tensor-parallel 1] [--keys 640,8192] [--out FILE]
+
+Times are of CUDA graph replays, median of 20, each graph a chain of launches on different weights, as layers follow one
+another. `stock` is torch's product with bias (cuBLAS; the plugin's kernels also do norm, residual, RoPE and the cache
+write), and for attention vLLM's FlashAttention 3 with sinks where vLLM is installed. `layer` is all four chained. The
+floor is the bytes that must be read over 4.3 TB/s, what a device-to-device copy moves on an H200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from vllm_gptoss import spec
+from vllm_gptoss.kernels import attention, dense
+
+BYTES_PER_SECOND = 4.3e12
+CHAIN = 24
+HIDDEN, HEAD, BLOCK, EPS = spec.GPT_OSS_20B.hidden, 64, 16, spec.RMS_NORM_EPS
+DEVICE = "cuda"
+
+
+def microseconds(work: Callable[[], Any], launches: int = CHAIN, repeats: int = 20) -> float:
+    """Median time of one launch in a replayed graph of `launches`."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    times = []
+    for _ in range(repeats + 2):
+        start, end = torch.cuda.Event(True), torch.cuda.Event(True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / launches)
+    return statistics.median(times[2:])
+
+
+def draw(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, device=DEVICE) * scale).bfloat16()
+
+
+class Layer:
+    """Weights and outputs of one layer of one rank, and its four launches."""
+
+    def __init__(self, tokens: int, parallel: int, experts: int, keys: int, window: int) -> None:
+        self.heads, self.kv_heads, self.window = 64 // parallel, 8 // parallel, window
+        width, rows = self.heads * HEAD, (self.heads + 2 * self.kv_heads) * HEAD
+        self.qkv, self.qkv_bias = draw(rows, HIDDEN, scale=HIDDEN**-0.5), draw(rows)
+        self.out, self.out_bias = draw(HIDDEN, width, scale=width**-0.5), draw(HIDDEN)
+        self.gate, self.gate_bias = draw(experts, HIDDEN, scale=HIDDEN**-0.5), draw(experts)
+        self.norm, self.sinks = draw(HIDDEN), draw(self.heads)
+        width_of_table = -(-keys // BLOCK)
+        self.cache = draw(tokens * width_of_table, self.kv_heads, BLOCK, 2 * HEAD)
+        table = torch.arange(tokens * width_of_table, device=DEVICE, dtype=torch.int32)
+        self.table = table.view(tokens, width_of_table)
+        self.lens = torch.full((tokens,), keys, device=DEVICE, dtype=torch.int32)
+        self.starts = torch.arange(tokens + 1, device=DEVICE, dtype=torch.int32)
+        self.positions = torch.full((tokens,), keys - 1, device=DEVICE, dtype=torch.int64)
+        self.slots = self.table[:, -1].long() * BLOCK + (keys - 1) % BLOCK
+        self.cos_sin = torch.randn(keys, HEAD, device=DEVICE)
+        self.q, self.attended = draw(tokens, width), draw(tokens, width)
+        self.summed, self.hidden, self.normed = (draw(tokens, HIDDEN) for _ in range(3))
+        self.weights = torch.empty(tokens, 4, device=DEVICE)
+        self.ids = torch.empty(tokens, 4, device=DEVICE, dtype=torch.int32)
+
+    def qkv_rope(self, x: Tensor, residual: Tensor) -> None:
+        dense.qkv_rope(
+            x, residual, self.norm, self.qkv, self.qkv_bias, self.positions, self.cos_sin, self.slots, self.cache,
+            self.q, self.summed, EPS,
+        )  # fmt: skip
+
+    def attend(self) -> None:
+        attention.attend(
+            self.q, self.cache, self.sinks, self.table, self.lens, self.starts, self.attended, HEAD**-0.5, self.window
+        )
+
+    def out_proj(self) -> None:
+        dense.out_proj(self.attended, self.out, self.out_bias, self.summed, self.hidden)
+
+    def router(self) -> None:
+        dense.router(self.hidden, None, self.norm, self.gate, self.gate_bias, self.normed, self.weights, self.ids, EPS)
+
+    def bytes_of(self, name: str) -> int:
+        keys = min(self.window or sys.maxsize, int(self.lens[0]))
+        sizes = {
+            "qkv_rope": self.qkv.numel() * 2,
+            "attend": len(self.lens) * keys * self.kv_heads * 2 * HEAD * 2,
+            "out_proj": self.out.numel() * 2,
+            "router": self.gate.numel() * 2,
+        }
+        return sizes[name]
+
+
+def flash_attention() -> Callable[..., Any] | None:
+    """vLLM's FlashAttention 3 over a paged cache, or None."""
+    try:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None
+    return flash_attn_varlen_func
+
+
+def stock_attention(flash: Callable[..., Any], layer: Layer) -> Any:
+    """As vLLM's backend calls it for decode, keys and values apart, [blocks, block size, heads, 64]."""
+    key, value = layer.cache.transpose(1, 2).split(HEAD, dim=-1)
+    return flash(
+        layer.q.view(-1, layer.heads, HEAD), key, value, max_seqlen_q=1, cu_seqlens_q=layer.starts,
+        max_seqlen_k=int(layer.cos_sin.shape[0]), seqused_k=layer.lens, softmax_scale=HEAD**-0.5, causal=True,
+        window_size=[layer.window - 1, 0] if layer.window else [-1, -1], block_table=layer.table, s_aux=layer.sinks,
+        fa_version=3,
+    )  # fmt: skip
+
+
+def measure(tokens: int, parallel: int, experts: int, keys: int, window: int) -> dict[str, Any]:
+    layers = [Layer(tokens, parallel, experts, keys, window) for _ in range(CHAIN)]
+    x, residual = draw(tokens, HIDDEN), draw(tokens, HIDDEN)
+    row: dict[str, Any] = {
+        "tokens": tokens, "tensor_parallel": parallel, "experts": experts, "keys": keys, "window": window,
+    }  # fmt: skip
+    alone: dict[str, Callable[[Layer], Any]] = {
+        "qkv_rope": lambda layer: layer.qkv_rope(x, residual),
+        "attend": Layer.attend,
+        "out_proj": Layer.out_proj,
+        "router": Layer.router,
+    }
+    stock: dict[str, Callable[[Layer], Any]] = {
+        "qkv_rope": lambda layer: linear(x, layer.qkv, layer.qkv_bias),
+        "out_proj": lambda layer: linear(layer.attended, layer.out, layer.out_bias),
+        "router": lambda layer: linear(x, layer.gate, layer.gate_bias),
+    }
+    if flash := flash_attention():
+        stock["attend"] = lambda layer: stock_attention(flash, layer)
+    for name, launch in alone.items():
+        took = microseconds(lambda launch=launch: [launch(layer) for layer in layers])
+        size = layers[0].bytes_of(name)
+        floor = size / BYTES_PER_SECOND * 1e6
+        row[name] = {"us": took, "floor_us": floor, "share_of_floor": floor / took, "tb_s": size / took / 1e6}
+        if other := stock.get(name):
+            try:
+                row[name]["stock_us"] = microseconds(lambda other=other: [other(layer) for layer in layers])
+            except (RuntimeError, TypeError) as error:  # another FlashAttention: ours is measured all the same
+                row[name]["stock_us"] = None
+                print(f"stock {name}: not measured, {error}", flush=True)
+
+    def chained() -> None:
+        before, rest = x, residual
+        for layer in layers:
+            layer.qkv_rope(before, rest)
+            for launch in (layer.attend, layer.out_proj, layer.router):
+                launch()
+            before, rest = layer.normed, layer.hidden
+
+    row["layer_us"] = microseconds(chained)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", default="1,2,4,8,16")
+    parser.add_argument("--tensor-parallel", default="1")
+    parser.add_argument("--experts", default="32")
+    parser.add_argument("--keys", default="640")
+    parser.add_argument("--out", default="")
+    options = parser.parse_args()
+    rows = []
+    for parallel in map(int, options.tensor_parallel.split(",")):
+        for keys in map(int, options.keys.split(",")):
+            for window in (spec.WINDOW, 0):
+                for tokens in map(int, options.tokens.split(",")):
+                    row = measure(tokens, parallel, int(options.experts), keys, window)
+                    rows.append(row)
+                    said = {k: f"{v['us']:.1f}" if isinstance(v, dict) else v for k, v in row.items()}
+                    print(" ".join(f"{key}={value}" for key, value in said.items()), flush=True)
+    if options.out:
+        result = {
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "date": datetime.date.today().isoformat(),
+            "command": "python benchmarks/layers.py " + " ".join(sys.argv[1:]),
+            "rows": rows,
+        }
+        Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        raise SystemExit("these kernels need an sm90 GPU (H100, H200)")
+    with torch.no_grad():
+        main()
