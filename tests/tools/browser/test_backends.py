@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -217,6 +219,36 @@ async def test_pages_can_come_from_the_backend(api: tuple[str, str, list[Any]]) 
     result = await run(config, "open", SessionOptions(), id="https://a.example/1")
     assert result.error is None
     assert "See 【0†b†b.example】." in result.text
+
+
+@pytest.mark.parametrize("api", list(PAGES), indirect=True)
+async def test_a_large_page_of_a_backend_does_not_hold_up_the_server_and_a_broken_one_is_said(
+    api: tuple[str, str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, url, _ = api
+    config = BrowserConfig.model_validate({"backend": name, "url": url, "api_key": KEY, "open_with": "backend"})
+    provider = BrowserProvider(config, environ={})
+    await provider.start()
+    backend: Any = provider._web
+    for text, said in (("<p>" + "<a href=x>word</a> " * 30_000, "word"), ("<div>" * 20_000 + "x", "cannot be read")):
+        rows = [{"title": "Big", backend.form.page_text: text}]
+
+        async def answer(*_: Any, rows: list[Any] = rows, **__: Any) -> Any:
+            return {"results": rows}
+
+        monkeypatch.setattr(backend, "json", answer)
+        session = await provider.open("c", SessionOptions())
+        opening = asyncio.create_task(session.call(ToolCall("1", "browser", "open", '{"id": "https://a.example/1"}')))
+        longest = 0.0
+        while not opening.done():
+            before = time.monotonic()
+            await asyncio.sleep(0.01)
+            longest = max(longest, time.monotonic() - before)
+        result = opening.result()
+        if name != "tavily":  # Markdown, in which HTML is text
+            assert said in result.text
+        assert longest < 1.0  # seconds; reading it here would take several
+    await provider.aclose()
 
 
 async def test_searxng_without_json_says_what_to_set() -> None:

@@ -137,3 +137,8 @@ def test_link_text_is_always_one_readable_link(text: str) -> None:
     assert shown.count("【") == shown.count("】") == 1
     assert shown.count("†") == 2
     assert "\n" not in shown
+
+
+def test_a_long_text_is_cut_with_a_word() -> None:
+    page = text_page("line\n" * 300_000, "https://site.example/")
+    assert page.lines[-1] == "[page cut after 1000000 characters of source]"

@@ -152,14 +152,14 @@ class Fetcher:
         kind = response.headers.get("content-type", "text/html").split(";")[0].strip().lower()
         if kind == "application/pdf" or body.startswith(b"%PDF-"):
             return _under_url(await self._reader.pdf(body, url))
-        text = _decode(response, body)
+        text = await asyncio.to_thread(_decode, response, body)
         if source:
             shown = f"view-source:{url}"
             return Page(shown, shown, neutral(text), source_url=url)
         if kind in ("text/html", "application/xhtml+xml"):
             return _under_url(await self._reader.html(text, url))
         if kind.startswith("text/") or kind in _TEXT_TYPES or kind.endswith(("+json", "+xml")):
-            return text_page(text, url)
+            return await asyncio.to_thread(text_page, text, url)
         raise FetchError(f"its type, {kind}, cannot be shown as text")
 
 

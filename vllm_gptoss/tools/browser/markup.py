@@ -21,6 +21,7 @@ MAX_CHARS = 1_000_000
 
 warnings.filterwarnings("ignore", category=XMLParsedAsHTMLWarning)  # XHTML is read as HTML, and well enough
 
+_CUT = f"\n\n[page cut after {MAX_CHARS} characters of source]"
 _MARKDOWN = MarkdownIt("commonmark", {"html": False}).enable("table")
 _DROPPED = ["script", "style", "noscript", "template", "svg", "math", "iframe", "canvas", "head", "object"]
 _HIDDEN = re.compile(r"display:\s*none|visibility:\s*hidden", re.IGNORECASE)
@@ -150,16 +151,19 @@ def html_page(html: str, url: str, title: str | None = None, *, show_url: bool =
     except RecursionError:
         raise PageError("the page's elements are nested too deeply to read") from None
     if cut:
-        text += f"\n\n[page cut after {MAX_CHARS} characters of source]"
+        text += _CUT
     shown = with_url(url, text) if show_url else text
     return Page(url=url, title=name, text=shown, links=converter.links, source_url=url)
 
 
 def text_page(text: str, url: str, title: str | None = None, *, show_url: bool = True) -> Page:
     """The page at `url` that is plain text or Markdown already."""
-    body = tidy(neutral(text.expandtabs(4).replace("\r\n", "\n").replace("\r", "\n"))[:MAX_CHARS])
+    cut = len(text) > MAX_CHARS
+    body = tidy(neutral(text[:MAX_CHARS].expandtabs(4).replace("\r\n", "\n").replace("\r", "\n")))
+    if cut:
+        body += _CUT
     shown = with_url(url, body) if show_url else body
-    return Page(url=url, title=title or _first_line(body) or url, text=shown, source_url=url)
+    return Page(url=url, title=title or first_line(body) or url, text=shown, source_url=url)
 
 
 def markdown_page(text: str, url: str, title: str | None = None, *, show_url: bool = True) -> Page:
@@ -168,9 +172,14 @@ def markdown_page(text: str, url: str, title: str | None = None, *, show_url: bo
     Raises:
         PageError: as `html_page`.
     """
-    rendered = _MARKDOWN.render(text[:MAX_CHARS])
-    return html_page(rendered, url, title or _first_line(text.lstrip()) or None, show_url=show_url)
+    return html_page(markdown_html(text), url, title or first_line(text) or None, show_url=show_url)
 
 
-def _first_line(text: str) -> str:
-    return text.split("\n", 1)[0].lstrip("# ").strip()[:120]
+def markdown_html(text: str) -> str:
+    """`text`, which is Markdown, as HTML; HTML in it is shown and not understood."""
+    return str(_MARKDOWN.render(text[:MAX_CHARS]))
+
+
+def first_line(text: str) -> str:
+    """What a text without a title is called."""
+    return text.lstrip().split("\n", 1)[0].lstrip("# ").strip()[:120]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from vllm_gptoss.tools.browser.backends.base import ApiBackend, BackendError, Hit, Query, hits, on_sites
-from vllm_gptoss.tools.browser.markup import html_page, markdown_page
-from vllm_gptoss.tools.browser.page import Page
+from vllm_gptoss.tools.browser.markup import PageError, first_line, markdown_html, with_url
+from vllm_gptoss.tools.browser.page import Page, neutral
+from vllm_gptoss.tools.browser.reader import Reader
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +83,7 @@ class PostForm:
     page_path: str
     page_options: Mapping[str, Any]
     page_text: str
-    make_page: Callable[[str, str, str | None], Page]
+    page_kind: Literal["html", "markdown"] = "html"
     snippets: Sequence[str] = ()
     search_path: str = "/search"
     also: Mapping[str, Any] = field(default_factory=dict)
@@ -91,6 +93,10 @@ class PostApi(ApiBackend):
     """A provider with such a form: a subclass is little more than the row."""
 
     form: PostForm
+
+    def __init__(self, api_key: str = "", url: str = "", *, timeout_s: float = 15.0, pages: bool = False) -> None:
+        super().__init__(api_key, url, timeout_s=timeout_s, pages=pages)
+        self._reader = Reader()
 
     def headers(self) -> Mapping[str, str]:
         header, value = self.form.auth
@@ -114,7 +120,17 @@ class PostApi(ApiBackend):
         row = rows[0] if isinstance(rows, list) and rows else None
         if not isinstance(row, dict) or not row.get(self.form.page_text):
             raise BackendError(f"{self.name} could not read {url}")
-        return self.form.make_page(str(row[self.form.page_text]), url, row.get("title"))
+        return await self._read(str(row[self.form.page_text]), url, str(row.get("title") or ""))
+
+    async def _read(self, text: str, url: str, title: str) -> Page:
+        if self.form.page_kind == "markdown":
+            title = title or first_line(text)
+            text = await asyncio.to_thread(markdown_html, text)
+        try:
+            page = await self._reader.html(text, url)
+        except PageError as error:
+            raise BackendError(f"{self.name} gave a page that cannot be read: {error}") from error
+        return Page(url, neutral(title) or page.title, with_url(url, page.text), page.links, url)
 
 
 class Tavily(PostApi):
@@ -129,7 +145,7 @@ class Tavily(PostApi):
         page_path="/extract",
         page_options={"format": "markdown"},
         page_text="raw_content",
-        make_page=markdown_page,
+        page_kind="markdown",
     )
 
 
@@ -147,7 +163,6 @@ class Exa(PostApi):
         page_path="/contents",
         page_options={"text": {"includeHtmlTags": True}},
         page_text="text",
-        make_page=html_page,
     )
 
 
@@ -171,7 +186,6 @@ class YouCom(PostApi):
         page_path="/v1/contents",
         page_options={"formats": ["html"]},
         page_text="html",
-        make_page=html_page,
     )
 
     def found(self, answer: Mapping[str, Any]) -> list[Hit]:
