@@ -32,13 +32,13 @@ def test_both_projections_compile_for_every_rank(intermediate: int, local: int, 
         tuning = experts.fitted(tuning, columns // 64)
         pairs = -(-columns // 128) * 2
         macros = experts.defines(tuning, rows, columns // 64, pairs, local, 4, routed, (1, 0), local != routed)
-        assert nvrtc.compile_cubin(experts.SOURCE.read_text(), "sm_90", [f"-D{k}={v}" for k, v in macros.items()])
+        assert nvrtc.compile_cubin(nvrtc.source(experts.SOURCE), "sm_90", [f"-D{k}={v}" for k, v in macros.items()])
 
 
 @pytest.mark.parametrize("mode", [(0, 0), (0, 1), (1, 0), (2, 0)])
 def test_every_routing_dtype_compiles(mode: tuple[int, int]) -> None:
     macros = experts.defines(experts.UP, 5760, 45, 46, 32, 4, 32, mode, True)
-    assert nvrtc.compile_cubin(experts.SOURCE.read_text(), "sm_90", [f"-D{k}={v}" for k, v in macros.items()])
+    assert nvrtc.compile_cubin(nvrtc.source(experts.SOURCE), "sm_90", [f"-D{k}={v}" for k, v in macros.items()])
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8, 9, 32])

@@ -123,7 +123,7 @@ def test_arguments_lie_on_the_host_as_on_the_device(module: object) -> None:
 @pytest.mark.parametrize("mode", list(Mode), ids=lambda mode: mode.name)
 @pytest.mark.parametrize("tokens", [8, 16])
 def test_it_compiles_for_sm90_without_a_gpu(mode: Mode, tokens: int) -> None:
-    source = dense.SOURCE.read_text()
+    source = nvrtc.source(dense.SOURCE)
     for of in {plan(m, rows, columns, tokens, 132, 4) for m, rows, columns in SHAPES if m is mode}:
         cubin = nvrtc.compile_cubin(source, "sm_90", [f"-D{name}={value}" for name, value in of.macros.items()])
         assert b"dense_few" in cubin

@@ -86,7 +86,7 @@ def _kernel(device: int, plan: Plan) -> nvrtc.Kernel:
     import torch
 
     with torch.cuda.device(device):
-        return nvrtc.load(SOURCE.read_text(), "sm_90", plan.macros).kernel("attention_few", 0)
+        return nvrtc.load(nvrtc.source(SOURCE), "sm_90", plan.macros).kernel("attention_few", 0)
 
 
 def compile_for(device: int, tokens: int, kv_heads: int, window: int) -> None:

@@ -153,7 +153,7 @@ def _kernel(device: int, plan: Plan) -> nvrtc.Kernel:
     import torch
 
     with torch.cuda.device(device):
-        return nvrtc.load(SOURCE.read_text(), "sm_90", plan.macros).kernel("dense_few", plan.shared_bytes)
+        return nvrtc.load(nvrtc.source(SOURCE), "sm_90", plan.macros).kernel("dense_few", plan.shared_bytes)
 
 
 def compile_for(mode: Mode, weight: Tensor, tokens: int, top_k: int = 0) -> None:

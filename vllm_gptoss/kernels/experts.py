@@ -169,7 +169,7 @@ def _kernel(
     device: int, name: str, shared: int, registers: int, options: tuple[tuple[str, int | str], ...]
 ) -> nvrtc.Kernel:
     with torch.cuda.device(device):
-        return nvrtc.load(SOURCE.read_text(), "sm_90", dict(options), [f"--maxrregcount={registers}"]).kernel(
+        return nvrtc.load(nvrtc.source(SOURCE), "sm_90", dict(options), [f"--maxrregcount={registers}"]).kernel(
             name, shared
         )
 

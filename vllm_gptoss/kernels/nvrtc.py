@@ -16,6 +16,7 @@ import glob
 import hashlib
 import logging
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -64,6 +65,13 @@ def version() -> tuple[int, int]:
     major, minor = ctypes.c_int(), ctypes.c_int()
     library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     return major.value, minor.value
+
+
+def source(path: Path) -> str:
+    """A kernel's source with what it includes from beside it, as one text: the cache's key is then all of it."""
+    return re.sub(
+        r'^#include "(.+)"\n', lambda line: (path.parent / line[1]).read_text(), path.read_text(), flags=re.MULTILINE
+    )
 
 
 def compile_cubin(source: str, arch: str, options: Sequence[str] = ()) -> bytes:

@@ -11,31 +11,18 @@
 // griddepcontrol.wait; only chunks with keys that this very step writes are loaded again after it.
 //
 // Macros: SPLITS (cluster size), WARPS, WINDOW (keys a token sees, itself included; 0: all).
-typedef unsigned short bf16;
-typedef unsigned int u32;
+#include "common.cuh"
 
 #define GROUP 8  // query heads per key/value head
 #define D 64
 #define CHUNK 16
 #define NEG __int_as_float(0xff800000)
 
-__device__ __forceinline__ u32 smem_u32(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ void mma_bf16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ u32 pack(float lo, float hi) {
-  u32 r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
-  return r;
-}
-__device__ __forceinline__ float to_float(bf16 v) { return __uint_as_float((u32)v << 16); }
-__device__ __forceinline__ bf16 to_bf16(float f) {
-  bf16 h;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(f));
-  return h;
 }
 __device__ __forceinline__ int4 ldcg(const bf16* p) { return __ldcg((const int4*)p); }
 #define PART(v, i) ((i) == 0 ? (u32)(v).x : (i) == 1 ? (u32)(v).y : (i) == 2 ? (u32)(v).z : (u32)(v).w)

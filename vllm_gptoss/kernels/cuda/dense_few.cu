@@ -14,9 +14,7 @@
 // Macros set by the host (kernels/dense.py): MODE 0 qkv, 1 out, 2 router; NT 8-token groups (1, 2); BLOCKS blocks of 64
 // in C; PART blocks per stage; WARPS consumer warps (divides PART); STAGES; UNITS per CTA at most;
 // MIN_CTAS per multiprocessor the register budget leaves room for; EXPERTS, TOPK, CLUSTER (router).
-typedef unsigned short bf16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "common.cuh"
 
 #define C (BLOCKS * 64)
 #define PARTS (BLOCKS / PART)
@@ -26,7 +24,6 @@ typedef unsigned long long u64;
 #define STAGE_BYTES (8 * PITCH)
 #define TOKENS (NT * 8)
 
-__device__ __forceinline__ u32 smem_u32(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ void bar_init(u32 bar, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
 }
@@ -65,17 +62,6 @@ __device__ __forceinline__ void mma_bf16(float (&c)[2 * NT], const u32 (&lo)[8],
 }
 __device__ __forceinline__ float2 unpack(u32 v) {
   return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
-}
-__device__ __forceinline__ u32 pack(float lo, float hi) {
-  u32 r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
-  return r;
-}
-__device__ __forceinline__ float to_float(bf16 v) { return __uint_as_float((u32)v << 16); }
-__device__ __forceinline__ bf16 to_bf16(float f) {
-  bf16 h;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(f));
-  return h;
 }
 // 16 bf16 (32 bytes) of global memory, not cached in L1: another kernel wrote them.
 __device__ __forceinline__ void load16(u32 (&v)[8], const bf16* p) {

@@ -1,4 +1,4 @@
-// MXFP4 experts of gpt-oss for few tokens on sm90. Compiled by NVRTC, no headers; see docs/kernels.md.
+// MXFP4 experts of gpt-oss for few tokens on sm90. Compiled by NVRTC; see docs/kernels.md.
 //
 // Weight rows are the M dimension of mma.m16n8k16, tokens are N = 8. The weights lie as triton_kernels'
 // HopperMXValueLayout and HopperMXScaleLayout put them (kernels/mxfp4.py has the index maps): for a tile of 16 rows
@@ -14,10 +14,7 @@
 // CHUNK tiles per cp.async group (divides DEPTH), MINBLOCKS per multiprocessor (caps the registers),
 // LOGITS 1: the ids come as router logits [T, ROUTED] and are chosen here, ID64: ids are int64, MAPPED: expert map.
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "common.cuh"
 
 constexpr int MAX_TOKENS = 32;
 constexpr int MAX_PAIRS = MAX_TOKENS * ACTIVE;
@@ -62,7 +59,6 @@ struct Meta {
 };
 constexpr int META_BYTES = (sizeof(Meta) + 127) / 128 * 128;
 
-__device__ __forceinline__ u32 smem_addr(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ void grid_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void grid_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ __forceinline__ void cp16(u32 dst, const u8* src) {
@@ -97,11 +93,6 @@ __device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
 __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ u16 to_bf16(float f) {
-    u16 h;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(f));
-    return h;
 }
 __device__ __forceinline__ float ld_cg(const float* p) {
     float v;
@@ -532,7 +523,7 @@ __device__ __forceinline__ void sum_shares(float (&c)[4], const Work& w, const f
     extern __shared__ __align__(128) u8 smem[];                                                       \
     Meta& m = *reinterpret_cast<Meta*>(smem);                                                         \
     float4* red = reinterpret_cast<float4*>(smem + META_BYTES);                                       \
-    const u32 ring = smem_addr(smem + META_BYTES + RED_BYTES);                                        \
+    const u32 ring = smem_u32(smem + META_BYTES + RED_BYTES);                                        \
     u8* xs = smem + META_BYTES + RED_BYTES + RING_BYTES;                                              \
     const int thread = threadIdx.x;
 
@@ -541,7 +532,7 @@ __device__ __forceinline__ u32 row_address(
     const Work& w, const Meta& m, const u8* xs, int slot, int divisor, int rows) {
     const int n = (w.lane & 7) < m.slot_count[slot] ? w.lane & 7 : 0;
     const int r = rows ? (slot - w.first / NU) * rows + n : m.slot_pair[slot][n] / divisor;
-    return smem_addr(xs) + r * XSTRIDE + w.part * KS * 128 + (w.lane >> 3) * 16;
+    return smem_u32(xs) + r * XSTRIDE + w.part * KS * 128 + (w.lane >> 3) * 16;
 }
 
 // up: act[pair, I] = swiglu(w13[expert] x[token] + b13[expert]); gate and up rows are interleaved.
