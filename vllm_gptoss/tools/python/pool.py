@@ -57,6 +57,7 @@ class KernelPool:
         self._refill: asyncio.Task[None] | None = None
         self._closed = False
         self._waiting = 0
+        self._leaving = 0  # being evicted for somebody who waits
 
     async def start(self) -> None:
         """Starts the fork server and the first kernels. Raises SandboxError with the reason why not."""
@@ -160,9 +161,8 @@ class KernelPool:
 
     async def _reserve(self) -> None:
         async with self._freed:
-            if self._alive >= self._options.max_conversations:
-                self._evict_idle()
             self._waiting += 1
+            self.make_room()
             try:
                 async with asyncio.timeout(self._options.queue_s):
                     await self._freed.wait_for(lambda: self._alive < self._options.max_conversations)
@@ -173,14 +173,15 @@ class KernelPool:
                 self._waiting -= 1
             self._alive += 1
 
-    def call_ended(self, leaving: int) -> None:
-        """A conversation became idle: somebody who waits, and for whom none of the `leaving` goes, has its place."""
-        if self._waiting > leaving:
-            self._evict_idle()
+    def make_room(self) -> None:
+        """Evicts an idle conversation for each waiting one that no place is free or on its way for."""
+        while self._waiting > self._leaving + self._options.max_conversations - self._alive and self._evict_idle():
+            self._leaving += 1
 
     async def _unreserve(self) -> None:
         async with self._freed:
             self._alive -= 1
+            self._leaving = max(0, self._leaving - 1)
             self._freed.notify()
 
     async def release(self, kernel: Kernel) -> None:

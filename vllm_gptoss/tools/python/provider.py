@@ -106,7 +106,7 @@ class PythonProvider:
         try:
             return await container.run(code)
         finally:
-            self._pool.call_ended(len(self._evictions))
+            self._pool.make_room()
             self._keep_memory()
 
     async def forget(self, conversation_id: str) -> None:
