@@ -31,6 +31,7 @@ class Row:
     seconds: float
     problem: str | None
     note: str | None = None  # what does not work and is no failure, because nobody has set it up
+    isolation: str = ""  # how the python tool holds programs, and what that means
 
 
 async def check_tools(spec: str) -> list[Row]:
@@ -56,7 +57,8 @@ async def _row(provider: CountedProvider) -> Row:
     seconds = time.monotonic() - began
     problem = f"{result.error.type}: {result.error.message}" if result and result.error else None
     note = provider.inner.no_search if isinstance(provider.inner, BrowserProvider) else None
-    return Row(namespace.name, namespace.kind, tools, what, seconds, None if note else problem, note)
+    isolation = str(getattr(provider.inner, "tier", ""))
+    return Row(namespace.name, namespace.kind, tools, what, seconds, None if note else problem, note, isolation)
 
 
 async def _call(provider: CountedProvider, namespace: Namespace) -> tuple[str, ToolResult | None]:
@@ -100,7 +102,9 @@ def table(rows: list[Row]) -> Table:
         result = f"[red]{_plain(row.problem)}[/red]" if row.problem else "[green]ok[/green]"
         if row.note and not row.problem:
             result = f"[yellow]{_plain(row.note)}[/yellow]"
-        view.add_row(row.name, row.kind, row.tools, _plain(row.call), f"{row.seconds:.2f}", result)
+        tier = row.isolation.partition(":")[0]
+        kind = f"{row.kind} ({tier})" if tier else row.kind
+        view.add_row(row.name, kind, row.tools, _plain(row.call), f"{row.seconds:.2f}", result)
     return view
 
 

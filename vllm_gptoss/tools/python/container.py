@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 _DEATH_S = 1.0  # a dying kernel closes its sockets a moment before its exit is reported
 _VARIABLES_LOST = "All variables are lost; files in /mnt/data are kept."
+_FATAL = {"gone": "its first process ended", "files": "it made more files, or folders in folders, than it may"}
 _ALL_LOST = "All variables and all files in /mnt/data are lost."
 
 
@@ -175,8 +176,8 @@ class Container:
 
     def _died(self, code: int, reason: str) -> tuple[ToolError, str]:
         self._needs_kernel = True
-        if reason == "gone":
-            raise SandboxError("its first process ended")
+        if reason in _FATAL:
+            raise SandboxError(_FATAL[reason])
         o = self._options
         limits = {
             "memory": f"{o.memory_mib} MiB of memory",

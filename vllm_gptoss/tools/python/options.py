@@ -24,8 +24,9 @@ class PythonOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     python: Path = Field(default=Path(sys.executable), description="Interpreter of the kernels; needs ipykernel.")
-    launcher: Literal["auto", "namespaces", "bubblewrap"] = Field(
-        default="auto", description="auto: our own, and bubblewrap where the host allows namespaces to it alone."
+    launcher: Literal["auto", "namespaces", "bubblewrap", "portable"] = Field(
+        default="auto",
+        description="auto: our own; bubblewrap where the host allows namespaces to it alone; portable where to nobody.",
     )
     cgroup: Path | None = Field(
         default=None, description="A delegated cgroup v2 directory, for limits that the kernel itself keeps."
@@ -71,9 +72,9 @@ class PythonOptions(BaseModel):
     queue_s: float = Field(default=30.0, ge=0, description="Wait for a free kernel when all are busy.")
     start_timeout_s: float = Field(default=60.0, gt=0)
 
-    def limits(self) -> Limits:
+    def limits(self, max_memory: int = 1 << 62) -> Limits:
         return Limits(
-            memory=self.memory_mib << 20,
+            memory=min(self.memory_mib << 20, max_memory),
             scratch=self.scratch_mib << 20,
             inodes=self.inodes,
             processes=self.processes,

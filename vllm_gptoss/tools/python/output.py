@@ -23,7 +23,7 @@ class OutputCollector:
         self._max_chars = max_chars
         self._max_images = max_images
         self._max_image_bytes = max_image_bytes
-        self._parts: list[Content] = []
+        self._parts: list[_Printed | Image] = []
         self._images = 0
         self._clear_next = False
         self.error: tuple[str, str] | None = None
@@ -48,10 +48,11 @@ class OutputCollector:
 
     def _text(self, text: str) -> None:
         text = _ANSI.sub("", text)
-        if self._parts and isinstance(last := self._parts[-1], Text):
-            self._parts[-1] = Text(last.text + text)
-        else:
-            self._parts.append(Text(text))
+        if not self._parts or isinstance(self._parts[-1], Image):
+            self._parts.append(_Printed(self._max_chars))
+        last = self._parts[-1]
+        if isinstance(last, _Printed):
+            last.add(text)
 
     def _bundle(self, data: dict[str, Any]) -> None:
         for media_type in _IMAGE_TYPES:
@@ -86,9 +87,9 @@ class OutputCollector:
         left = self._max_chars
         result: list[Content] = []
         for part in self._parts:
-            if isinstance(part, Text):
-                text = truncate(part.text, left)
-                left = max(0, left - len(part.text))
+            if isinstance(part, _Printed):
+                text = part.cut(left)
+                left = max(0, left - part.length)
                 if text:
                     result.append(Text(text))
             else:
@@ -96,13 +97,30 @@ class OutputCollector:
         return result
 
 
-def truncate(text: str, limit: int) -> str:
-    """At most about `limit` characters, from both ends, with a note of how much is missing."""
-    if len(text) <= limit:
-        return text
-    tail = limit // _TAIL_SHARE
-    note = f"\n[… {len(text) - limit} characters omitted …]\n"
-    return text[: limit - tail] + note + (text[-tail:] if tail else "")
+class _Printed:
+    """Text in pieces, of which both ends are kept: a flood costs its own length once, and `limit` in memory."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._head = ""
+        self._tail = ""
+        self.length = 0
+
+    def add(self, text: str) -> None:
+        self.length += len(text)
+        room = self._limit - len(self._head)
+        self._head += text[:room]
+        if len(text) > room:
+            self._tail = (self._tail + text[room:])[-self._limit :]
+
+    def cut(self, limit: int) -> str:
+        """At most about `limit` characters (no more than the limit it was made with), with a note of how much is
+        missing."""
+        if self.length <= limit:
+            return self._head + self._tail
+        tail = limit // _TAIL_SHARE
+        note = f"\n[… {self.length - limit} characters omitted …]\n"
+        return self._head[: limit - tail] + note + ((self._head + self._tail)[-tail:] if tail else "")
 
 
 def _png_size(raw: bytes) -> str:

@@ -1,42 +1,33 @@
-"""Kernels: made by the fork server, kept warm, limited in number, and counted until they are gone."""
+"""Kernels: made by the chosen tier, kept warm, limited in number, and counted until they are gone."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
-from vllm_gptoss.tools.sandbox import bubblewrap
-from vllm_gptoss.tools.sandbox.bubblewrap import Bubblewrap
-from vllm_gptoss.tools.sandbox.cgroups import CgroupError, Cgroups
-from vllm_gptoss.tools.sandbox.host import HostLauncher, HostProcess
-from vllm_gptoss.tools.sandbox.launcher import Sandbox, SandboxError, Zygote
-from vllm_gptoss.tools.sandbox.spec import Spec
+from vllm_gptoss.tools.sandbox.host import HostProcess
+from vllm_gptoss.tools.sandbox.launcher import Sandbox, SandboxError
+from vllm_gptoss.tools.sandbox.portable import PortableProcess
 
-from .client import KernelClient, KernelError
 from .options import PythonOptions
 from .tasks import uninterrupted
-from .view import build_view
+from .tiers import Choice, Client, choose
 
 logger = logging.getLogger(__name__)
 
-_PAYLOAD = Path(__file__).with_name("payload.py")
-_CONNECT_S = 20.0
-
-
-Launcher = Zygote | Bubblewrap | HostLauncher
+AnySandbox = Sandbox | HostProcess | PortableProcess
 
 
 @dataclass(slots=True)
 class Kernel:
     """A cage and the client of the kernel in it."""
 
-    sandbox: Sandbox | HostProcess
-    client: KernelClient
+    sandbox: AnySandbox
+    client: Client
 
     async def aclose(self) -> None:
         await self.client.aclose()
@@ -49,8 +40,8 @@ class KernelPool:
     def __init__(self, options: PythonOptions, evict_idle: Callable[[], bool]) -> None:
         self._options = options
         self._evict_idle = evict_idle
-        self._zygote: Launcher | None = None
-        self._zygote_lock = asyncio.Lock()
+        self._choice: Choice | None = None
+        self._launcher_lock = asyncio.Lock()
         self._warm: list[Kernel] = []
         self._alive = 0  # handed out and not yet gone
         self._freed = asyncio.Condition()
@@ -60,8 +51,8 @@ class KernelPool:
         self._leaving = 0  # being evicted for somebody who waits
 
     async def start(self) -> None:
-        """Starts the fork server and the first kernels. Raises SandboxError with the reason why not."""
-        await self._ensure_zygote()
+        """Starts the launcher and the first kernels. Raises SandboxError with the reason why not."""
+        await self._ensure_launcher()
         kernel = await self._new()
         if self._options.warm:
             self._warm.append(kernel)
@@ -69,56 +60,24 @@ class KernelPool:
         else:
             await kernel.aclose()
 
-    async def _ensure_zygote(self) -> Launcher:
-        async with self._zygote_lock:
-            if self._zygote is not None and self._zygote.alive:
-                return self._zygote
-            if self._zygote is not None:
-                logger.warning("the python tool's fork server died; starting another")
-                await self._zygote.aclose()
-            self._zygote = await self._make_zygote()
-            return self._zygote
+    async def _ensure_launcher(self) -> Any:
+        async with self._launcher_lock:
+            if self._choice is not None and self._choice.launcher.alive:
+                return self._choice.launcher
+            if self._choice is not None:
+                logger.warning("the python tool's launcher died; starting another")
+                await self._choice.launcher.aclose()
+            self._choice = await choose(self._options)
+            return self._choice.launcher
 
-    async def _make_zygote(self) -> Launcher:
-        """The fork server; where it cannot be had and nobody insisted, bubblewrap. Raises SandboxError."""
-        o = self._options
-        spec = Spec(await build_view(o), o.limits(), str(_PAYLOAD), self._payload_options())
-        if o.dangerously_run_python_on_host:
-            logger.warning("python runs ON THE HOST without isolation, as dangerously_run_python_on_host asks")
-            return HostLauncher(spec, str(o.python))
-        try:
-            cgroups = await asyncio.to_thread(Cgroups, o.cgroup) if o.cgroup else None
-        except CgroupError as error:
-            raise SandboxError(str(error)) from error
-        if o.launcher != "bubblewrap":
-            zygote = Zygote(spec, str(o.python), cgroups)
-            try:
-                await zygote.start(o.start_timeout_s)
-                await (await zygote.spawn()).aclose()  # the second ring may be forbidden where the first is not
-                return zygote
-            except SandboxError as error:
-                await zygote.aclose()
-                if o.launcher == "namespaces" or bubblewrap.find() is None:
-                    raise
-                logger.warning("python: own namespaces cannot be had (%s); using bubblewrap", error)
-        wrapper = Bubblewrap(spec, str(o.python), cgroups)
-        await wrapper.start(o.start_timeout_s)
-        return wrapper
-
-    def _payload_options(self) -> dict[str, object]:
-        o = self._options
-        return {
-            "preload": list(o.preload),
-            "required": list(o.packages),
-            # The server truncates for the model; this only keeps a flood out of memory.
-            "max_output_chars": max(4 * o.max_output_chars, 1 << 20),
-            "max_message_bytes": o.max_message_mib << 20,
-        }
+    @property
+    def choice(self) -> Choice | None:
+        """The tier in use and why, None before `start`."""
+        return self._choice
 
     async def _new(self) -> Kernel:
-        zygote = await self._ensure_zygote()
-        sandbox = await zygote.spawn()
-        client: KernelClient | None = None
+        sandbox: AnySandbox = await (await self._ensure_launcher()).spawn()
+        client: Client | None = None
         try:
             client = await self.start_kernel(sandbox)
             await sandbox.settle()
@@ -129,18 +88,11 @@ class KernelPool:
             raise
         return Kernel(sandbox, client)
 
-    async def start_kernel(self, sandbox: Sandbox | HostProcess) -> KernelClient:
+    async def start_kernel(self, sandbox: AnySandbox) -> Client:
         """Starts a kernel in a cage that has none (any more). Raises SandboxError."""
-        # Names nobody inside could have guessed, so none can be there already.
-        name, key = f"k{secrets.token_hex(12)}", secrets.token_hex(32)
-        await sandbox.start({"ip": f"{sandbox.sockets}/{name}", "key": key}, self._options.start_timeout_s)
-        limit = self._options.max_message_mib << 20
-        try:
-            return await KernelClient.connect(
-                sandbox.directory, name, key, max_message=limit + (1 << 20), max_total=8 * limit, timeout_s=_CONNECT_S
-            )
-        except KernelError as error:
-            raise SandboxError(str(error)) from error
+        if self._choice is None:
+            raise SandboxError("the pool was not started")
+        return await self._choice.tier.connect(self._options, sandbox)
 
     async def acquire(self) -> Kernel:
         """A ready kernel, frozen. Raises SandboxError when all are busy or none can be made."""
@@ -203,7 +155,7 @@ class KernelPool:
             logger.warning("python: no kernel for the warm pool: %s", error)
 
     async def aclose(self) -> None:
-        """Kills the fork server and everything that came from it."""
+        """Kills the launcher and everything that came from it."""
         self._closed = True
         if self._refill is not None:
             self._refill.cancel()
@@ -212,5 +164,5 @@ class KernelPool:
         for kernel in self._warm:
             await kernel.aclose()
         self._warm.clear()
-        if self._zygote is not None:
-            await self._zygote.aclose()
+        if self._choice is not None:
+            await self._choice.launcher.aclose()

@@ -68,6 +68,12 @@ class PythonProvider:
     def unavailable(self) -> str | None:
         return self._unavailable
 
+    @property
+    def tier(self) -> str:
+        """How programs are isolated, and what that means; empty while the tool is off."""
+        choice = self._pool.choice if self._pool is not None and self._unavailable is None else None
+        return f"{choice.tier.name}: {choice.tier.what}" if choice else ""
+
     async def start(self) -> None:
         self._pool = KernelPool(self.options, self._evict_idle)
         started = time.monotonic()
@@ -80,7 +86,7 @@ class PythonProvider:
             return
         self._unavailable = None
         self._sweeper = asyncio.create_task(self._sweep())
-        logger.info("tool %s is ready after %.1f s", self._name, time.monotonic() - started)
+        logger.info("tool %s is ready after %.1f s (%s)", self._name, time.monotonic() - started, self.tier)
 
     def namespaces(self) -> Sequence[Namespace]:
         description = _DESCRIPTION.format(timeout=self.options.timeout_s)

@@ -38,18 +38,18 @@ def namespaces(allow_network: bool) -> int:
 def leave_host(view: View) -> None:
     """First half of the zygote's ring: own namespaces. The next child is pid 1 of the new pid namespace."""
     flags = namespaces(view.allow_network)
-    if os.getuid() == 0 and _is_mapped("uid", view.uid) and _is_mapped("gid", view.gid):
+    if os.getuid() == 0 and is_mapped("uid", view.uid) and is_mapped("gid", view.gid):
         try:
             linux.unshare(flags)
             return
         except PermissionError:  # a container's root without CAP_SYS_ADMIN: an ordinary user can do more
-            _become(view.uid, view.gid)
+            become(view.uid, view.gid)
     uid, gid = os.getuid(), os.getgid()
     linux.unshare(flags | linux.CLONE_NEWUSER)
     linux.write_id_maps(INSIDE_ID, uid, gid)
 
 
-def _is_mapped(kind: str, wanted: int) -> bool:
+def is_mapped(kind: str, wanted: int) -> bool:
     """Whether this user namespace has such an id; a rootless container's may have root alone."""
     with open(f"/proc/self/{kind}_map") as file:
         ranges = [tuple(map(int, line.split())) for line in file]
@@ -60,12 +60,13 @@ def enter_root(view: View) -> None:
     """Second half, as pid 1: a root with only `view` in it, then no privilege left at all."""
     _build_root(view)
     if os.getuid() == 0:
-        _become(view.uid, view.gid)
+        become(view.uid, view.gid)
     linux.no_new_privileges()
     linux.drop_capabilities()
 
 
-def _become(uid: int, gid: int) -> None:
+def become(uid: int, gid: int) -> None:
+    """Root gives itself away for good."""
     os.setgroups([])
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)
@@ -238,7 +239,7 @@ def confine(*, allow_network: bool, cpus: Iterable[int]) -> None:
     os.sched_setaffinity(0, cpus)
     # A crash may start a program on the host, as root, that reads the crashed process (core_pattern with a pipe). That
     # ignores a limit of 0 and stops at 1: Linux' fs/coredump.c. The seccomp filter keeps it at 1.
-    _set_rlimit(resource.RLIMIT_CORE, 1)
+    set_rlimit(resource.RLIMIT_CORE, 1)
     linux.set_dumpable(False)  # the payload runs as the same user: keeps it away from our memory
     seccomp.install(allow_network=allow_network)
 
@@ -264,10 +265,11 @@ def _set_rlimits(limits: Limits) -> None:
         (resource.RLIMIT_SIGPENDING, 1024),
         (resource.RLIMIT_STACK, 8 << 20),
     ):
-        _set_rlimit(kind, value)
+        set_rlimit(kind, value)
 
 
-def _set_rlimit(kind: int, value: int) -> None:
+def set_rlimit(kind: int, value: int) -> None:
+    """Soft and hard limit, never more than the hard limit that is there."""
     _, hard = resource.getrlimit(kind)
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(kind, (value, value))

@@ -45,10 +45,12 @@ def _allow(ruleset: int, path: str, access: int) -> None:
         os.close(fd)
 
 
-def restrict(writable: Iterable[str], devices: Iterable[str], *, allow_network: bool = False) -> int:
-    """Read and execute anywhere that is mounted, write only below `writable` and to `devices`; no TCP; no signal to
-    and no abstract socket of a process outside. Confines this thread and its descendants.
-    Returns the ABI used (0: none).
+def restrict(
+    writable: Iterable[str], devices: Iterable[str], *, allow_network: bool = False, readable: Iterable[str] = ("/",)
+) -> int:
+    """Read and execute below `readable`, by default anywhere that is mounted; write only below `writable` and to
+    `devices`; no TCP; no signal to and no abstract socket of a process outside. Confines this thread and its
+    descendants. Returns the ABI used (0: none).
     """
     version = abi()
     if not version:
@@ -62,7 +64,8 @@ def restrict(writable: Iterable[str], devices: Iterable[str], *, allow_network: 
         _CREATE_RULESET, ctypes.create_string_buffer(request), len(request), 0, what="landlock_create_ruleset"
     )
     try:
-        _allow(ruleset, "/", _READ)
+        for path in readable:
+            _allow(ruleset, path, _READ)
         for path in writable:
             _allow(ruleset, path, handled & ~_IOCTL_DEV)
         for path in devices:

@@ -21,14 +21,21 @@ from .spec import SOCKETS, Spec
 logger = logging.getLogger(__name__)
 
 PACKAGE = str(Path(__file__).parent)
-# Loads this package by path under a name of its own: `-I` ignores PYTHONPATH, and the interpreter may lack vllm_gptoss.
-LOADER = (
-    "import importlib.util as u, sys\n"
-    "s = u.spec_from_file_location('gptoss_sandbox', sys.argv[1] + '/__init__.py',"
-    " submodule_search_locations=[sys.argv[1]])\n"
-    "m = u.module_from_spec(s); sys.modules['gptoss_sandbox'] = m; s.loader.exec_module(m)\n"
-    "from gptoss_sandbox import zygote; zygote.main(sys.argv[2:])\n"
-)
+
+
+def loader(module: str) -> str:
+    """A program that runs `module` of this package, loaded by path under a name of its own: `-I` ignores PYTHONPATH,
+    and the interpreter may lack vllm_gptoss."""
+    return (
+        "import importlib.util as u, sys\n"
+        "s = u.spec_from_file_location('gptoss_sandbox', sys.argv[1] + '/__init__.py',"
+        " submodule_search_locations=[sys.argv[1]])\n"
+        "m = u.module_from_spec(s); sys.modules['gptoss_sandbox'] = m; s.loader.exec_module(m)\n"
+        f"from gptoss_sandbox import {module}; {module}.main(sys.argv[2:])\n"
+    )
+
+
+LOADER = loader("zygote")
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "HOME": "/tmp",  # noqa: S108 - the cage's own

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import resource
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from . import linux, syscalls
 
@@ -23,6 +25,7 @@ _NR, _ARCH, _ARGS = 0, 4, 16
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _COLUMN = {"x86_64": 0, "aarch64": 1}
 _X32_BIT = 0x40000000
+_CLONE_THREAD = 0x00010000
 
 _NEW_NAMESPACE = (
     linux.CLONE_NEWNS
@@ -41,6 +44,17 @@ _PERSONALITY_QUERY = 0xFFFFFFFF
 _SUPERVISOR = 1
 
 Instruction = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What a filter refuses beyond the tables of `syscalls`."""
+
+    without: frozenset[str] = frozenset()
+    checks: Mapping[str, list[Instruction]] = field(default_factory=dict)  # instead of a table's own word on a call
+
+
+CAGE = Profile()
 
 
 def _refuse(code: int) -> Instruction:
@@ -113,7 +127,34 @@ def _checks(allow_network: bool) -> dict[str, list[Instruction]]:
     }
 
 
-def build_filter(machine: str, *, allow_network: bool = False) -> list[Instruction]:
+def runtime(pid: int) -> Profile:
+    """For process `pid`, which runs a WebAssembly program and has loaded all that it needs: no program, no process, no
+    socket, no new machine code, nothing about another process."""
+    threads_only: list[Instruction] = [
+        (_LOAD, 0, 0, _ARGS),
+        (_JUMP_SET, 0, 1, _CLONE_THREAD),
+        (_RETURN, 0, 0, _ALLOW),
+        _refuse(errno.EPERM),
+    ]
+    not_executable: list[Instruction] = [
+        (_LOAD, 0, 0, _ARGS + 8 * 2),
+        (_JUMP_SET, 0, 1, mmap.PROT_EXEC),
+        _refuse(errno.EPERM),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
+    return Profile(
+        without=frozenset(syscalls.OF_OTHERS),
+        checks={
+            "clone": threads_only,
+            "mmap": not_executable,
+            "mprotect": not_executable,
+            "prlimit64": _only(0, (0,), errno.EPERM),
+            "tgkill": _only(0, (pid,), errno.EPERM),
+        },
+    )
+
+
+def build_filter(machine: str, *, allow_network: bool = False, profile: Profile = CAGE) -> list[Instruction]:
     """The filter's instructions for `machine` (x86_64 or aarch64); raises KeyError for another."""
     column = _COLUMN[machine]
     program: list[Instruction] = [
@@ -124,11 +165,13 @@ def build_filter(machine: str, *, allow_network: bool = False) -> list[Instructi
     ]
     if machine == "x86_64":
         program += [(_JUMP_GE, 0, 1, _X32_BIT), (_RETURN, 0, 0, _KILL_PROCESS)]
-    for numbers in syscalls.ALLOWED.values():
-        if (number := numbers[column]) is not None:
+    checks = {**_checks(allow_network), **profile.checks}
+    for name, numbers in syscalls.ALLOWED.items():
+        if (number := numbers[column]) is not None and name not in checks and name not in profile.without:
             program += [(_JUMP_EQ, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
-    for name, body in _checks(allow_network).items():
-        if (number := syscalls.CHECKED[name][column]) is not None:
+    for name, body in checks.items():
+        number = (syscalls.CHECKED | syscalls.ALLOWED)[name][column]
+        if number is not None and name not in profile.without:
             program += [(_JUMP_EQ, 0, len(body), number), *body]
     for numbers in syscalls.MISSING.values():
         if (number := numbers[column]) is not None:
@@ -143,9 +186,9 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
 
 
-def install(*, allow_network: bool = False) -> None:
+def install(*, allow_network: bool = False, profile: Profile = CAGE) -> None:
     """Confines this thread and all its descendants, for good. Needs no_new_privs (or CAP_SYS_ADMIN)."""
-    program = build_filter(linux.MACHINE, allow_network=allow_network)
+    program = build_filter(linux.MACHINE, allow_network=allow_network, profile=profile)
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *i) for i in program))
     request = _Program(len(program), ctypes.addressof(code))
     mode_filter = 2

@@ -252,6 +252,17 @@ CHECKED: dict[str, tuple[int | None, int | None]] = {
     "socketpair": (53, 199),
 }
 
+# What touches other processes, starts one, or reaches anything but files: a process that runs WebAssembly needs none.
+OF_OTHERS = (
+    *("execve", "execveat", "fork", "vfork", "wait4", "waitid", "setsid", "setpgid"),
+    *("kill", "tkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_open", "pidfd_send_signal"),
+    *("socket", "socketpair", "connect", "bind", "listen", "accept", "accept4", "shutdown", "setsockopt", "getsockopt"),
+    *("sendto", "sendmsg", "sendmmsg", "recvfrom", "recvmsg", "recvmmsg", "getsockname", "getpeername"),
+    *("sched_setattr", "sched_setparam", "sched_setscheduler", "setpriority", "setrlimit", "personality"),
+    *("mknod", "mknodat", "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat"),
+    *("inotify_init", "inotify_init1", "inotify_add_watch", "mlock", "mlock2", "mlockall"),
+)
+
 # glibc and libffi fall back to older calls on ENOSYS, not on EPERM.
 MISSING: dict[str, tuple[int | None, int | None]] = {"clone3": (435, 435), "memfd_create": (319, 279)}
 

