@@ -89,6 +89,7 @@ class Connection:
         self._settled = asyncio.Event()  # an attempt has succeeded or failed
         self._tried_at = 0.0
         self._unanswered = 0
+        self._closing = False
         self._reported: str | None = None  # the last problem logged; the same one is not logged again
 
     @property
@@ -105,6 +106,7 @@ class Connection:
         """Disconnects, within 8 s whatever the server does."""
         if self._task is None:
             return
+        self._closing = True  # the client may answer a cancellation with an error of its own
         self._task.cancel()
         _, pending = await asyncio.wait([self._task], timeout=_CLOSE_S)
         if pending:
@@ -186,7 +188,7 @@ class Connection:
         try:
             while True:
                 connected = await self._attempt()
-                if not self._reconnect:
+                if self._closing or not self._reconnect:
                     return
                 delay = _FIRST_DELAY_S if connected else min(delay * 2, _LAST_DELAY_S)
                 with contextlib.suppress(TimeoutError):
@@ -227,7 +229,7 @@ class Connection:
         self._settled.set()
 
     def _report(self, was_up: bool) -> None:
-        level = logging.DEBUG if self.problem == self._reported else logging.WARNING
+        level = logging.DEBUG if self._closing or self.problem == self._reported else logging.WARNING
         self._reported = self.problem
         what = "lost" if was_up else "cannot connect"
         then = "; trying again" if self._reconnect else ""
