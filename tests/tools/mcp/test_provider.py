@@ -12,12 +12,17 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from tests.tools.mcp.example_server import PNG, build
 from tests.tools.servers import EXAMPLE, example, running
 from vllm_gptoss.tools.base import Image, SessionOptions, Text, ToolCall, ToolKind, ToolResult
 from vllm_gptoss.tools.mcp.provider import McpProvider, McpSession, namespace_name, tool_names
 from vllm_gptoss.tools.mcp.settings import LABEL, McpServerConfig
+from vllm_gptoss.tools.mcp.transport import Dialer
 
 TRANSPORTS = ["stdio", "sse", "streamable_http"]
 
@@ -266,6 +271,23 @@ async def test_a_missing_variable_turns_the_tool_off_and_is_named() -> None:
     await provider.start()
     assert "NOT_SET_ANYWHERE is not set" in str(provider.unavailable)
     await provider.aclose()
+
+
+async def test_a_secret_in_an_address_is_in_no_word_about_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    async def closed(request: Request) -> Response:
+        return Response(status_code=403)
+
+    async with running(Starlette(routes=[Route("/{p:path}", closed, methods=["GET", "POST"])])) as url:
+        where = f"{url.replace('127.0.0.1', 'user:SECRET@127.0.0.1')}/s/${{KEY}}/mcp?key=SECRET"
+        for address in (where, where.replace("/mcp", "/sse")):
+            config = McpServerConfig(url=address, connect_timeout_s=5.0)
+            provider = McpProvider("", config, Dialer(config, environ={"KEY": "SECRET"}))
+            await provider.start()
+            assert "403" in str(provider.unavailable)
+            ours = [r.getMessage() for r in caplog.records if r.name.startswith("vllm_gptoss")]
+            assert ours
+            assert "SECRET" not in f"{ours}{provider.unavailable}{provider.name}"
+            await provider.aclose()
 
 
 async def test_a_stdio_server_sees_no_secret_of_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -10,10 +10,12 @@ import asyncio
 import contextlib
 import logging
 import random
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import mcp_types as types
 from mcp import Client, MCPError
@@ -24,6 +26,7 @@ from vllm_gptoss.tools.mcp.transport import Dialer
 
 logger = logging.getLogger(__name__)
 
+_URL = re.compile(r"https?://[^\s'\"<>]+")
 _FIRST_DELAY_S = 0.5
 _LAST_DELAY_S = 60.0
 _CLOSE_S = 8.0  # the stdio transport alone may take 3 x 2 s to end a stubborn process
@@ -203,6 +206,7 @@ class Connection:
         """One connection, from its beginning to its end; whether it came about."""
         self._ended.clear()
         self._changed.clear()
+        self._dialer.refused.clear()
         was_up = False
         try:
             async with contextlib.AsyncExitStack() as stack:
@@ -216,13 +220,19 @@ class Connection:
         except TimeoutError:
             self.problem = f"no connection within {self._dialer.config.connect_timeout_s:.0f} s"
         except Exception as error:
-            self.problem = describe(error)
+            self.problem = describe(error) + ("" if was_up else self._hint())
         finally:
             self._client = None
         self._report(was_up)
         if not was_up:  # after a loss, callers wait for the next attempt
             self._settle()
         return was_up
+
+    def _hint(self) -> str:
+        if not self._dialer.refused:
+            return ""
+        status = self._dialer.refused[-1]
+        return f" (HTTP {status}{': check its credentials' if status in (401, 403) else ''})"
 
     def _settle(self) -> None:
         self._tried_at = time.monotonic()
@@ -304,8 +314,17 @@ class Connection:
 
 
 def describe(error: BaseException) -> str:
-    """A line about `error`: the innermost of a group, without secrets that URLs may carry."""
+    """A line about `error`, the innermost of a group. Of URLs only the origin: the rest may be secret."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    text = str(error).split("\n")[0].split("?", 1)[0]
+    text = _URL.sub(lambda found: origin(found[0]), str(error).split("\n")[0])
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def origin(url: str) -> str:
+    """`scheme://host:port` of `url`."""
+    try:
+        parts = urlsplit(url)
+        return f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")
+    except ValueError:
+        return "(a URL)"

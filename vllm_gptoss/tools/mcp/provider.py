@@ -33,6 +33,7 @@ from vllm_gptoss.tools.mcp.connection import (
     SlowError,
     UnavailableError,
     describe,
+    origin,
 )
 from vllm_gptoss.tools.mcp.convert import to_result
 from vllm_gptoss.tools.mcp.settings import LABEL, RESERVED, McpServerConfig
@@ -79,7 +80,9 @@ class McpProvider:
         self.config = config
         self._label = label
         self._dialer = dialer or Dialer(config)
-        self._connection = Connection(label or config.url or config.command, self._dialer, on_listing=self._listed)
+        self._connection = Connection(
+            label or (origin(config.url) if config.url else config.command), self._dialer, on_listing=self._listed
+        )
         self._namespace: Namespace | None = None
         self.own_names: Mapping[str, str] = {}
         self._sessions: set[McpSession] = set()

@@ -75,6 +75,8 @@ class Dialer:
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ, repr=False)
     tokens: Tokens = field(default_factory=Tokens, repr=False)
+    refused: list[int] = field(default_factory=list, repr=False)
+    """HTTP error statuses since it was last cleared: the `mcp` package's errors leave them out."""
 
     def client(self, on_message: Callable[[Any], Any], on_end: Callable[[], None]) -> Client:
         """A client, not yet connected; `on_end` is told when the server's side of the connection ends.
@@ -125,8 +127,12 @@ class Dialer:
             auth=auth,
             verify=_trust(self.config.ca_file),
             transport=GuardedTransport2(self.guard) if self.guard else None,
-            event_hooks={"response": [_bound]},
+            event_hooks={"response": [_bound, self._note]},
         )
+
+    async def _note(self, response: httpx2.Response) -> None:
+        if response.status_code >= 400:
+            self.refused[:] = [*self.refused[-9:], response.status_code]
 
     @asynccontextmanager
     async def _streamable(
