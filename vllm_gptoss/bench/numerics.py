@@ -157,7 +157,8 @@ def verdict(readings: dict[str, Reading], candidate: str, slack: float) -> dict[
     pairs = {f"{a} - {b}": (distance(readings[a], readings[b]), a, b) for a, b in itertools.combinations(readings, 2)}
     stock = max((p for p in pairs.values() if candidate not in p[1:]), key=lambda pair: pair[0]["mean"])
     ours = min((p for p in pairs.values() if candidate in p[1:]), key=lambda pair: pair[0]["mean"])
-    bound = ratio_bound(*(differences(readings[a], readings[b]) for _, a, b in (ours, stock)))
+    near, spread = (differences(readings[a], readings[b]) for _, a, b in (ours, stock))
+    bound = ratio_bound(near, spread)
     nearest = min(p[0]["nll"] for p in pairs.values() if candidate in p[1:])
     allowed = max(max(p[0]["nll"], 2 * p[0]["nll_error"]) for p in pairs.values() if candidate not in p[1:])
     return {
