@@ -154,6 +154,8 @@ class ResponsesEndpoint:
         if request.stream:
             return EventStream(loop.run(), names_of(raw_request), obfuscate=hides)
         body = await unless_gone(raw_request, last_body(loop.run()))
+        if loop.refused:
+            raise loop.refused
         if body["status"] == "failed":
             raise ApiError(body["error"]["message"], code="server_error", status=500, kind="server_error")
         return JSONResponse(body)

@@ -41,5 +41,14 @@ def not_found(kind: str, identifier: str, param: str | None = None) -> ApiError:
     return ApiError(message, param=param, code=f"{kind.lower().replace(' ', '_')}_not_found", status=404)
 
 
+def store_failed(error: Exception) -> ApiError:
+    return ApiError(str(error), code="store_failed", status=503, kind="server_error")
+
+
+def internal(error: Exception) -> ApiError:
+    """For what should not have happened."""
+    return ApiError(f"{type(error).__name__}: {error}", code="server_error", status=500, kind="server_error")
+
+
 class EngineError(Exception):
     """Generation failed through no fault of the request."""

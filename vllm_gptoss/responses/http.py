@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
-import json
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -19,7 +18,8 @@ from starlette.requests import HTTPConnection
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from vllm_gptoss.responses.errors import ApiError
+from vllm_gptoss.responses.body import parse_json
+from vllm_gptoss.responses.errors import ApiError, internal, store_failed
 from vllm_gptoss.responses.events import Event
 from vllm_gptoss.responses.past import Caller
 from vllm_gptoss.responses.service import Batches
@@ -45,22 +45,25 @@ def errors(handler: Callable[P, Awaitable[Response]]) -> Callable[P, Coroutine[A
         try:
             return await handler(*args, **kwargs)
         except ApiError as error:
-            return JSONResponse(error.body(), error.status)
+            return _answer(error)
         except StoreError as error:
             logger.error("%s", error)
-            failure = ApiError(str(error), code="store_failed", status=503, kind="server_error")
-            return JSONResponse(failure.body(), failure.status)
+            return _answer(store_failed(error))
+        except Exception as error:  # a bug; the client still gets an error it can read
+            logger.exception("A request failed")
+            return _answer(internal(error))
 
     return wrapped
 
 
+def _answer(error: ApiError) -> Response:
+    return JSONResponse(error.body(), error.status)
+
+
 async def body_of(request: Request) -> Any:
     """The JSON body. Raises `ApiError` for what is no JSON."""
-    try:
-        raw = await request.body()
-        return json.loads(raw) if raw else {}
-    except (ValueError, RecursionError) as error:
-        raise ApiError(f"The request body is not JSON: {error}.", code="invalid_json") from None
+    raw = await request.body()
+    return parse_json(raw) if raw else {}
 
 
 def tenant_of(authorization: str | None) -> str:
@@ -106,6 +109,12 @@ def obfuscated(event: Event) -> Event:
     return {**event, "obfuscation": secrets.token_hex(16)[: 1 + secrets.randbelow(16)]}
 
 
+def error_event(error: ApiError, number: int) -> Event:
+    """The `error` event of a stream that cannot go on."""
+    fields = {"code": error.code, "message": error.message, "param": error.param}
+    return {"type": "error", "sequence_number": number, **fields}
+
+
 def frame(event: Event) -> bytes:
     """One event in the text/event-stream format (WHATWG HTML, section 9.2)."""
     name: str = event["type"]
@@ -127,6 +136,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._batches = batches
         self._idle = True
+        self._next = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         del scope
@@ -144,15 +154,24 @@ class EventStream(Response):
                 logger.warning("A stream ended early: %s: %s", type(result).__name__, result)
 
     async def _pump(self, send: Send) -> None:
-        async with aclosing(self._batches) as batches:
-            async for batch in batches:
-                if self._names:
-                    batch = [named(event, self._names) for event in batch]
-                if self._obfuscate:
-                    batch = [obfuscated(event) for event in batch]
-                if batch:
-                    await self._send(send, b"".join(map(frame, batch)))
+        try:
+            async with aclosing(self._batches) as batches:
+                async for batch in batches:
+                    if batch:
+                        await self._send(send, self._framed(batch))
+        except (ApiError, StoreError) as error:  # nothing that a response can say of itself
+            logger.warning("A stream ended early: %s", error)
+            failure = store_failed(error) if isinstance(error, StoreError) else error
+            await self._send(send, frame(error_event(failure, self._next)))
         await self._send(send, DONE, more=False)
+
+    def _framed(self, batch: list[Event]) -> bytes:
+        self._next = batch[-1]["sequence_number"] + 1
+        if self._names:
+            batch = [named(event, self._names) for event in batch]
+        if self._obfuscate:
+            batch = [obfuscated(event) for event in batch]
+        return b"".join(map(frame, batch))
 
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
         self._idle = False

@@ -120,6 +120,9 @@ _DEFAULTS: Mapping[str, Callable[[Item], None]] = {
 }
 
 
+Part = dict[str, Any]
+
+
 def _parse_message(item: Item, where: str) -> Item:
     role = item.get("role")
     if role not in ("user", "assistant", "system", "developer"):
@@ -141,11 +144,19 @@ def _parse_message(item: Item, where: str) -> Item:
     if role == "assistant":
         if "phase" in item:
             parsed["phase"] = item["phase"]
-        validate(ResponseOutputMessage, parsed, where)
+        validate(ResponseOutputMessage, {**parsed, "content": [_as_sent(part) for part in parsed["content"]]}, where)
     return parsed
 
 
-Part = dict[str, Any]
+def _as_sent(part: Part) -> Part:
+    """A part as openai's type has it: `lines` of a citation is ours, and comes back with what we answered."""
+    annotations = [
+        {key: value for key, value in annotation.items() if key != "lines"}
+        if isinstance(annotation, dict)
+        else annotation
+        for annotation in part.get("annotations") or ()
+    ]
+    return {**part, "annotations": annotations} if "annotations" in part else part
 
 
 def _parse_parts(parts: list[Any], where: str, kinds: Mapping[str, Callable[[Part, str], Part]]) -> list[Part]:
@@ -187,8 +198,9 @@ def _input_file(part: Part, where: str) -> Part:
 
 def _output_text(part: Part, where: str) -> Part:
     part = {"annotations": [], "logprobs": []} | {k: v for k, v in part.items() if v is not None}
-    # Annotations come back with `lines`, which is ours: checked without the search for unknown fields.
-    validate(ResponseOutputText, part | {"annotations": []}, where)
+    if not isinstance(part["annotations"], list):
+        raise ApiError(f"'{where}.annotations' must be a list.", param=f"{where}.annotations", code="invalid_type")
+    validate(ResponseOutputText, _as_sent(part), where)
     return part
 
 

@@ -21,7 +21,7 @@ from vllm_gptoss.harmony.messages import Message
 from vllm_gptoss.harmony.prompt import render, render_message
 from vllm_gptoss.harmony.tokens import CALL, END, START, encode
 from vllm_gptoss.responses import ids
-from vllm_gptoss.responses.errors import EngineError
+from vllm_gptoss.responses.errors import ApiError, EngineError
 from vllm_gptoss.responses.events import Event, Item, Output
 from vllm_gptoss.responses.job import Compacted, Job
 from vllm_gptoss.responses.listener import Listener, Turn
@@ -42,7 +42,10 @@ IGNORED_CALLS = 2
 
 
 class Loop:
-    """Runs a job once. `run()` yields its events; `body` is the response as it stands."""
+    """Runs a job once. `run()` yields its events; `body` is the response as it stands.
+
+    `refused` is the request's own fault, if one was found only while it ran.
+    """
 
     def __init__(self, job: Job, hold: ConversationHold | None = None) -> None:
         self._job = job
@@ -52,6 +55,7 @@ class Loop:
         self._ignored = 0
         self._turn: Turn | None = None
         self.body = job.body
+        self.refused: ApiError | None = None
 
     async def run(self) -> AsyncGenerator[list[Event], None]:
         """Events of the whole response in batches that belong together; the last event is terminal.
@@ -68,6 +72,9 @@ class Loop:
             events_at_end = await self._finish()
         except EngineError as error:
             events_at_end = await self._fail(str(error))
+        except ApiError as error:  # the engine refuses what only it can check, a grammar say
+            self.refused = error
+            events_at_end = await self._fail(error.message, "invalid_prompt")
         except Exception as error:
             logger.exception("Response %s failed", self._job.id)
             events_at_end = await self._fail(f"{type(error).__name__}: {error}")
@@ -113,8 +120,8 @@ class Loop:
         self.body["completed_at"] = int(time.time())
         return await self._end("completed", "response.completed")
 
-    async def _fail(self, message: str) -> list[Event]:
-        self.body["error"] = {"code": "server_error", "message": message}
+    async def _fail(self, message: str, code: str = "server_error") -> list[Event]:
+        self.body["error"] = {"code": code, "message": message}
         return await self._end("failed", "response.failed")
 
     async def _end(self, status: str, kind: str) -> list[Event]:

@@ -14,6 +14,7 @@ from openai.types.responses.responses_client_event import ResponseCreate
 from pydantic import BaseModel, ValidationError
 
 from vllm_gptoss.harmony.messages import Effort
+from vllm_gptoss.harmony.tokens import VOCABULARY
 from vllm_gptoss.responses.checks import check_model, from_validation
 from vllm_gptoss.responses.errors import ApiError, unsupported
 from vllm_gptoss.responses.input import parse_input
@@ -185,11 +186,11 @@ def _check_numbers(request: CreateRequest) -> None:
     if request.cache_salt == "":
         raise ApiError("'cache_salt' must not be empty.", param="cache_salt")
     for index, token in enumerate(request.stop_token_ids or ()):
-        if token < 0:
-            raise ApiError("Token ids are not negative.", param=f"stop_token_ids[{index}]")
+        if not 0 <= token < VOCABULARY:
+            raise ApiError(f"Token ids are from 0 to {VOCABULARY - 1}.", param=f"stop_token_ids[{index}]")
     for key in request.logit_bias or ():
-        if not key.isdigit():
-            raise ApiError("Keys of 'logit_bias' are token ids.", param=f"logit_bias.{key}")
+        if not (key.isascii() and key.isdigit() and len(key) < 7 and int(key) < VOCABULARY):
+            raise ApiError(f"Keys of 'logit_bias' are token ids up to {VOCABULARY - 1}.", param=f"logit_bias.{key}")
 
 
 def _check_details(request: CreateRequest) -> None:

@@ -165,6 +165,8 @@ class Service:
             wanted = wanted or len(render(conversation)) > limit
         if not wanted:
             return None
+        if not history.messages:
+            raise ApiError("There is nothing to compact.", param="input", code="missing_required_parameter")
         return lambda: compact_conversation(self, request, caller, history, conversation)
 
     def _remember(self, container_id: str, tenant: str, conversation: str) -> None:

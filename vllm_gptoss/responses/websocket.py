@@ -7,7 +7,6 @@ continuation forgets the response it went on from: the client must begin anew. O
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from contextlib import aclosing
 from typing import Any
@@ -16,7 +15,8 @@ from pydantic_core import to_json
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from vllm_gptoss.responses import extras
-from vllm_gptoss.responses.errors import ApiError
+from vllm_gptoss.responses.body import parse_json
+from vllm_gptoss.responses.errors import ApiError, internal, store_failed
 from vllm_gptoss.responses.events import Event
 from vllm_gptoss.responses.http import caller_of, named, names_of
 from vllm_gptoss.responses.request import CreateRequest, parse_create
@@ -63,7 +63,7 @@ class _Connection:
     async def _answer(self, text: str) -> None:
         stream_id = None
         try:
-            message = json.loads(text)
+            message = parse_json(text)
             if not isinstance(message, dict) or message.get("type") != "response.create":
                 kind = message.get("type") if isinstance(message, dict) else None
                 raise ApiError(f"Messages of type '{kind}' are not understood.", param="type", code="unsupported_value")
@@ -74,11 +74,13 @@ class _Connection:
             await self._create(message)
         except ApiError as error:
             await self._send_error(error, stream_id)
-        except (ValueError, RecursionError) as error:
-            await self._send_error(ApiError(f"The message is not JSON: {error}.", code="invalid_json"), stream_id)
         except StoreError as error:
-            failure = ApiError(str(error), code="store_failed", status=503, kind="server_error")
-            await self._send_error(failure, stream_id)
+            await self._send_error(store_failed(error), stream_id)
+        except (WebSocketDisconnect, RuntimeError):
+            raise
+        except Exception as error:
+            logger.exception("A request on a WebSocket failed")
+            await self._send_error(internal(error), stream_id)
 
     async def _create(self, message: dict[str, Any]) -> None:
         if message.get("background"):
