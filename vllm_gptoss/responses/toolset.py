@@ -372,15 +372,21 @@ def _filter(allowed_tools: Any) -> tuple[frozenset[str] | None, bool]:
 
 
 def needs_approval(policy: Any, name: str, annotations: Mapping[str, Any]) -> bool:
-    """`require_approval` of an `mcp` tool, `always` when it is left out, as OpenAI's API has it."""
+    """`require_approval` of an `mcp` tool, `always` when it is left out, as OpenAI's API has it.
+
+    Where a filter names tools and says `read_only` too, either is enough for `always`, and `never` needs both.
+    """
     if policy is None or isinstance(policy, str):
         return policy != "never"
     for verdict in ("always", "never"):
         rule = policy.get(verdict)
         if rule is None:
             continue
-        by_name = name in (rule.get("tool_names") or ())
-        by_hint = rule.get("read_only") is not None and rule["read_only"] == bool(annotations.get("readOnlyHint"))
-        if by_name or by_hint:
+        fits = []
+        if rule.get("tool_names") is not None:
+            fits.append(name in rule["tool_names"])
+        if rule.get("read_only") is not None:
+            fits.append(rule["read_only"] == bool(annotations.get("readOnlyHint")))
+        if fits and (any(fits) if verdict == "always" else all(fits)):
             return verdict == "always"
     return True

@@ -21,7 +21,7 @@ from vllm_gptoss.harmony.tokens import encoding
 from vllm_gptoss.responses.config import ResponsesConfig
 from vllm_gptoss.responses.endpoint import ResponsesEndpoint
 from vllm_gptoss.responses.engine import ReplayEngine
-from vllm_gptoss.responses.toolset import Providers
+from vllm_gptoss.responses.toolset import Providers, needs_approval
 from vllm_gptoss.tools.base import SessionOptions, ToolCall
 from vllm_gptoss.tools.server import ToolServer, ToolServerOptions
 
@@ -290,3 +290,55 @@ async def test_a_client_that_leaves_stops_the_call_on_the_server(streams: bool) 
                 while await noted() != "began,cancelled":
                     await asyncio.sleep(0.05)
             await session.aclose()
+
+
+READ, WRITE = {"readOnlyHint": True}, {"readOnlyHint": False}
+
+
+@pytest.mark.parametrize(
+    ("policy", "asked"),
+    [
+        (None, "read write none"), ("always", "read write none"), ("never", ""),
+        ({"never": {"tool_names": ["read"]}}, "write none"),
+        ({"always": {"tool_names": ["write"]}}, "read write none"),  # what no filter names needs a word
+        ({"never": {"read_only": True}}, "write none"),
+        ({"always": {"read_only": False}, "never": {"tool_names": ["read", "write"]}}, "write none"),
+        ({"never": {"tool_names": ["write"], "read_only": True}}, "read write none"),  # named, and yet it writes
+        ({"always": {"tool_names": ["read"], "read_only": False}, "never": {"read_only": True}}, "read write none"),
+        ({}, "read write none"), ({"never": {}}, "read write none"), ({"never": {"tool_names": []}}, "read write none"),
+    ],
+)  # fmt: skip
+def test_which_calls_wait_for_a_person(policy: Any, asked: str) -> None:
+    tools: dict[str, dict[str, bool]] = {"read": READ, "write": WRITE, "none": {}}
+    assert " ".join(name for name, hints in tools.items() if needs_approval(policy, name, hints)) == asked
+
+
+@pytest.mark.parametrize("approve", [True, False])
+@pytest.mark.parametrize("stored", [True, False])
+async def test_an_approval_goes_round_by_reference_and_by_echo(approve: bool, stored: bool, tmp_path: Path) -> None:
+    turns = Model(call("example.add", '{"a": 20, "b": 22}'), final("Done."))
+    tool = {"type": "mcp", "server_label": "example", "require_approval": {"always": {"tool_names": ["add"]}}}
+    with example("streamable_http") as (url, _):
+        tools = ToolServer.from_spec(url, ToolServerOptions(environ={}))
+        async with api(turns, tools, str(tmp_path / "store.db")) as client:
+            first = await ask(client, tool, store=stored)
+            request = first["output"][-1]
+            assert (request["type"], request["arguments"]) == ("mcp_approval_request", '{"a": 20, "b": 22}')
+            answer = {"type": "mcp_approval_response", "approval_request_id": request["id"], "approve": approve}
+            if not approve:
+                answer["reason"] = "not on Fridays"
+            said = {"role": "user", "content": "?"}
+            past = {"previous_response_id": first["id"]} if stored else {}
+            both = [answer] if stored else [said, *first["output"], answer]
+            second = await ask(client, tool, store=stored, input=both, **past)
+            again = await client.post(
+                "/v1/responses",
+                json={"model": "gpt-oss", "input": [{**answer, "approval_request_id": "mcpr_no"}], "tools": [tool]},
+            )
+    assert again.status_code == 400
+    ran = [item for item in second["output"] if item["type"] == "mcp_call"]
+    assert [(item["output"], item["approval_request_id"]) for item in ran] == (
+        [("42", request["id"])] if approve else []
+    )
+    assert ("42" if approve else "The user denied this call: not on Fridays") in turns.prompts[1]
+    assert "mcp_list_tools" not in [item["type"] for item in second["output"]]  # the conversation has it already
