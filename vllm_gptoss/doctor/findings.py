@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import json
 import os
@@ -56,6 +57,7 @@ def examine(model: Path | None = None, command: Sequence[str] = ()) -> list[Find
         lambda: dead_variables(probe),
         clashes,
         toolkit,
+        python_tool,
         lambda: serve_command(command),
         lambda: checkpoint(model),
     ]
@@ -239,6 +241,19 @@ def _nvcc(home: Path) -> str | None:
 
 def _number(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".") if part.isdigit())
+
+
+def python_tool() -> Findings:
+    """How the python tool would hold programs here, tried for real (`docs/security.md`)."""
+    from vllm_gptoss.tools.python import PythonOptions, tiers
+
+    tier, reason = asyncio.run(tiers.diagnose(PythonOptions(preload=())))
+    if tier is None:
+        fix = "allow user namespaces, or pip install 'vllm-gptoss[portable]'; docs/security.md"
+        yield Finding(Status.WARNING, "python tool", f"off, no isolation: {reason}", fix)
+        return
+    status = Status.INFO if tier is tiers.PORTABLE else Status.OK
+    yield Finding(status, "python tool", f"{tier.name}: {tier.what}{f' (because {reason})' if reason else ''}")
 
 
 def serve_command(command: Sequence[str]) -> Findings:

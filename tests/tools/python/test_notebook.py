@@ -59,14 +59,15 @@ async def test_what_is_shown_below_the_scratch_space_stays_there_and_stays_read_
             read = await run_in(provider, f"open('{host}/data/note').read()")
             listed = await run_in(provider, f"import os; os.listdir('{host}')")
             wrote = await run_in(provider, f"open('{host}/data/note', 'w')")
-            private = await run_in(provider, "open('/tmp/mine', 'w').write('x')")
+            mine = f"/tmp/{secrets.token_hex(8)}"
+            private = await run_in(provider, f"open('{mine}', 'w').write('x')")
         finally:
             await provider.aclose()
         assert read.text.strip() == "'from the host'"
         assert listed.text.strip() == "['data']"
         assert "Read-only file system" in wrote.text
         assert private.error is None
-        assert not Path("/tmp/mine").exists()
+        assert not Path(mine).exists()
 
 
 async def test_exception_is_told_with_its_traceback(provider: PythonProvider) -> None:

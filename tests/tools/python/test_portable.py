@@ -19,7 +19,7 @@ from tests.conftest import CACHE
 from vllm_gptoss.tools.base import File, Image
 from vllm_gptoss.tools.check import check_tools
 from vllm_gptoss.tools.python import PythonOptions, PythonProvider
-from vllm_gptoss.tools.sandbox import portable
+from vllm_gptoss.tools.sandbox import interpreter, portable
 from vllm_gptoss.tools.sandbox.launcher import SandboxError
 
 from .conftest import run_in, started
@@ -363,10 +363,10 @@ async def test_machine_code_that_another_user_could_have_put_there_is_not_run(tm
     (tmp_path / "python.cwasm").write_bytes(b"\x7fELF")
     (tmp_path / "python.cwasm").chmod(0o620)
     with pytest.raises(SandboxError, match="is not this user's alone"):
-        portable._check_private(tmp_path / "python.cwasm")
+        interpreter._check_private(tmp_path / "python.cwasm")
     (tmp_path / "link").symlink_to(tmp_path / "python.cwasm")
     with pytest.raises(SandboxError):
-        portable._check_private(tmp_path / "link")
+        interpreter._check_private(tmp_path / "link")
 
 
 async def test_check_names_the_tier(provider: PythonProvider, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

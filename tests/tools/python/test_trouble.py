@@ -159,9 +159,8 @@ async def test_dead_fork_server_is_replaced(provider: PythonProvider) -> None:
     await run_in(provider, "x = 1", "zygote")
     pool = provider._pool
     assert pool is not None
-    assert pool._zygote is not None
-    assert pool._zygote._process is not None
-    pool._zygote._process.kill()
+    assert pool.choice is not None
+    pool.choice.launcher._process.kill()
     kernel = provider._containers["zygote"]._kernel
     assert kernel is not None
     await kernel.sandbox.exited  # all that came from it dies with it

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_gptoss.tools.sandbox import portable
+from vllm_gptoss.tools.sandbox import interpreter
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -21,7 +21,7 @@ NOBODY = 65534
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user; the suite ran as an ordinary one")
 def test_nothing_escapes_from_an_ordinary_users_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = Path(os.environ.get("GPTOSS_CACHE", ROOT / ".cache")) / "portable" / portable._key()
+    cache = Path(os.environ.get("GPTOSS_CACHE", ROOT / ".cache")) / "portable" / interpreter._key()
     assert cache.is_dir(), "test_portable_escape comes first and has compiled it"
     with tempfile.TemporaryDirectory() as base:  # pytest's own is closed to others
         own = Path(base, "portable", cache.name)

@@ -13,11 +13,18 @@ ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 ALLOW, KILL = "allow", "kill"
 
 
-def decide(machine: str, number: int, *args: int, arch: int | None = None, network: bool = False) -> str:
+def decide(
+    machine: str,
+    number: int,
+    *args: int,
+    arch: int | None = None,
+    network: bool = False,
+    profile: seccomp.Profile = seccomp.CAGE,
+) -> str:
     """Runs the program over a `struct seccomp_data` as Linux' Documentation/networking/filter.rst defines it."""
     padded = [a & (1 << 64) - 1 for a in (*args, 0, 0, 0, 0, 0, 0)][:6]
     data = struct.pack("<iIQ6Q", number, ARCH[machine] if arch is None else arch, 0, *padded)
-    program = seccomp.build_filter(machine, allow_network=network)
+    program = seccomp.build_filter(machine, allow_network=network, profile=profile)
     accumulator = at = 0
     while True:
         code, when_true, when_false, k = program[at]
@@ -143,3 +150,24 @@ def test_numbers_of_calls_that_no_payload_may_make_are_not_listed() -> None:
         "sched_setaffinity": 122,
     }
     assert {name: decide("aarch64", n) for name, n in dangerous.items()} == dict.fromkeys(dangerous, "EPERM")
+
+
+@pytest.mark.parametrize("machine", ARCH)
+def test_runtime_of_webassembly_touches_nothing_but_files_and_itself(machine: str) -> None:
+    profile = seccomp.runtime(4711)
+
+    def says(name: str, *args: int) -> str:
+        return decide(machine, number(machine, name), *args, profile=profile)
+
+    column = list(ARCH).index(machine)
+    there = [n for n in syscalls.OF_OTHERS if (syscalls.ALLOWED | syscalls.CHECKED)[n][column] is not None]
+    assert {name: says(name) for name in there} == dict.fromkeys(there, "EPERM")
+    assert says("clone", 17) == "EPERM"  # a process
+    assert says("clone", 0x3D0F00) == ALLOW  # what glibc asks for a thread
+    assert says("clone", 0x3D0F00 | 0x10000000) == "EPERM"
+    for name in ("mmap", "mprotect"):
+        assert (says(name, 0, 4096, 3), says(name, 0, 4096, 7), says(name, 0, 4096, 5)) == (ALLOW, "EPERM", "EPERM")
+    assert (says("prlimit64", 0), says("prlimit64", 4711), says("prlimit64", 1)) == (ALLOW, "EPERM", "EPERM")
+    assert (says("tgkill", 4711), says("tgkill", 1)) == (ALLOW, "EPERM")
+    assert {says(name) for name in ("read", "write", "openat", "futex", "getdents64", "exit_group")} == {ALLOW}
+    assert says("clone3") == "ENOSYS"

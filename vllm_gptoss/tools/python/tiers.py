@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from vllm_gptoss.tools.sandbox import bubblewrap
-from vllm_gptoss.tools.sandbox import portable as wasm
+from vllm_gptoss.tools.sandbox import bubblewrap, interpreter
 from vllm_gptoss.tools.sandbox.launcher import SandboxError
 
 from . import jupyter, portable
@@ -61,7 +60,7 @@ PORTABLE = Tier(
     "portable",
     "WebAssembly without namespaces: no programs, threads, sockets or `!` commands, packages are those built in, slower"
     " arithmetic, and a call that times out loses its variables",
-    wasm.missing,
+    interpreter.missing,
     portable.make,
     portable.connect,
 )
@@ -99,3 +98,13 @@ async def choose(options: PythonOptions) -> Choice:
             why = str(error)
         reasons.append(f"{tier.name}: {why}")
     raise SandboxError("; ".join(reasons))
+
+
+async def diagnose(options: PythonOptions) -> tuple[Tier | None, str]:
+    """The tier that would be used, tried and closed again, and why it is that one; or None and why there is none."""
+    try:
+        choice = await choose(options)
+    except (SandboxError, OSError) as error:
+        return None, str(error)
+    await choice.launcher.aclose()
+    return choice.tier, choice.reason

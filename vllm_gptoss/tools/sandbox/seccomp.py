@@ -132,6 +132,7 @@ def runtime(pid: int) -> Profile:
     socket, no new machine code, nothing about another process."""
     threads_only: list[Instruction] = [
         (_LOAD, 0, 0, _ARGS),
+        (_JUMP_SET, 2, 0, _NEW_NAMESPACE),
         (_JUMP_SET, 0, 1, _CLONE_THREAD),
         (_RETURN, 0, 0, _ALLOW),
         _refuse(errno.EPERM),
