@@ -90,6 +90,18 @@ def host_matches(host: str, pattern: str) -> bool:
     return host.endswith(pattern[1:]) if pattern.startswith("*.") else host == pattern
 
 
+def literal(host: str) -> IPAddress | None:
+    """The address that `host` is, also as one number, in octal or in hexadecimal; None for a name."""
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        pass
+    try:
+        return ipaddress.IPv4Address(socket.inet_aton(host))
+    except (OSError, UnicodeError):
+        return None
+
+
 class Guard:
     """The judge.
 
@@ -112,11 +124,12 @@ class Guard:
         """
         host = host.lower().rstrip(".").strip("[]")
         opened = self._opened(host, port)
-        try:
-            found: Sequence[str] = [str(ipaddress.ip_address(host))]
-        except ValueError:
+        found: Sequence[str]
+        if (number := literal(host)) is not None:
+            found = [str(number)]
+        else:
             if not opened and (host == "localhost" or host.endswith(_INTERNAL_SUFFIXES)):
-                raise DeniedError(f"{host} is an internal name") from None
+                raise DeniedError(f"{host} is an internal name")
             found = await self._resolver(host, port)
         if not found:
             raise OSError(f"{host} has no address")
