@@ -28,7 +28,7 @@ class ResultsError(ValueError):
 
 
 def setting(of: Job | dict[str, Any]) -> dict[str, Any]:
-    """How a job, or a measurement of a file, was served. Files before 0.2 name none: what was fixed then."""
+    """How a job, or a measurement of a file, was served. The first published file names none: what was fixed then."""
     if isinstance(of, Job):
         return {name: getattr(of, name) for name in SETTING}
     found = of.get("setting", {})
