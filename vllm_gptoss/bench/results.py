@@ -222,7 +222,7 @@ def _title(row: dict[str, Any]) -> str:
 
 
 def _panel(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
-    stock = f"vLLM ({', '.join(sorted({str(row['stock_backend']) for row in rows}))})"
+    stock = f"vLLM ({', '.join(sorted({row['stock_backend'] for row in rows if row['stock_backend']}))})"
     variants = list(dict.fromkeys(row["plugin"] for row in rows))
     lines = [(variants[0], "stock_tpot_ms", stock, "s--"), (variants[0], "floor_ms", "memory floor", "k-")]
     for variant in variants:
