@@ -21,6 +21,15 @@ class Held:
     resident: int  # bytes
 
     @property
+    def summary(self) -> str:
+        processes = f"{len(self.sandboxed)} sandboxed processes, {len(self.others)} others"
+        return f"{processes}, {self.descriptors} descriptors, {self.sockets} sockets, {self.resident >> 20} MiB"
+
+    @property
+    def others(self) -> list[int]:
+        return sorted(set(self.children) - set(self.sandboxed))
+
+    @property
     def sandboxed(self) -> list[int]:
         """The fork server of the python tool and all that came from it."""
         return [pid for pid, command in self.children.items() if "gptoss_sandbox" in command]

@@ -140,7 +140,7 @@ def test_a_server_killed_in_a_call_costs_that_call(
     assert httpx.get(f"{served.url}/health", timeout=10).status_code == 200
 
 
-def until_back(http: httpx.Client, question: str, label: str, patience: float = 30) -> str:
+def until_back(http: httpx.Client, question: str, label: str, patience: float = 60) -> str:
     """The output of the next call that works."""
     body = {"model": NAME, "input": question, "tools": [mcp(label)], "temperature": 0}
     began = time.monotonic()
