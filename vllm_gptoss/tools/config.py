@@ -10,8 +10,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from vllm_gptoss.tools.browser.guard import host_entry
 from vllm_gptoss.tools.browser.provider import BrowserConfig
 from vllm_gptoss.tools.mcp.settings import McpServerConfig, check_name, from_command
 
@@ -32,6 +33,11 @@ class RemoteConfig(BaseModel):
     )
     timeout_s: float = Field(default=60.0, gt=0)
     connect_timeout_s: float = Field(default=10.0, gt=0)
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _hosts(cls, entries: list[str]) -> list[str]:
+        return [host_entry(entry, wildcard=True) for entry in entries]
 
 
 class ToolsConfig(BaseModel):
@@ -74,7 +80,10 @@ def parse_spec(spec: str, environ: Mapping[str, str] = os.environ) -> ToolsPlan:
 
 def _requests(environ: Mapping[str, str]) -> RemoteConfig:
     hosts = environ.get("GPTOSS_MCP_ALLOWED_HOSTS", "")
-    return RemoteConfig(allowed_hosts=[host.strip() for host in hosts.split(",") if host.strip()])
+    try:
+        return RemoteConfig(allowed_hosts=[host.strip() for host in hosts.split(",") if host.strip()])
+    except ValidationError as error:
+        raise ToolConfigError(f"GPTOSS_MCP_ALLOWED_HOSTS: {first_problem(error)}") from error
 
 
 def _add(plan: ToolsPlan, part: str) -> ToolsPlan:

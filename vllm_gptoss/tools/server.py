@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from pydantic import ValidationError
 
 from vllm_gptoss.tools.base import Namespace, SessionOptions, ToolProvider
-from vllm_gptoss.tools.browser.guard import Guard, host_matches
+from vllm_gptoss.tools.browser.guard import Guard, host_matches, literal
 from vllm_gptoss.tools.browser.page import estimate_tokens
 from vllm_gptoss.tools.browser.provider import BrowserProvider
 from vllm_gptoss.tools.config import ToolConfigError, ToolsPlan, first_problem, parse_spec
@@ -215,8 +215,9 @@ class ToolServer:
             raise NotAllowedError("server_url must be an http or https URL")
         if parts.username is not None or parts.password is not None:
             raise NotAllowedError("server_url must not carry credentials; send them as `authorization`")
+        host = str(literal(host) or host.rstrip("."))
         full = f"{host}:{port or (443 if parts.scheme == 'https' else 80)}"
-        for allowed in (entry.lower() for entry in self.plan.requests.allowed_hosts):
+        for allowed in self.plan.requests.allowed_hosts:
             if allowed in (host, full):
                 return Guard([allowed])
             if allowed.startswith("*.") and host_matches(host, allowed):

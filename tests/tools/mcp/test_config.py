@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from vllm_gptoss.tools.browser.guard import host_entry
 from vllm_gptoss.tools.browser.provider import BrowserConfig
 from vllm_gptoss.tools.config import ToolConfigError, parse_spec
 from vllm_gptoss.tools.mcp.settings import McpServerConfig, MissingVariableError, bearer, expand
@@ -81,6 +82,9 @@ def test_a_file_is_read_and_its_paths_are_relative_to_it(tmp_path: Path) -> None
         ("mcp: {my server: {url: 'http://x'}}", "mcp.my server: the model cannot call a tool by this name"),
         ("mcp: {functions: {url: 'http://x'}}", "mcp.functions: this name means something else"),
         ("mcp: {python: {url: 'http://x', kind: mcp}}", "mcp.python: this name means something else"),
+        ("requests: {allowed_hosts: ['*']}", "requests.allowed_hosts: '*' is not `host`, `*.domain` or `host:port`"),
+        ("requests: {allowed_hosts: ['https://a.example/']}", "requests.allowed_hosts: 'https://a.example/' is not"),
+        ("browser: {allow_hosts: ['*.internal']}", "browser.allow_hosts: '*.internal' is not `host` or `host:port`"),
         ("mcp: {a: {command: x, ca_file: y}}", "mcp.a: `ca_file` is for a `url`"),
         ("mcp: {a: {url: 'http://x', oauth: {client_id_env: A, issuer: 'http://i'}}}", "`refresh_token_env`, or both"),
         ("mcp: {a: {url: 'http://x', transport: stdio}}", "mcp.a: stdio needs a `command`"),
@@ -139,3 +143,15 @@ def test_a_secret_that_http_cannot_carry_is_refused_without_being_shown(value: s
     with pytest.raises(ValueError, match="'Authorization' has characters") as caught:
         bearer(config, {"TOKEN": value})
     assert "tok" not in str(caught.value)
+
+
+def test_hosts_are_compared_as_they_are_meant() -> None:
+    entries = ["A.Example.", "b.example:8443", "*.c.example", "[::1]:8000", "::1", "[fd00::1]", "127.1"]
+    assert [host_entry(entry, wildcard=True) for entry in entries] == [
+        "a.example", "b.example:8443", "*.c.example", "::1:8000", "::1", "fd00::1", "127.0.0.1",
+    ]  # fmt: skip
+    with pytest.raises(ToolConfigError, match="GPTOSS_MCP_ALLOWED_HOSTS: "):
+        parse_spec("browser", {"GPTOSS_MCP_ALLOWED_HOSTS": "a.example, http://b.example"})
+    for wrong in ("", "*", "a/b", "u@a", "a:b", "a b", "a?b", "x*.example", "*.*.example"):
+        with pytest.raises(ValueError, match="host|Port|port"):
+            host_entry(wrong, wildcard=True)

@@ -45,6 +45,16 @@ async def test_without_a_list_no_request_reaches_any_server() -> None:
         await remote().remote({"server_label": "x", "server_url": "https://mcp.example/mcp"})
 
 
+@pytest.mark.parametrize(
+    ("allowed", "url"),
+    [("[::1]:1", "http://[::1]:1/mcp"), ("::1", "http://[0:0::1]:1/mcp"), ("LOCALHOST.", "http://localhost:1/mcp")],
+)
+async def test_an_allowed_host_is_dialled_however_it_is_written(allowed: str, url: str) -> None:
+    provider = await remote(allowed).remote({"server_label": "x", "server_url": url})
+    assert "ConnectError" in str(provider.unavailable)  # dialled, and nobody is there
+    await provider.aclose()
+
+
 async def test_a_wildcard_does_not_open_private_addresses() -> None:
     provider = await remote("*.localhost").remote({"server_label": "x", "server_url": "http://a.localhost:1/mcp"})
     assert "DeniedError" in str(provider.unavailable)  # the guard's word, before anything was sent

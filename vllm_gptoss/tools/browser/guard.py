@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import re
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -32,6 +33,7 @@ _NOT_PUBLIC = tuple(
         "3fff::/20",  # documentation, newer than some Pythons
     )
 )
+_HOST = re.compile(r"[^\s/?#@*\[\]]+")
 _CONNECT_S = 3.0
 """Seconds for one of several addresses to accept a connection."""
 
@@ -102,6 +104,23 @@ def literal(host: str) -> IPAddress | None:
         return None
 
 
+def host_entry(text: str, *, wildcard: bool = False) -> str:
+    """An entry of a list of hosts as it is compared: `host` or `host:port`, and `*.domain` with `wildcard`.
+
+    Raises:
+        ValueError: it is something else, which would never match anything.
+    """
+    text = text.strip().lower()
+    if number := literal(text.strip("[]")):
+        return str(number)
+    parts = urlsplit(f"//{text}")
+    name = (parts.hostname or "").rstrip(".")
+    plain = name.removeprefix("*.") if wildcard else name
+    if not plain or parts.netloc != text or parts.username is not None or not _HOST.fullmatch(plain):
+        raise ValueError(f"{text!r} is not `host`{', `*.domain`' if wildcard else ''} or `host:port`")
+    return f"{name}:{parts.port}" if parts.port else name
+
+
 class Guard:
     """The judge.
 
@@ -109,7 +128,7 @@ class Guard:
     """
 
     def __init__(self, allowed: Sequence[str] = (), resolver: Resolver = system_resolver) -> None:
-        self._allowed = frozenset(entry.lower() for entry in allowed)
+        self._allowed = frozenset(host_entry(entry) for entry in allowed)
         self._resolver = resolver
 
     def _opened(self, host: str, port: int) -> bool:
@@ -123,9 +142,10 @@ class Guard:
             OSError: the name has no address.
         """
         host = host.lower().rstrip(".").strip("[]")
-        opened = self._opened(host, port)
+        number = literal(host)
+        opened = self._opened(str(number or host), port)
         found: Sequence[str]
-        if (number := literal(host)) is not None:
+        if number is not None:
             found = [str(number)]
         else:
             if not opened and (host == "localhost" or host.endswith(_INTERNAL_SUFFIXES)):

@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
 from vllm_gptoss.harmony.builtin import BROWSER
 from vllm_gptoss.tools.base import Namespace, SessionOptions, ToolDefinition, ToolKind
 from vllm_gptoss.tools.browser.backends import API_BACKENDS, ApiBackend, Backend, BackendError, Offline
 from vllm_gptoss.tools.browser.fetch import AGENT, Fetcher, Limits
-from vllm_gptoss.tools.browser.guard import Guard
+from vllm_gptoss.tools.browser.guard import Guard, host_entry
 from vllm_gptoss.tools.browser.page import Viewer, estimate_tokens
 from vllm_gptoss.tools.browser.session import BrowserSession, Places
 from vllm_gptoss.tools.browser.state import State
@@ -50,6 +50,11 @@ class BrowserConfig(BaseModel):
     timeout_s: float = Field(default=20.0, gt=0)
     idle_s: float = Field(default=3600.0, gt=0, description="when a conversation's pages are forgotten")
     max_conversations: int = Field(default=1000, gt=0)
+
+    @field_validator("allow_hosts")
+    @classmethod
+    def _hosts(cls, entries: list[str]) -> list[str]:
+        return [host_entry(entry) for entry in entries]
 
 
 def choose_backend(config: BrowserConfig, environ: Mapping[str, str]) -> str:
