@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sqlite3
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from httpx_sse import connect_sse
+from websockets.sync.client import connect
 
 from tests.responses import fakes
 from tests.responses.conftest import MODEL, Running, Start
@@ -21,7 +25,7 @@ from tests.responses.test_tools import INTERPRETER, PYTHON, SEARCH
 from vllm_gptoss.responses import past
 from vllm_gptoss.responses.config import ResponsesConfig
 from vllm_gptoss.responses.http import tenant_of
-from vllm_gptoss.responses.store import Store
+from vllm_gptoss.responses.store import Store, Stored
 
 
 def create(http: httpx.Client, **fields: Any) -> dict[str, Any]:
@@ -389,3 +393,67 @@ async def test_servers_that_start_together_share_one_store(tmp_path: Path) -> No
     assert len(set(keys)) == 1, "all open what one of them sealed"
     for store in stores:
         await store.aclose()
+
+
+async def test_a_client_that_goes_away_breaks_no_write(tmp_path: Path) -> None:
+    """A write that is broken off may keep SQLite's lock from everybody else; this one is finished instead."""
+    store = Store(ResponsesConfig(store=str(tmp_path / "store.sqlite")))
+    await store.open()
+    names = [f"resp_{number}" for number in range(60)]
+    for number, name in enumerate(names):
+        body = {"id": name, "status": "completed", "output": []}
+        write = asyncio.create_task(store.save(Stored(name, "tenant", body)))
+        await asyncio.sleep(0.0003 * number)
+        write.cancel()
+        with suppress(asyncio.CancelledError):
+            await write
+
+    def lock() -> None:
+        with sqlite3.connect(tmp_path / "store.sqlite", timeout=10) as other:
+            other.execute("BEGIN IMMEDIATE")
+
+    await asyncio.to_thread(lock)
+    # Only a write that was cancelled before it began is not there.
+    for name in names[1:]:
+        async with asyncio.timeout(30):
+            while await store.get("tenant", name) is None:
+                await asyncio.sleep(0.01)
+    await store.aclose()
+
+
+def test_nothing_of_one_key_is_there_for_another(start: Start) -> None:
+    """Every route that takes an id, and every way to go on from one."""
+    server = start(LONG, rate=100.0, providers=[fakes.python()])
+    with server.http("alice") as alice, server.http("bob") as bob:
+        conversation = alice.post("/conversations", json={"items": [{"role": "user", "content": "x"}]}).json()["id"]
+        items = f"/conversations/{conversation}/items"
+        item = alice.get(items).json()["data"][0]["id"]
+        ask = {"model": MODEL, "input": "hi", "max_output_tokens": 5}
+        background = alice.post("/responses", json={**ask, "background": True, "max_output_tokens": 300}).json()["id"]
+        made = alice.post("/responses", json=ask).json()
+        said = made["output"][0]["id"]
+        one = f"/responses/{background}"
+        routes = [("GET", one), ("GET", f"{one}?stream=true"), ("GET", f"{one}/input_items"), ("POST", f"{one}/cancel")]
+        routes += [("DELETE", one), ("GET", items), ("GET", f"{items}/{item}"), ("DELETE", f"{items}/{item}")]
+        routes += [("GET", f"/conversations/{conversation}"), ("DELETE", f"/conversations/{conversation}")]
+        routes += [("GET", "/containers/cntr_1/files/f/content"), ("GET", f"/responses/{made['id']}")]
+        for method, route in routes:
+            assert bob.request(method, route).status_code == 404, (method, route)
+        assert bob.post(items, json={"items": [{"role": "user", "content": "y"}]}).status_code == 404
+        assert bob.post(f"/conversations/{conversation}", json={"metadata": {"a": "b"}}).status_code == 404
+        for fields in (
+            {"previous_response_id": made["id"]},
+            {"conversation": conversation},
+            {"input": [{"type": "item_reference", "id": said}]},
+        ):
+            for body in ({**ask, **fields}, {**ask, **fields, "background": True}):
+                assert bob.post("/responses", json=body).status_code in (400, 404), body
+            with connect(f"{server.url.replace('http', 'ws')}/v1/responses", additional_headers=BOB) as socket:
+                socket.send(json.dumps({"type": "response.create", **ask, **fields}))
+                assert json.loads(socket.recv())["type"] == "error"
+        assert alice.get(one).json()["status"] in ("queued", "in_progress"), "bob has stopped nothing"
+        assert alice.get(f"{items}/{item}").status_code == 200
+        alice.post(f"{one}/cancel").raise_for_status()
+
+
+BOB = {"Authorization": "Bearer bob"}

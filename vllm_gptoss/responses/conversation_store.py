@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from vllm_gptoss.responses.tables import conversation_items, conversations
+from vllm_gptoss.responses.unbroken import unbroken
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +21,7 @@ Items = Sequence[tuple[dict[str, Any], Any]]
 """Items, each with what is hidden behind it."""
 
 
+@unbroken
 class ConversationStore:
     """Part of `Store`, whose transactions `begin` gives; every method raises `StoreError` when the database does."""
 

@@ -31,6 +31,7 @@ from vllm_gptoss.responses.tables import (
     responses,
     settings,
 )
+from vllm_gptoss.responses.unbroken import unbroken
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +102,7 @@ def _stored(row: Any) -> Stored:
     )
 
 
+@unbroken
 class Store:
     """The database. `open()` before use; every method raises `StoreError` when the database does."""
 
