@@ -334,6 +334,14 @@ async def test_it_is_not_chosen_where_namespaces_work() -> None:
         await provider.aclose()
 
 
+async def test_a_wrong_option_is_not_covered_up_by_another_tier() -> None:
+    provider = PythonProvider(PythonOptions(packages=("sklearn", "surely_not_installed"), preload=(), warm=0))
+    await provider.start()
+    assert "No module named" in str(provider.unavailable)
+    assert "portable" not in str(provider.unavailable)
+    await provider.aclose()
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

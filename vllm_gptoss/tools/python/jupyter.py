@@ -9,7 +9,7 @@ from pathlib import Path
 from vllm_gptoss.tools.sandbox.bubblewrap import Bubblewrap
 from vllm_gptoss.tools.sandbox.cgroups import CgroupError, Cgroups
 from vllm_gptoss.tools.sandbox.host import HostLauncher, HostProcess
-from vllm_gptoss.tools.sandbox.launcher import Sandbox, SandboxError, Zygote
+from vllm_gptoss.tools.sandbox.launcher import IsolationError, Sandbox, SandboxError, Zygote
 from vllm_gptoss.tools.sandbox.spec import Spec
 
 from .client import KernelClient, KernelError
@@ -25,7 +25,7 @@ async def make_namespaces(options: PythonOptions) -> Zygote:
     zygote = Zygote(await _spec(options), str(options.python), await _cgroups(options))
     try:
         await zygote.start(options.start_timeout_s)
-        await (await zygote.spawn()).aclose()  # the second ring may be forbidden where the first is not
+        await _try(zygote)  # the second ring may be forbidden where the first is not
     except SandboxError:
         await zygote.aclose()
         raise
@@ -36,8 +36,16 @@ async def make_bubblewrap(options: PythonOptions) -> Bubblewrap:
     """Raises SandboxError."""
     wrapper = Bubblewrap(await _spec(options), str(options.python), await _cgroups(options))
     await wrapper.start(options.start_timeout_s)
-    await (await wrapper.spawn()).aclose()
+    await _try(wrapper)
     return wrapper
+
+
+async def _try(launcher: Zygote | Bubblewrap) -> None:
+    try:
+        sandbox = await launcher.spawn()
+    except SandboxError as error:
+        raise IsolationError(str(error)) from error
+    await sandbox.aclose()
 
 
 async def make_host(options: PythonOptions) -> HostLauncher:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from vllm_gptoss.tools.sandbox import bubblewrap, interpreter
-from vllm_gptoss.tools.sandbox.launcher import SandboxError
+from vllm_gptoss.tools.sandbox.launcher import IsolationError, SandboxError
 
 from . import jupyter, portable
 from .client import Message
@@ -79,7 +79,8 @@ class Choice:
 
 
 async def choose(options: PythonOptions) -> Choice:
-    """The tier that `options` name, or the first that works. Raises SandboxError with everything that is in the way."""
+    """The tier that `options` name, or the first that this host allows. Raises SandboxError: no tier is allowed, with
+    all reasons; or one is and fails for another reason, such as an option, which no weaker tier shall cover up."""
     if options.dangerously_run_python_on_host:
         logger.warning("python runs ON THE HOST without isolation, as dangerously_run_python_on_host asks")
         return Choice(HOST, await HOST.make(options), "dangerously_run_python_on_host")
@@ -96,6 +97,8 @@ async def choose(options: PythonOptions) -> Choice:
                 return choice
         except SandboxError as error:
             why = str(error)
+            if not isinstance(error, IsolationError):
+                raise SandboxError("; ".join([*reasons, f"{tier.name}: {why}"])) from error
         reasons.append(f"{tier.name}: {why}")
     raise SandboxError("; ".join(reasons))
 

@@ -93,7 +93,7 @@ class Bubblewrap:
     async def start(self, timeout_s: float) -> None:
         found = find()
         if found is None:
-            raise SandboxError("bubblewrap (bwrap) is not installed")
+            raise SandboxError("bubblewrap (bwrap) is not installed: take the package bubblewrap of your distribution")
         self._bwrap = found
 
     def _arguments(self, control: int) -> tuple[list[str], list[int]]:

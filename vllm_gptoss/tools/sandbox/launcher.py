@@ -56,6 +56,10 @@ class SandboxError(Exception):
     """The cage cannot be had, or is gone."""
 
 
+class IsolationError(SandboxError):
+    """The host does not allow this way of isolation; another may work."""
+
+
 class Channel:
     """One end of a `wire` pair on the event loop: replies by id, everything else to `on_event`."""
 
@@ -187,7 +191,7 @@ class Zygote:
             raise
         if first["event"] != "ready":
             await self.aclose()
-            raise SandboxError(first.get("error", "unknown"))
+            raise (IsolationError if first.get("isolation") else SandboxError)(first.get("error", "unknown"))
 
     def _on_event(self, message: dict[str, Any], fds: list[int]) -> None:
         _close_all(fds)

@@ -138,6 +138,8 @@ def _lock(settings: dict[str, Any]) -> None:
         (resource.RLIMIT_SIGPENDING, 1024),
     ):
         cage.set_rlimit(kind, value)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # if the host runs out of memory, this goes first
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write past the limit is an error, not an end
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     mounts = settings["mounts"]

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from . import cage, linux, wire
 from .processes import ProcessTable
@@ -38,11 +38,11 @@ def main(argv: list[str]) -> None:
     if argv[0] == "cage":
         _already_caged(control, spec)
     linux.die_with_parent(signal.SIGKILL)
+    payload = _load_or_fail(control, spec.payload)
     try:
-        payload = _load(spec.payload)
         cage.leave_host(spec.view)
     except Exception as error:
-        _fail(control, error)
+        _fail(control, error, isolation=True)
     pid = os.fork()
     if pid:
         control.close()
@@ -51,6 +51,9 @@ def main(argv: list[str]) -> None:
     try:
         cage.enter_root(spec.view)
         linux.die_with_parent(signal.SIGKILL)
+    except Exception as error:
+        _fail(control, error, isolation=True)
+    try:
         payload.preload(spec.options)
     except Exception as error:
         _fail(control, error)
@@ -71,8 +74,16 @@ def _load(path: str) -> ModuleType:
     return module
 
 
-def _fail(control: socket.socket, error: BaseException) -> None:
-    wire.send(control, {"event": "failed", "error": f"{type(error).__name__}: {error}"})
+def _load_or_fail(control: socket.socket, path: str) -> ModuleType:
+    try:
+        return _load(path)
+    except Exception as error:
+        _fail(control, error)
+
+
+def _fail(control: socket.socket, error: BaseException, *, isolation: bool = False) -> NoReturn:
+    """`isolation`: it is the host that does not allow it, so that another way may be tried."""
+    wire.send(control, {"event": "failed", "error": f"{type(error).__name__}: {error}", "isolation": isolation})
     os._exit(1)
 
 
