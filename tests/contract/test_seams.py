@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.contract.source import Release, find, parameters, releases
+from vllm_gptoss.harmony.endpoint import CHAT_HANDLERS
 
 RELEASES = releases()
 
@@ -67,6 +68,8 @@ SEAMS = (
         ("request", "should_include_tools"),
         "rendering chat prompts in the trained form",
     ),
+    Seam("vllm.outputs", "RequestOutput.add", ("next_output", "aggregate"), "answers that a stop string ended"),
+    Seam("vllm.sampling_params", "SamplingParams.clone", (), "looking for stop strings ourselves"),
     Seam(
         "vllm.model_executor.models.gpt_oss",
         "GptOssForCausalLM",
@@ -102,6 +105,22 @@ def test_the_app_knows_its_arguments_before_plugins_attach(release: Release) -> 
 def test_the_state_is_complete_when_plugins_start(release: Release, attribute: str) -> None:
     text = source(release, "vllm.entrypoints.launchers.api_server.app_state")
     assert -1 < text.find(attribute) < text.rfind("init_endpoint_plugins_state(")
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
+@pytest.mark.parametrize("handler", CHAT_HANDLERS)
+def test_chat_handlers_ask_their_engine_client_at_each_request(release: Release, handler: str) -> None:
+    """Why an attribute of the handler is enough for stop strings."""
+    assert f"state.{handler} =" in source(release, "vllm.entrypoints.generate.api_router")
+    text = source(release, "vllm.entrypoints.openai.chat_completion.serving")
+    assert "generator = self.engine_client.generate(" in text
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
+def test_the_route_of_chat_completions_can_be_replaced(release: Release) -> None:
+    text = source(release, "vllm.entrypoints.openai.chat_completion.api_router")
+    assert '"/v1/chat/completions"' in text
+    assert "async def create_chat_completion(request: ChatCompletionRequest, raw_request: Request)" in text
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
