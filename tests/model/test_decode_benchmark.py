@@ -159,7 +159,7 @@ def test_vllm_takes_the_options_of_every_variant(tmp_path: Path) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     options = {"kv_cache_dtype": "fp8", "enable_prefix_caching": True, "pipeline_parallel_size": 2}
-    job = Job("tiny", "plugin", (1, 2), eagle3=3, options=options)
+    job = Job("tiny:6", "plugin", (1, 2), eagle3=3, options=options)
     config = EngineArgs(**worker.engine_options(job, tmp_path)).create_engine_config()
     assert config.speculative_config.num_speculative_tokens == 3
     assert config.speculative_config.draft_model_config.architectures == ["LlamaForCausalLMEagle3"]

@@ -75,7 +75,13 @@ def model_config(model: spec.ModelSpec) -> dict[str, Any]:
 
 
 def draft_config(model: spec.ModelSpec) -> dict[str, Any]:
-    """`config.json` of an EAGLE3 draft for `model`, as the published drafts have it: one Llama layer, same width."""
+    """`config.json` of an EAGLE3 draft for `model`, as the published drafts have it: one Llama layer, same width.
+
+    Raises:
+        ValueError: fewer than six layers: vLLM gives the draft the states of layers 2, N / 2 and N - 3.
+    """
+    if model.layers < 6:
+        raise ValueError(f"an EAGLE3 draft reads three layers of the model: six at least, not {model.layers}")
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
