@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,13 @@ async def api(model: Model, tools: ToolServer, store: str = "off") -> AsyncItera
         async with running(app) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
             yield client
         await endpoint.aclose()
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """One example server for all tests that leave it as it was."""
+    with example("streamable_http") as (address, _):
+        yield address
 
 
 async def ask(client: httpx.AsyncClient, *tools: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -139,27 +146,26 @@ async def test_a_server_that_dies_costs_its_call_and_the_answer_comes() -> None:
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-async def test_a_server_url_is_honoured_only_for_allowed_hosts(allowed: bool) -> None:
-    with example("streamable_http") as (url, _):
-        environ = {"GPTOSS_MCP_ALLOWED_HOSTS": url.split("/")[2]} if allowed else {}
-        tools = ToolServer.from_spec("browser", ToolServerOptions(environ={**ENVIRON, **environ}))
-        model = Model(call("mine.header", '{"name": "authorization"}'), final("Done."))
-        tool = {
-            "type": "mcp",
-            "server_label": "mine",
-            "server_url": url,
-            "authorization": "tok",
-            "require_approval": "never",
-        }
-        async with api(model, tools) as client:
-            if allowed:
-                body = await ask(client, tool)
-                (called,) = (item for item in body["output"] if item["type"] == "mcp_call")
-                assert called["output"] == "Bearer tok"
-            else:
-                answer = await client.post("/v1/responses", json={"model": "gpt-oss", "input": "?", "tools": [tool]})
-                assert answer.status_code == 400
-                assert "allowed_hosts" in answer.text
+async def test_a_server_url_is_honoured_only_for_allowed_hosts(allowed: bool, url: str) -> None:
+    environ = {"GPTOSS_MCP_ALLOWED_HOSTS": url.split("/")[2]} if allowed else {}
+    tools = ToolServer.from_spec("browser", ToolServerOptions(environ={**ENVIRON, **environ}))
+    model = Model(call("mine.header", '{"name": "authorization"}'), final("Done."))
+    tool = {
+        "type": "mcp",
+        "server_label": "mine",
+        "server_url": url,
+        "authorization": "tok",
+        "require_approval": "never",
+    }
+    async with api(model, tools) as client:
+        if allowed:
+            body = await ask(client, tool)
+            (called,) = (item for item in body["output"] if item["type"] == "mcp_call")
+            assert called["output"] == "Bearer tok"
+        else:
+            answer = await client.post("/v1/responses", json={"model": "gpt-oss", "input": "?", "tools": [tool]})
+            assert answer.status_code == 400
+            assert "allowed_hosts" in answer.text
 
 
 async def test_a_conversation_that_goes_on_in_another_process_keeps_its_cursors(tmp_path: Path) -> None:
@@ -219,29 +225,28 @@ async def test_python_that_moved_to_another_process_says_that_its_variables_are_
 
 
 async def test_an_authorization_is_in_no_store_no_log_and_no_answer(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, url: str
 ) -> None:
     caplog.set_level(logging.DEBUG)
     secrets = ("tok-SECRET-1", "key-SECRET-2")
     calls = [turn for _ in range(3) for turn in (call("mine.header", '{"name": "x-plan"}'), final("Done."))]
-    with example("streamable_http") as (url, _):
-        tools = ToolServer.from_spec(
-            "browser", ToolServerOptions(environ={**ENVIRON, "GPTOSS_MCP_ALLOWED_HOSTS": url.split("/")[2]})
+    tools = ToolServer.from_spec(
+        "browser", ToolServerOptions(environ={**ENVIRON, "GPTOSS_MCP_ALLOWED_HOSTS": url.split("/")[2]})
+    )
+    tool = {"type": "mcp", "server_label": "mine", "server_url": url, "authorization": secrets[0]}
+    tool |= {"headers": {"X-Key": secrets[1], "X-Plan": "gold"}, "require_approval": "never"}
+    async with api(Model(*calls), tools, str(tmp_path / "store.db")) as client:
+        shown = [await ask(client, tool, store=True)]
+        background = await ask(client, tool, store=True, background=True)
+        while background["status"] in ("queued", "in_progress"):
+            background = (await client.get(f"/v1/responses/{background['id']}")).json()
+        shown.append(background)
+        wrong = {**tool, "server_label": "not a label"}
+        refused = await client.post("/v1/responses", json={"model": "gpt-oss", "input": "?", "tools": [wrong]})
+        streamed = await client.post(
+            "/v1/responses", json={"model": "gpt-oss", "input": "?", "tools": [tool], "stream": True}
         )
-        tool = {"type": "mcp", "server_label": "mine", "server_url": url, "authorization": secrets[0]}
-        tool |= {"headers": {"X-Key": secrets[1], "X-Plan": "gold"}, "require_approval": "never"}
-        async with api(Model(*calls), tools, str(tmp_path / "store.db")) as client:
-            shown = [await ask(client, tool, store=True)]
-            background = await ask(client, tool, store=True, background=True)
-            while background["status"] in ("queued", "in_progress"):
-                background = (await client.get(f"/v1/responses/{background['id']}")).json()
-            shown.append(background)
-            wrong = {**tool, "server_label": "not a label"}
-            refused = await client.post("/v1/responses", json={"model": "gpt-oss", "input": "?", "tools": [wrong]})
-            streamed = await client.post(
-                "/v1/responses", json={"model": "gpt-oss", "input": "?", "tools": [tool], "stream": True}
-            )
-            assert "gold" in streamed.text
+        assert "gold" in streamed.text
     assert [item["output"] for body in shown for item in body["output"] if item["type"] == "mcp_call"] == ["gold"] * 2
     kept = b"".join(path.read_bytes() for path in tmp_path.iterdir())
     assert b"server_url" in kept  # the request is there, and what it brought in secret is not
@@ -270,26 +275,25 @@ async def test_a_browser_behind_mcp_cannot_be_promised_to_keep_to_domains() -> N
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_a_client_that_leaves_stops_the_call_on_the_server(streams: bool) -> None:
+async def test_a_client_that_leaves_stops_the_call_on_the_server(streams: bool, url: str) -> None:
     note = f"left-{streams}"
-    with example("streamable_http") as (url, _):
-        tools = ToolServer.from_spec(url, ToolServerOptions(environ={}))
-        async with api(Model(call("example.hang", json.dumps({"note": note})), final("Never.")), tools) as client:
-            session = await tools.open("example", "other", SessionOptions())
+    tools = ToolServer.from_spec(url, ToolServerOptions(environ={}))
+    async with api(Model(call("example.hang", json.dumps({"note": note})), final("Never.")), tools) as client:
+        session = await tools.open("example", "other", SessionOptions())
 
-            async def noted() -> str:
-                return (await session.call(ToolCall("1", "example", "seen", json.dumps({"note": note})))).text
+        async def noted() -> str:
+            return (await session.call(ToolCall("1", "example", "seen", json.dumps({"note": note})))).text
 
-            tool = {"type": "mcp", "server_label": "example", "require_approval": "never"}
-            body = {"model": "gpt-oss", "input": "?", "store": False, "tools": [tool], "stream": streams}
-            asked = asyncio.create_task(client.post("/v1/responses", json=body))
-            async with asyncio.timeout(30):
-                while await noted() != "began":
-                    await asyncio.sleep(0.05)
-                asked.cancel()  # closes the connection
-                while await noted() != "began,cancelled":
-                    await asyncio.sleep(0.05)
-            await session.aclose()
+        tool = {"type": "mcp", "server_label": "example", "require_approval": "never"}
+        body = {"model": "gpt-oss", "input": "?", "store": False, "tools": [tool], "stream": streams}
+        asked = asyncio.create_task(client.post("/v1/responses", json=body))
+        async with asyncio.timeout(30):
+            while await noted() != "began":
+                await asyncio.sleep(0.05)
+            asked.cancel()  # closes the connection
+            while await noted() != "began,cancelled":
+                await asyncio.sleep(0.05)
+        await session.aclose()
 
 
 READ, WRITE = {"readOnlyHint": True}, {"readOnlyHint": False}
@@ -315,26 +319,27 @@ def test_which_calls_wait_for_a_person(policy: Any, asked: str) -> None:
 
 @pytest.mark.parametrize("approve", [True, False])
 @pytest.mark.parametrize("stored", [True, False])
-async def test_an_approval_goes_round_by_reference_and_by_echo(approve: bool, stored: bool, tmp_path: Path) -> None:
+async def test_an_approval_goes_round_by_reference_and_by_echo(
+    approve: bool, stored: bool, tmp_path: Path, url: str
+) -> None:
     turns = Model(call("example.add", '{"a": 20, "b": 22}'), final("Done."))
     tool = {"type": "mcp", "server_label": "example", "require_approval": {"always": {"tool_names": ["add"]}}}
-    with example("streamable_http") as (url, _):
-        tools = ToolServer.from_spec(url, ToolServerOptions(environ={}))
-        async with api(turns, tools, str(tmp_path / "store.db")) as client:
-            first = await ask(client, tool, store=stored)
-            request = first["output"][-1]
-            assert (request["type"], request["arguments"]) == ("mcp_approval_request", '{"a": 20, "b": 22}')
-            answer = {"type": "mcp_approval_response", "approval_request_id": request["id"], "approve": approve}
-            if not approve:
-                answer["reason"] = "not on Fridays"
-            said = {"role": "user", "content": "?"}
-            past = {"previous_response_id": first["id"]} if stored else {}
-            both = [answer] if stored else [said, *first["output"], answer]
-            second = await ask(client, tool, store=stored, input=both, **past)
-            again = await client.post(
-                "/v1/responses",
-                json={"model": "gpt-oss", "input": [{**answer, "approval_request_id": "mcpr_no"}], "tools": [tool]},
-            )
+    tools = ToolServer.from_spec(url, ToolServerOptions(environ={}))
+    async with api(turns, tools, str(tmp_path / "store.db")) as client:
+        first = await ask(client, tool, store=stored)
+        request = first["output"][-1]
+        assert (request["type"], request["arguments"]) == ("mcp_approval_request", '{"a": 20, "b": 22}')
+        answer = {"type": "mcp_approval_response", "approval_request_id": request["id"], "approve": approve}
+        if not approve:
+            answer["reason"] = "not on Fridays"
+        said = {"role": "user", "content": "?"}
+        past = {"previous_response_id": first["id"]} if stored else {}
+        both = [answer] if stored else [said, *first["output"], answer]
+        second = await ask(client, tool, store=stored, input=both, **past)
+        again = await client.post(
+            "/v1/responses",
+            json={"model": "gpt-oss", "input": [{**answer, "approval_request_id": "mcpr_no"}], "tools": [tool]},
+        )
     assert again.status_code == 400
     ran = [item for item in second["output"] if item["type"] == "mcp_call"]
     assert [(item["output"], item["approval_request_id"]) for item in ran] == (
