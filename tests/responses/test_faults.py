@@ -25,6 +25,7 @@ from tests.responses.events import check_stream, stream
 from tests.responses.test_background import LONG
 from tests.responses.test_create import CALL, HELLO, WEATHER
 from tests.responses.test_tools import INTERPRETER, PYTHON
+from vllm_gptoss.responses import http
 from vllm_gptoss.tools.base import ToolCall, ToolResult
 
 
@@ -164,6 +165,20 @@ def test_a_slow_reader_gets_everything(start: Start) -> None:
             received += data
     assert received.rstrip().endswith(b"[DONE]\n\n\r\n0") or b"data: [DONE]" in received
     assert received.count(b"event: response.output_text.delta") == len(harmony("lorem ipsum " * 800))
+
+
+def test_a_reader_that_takes_nothing_is_given_up(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "SEND_TIMEOUT", 0.5)
+    server = start("<|channel|>final<|message|>" + "lorem ipsum " * 30_000 + "<|return|>")
+    body = json.dumps({"model": MODEL, "input": "hi", "stream": True, "store": False}).encode()
+    head = f"POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # before connecting: the window is agreed on then
+        raw.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+        raw.sendall(head + body)
+        soon(lambda: server.engine.running == 1, 5)
+        soon(lambda: server.engine.aborted == 1, 20)
+    assert server.engine.running == 0
 
 
 SERVER = """
