@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from demo.server import NAME, Server
 from tests.conftest import CACHE
 from tests.responses.conftest import Start
 from tests.responses.scenes import SCENES, TERMINALS, Stage, providers, request
@@ -28,6 +29,19 @@ EXTRA = {
 }
 """As in events.py: fields that are ours, everywhere and in objects of a type. OpenAI's API sends the status too."""
 
+CITY_WEATHER = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "Get the current weather for a location",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "description": "The city"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+
 NULLS = ("usage", "user")
 """Null where OpenAI's API sends null too, and openai-node's types have no null."""
 
@@ -35,26 +49,42 @@ NULLS = ("usage", "user")
 @needs_clients
 def test_openai_node_reads_every_event_as_typed(start: Start, tmp_path: Path) -> None:
     server = start(Stage(), providers=providers())
-    (tmp_path / "node_modules").symlink_to(CLIENTS)
-    (tmp_path / "client.mjs").symlink_to(SOURCE / "client.mjs")
-    (tmp_path / "requests.json").write_text(json.dumps({name: request(name) for name in SCENES}))
-    command = [
-        "node",
-        "--preserve-symlinks",
-        "--preserve-symlinks-main",
-        "client.mjs",
-        f"{server.url}/v1",
-        "requests.json",
-    ]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    seen: dict[str, Any] = json.loads(ran.stdout)
-    assert set(seen) == set(SCENES)
+    seen = play(server.url, tmp_path, {name: request(name) for name in SCENES})
     for name, scene in seen.items():
         assert scene["events"][-1]["type"] == TERMINALS.get(name, "response.completed")
-        assert scene["heard"] == [event["type"] for event in scene["events"]]
+
+
+@needs_clients
+@pytest.mark.vllm
+@pytest.mark.serve
+def test_openai_node_reads_tools_reasoning_and_citations_of_the_real_engine(served: Server, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {
+        "search": {"input": "How high is the Velmora dam?", "tools": [{"type": "web_search"}]},
+        "function": {"input": "What is the weather in Paris?", "tools": [CITY_WEATHER]},
+    }
+    seen = play(served.url, tmp_path, {name: {"model": NAME, **body} for name, body in asked.items()})
+    *before, message = seen["search"]["final"]["output"]
+    assert {item["type"] for item in before} == {"reasoning", "web_search_call"}
+    assert message["content"][0]["annotations"][0]["type"] == "url_citation"
+    call = seen["function"]["final"]["output"][-1]
+    assert (call["name"], json.loads(call["arguments"])) == ("get_weather", {"city": "Paris"})
+
+
+def play(url: str, folder: Path, requests: dict[str, Any]) -> dict[str, Any]:
+    """What openai-node reads of each request, after checking it against the stored response and the client's types."""
+    (folder / "node_modules").symlink_to(CLIENTS)
+    (folder / "client.mjs").symlink_to(SOURCE / "client.mjs")
+    (folder / "requests.json").write_text(json.dumps(requests))
+    command = ["node", "--preserve-symlinks", "--preserve-symlinks-main", "client.mjs", f"{url}/v1", "requests.json"]
+    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    seen: dict[str, Any] = json.loads(ran.stdout)
+    assert set(seen) == set(requests)
+    for name, scene in seen.items():
         assert unparsed(scene["final"]["output"]) == scene["stored"]["output"], name
-    type_check(tmp_path, [event for scene in seen.values() for event in scene["events"]])
+        assert set(scene["heard"]) == {event["type"] for event in scene["events"]}, name
+    type_check(folder, [event for scene in seen.values() for event in scene["events"]])
+    return seen
 
 
 def type_check(folder: Path, events: list[dict[str, Any]]) -> None:
