@@ -57,7 +57,6 @@ def _compile(settings: dict[str, Any]) -> None:
     import wasmtime
 
     linux.die_with_parent(signal.SIGKILL)
-    os.nice(10)
     module = wasmtime.Module.from_file(engine(), settings["source"])
     unfinished = f"{settings['target']}.{os.getpid()}"
     fd = os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
