@@ -6,7 +6,7 @@ import asyncio
 import json
 import sqlite3
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from tests.responses.test_tools import INTERPRETER, PYTHON, SEARCH
 from vllm_gptoss.responses import past
 from vllm_gptoss.responses.config import ResponsesConfig
 from vllm_gptoss.responses.http import tenant_of
-from vllm_gptoss.responses.store import Store, Stored
+from vllm_gptoss.responses.store import Store, Stored, StoreError
 
 
 def create(http: httpx.Client, **fields: Any) -> dict[str, Any]:
@@ -457,3 +457,11 @@ def test_nothing_of_one_key_is_there_for_another(start: Start) -> None:
 
 
 BOB = {"Authorization": "Bearer bob"}
+
+
+async def test_a_store_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "old.sqlite"
+    with closing(sqlite3.connect(file)) as old:
+        old.execute("create table gptoss_conversations (id text primary key, tenant text)")
+    with pytest.raises(StoreError, match=r"gptoss_conversations is of another version.*old\.sqlite.*GPTOSS_STORE"):
+        await Store(ResponsesConfig(store=str(file))).open()

@@ -131,7 +131,7 @@ class Store:
         for attempt in range(3):
             try:
                 async with self._begin() as db:
-                    await db.run_sync(metadata.create_all)
+                    await db.run_sync(_create_tables)
                 return
             except StoreError:  # several API servers start at once: another may just have made the tables
                 if attempt == 2:
@@ -325,6 +325,15 @@ def _engine(url: sa.URL) -> AsyncEngine:
         cursor.close()
 
     return db
+
+
+def _create_tables(connection: sa.Connection) -> None:
+    metadata.create_all(connection)
+    there = sa.inspect(connection)
+    for table in metadata.sorted_tables:
+        columns = {column["name"] for column in there.get_columns(table.name)}
+        if missing := sorted(set(table.columns.keys()) - columns):
+            raise StoreError(f"Table {table.name} is of another version: it has no column {', '.join(missing)}")
 
 
 def _cause(error: Exception) -> str:
