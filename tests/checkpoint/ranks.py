@@ -74,6 +74,8 @@ def run(directory: str, out: str, parallel: dict[str, Any]) -> None:
 
 def main() -> None:
     directory, out, layouts = sys.argv[1:]
+    # On a CPU without AMX vLLM has no MXFP4 kernel and refuses to make the parameters. No kernel runs here.
+    torch.cpu._is_amx_tile_supported = lambda: True
     import vllm.engine.arg_utils
     import vllm.model_executor.model_loader.default_loader
     import vllm.model_executor.models.gpt_oss  # noqa: F401
