@@ -114,6 +114,12 @@ def test_our_experts_are_the_default_only_where_they_were_measured() -> None:
     assert choose.experts(DEVICES["H200"], GPT_OSS_20B, Shape(lora=True)).value == "triton"
 
 
+def test_lora_on_a_cpu_is_left_to_vllm_which_refuses_it_at_start() -> None:
+    choice = choose.experts(DEVICES["CPU with AVX2"], GPT_OSS_20B, Shape(lora=True))
+    assert choice.value == "upstream"
+    assert "not dequantize: has no LoRA path" in choice.reason
+
+
 def test_a_kv_cache_that_no_attention_with_sinks_reads_is_refused() -> None:
     with pytest.raises(ChoiceError, match=r"'nvfp4': no attention with sinks reads it.*auto, bfloat16, fp8"):
         choose.kv_cache_dtype(DEVICES["A100"], "nvfp4")
