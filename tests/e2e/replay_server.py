@@ -53,7 +53,9 @@ def models(name: str | None) -> tuple[str, Any]:
 async def main(tools: str, store: str) -> None:
     endpoint, app = ResponsesEndpoint(ResponsesConfig(store=store)), FastAPI()
     endpoint.attach_router(app)
-    with socket.create_server(("127.0.0.1", 0)) as listening:
+    # asyncio turns Nagle's delay (40 ms an answer) off only where the protocol is named.
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listening:
+        listening.bind(("127.0.0.1", 0))
         async with ToolServer.from_spec(tools) as server:
             await endpoint.open(Obedient(), models, Providers(server.providers, server.remote))
             print(listening.getsockname()[1], flush=True)

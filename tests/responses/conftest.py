@@ -91,7 +91,8 @@ def running(engine: ReplayEngine, config: ResponsesConfig, providers: Sequence[F
     endpoint = ResponsesEndpoint(config)
     app = FastAPI()
     endpoint.attach_router(app)
-    listener = socket.socket()
+    # asyncio turns Nagle's delay (40 ms an answer) off only where the protocol is named.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="websockets-sansio"))
     ready: list[asyncio.AbstractEventLoop] = []

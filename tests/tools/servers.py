@@ -20,7 +20,9 @@ EXAMPLE = Path(__file__).parent / "mcp" / "example_server.py"
 @contextlib.asynccontextmanager
 async def running(app: Any, **options: Any) -> AsyncIterator[str]:
     """The address of a server that runs the ASGI `app` in this event loop; `options` are uvicorn's."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
+    # asyncio turns Nagle's delay (40 ms an answer) off only where the protocol is named.
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listening:
+        listening.bind(("127.0.0.1", 0))
         config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1, **options)
         server = uvicorn.Server(config)
         task = asyncio.create_task(server.serve(sockets=[listening]))
