@@ -17,37 +17,18 @@ import importlib.util
 import json
 import statistics
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from timing import BYTES_PER_SECOND, microseconds
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from vllm_gptoss import spec
 from vllm_gptoss.kernels import mxfp4
 from vllm_gptoss.kernels.experts import FewTokenExperts, Projection
 
-BYTES_PER_SECOND = 4.3e12
 LAUNCHES = 8
-
-
-def microseconds(work: Callable[[], Any], launches: int = LAUNCHES, repeats: int = 20) -> float:
-    """Median time of one launch in a replayed graph of `launches`."""
-    work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    times = []
-    for _ in range(repeats + 2):
-        start, end = torch.cuda.Event(True), torch.cuda.Event(True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / launches)
-    return statistics.median(times[2:])
 
 
 def weights(experts: int, rows: int, columns: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -141,9 +122,11 @@ def measure(
     row: dict[str, Any] = {
         "model": model.name, "tokens": tokens, "intermediate": rank, "skewed": skewed, "active_experts": active,
         "floor_up_us": up_bytes / BYTES_PER_SECOND * 1e6, "floor_down_us": down_bytes / BYTES_PER_SECOND * 1e6,
-        "up_us": microseconds(lambda: [ours.launch_up(x, each, act, dependent=False) for each in logits]),
-        "down_us": microseconds(lambda: [ours.launch_down(act, each, None, out, dependent=False) for each in logits]),
-        "pair_us": microseconds(lambda: [ours(x, each, None, out) for each in logits]),
+        "up_us": microseconds(lambda: [ours.launch_up(x, each, act, dependent=False) for each in logits], LAUNCHES),
+        "down_us": microseconds(
+            lambda: [ours.launch_down(act, each, None, out, dependent=False) for each in logits], LAUNCHES
+        ),
+        "pair_us": microseconds(lambda: [ours(x, each, None, out) for each in logits], LAUNCHES),
     }  # fmt: skip
     row["up_tb_s"] = up_bytes / row["up_us"] / 1e6
     row["down_tb_s"] = down_bytes / row["down_us"] / 1e6
@@ -151,15 +134,15 @@ def measure(
     if stock is not None:
         routed = [stock.route(each) for each in logits]
         acts = stock.up(x, routed[0])
-        row["stock_up_us"] = microseconds(lambda: [stock.up(x, each) for each in routed])
-        row["stock_down_us"] = microseconds(lambda: [stock.down(acts, each) for each in routed])
+        row["stock_up_us"] = microseconds(lambda: [stock.up(x, each) for each in routed], LAUNCHES)
+        row["stock_down_us"] = microseconds(lambda: [stock.down(acts, each) for each in routed], LAUNCHES)
 
         def whole() -> None:
             for each in logits:
                 chosen = stock.route(each)
                 stock.down(stock.up(x, chosen), chosen)
 
-        row["stock_with_routing_us"] = microseconds(whole)
+        row["stock_with_routing_us"] = microseconds(whole, LAUNCHES)
         chosen = stock.route(logits[0])
         wanted = stock.down(stock.up(x, chosen), chosen).view_as(out).double()
         ours(x, logits[0], None, out)

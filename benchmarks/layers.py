@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from timing import BYTES_PER_SECOND, microseconds
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -27,28 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from vllm_gptoss import spec
 from vllm_gptoss.kernels import attention, dense
 
-BYTES_PER_SECOND = 4.3e12
 CHAIN = 24
 HIDDEN, HEAD, BLOCK, EPS = spec.GPT_OSS_20B.hidden, 64, 16, spec.RMS_NORM_EPS
 DEVICE = "cuda"
-
-
-def microseconds(work: Callable[[], Any], launches: int = CHAIN, repeats: int = 20) -> float:
-    """Median time of one launch in a replayed graph of `launches`."""
-    work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    times = []
-    for _ in range(repeats + 2):
-        start, end = torch.cuda.Event(True), torch.cuda.Event(True)
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / launches)
-    return statistics.median(times[2:])
 
 
 def draw(*shape: int, scale: float = 1.0) -> Tensor:
@@ -147,13 +128,13 @@ def measure(tokens: int, parallel: int, experts: int, keys: int, window: int) ->
     if flash := flash_attention():
         stock["attend"] = lambda layer: stock_attention(flash, layer)
     for name, launch in alone.items():
-        took = microseconds(lambda launch=launch: [launch(layer) for layer in layers])
+        took = microseconds(lambda launch=launch: [launch(layer) for layer in layers], CHAIN)
         size = layers[0].bytes_of(name)
         floor = size / BYTES_PER_SECOND * 1e6
         row[name] = {"us": took, "floor_us": floor, "share_of_floor": floor / took, "tb_s": size / took / 1e6}
         if other := stock.get(name):
             try:
-                row[name]["stock_us"] = microseconds(lambda other=other: [other(layer) for layer in layers])
+                row[name]["stock_us"] = microseconds(lambda other=other: [other(layer) for layer in layers], CHAIN)
             except (RuntimeError, TypeError) as error:  # another FlashAttention: ours is measured all the same
                 row[name]["stock_us"] = None
                 print(f"stock {name}: not measured, {error}", flush=True)
@@ -166,7 +147,7 @@ def measure(tokens: int, parallel: int, experts: int, keys: int, window: int) ->
                 launch()
             before, rest = layer.normed, layer.hidden
 
-    row["layer_us"] = microseconds(chained)
+    row["layer_us"] = microseconds(chained, CHAIN)
     return row
 
 
