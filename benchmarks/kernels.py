@@ -1,6 +1,6 @@
 """Each expert kernel alone, weights cold in L2, against the stock kernel it replaces: time, TB/s, share of the floor.
 
-    python benchmarks/kernels.py [--model 20b] [--tokens 1,2,4,8,16,32] [--tensor-parallel 1] [--skewed] [--out FILE]
+    python benchmarks/kernels.py [--model 20b] [--tokens 1,2,4,8,16,32] [--tensor-parallel 1] [--out FILE]
 
 Times are of CUDA graph replays, median of 20, each graph holding eight launches on different experts, so that no
 launch finds its weights in L2. `pair` is both projections chained with programmatic dependent launch, as a layer runs
