@@ -5,25 +5,24 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
-from typing import Any
 
 _LIMIT = 1000
 _DEPTH = 8
 
 
-def regular_files(base: str) -> list[list[Any]]:
-    """The first 1,000 regular files: [path relative to `base`, bytes, mtime in ns, inode]; none of hidden folders."""
+def regular_files(base: str) -> list[tuple[str, int, int, int]]:
+    """The first 1,000 regular files: (path relative to `base`, bytes, mtime in ns, inode); none of hidden folders."""
     return sorted(_walk(base, base, 0))[:_LIMIT]
 
 
-def _walk(base: str, directory: str, depth: int) -> Iterator[list[Any]]:
+def _walk(base: str, directory: str, depth: int) -> Iterator[tuple[str, int, int, int]]:
     with os.scandir(directory) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False) and depth < _DEPTH and not entry.name.startswith("."):
                 yield from _walk(base, entry.path, depth + 1)
             elif entry.is_file(follow_symlinks=False):
                 s = entry.stat(follow_symlinks=False)
-                yield [os.path.relpath(entry.path, base), s.st_size, s.st_mtime_ns, s.st_ino]
+                yield os.path.relpath(entry.path, base), s.st_size, s.st_mtime_ns, s.st_ino
 
 
 def open_regular(base: str, path: str) -> int:

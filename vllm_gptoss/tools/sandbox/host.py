@@ -16,8 +16,8 @@ import sys
 import tempfile
 from typing import Any
 
-from . import datafiles
 from .launcher import ENVIRONMENT, LOADER, PACKAGE, SandboxError
+from .local_files import LocalFiles
 from .spec import Spec
 
 
@@ -39,7 +39,7 @@ class HostLauncher:
         self.alive = False
 
 
-class HostProcess:
+class HostProcess(LocalFiles):
     """`launcher.Sandbox` without the walls; nothing is stopped between calls."""
 
     def __init__(self, spec: Spec, python: str) -> None:
@@ -116,16 +116,6 @@ class HostProcess:
     async def usage(self) -> dict[str, int]:
         """Nothing is counted."""
         return {"memory": 0, "processes": 0}
-
-    async def list_files(self) -> list[tuple[str, int, int, int]]:
-        found = await asyncio.to_thread(datafiles.regular_files, self._data)
-        return [(str(p), int(s), int(m), int(i)) for p, s, m, i in found]
-
-    async def open_file(self, path: str) -> int:
-        try:
-            return datafiles.open_regular(self._data, path)
-        except (OSError, ValueError) as error:
-            raise SandboxError(str(error)) from error
 
     def kill(self) -> None:
         self._signal(signal.SIGKILL)

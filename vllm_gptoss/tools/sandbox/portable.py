@@ -21,9 +21,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import cage, datafiles, landlock, wasm
+from . import cage, landlock, wasm
 from .interpreter import Runtime
 from .launcher import ENVIRONMENT, PACKAGE, SandboxError, loader
+from .local_files import LocalFiles
 from .spec import DATA, TMP, Limits
 
 logger = logging.getLogger(__name__)
@@ -137,7 +138,7 @@ def remove_tree(top: str) -> None:
     os.rmdir(top)
 
 
-class PortableProcess:
+class PortableProcess(LocalFiles):
     """`launcher.Sandbox` for a process that runs WebAssembly."""
 
     def __init__(self, home: str, settings: dict[str, Any]) -> None:
@@ -226,16 +227,6 @@ class PortableProcess:
     async def usage(self) -> dict[str, int]:
         """`memory`: bytes beyond what the program started with; files are on the disk."""
         return {"memory": max(0, self._resident() - self._baseline), "processes": 1}
-
-    async def list_files(self) -> list[tuple[str, int, int, int]]:
-        found = await asyncio.to_thread(datafiles.regular_files, self._data)
-        return [(str(p), int(s), int(m), int(i)) for p, s, m, i in found]
-
-    async def open_file(self, path: str) -> int:
-        try:
-            return datafiles.open_regular(self._data, path)
-        except (OSError, ValueError) as error:
-            raise SandboxError(str(error)) from error
 
     def kill(self) -> None:
         self._signal(signal.SIGKILL)
