@@ -236,17 +236,21 @@ def file_citation(file: File, text: str) -> dict[str, Any]:
     }
 
 
-class FunctionCall:
-    """`function_call`: one of the request's own functions. `namespace` is set for a tool inside one."""
+class _Call:
+    """The item of a call of one of the request's own tools. `namespace` is set for a tool inside one."""
+
+    _prefix: str
+    _type: str
+    _field: str
 
     def __init__(self, out: Output, name: str, namespace: str | None) -> None:
         self._out = out
         self._item: dict[str, Any] = {
-            "id": ids.new("fc"),
-            "type": "function_call",
+            "id": ids.new(self._prefix),
+            "type": self._type,
             "call_id": ids.new("call"),
             "name": name,
-            "arguments": "",
+            self._field: "",
             "status": "in_progress",
         }
         if namespace:
@@ -258,6 +262,12 @@ class FunctionCall:
         self._index, added = self._out.add(self._item)
         self._where = {"item_id": self._item["id"], "output_index": self._index}
         return [added]
+
+
+class FunctionCall(_Call):
+    """`function_call`: JSON arguments for a function."""
+
+    _prefix, _type, _field = "fc", "function_call", "arguments"
 
     def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
         del logprobs
@@ -274,34 +284,19 @@ class FunctionCall:
         return events
 
 
-class CustomCall:
-    """`custom_tool_call`: free text for one of the request's own tools.
+class CustomCall(_Call):
+    """`custom_tool_call`: free text for a tool.
 
     Without a grammar the model is shown a function with one string, `input`, as it was trained to call; the string
     is unwrapped as it comes. With a grammar it writes the text itself.
     """
 
-    def __init__(self, out: Output, name: str, namespace: str | None, *, raw: bool) -> None:
-        self._out = out
-        self._item: dict[str, Any] = {
-            "id": ids.new("ctc"),
-            "type": "custom_tool_call",
-            "call_id": ids.new("call"),
-            "name": name,
-            "input": "",
-            "status": "in_progress",
-        }
-        if namespace:
-            self._item["namespace"] = namespace
-        self._unwrap = None if raw else InputUnwrapper()
-        self._index = -1
-        self._where: dict[str, Any] = {}
-        self._pieces: list[str] = []
+    _prefix, _type, _field = "ctc", "custom_tool_call", "input"
 
-    def _start(self) -> list[Event]:
-        self._index, added = self._out.add(self._item)
-        self._where = {"item_id": self._item["id"], "output_index": self._index}
-        return [added]
+    def __init__(self, out: Output, name: str, namespace: str | None, *, raw: bool) -> None:
+        super().__init__(out, name, namespace)
+        self._unwrap = None if raw else InputUnwrapper()
+        self._pieces: list[str] = []
 
     def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
         del logprobs
