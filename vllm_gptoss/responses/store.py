@@ -131,12 +131,14 @@ class Store:
         for attempt in range(3):
             try:
                 async with self._begin() as db:
-                    await db.run_sync(_create_tables)
-                return
+                    await db.run_sync(metadata.create_all)
+                break
             except StoreError:  # several API servers start at once: another may just have made the tables
                 if attempt == 2:
                     raise
                 await asyncio.sleep(0.2 * (attempt + 1))
+        async with self._begin() as db:
+            await db.run_sync(_check_columns)
 
     async def aclose(self) -> None:
         if self._sweeping:
@@ -327,8 +329,8 @@ def _engine(url: sa.URL) -> AsyncEngine:
     return db
 
 
-def _create_tables(connection: sa.Connection) -> None:
-    metadata.create_all(connection)
+def _check_columns(connection: sa.Connection) -> None:
+    """Raises `StoreError` where a table is of another version."""
     there = sa.inspect(connection)
     for table in metadata.sorted_tables:
         columns = {column["name"] for column in there.get_columns(table.name)}
