@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import socket
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from demo.server import NAME
+from tests.sockets import listening
 from vllm_gptoss.harmony.tokens import END, encoding
 from vllm_gptoss.responses.config import ResponsesConfig
 from vllm_gptoss.responses.endpoint import ResponsesEndpoint
@@ -53,13 +53,11 @@ def models(name: str | None) -> tuple[str, Any]:
 async def main(tools: str, store: str) -> None:
     endpoint, app = ResponsesEndpoint(ResponsesConfig(store=store)), FastAPI()
     endpoint.attach_router(app)
-    # asyncio turns Nagle's delay (40 ms an answer) off only where the protocol is named.
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listening:
-        listening.bind(("127.0.0.1", 0))
+    with listening() as listener:
         async with ToolServer.from_spec(tools) as server:
             await endpoint.open(Obedient(), models, Providers(server.providers, server.remote))
-            print(listening.getsockname()[1], flush=True)
-            await uvicorn.Server(uvicorn.Config(app, log_level="warning")).serve([listening])
+            print(listener.getsockname()[1], flush=True)
+            await uvicorn.Server(uvicorn.Config(app, log_level="warning")).serve([listener])
             await endpoint.aclose()
 
 

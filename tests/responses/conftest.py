@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from tests.responses.fakes import FakeProvider
+from tests.sockets import listening
 from vllm_gptoss import _vllm
 from vllm_gptoss.harmony.tokens import encoding
 from vllm_gptoss.responses.config import ResponsesConfig
@@ -91,9 +91,7 @@ def running(engine: ReplayEngine, config: ResponsesConfig, providers: Sequence[F
     endpoint = ResponsesEndpoint(config)
     app = FastAPI()
     endpoint.attach_router(app)
-    # asyncio turns Nagle's delay (40 ms an answer) off only where the protocol is named.
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.bind(("127.0.0.1", 0))
+    listener = listening()
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="websockets-sansio"))
     ready: list[asyncio.AbstractEventLoop] = []
 

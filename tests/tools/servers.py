@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -14,22 +13,22 @@ from typing import Any
 
 import uvicorn
 
+from tests.sockets import listening
+
 EXAMPLE = Path(__file__).parent / "mcp" / "example_server.py"
 
 
 @contextlib.asynccontextmanager
 async def running(app: Any, **options: Any) -> AsyncIterator[str]:
     """The address of a server that runs the ASGI `app` in this event loop; `options` are uvicorn's."""
-    # asyncio turns Nagle's delay (40 ms an answer) off only where the protocol is named.
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listening:
-        listening.bind(("127.0.0.1", 0))
+    with listening() as listener:
         config = uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1, **options)
         server = uvicorn.Server(config)
-        task = asyncio.create_task(server.serve(sockets=[listening]))
+        task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             while not server.started and not task.done():
                 await asyncio.sleep(0)
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
             await task
