@@ -1,0 +1,215 @@
+"""All layers of a decode step: one launch (`step`) against six launches a layer (`chain`), weights cold in L2.
+
+    python benchmarks/step.py [--model 20b] [--tokens 1,2] [--keys 640] [--layers N] [--trace] [--out FILE]
+
+Times are of CUDA graph replays, median of 20. `difference` compares the two results after as many layers as are given
+to `--check`: both round to bf16 at the same places, sums differ in order. `--trace` prints where a block's time goes.
+The floor is the bytes of the weights that must be read over 4.3 TB/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from timing import BYTES_PER_SECOND, microseconds
+
+from vllm_gptoss import spec
+from vllm_gptoss.kernels import attention, dense, step
+from vllm_gptoss.kernels.experts import FewTokenExperts, Projection
+
+EPS, HEAD, BLOCK = spec.RMS_NORM_EPS, 64, 16
+MODELS = {"20b": spec.GPT_OSS_20B, "120b": spec.GPT_OSS_120B}
+MARKS = (
+    "wait for down, input", "q/k/v", "epilogue", "attend", "wait for attend", "out", "sums, router's share",
+    "choose", "up", "wait for up", "down", "to the next",
+)  # fmt: skip
+
+
+def draw(*shape: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(*shape, device="cuda").mul_(scale).bfloat16()
+
+
+def projection(experts: int, rows: int, columns: int) -> Projection:
+    """Random bytes: every one is eight e2m1 values, in whatever order they are stored."""
+    values = torch.randint(0, 256, (experts, rows // 4, columns * 2), dtype=torch.uint8, device="cuda")
+    pairs = -(-columns // 128) * 2
+    scales = torch.randint(113, 120, (experts, -(-rows // 256) * 8, pairs * 64), dtype=torch.uint8, device="cuda")
+    return Projection(values, scales, torch.randn(experts, rows, device="cuda"))
+
+
+class Model:
+    """Layers of one model with random weights, and the requests of one step."""
+
+    def __init__(self, model: spec.ModelSpec, layers: int, lengths: list[int]) -> None:
+        hidden, heads, kv_heads = model.hidden, model.query_heads, model.kv_heads
+        width = -(-max(lengths) // BLOCK)
+        self.layers = [
+            step.LayerTensors(
+                norm=draw(hidden),
+                qkv_weight=draw((heads + 2 * kv_heads) * HEAD, hidden, scale=hidden**-0.5),
+                qkv_bias=draw((heads + 2 * kv_heads) * HEAD),
+                out_weight=draw(hidden, heads * HEAD, scale=(heads * HEAD) ** -0.5),
+                out_bias=draw(hidden),
+                post_norm=draw(hidden),
+                router_weight=draw(model.experts, hidden, scale=hidden**-0.5),
+                router_bias=draw(model.experts),
+                up=projection(model.experts, 2 * model.intermediate, hidden),
+                down=projection(model.experts, hidden, model.intermediate),
+                sinks=draw(heads),
+                kv_cache=draw(len(lengths) * width, kv_heads, BLOCK, 2 * HEAD),
+                window=0 if index % 2 else spec.WINDOW,
+            )
+            for index in range(layers)
+        ]
+        self.cos_sin = torch.randn(max(lengths) + 8, HEAD, device="cuda")
+        self.step = step.Step(self.layers, self.cos_sin, eps=EPS, alpha=spec.SWIGLU_ALPHA, limit=spec.SWIGLU_LIMIT)
+        self.experts = [
+            FewTokenExperts(layer.up, layer.down, 4, model.experts, alpha=spec.SWIGLU_ALPHA, limit=spec.SWIGLU_LIMIT)
+            for layer in self.layers
+        ]
+        table = torch.arange(len(lengths) * width, device="cuda", dtype=torch.int32).view(len(lengths), width)
+        lens = torch.tensor(lengths, device="cuda", dtype=torch.int32)
+        starts = torch.arange(len(lengths) + 1, device="cuda", dtype=torch.int32)
+        self.positions = lens.long() - 1
+        slots = table[torch.arange(len(lengths), device="cuda"), self.positions // BLOCK].long()
+        self.requests = step.Requests(table, lens, starts, slots * BLOCK + self.positions % BLOCK)
+        self.x = draw(len(lengths), hidden)
+
+    def chain(self) -> tuple[Tensor, Tensor]:
+        """Six launches a layer."""
+        x, residual, tokens = self.x, None, len(self.x)
+        requests = self.requests
+        for layer, experts in zip(self.layers, self.experts, strict=True):
+            q = torch.empty(tokens, layer.out_weight.shape[1], dtype=x.dtype, device=x.device)
+            attended, hidden, normed, out = torch.empty_like(q), *(torch.empty_like(x) for _ in range(3))
+            summed = x if residual is None else torch.empty_like(x)
+            dense.qkv_rope(
+                x, residual, layer.norm, layer.qkv_weight, layer.qkv_bias, self.positions, self.cos_sin,
+                requests.slots, layer.kv_cache, q, None if residual is None else summed, EPS,
+            )  # fmt: skip
+            attention.attend(
+                q, layer.kv_cache, layer.sinks, requests.block_table, requests.seq_lens, requests.query_start, attended,
+                HEAD**-0.5, layer.window,
+            )  # fmt: skip
+            dense.out_proj(attended, layer.out_weight, layer.out_bias, summed, hidden)
+            weights = torch.empty(tokens, 4, device=x.device)
+            ids = torch.empty(tokens, 4, device=x.device, dtype=torch.int32)
+            dense.router(
+                hidden, None, layer.post_norm, layer.router_weight, layer.router_bias, normed, weights, ids, EPS
+            )
+            experts(normed, ids, weights, out)
+            x, residual = out, hidden
+        assert residual is not None
+        return x, residual
+
+    def fused(self, trace: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """One launch."""
+        table = self.step.table([0] * len(self.layers))
+        assert table is not None
+        return self.step(self.x, None, self.positions, [self.requests], table, trace)
+
+    def bytes_of(self) -> float:
+        """What a step must read, experts counted as if its tokens chose at random."""
+        layer, tokens = self.layers[0], len(self.x)
+        dense_bytes = 2 * (layer.qkv_weight.numel() + layer.out_weight.numel() + layer.router_weight.numel())
+        active = layer.up.experts * (1 - (1 - 4 / layer.up.experts) ** tokens)
+        expert = sum(p.rows * p.tiles * 64 * (4 + 8 / 32) / 8 for p in (layer.up, layer.down))
+        return len(self.layers) * (dense_bytes + active * expert)
+
+
+def difference(got: Tensor, wanted: Tensor) -> float:
+    return float((got.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+def check(model: spec.ModelSpec, layers: int, lengths: list[int]) -> dict[str, float]:
+    """Distance between the two after `layers` layers; the same twice, to the bit."""
+    made = Model(model, layers, lengths)
+    wanted, wanted_hidden = made.chain()
+    got, hidden = made.fused()
+    torch.cuda.synchronize()
+    again, again_hidden = made.fused()
+    torch.cuda.synchronize()
+    return {
+        "out": difference(got, wanted),
+        "hidden": difference(hidden, wanted_hidden),
+        "same": float(torch.equal(got, again) and torch.equal(hidden, again_hidden)),
+    }
+
+
+def traced(made: Model) -> list[tuple[str, float, float, float]]:
+    """(what, mean, least, most) of microseconds at 1.98 GHz that block time goes to, over blocks and inner layers."""
+    marks = torch.zeros(len(made.layers), 14, dense.multiprocessors(0), device="cuda", dtype=torch.int64)
+    for _ in range(3):
+        made.fused(marks)
+    torch.cuda.synchronize()
+    spans = torch.cat([marks[:-1, :12], marks[1:, :1]], dim=1).diff(dim=1)[2:].double() / 1980
+    found = [
+        (name, float(spans[:, i].mean()), float(spans[:, i].amin(1).mean()), float(spans[:, i].amax(1).mean()))
+        for i, name in enumerate(MARKS)
+    ]
+    return found + [
+        (f"attending: {name}, {what}", float(took.mean()), float(took.min()), float(took.max()))
+        for what, first in (("window", 2), ("all keys", 3))
+        for name, took in attending(marks[first::2])
+    ]
+
+
+def attending(marks: Tensor) -> list[tuple[str, Tensor]]:
+    """The parts of attention in the blocks that attend."""
+    parts = torch.stack([marks[:, i] for i in (3, 12, 13, 4)], dim=1).diff(dim=1).double() / 1980
+    parts = parts[:, :, marks[-1, 12] > 0]
+    return [(name, parts[:, i]) for i, name in enumerate(("queries", "keys", "merge"))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="20b")
+    parser.add_argument("--tokens", default="1,2")
+    parser.add_argument("--keys", default="640")
+    parser.add_argument("--layers", type=int, default=0)
+    parser.add_argument("--check", type=int, default=2)
+    parser.add_argument("--trace", action="store_true")
+    parser.add_argument("--out", default="")
+    options = parser.parse_args()
+    model, rows = MODELS[options.model], []
+    for keys in map(int, options.keys.split(",")):
+        for tokens in map(int, options.tokens.split(",")):
+            row: dict[str, Any] = {"model": options.model, "tokens": tokens, "keys": keys}
+            row["difference"] = check(model, options.check, [keys + 7 * i for i in range(tokens)])
+            print(row, flush=True)
+            made = Model(model, options.layers or model.layers, [keys] * tokens)
+            count = len(made.layers)
+            row["chain_us"], row["step_us"] = (microseconds(run, count) for run in (made.chain, made.fused))
+            row["floor_us"] = made.bytes_of() / count / BYTES_PER_SECOND * 1e6
+            if options.trace:
+                row["trace"] = traced(made)
+                for name, *times in row["trace"]:
+                    print(f"  {name:26}" + "".join(f"{time:8.2f}" for time in times))
+            rows.append(row)
+            print({key: value for key, value in row.items() if key != "trace"}, flush=True)
+            del made
+    if options.out:
+        result = {
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "date": datetime.date.today().isoformat(),
+            "command": "python benchmarks/step.py " + " ".join(sys.argv[1:]),
+            "rows": rows,
+        }
+        Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        raise SystemExit("these kernels need an sm90 GPU (H100, H200)")
+    with torch.no_grad():
+        main()
