@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vllm_gptoss import reference
 from vllm_gptoss.kernels import mxfp4
+from vllm_gptoss.kernels import step as steps
 from vllm_gptoss.kernels.experts import Projection
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -257,3 +258,88 @@ def experts_by_logits(module: Any, up: Weights, down: Weights, tokens: int, dtyp
     logits = torch.stack([torch.randperm(count, device=DEVICE) for _ in range(tokens)]).to(dtype) / 16 - 1
     top, ids = logits.float().topk(ACTIVE)
     experts_close(run_experts(module, x, logits, None), experts_oracle(x, ids, top.softmax(-1), up, down))
+
+
+def layer_tensors(
+    up: Weights, down: Weights, blocks: int, *, block: int = BLOCK, window: int = 0, strided: bool = False
+) -> steps.LayerTensors:
+    """A layer of the whole model around the experts `up` and `down`, with a filled cache."""
+    experts, heads, kv_heads = up.blocks.shape[0], 64, 8
+    shape = (blocks, block, kv_heads, 128) if strided else (blocks, kv_heads, block, 128)
+    cache = draw(*shape)
+    return steps.LayerTensors(
+        norm=draw(C),
+        qkv_weight=draw((heads + 2 * kv_heads) * HEAD, C, scale=C**-0.5),
+        qkv_bias=draw((heads + 2 * kv_heads) * HEAD),
+        out_weight=draw(C, heads * HEAD, scale=1 / 64),
+        out_bias=draw(C),
+        post_norm=draw(C),
+        router_weight=draw(experts, C, scale=C**-0.5),
+        router_bias=draw(experts),
+        up=up.projection,
+        down=down.projection,
+        sinks=draw(heads),
+        kv_cache=cache.transpose(1, 2) if strided else cache,
+        window=window,
+    )
+
+
+def request_of(keys: int, blocks: int, block: int = BLOCK) -> steps.Requests:
+    """One request that decodes its token number `keys`, in blocks of no order."""
+    table = torch.randperm(blocks, device=DEVICE)[None, : -(-keys // block)].int()
+    last = keys - 1
+    return steps.Requests(
+        table,
+        torch.tensor([keys], device=DEVICE, dtype=torch.int32),
+        torch.tensor([0, 1], device=DEVICE, dtype=torch.int32),
+        table[0, last // block].long()[None] * block + last % block,
+    )
+
+
+def step(
+    kernel: Callable[..., tuple[Tensor, Tensor]],
+    up: Weights,
+    down: Weights,
+    keys: int,
+    *,
+    window: int = 0,
+    block: int = BLOCK,
+    strided: bool = False,
+    first: bool = False,
+) -> None:
+    """One layer in one launch: kernel(layers, cos_sin, x, residual, positions, requests): experts, hidden."""
+    blocks = -(-keys // block) + 3
+    layer, requests = (
+        layer_tensors(up, down, blocks, block=block, window=window, strided=strided),
+        request_of(keys, blocks, block),
+    )
+    cos_sin, x = torch.randn(keys + 1, HEAD, device=DEVICE), draw(1, C)
+    residual = None if first else draw(1, C)
+    positions = torch.tensor([keys - 1], device=DEVICE)
+    before = layer.kv_cache.clone()
+    out, hidden = kernel([layer], cos_sin, x, residual, positions, requests)
+
+    summed = x if residual is None else (x.float() + residual.float()).bfloat16()
+    product = _norm(summed, layer.norm) @ layer.qkv_weight.double().T + layer.qkv_bias.double()
+    q, k, v = product.split([64 * HEAD, 8 * HEAD, 8 * HEAD], dim=-1)
+    q, k = (_rotate(t.unflatten(-1, (-1, HEAD)), cos_sin, positions) for t in (q, k))
+    at = int(requests.slots[0])
+    written = layer.kv_cache[at // block, :, at % block]
+    assert error(written[:, :HEAD], k[0]) < 3 * ROUNDING
+    assert error(written[:, HEAD:], v.unflatten(-1, (-1, HEAD))[0]) < 2 * ROUNDING
+    before[at // block, :, at % block] = written
+    assert same(before, layer.kv_cache), "a slot that is not the token's was written"
+    position = torch.arange(keys, device=DEVICE)
+    rows = before[requests.block_table[0, position // block].long(), :, position % block].double()
+    attended = reference.sink_attention(
+        q, rows[..., :HEAD], rows[..., HEAD:], layer.sinks.double(), window=window or None
+    )
+    wanted = summed.double() + attended.flatten(1) @ layer.out_weight.double().T + layer.out_bias.double()
+    assert error(hidden, wanted) < 2 * ROUNDING
+
+    normed = _norm(hidden, layer.post_norm)
+    top, ids = (normed @ layer.router_weight.double().T + layer.router_bias.double()).topk(ACTIVE)
+    # the experts read the norm rounded to bf16: one rounding more than `experts_close` knows of
+    assert error(out, experts_oracle(normed, ids, top.softmax(-1), up, down)) < 2**-7
+    for got, again in zip((out, hidden), kernel([layer], cos_sin, x, residual, positions, requests), strict=True):
+        assert same(got, again)

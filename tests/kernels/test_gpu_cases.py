@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.gpu import cases
 from tests.model import standins
 from vllm_gptoss import reference
-from vllm_gptoss.kernels import mxfp4
+from vllm_gptoss.kernels import mxfp4, step
 
 
 class Hopper:
@@ -121,3 +121,61 @@ def test_layer_cases_find_a_fault(
 ) -> None:
     with pytest.raises(AssertionError):
         case(_faulty(kernel, change))
+
+
+class OneLaunch:
+    """The contract of a whole step: its parts' contracts, one after another."""
+
+    def __init__(self, up: cases.Weights, down: cases.Weights, fault: str = "") -> None:
+        self.experts, self.fault = Hopper(up, down), fault
+
+    def __call__(
+        self,
+        layers: list[step.LayerTensors],
+        cos_sin: Tensor,
+        x: Tensor,
+        residual: Tensor | None,
+        positions: Tensor,
+        requests: step.Requests,
+    ) -> tuple[Tensor, Tensor]:
+        for layer in layers:
+            q, attended = torch.empty(1, 4096).bfloat16(), torch.empty(1, 4096).bfloat16()
+            summed, hidden, normed, out = (torch.empty_like(x) for _ in range(4))
+            standins.qkv_rope(
+                x, residual, layer.norm, layer.qkv_weight, layer.qkv_bias, positions, cos_sin, requests.slots,
+                layer.kv_cache, q, summed, 1e-5,
+            )  # fmt: skip
+            if self.fault == "slot":
+                layer.kv_cache[-1, 0, 0, 0] += 1
+            standins.attend(
+                q, layer.kv_cache, layer.sinks, requests.block_table, requests.seq_lens, requests.query_start, attended,
+                0.125, 0 if self.fault == "window" else layer.window,
+            )  # fmt: skip
+            standins.out_proj(attended, layer.out_weight, layer.out_bias, summed, hidden)
+            weights, ids = torch.empty(1, cases.ACTIVE), torch.empty(1, cases.ACTIVE, dtype=torch.int32)
+            standins.router(
+                hidden, None, layer.post_norm, layer.router_weight, layer.router_bias, normed, weights, ids, 1e-5
+            )
+            self.experts(normed, ids, weights.flip(1) if self.fault == "weights" else weights, out)
+            x, residual = out, hidden
+        assert residual is not None
+        return x, residual
+
+
+@pytest.fixture(scope="module")
+def whole_layer() -> tuple[cases.Weights, cases.Weights]:
+    return cases.layer(5, 64)
+
+
+@pytest.mark.parametrize("window", [0, 128])
+def test_step_cases_pass_for_what_the_kernel_promises(
+    whole_layer: tuple[cases.Weights, cases.Weights], window: int
+) -> None:
+    for strided, first in ((False, False), (True, True)):
+        cases.step(OneLaunch(*whole_layer), *whole_layer, 200, window=window, block=32, strided=strided, first=first)
+
+
+@pytest.mark.parametrize("fault", ["slot", "window", "weights"])
+def test_step_cases_find_a_fault(whole_layer: tuple[cases.Weights, cases.Weights], fault: str) -> None:
+    with pytest.raises(AssertionError):
+        cases.step(OneLaunch(*whole_layer, fault), *whole_layer, 200, window=128)

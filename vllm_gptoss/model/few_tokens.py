@@ -2,7 +2,8 @@
 
 Per layer: `qkv_rope` (residual, RMSNorm, projection, bias, RoPE, cache write), `attend` (sinks, window), `out_proj`
 (bias, residual), `router` (RMSNorm, projection, top-k, softmax), then the experts. The kernels are in
-`vllm_gptoss/kernels/`; they are chained by programmatic dependent launch and captured in vLLM's FULL CUDA graphs.
+`vllm_gptoss/kernels/`; they are chained by programmatic dependent launch and captured in vLLM's FULL CUDA graphs. A
+step of one token is one launch for all layers where that can be: `one_token.py`.
 
 It runs outside torch.compile: `GptOssForCausalLM.forward` is not compiled, only the inner model is, and that one keeps
 serving prefill, mixed batches in piecewise graphs and everything this path does not take.
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from vllm_gptoss import _vllm
 from vllm_gptoss.kernels import attention, dense, nvrtc
+from vllm_gptoss.model import one_token
 from vllm_gptoss.spec import RMS_NORM_EPS
 
 MAX_TOKENS = dense.MAX_TOKENS
@@ -84,7 +86,7 @@ def _shape_obstacle(model: Any) -> str | None:
 
 
 @dataclass(slots=True)
-class _Layer:
+class Layer:
     """What the kernels need of one layer, looked up once."""
 
     name: str
@@ -108,7 +110,7 @@ class _Layer:
     """Our kernels for few tokens, or None where another backend runs the experts."""
 
 
-def _cache_obstacle(layer: _Layer) -> str | None:
+def _cache_obstacle(layer: Layer) -> str | None:
     attn = layer.block.attn
     cache: Tensor = attn.kv_cache
     if cache.dim() != 4 or cache.shape[1] != attn.num_kv_heads or cache.shape[3] != 2 * attention.HEAD:
@@ -119,7 +121,7 @@ def _cache_obstacle(layer: _Layer) -> str | None:
     return why
 
 
-def _compile(layers: list[_Layer]) -> str | None:
+def _compile(layers: list[Layer]) -> str | None:
     """Compiles every kernel that a step of 1 to `MAX_TOKENS` tokens may need; why that failed, or None."""
     device = layers[0].qkv_weight.device.index or 0
     try:
@@ -150,7 +152,8 @@ class FewTokens:
     def __init__(self, model: Any, config: Any) -> None:
         self.model, self.config = model.model, config
         self.tensor_parallel = config.parallel_config.tensor_parallel_size
-        self.layers: list[_Layer] | None = None
+        self.layers: list[Layer] | None = None
+        self.one_token: one_token.OneToken | None = None
 
     def takes(self, tokens: int) -> bool:
         """Whether the step about to run fits: few tokens, real attention metadata, not inside piecewise graphs."""
@@ -172,6 +175,8 @@ class FewTokens:
         if why := next(filter(None, map(_cache_obstacle, self.layers)), None) or _compile(self.layers):
             _vllm.init_logger("vllm.gptoss").warning("layers: upstream from here on (%s)", why)
             self.layers = []
+        else:
+            self.one_token = one_token.build(self.layers, self.config)
 
     def __call__(
         self,
@@ -189,19 +194,31 @@ class FewTokens:
         else:
             x, residual = intermediate["hidden_states"], intermediate["residual"]
         context = _vllm.forward_context()
-        aux = model._maybe_add_hidden_state([], model.start_layer, x, residual)
-        for index, layer in enumerate(self.layers, model.start_layer):
-            x, residual = self._layer(layer, x, residual, positions, context)
-            model._maybe_add_hidden_state(aux, index + 1, x, residual)
+        x, residual, aux = self._all_layers(x, residual, positions, context)
         if not _vllm.is_last_pipeline_rank():
             return _vllm.intermediate_tensors({"hidden_states": x, "residual": residual})
         x, _ = model.norm(x, residual)
         return (x, aux) if aux else x
 
-    def _look_up(self, layer: Any) -> _Layer:
+    def _all_layers(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, context: Any
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        model = self.model
+        assert self.layers
+        one = self.one_token if x.shape[0] == 1 and not model.aux_hidden_state_layers else None
+        if one is not None and (done := one(x, residual, positions, context)):
+            return *done, []
+        aux = model._maybe_add_hidden_state([], model.start_layer, x, residual)
+        for index, layer in enumerate(self.layers, model.start_layer):
+            x, residual = self._layer(layer, x, residual, positions, context)
+            model._maybe_add_hidden_state(aux, index + 1, x, residual)
+        assert residual is not None
+        return x, residual, aux
+
+    def _look_up(self, layer: Any) -> Layer:
         block = layer.attn
         bias = block.o_proj.bias
-        return _Layer(
+        return Layer(
             name=block.attn.layer_name,
             block=block,
             norm=layer.input_layernorm.weight.data,
@@ -222,7 +239,7 @@ class FewTokens:
         )
 
     def _layer(
-        self, layer: _Layer, x: Tensor, residual: Tensor | None, positions: Tensor, context: Any
+        self, layer: Layer, x: Tensor, residual: Tensor | None, positions: Tensor, context: Any
     ) -> tuple[Tensor, Tensor]:
         """One block. x: [T, C] bf16 is added to residual [T, C] bf16; returns the experts' output and that sum."""
         metadata, block = context.attn_metadata[layer.name], layer.block
@@ -257,7 +274,7 @@ class FewTokens:
         )
         return self._after_attention(layer, attended, summed)
 
-    def _after_attention(self, layer: _Layer, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def _after_attention(self, layer: Layer, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         hidden = torch.empty_like(residual)
         alone = self.tensor_parallel == 1
         dense.out_proj(attended, layer.out_weight, layer.out_bias, residual if alone else None, hidden)
@@ -266,7 +283,7 @@ class FewTokens:
         summed = torch.empty_like(hidden)
         return self._experts(layer, _vllm.all_reduce(hidden), residual, summed), summed
 
-    def _experts(self, layer: _Layer, x: Tensor, residual: Tensor | None, summed: Tensor | None) -> Tensor:
+    def _experts(self, layer: Layer, x: Tensor, residual: Tensor | None, summed: Tensor | None) -> Tensor:
         """Router and experts for norm(x + residual); writes that sum to `summed`."""
         tokens, routed, own = x.shape[0], layer.gate_weight.shape[0], layer.experts
         normed = torch.empty_like(x)

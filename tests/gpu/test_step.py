@@ -1,0 +1,143 @@
+"""A whole step of one token in one launch, on the GPU it is made for."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu import cases
+from tests.gpu.cases import ACTIVE, ALPHA, HEAD, LIMIT, C, Weights, draw, poison
+from vllm_gptoss import reference
+from vllm_gptoss.kernels import attention, dense, step
+from vllm_gptoss.kernels.experts import FewTokenExperts
+
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+if torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("these kernels are made for sm_90", allow_module_level=True)
+
+pytestmark = pytest.mark.gpu
+EPS = 1e-5
+
+
+@functools.cache
+def experts(count: int) -> tuple[Weights, Weights]:
+    return cases.layer(count, 2880)
+
+
+def run(
+    layers: list[step.LayerTensors],
+    cos_sin: Tensor,
+    x: Tensor,
+    residual: Tensor | None,
+    positions: Tensor,
+    requests: step.Requests,
+) -> tuple[Tensor, Tensor]:
+    made = step.Step(layers, cos_sin, eps=EPS, alpha=ALPHA, limit=LIMIT)
+    table = made.table([0] * len(layers))
+    assert table is not None
+    result: tuple[Tensor, Tensor] = made(x, residual, positions, [requests], table)
+    return result
+
+
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize("keys", [1, 15, 16, 17, 127, 128, 129, 130, 640, 1024, 1025, 7683, 20_000])
+def test_any_number_of_keys(keys: int, window: int) -> None:
+    cases.step(run, *experts(32), keys, window=window)
+
+
+@pytest.mark.parametrize("block", [16, 32, 256])
+@pytest.mark.parametrize("strided", [False, True])
+def test_any_layout_of_the_cache(block: int, strided: bool) -> None:
+    cases.step(run, *experts(32), 700, block=block, strided=strided)
+
+
+def test_the_120b_and_a_first_layer() -> None:
+    for first in (True, False):
+        cases.step(run, *experts(128), 300, first=first)
+
+
+def one_layer(layer: step.LayerTensors, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(experts' output, the norm they read, router logits) of token 20 of a request."""
+    positions = torch.tensor([19], device="cuda")
+    cos_sin = torch.randn(32, HEAD, device="cuda")
+    out, hidden = run([layer], cos_sin, x, None, positions, cases.request_of(20, 4))
+    normed = reference.rms_norm(hidden.double(), layer.post_norm.double())
+    return out, normed, normed @ layer.router_weight.double().T + layer.router_bias.double()
+
+
+def test_all_logits_alike_choose_the_first_experts() -> None:
+    up, down = experts(32)
+    layer = cases.layer_tensors(up, down, 4)
+    layer.router_weight.zero_()
+    layer.router_bias.zero_()
+    out, normed, _ = one_layer(layer, draw(1, C))
+    ids, weights = torch.arange(ACTIVE, device="cuda")[None], torch.full((1, ACTIVE), 0.25, device="cuda")
+    assert cases.error(out, cases.experts_oracle(normed, ids, weights, up, down)) < 2**-7
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e-3, 1e3, 1e12])
+def test_any_size_of_activations_is_routed(scale: float) -> None:
+    """The logits are added up as fixed point, in units of the layer's input."""
+    up, down = experts(32)
+    layer = cases.layer_tensors(up, down, 4)
+    layer.out_weight.mul_(scale)
+    layer.out_bias.mul_(scale)
+    out, normed, logits = one_layer(layer, draw(1, C, scale=scale))
+    top, ids = logits.topk(ACTIVE)
+    assert cases.error(out, cases.experts_oracle(normed, ids, top.softmax(-1), up, down)) < 2**-7
+
+
+def chain(
+    layers: list[step.LayerTensors], cos_sin: Tensor, x: Tensor, positions: Tensor, requests: list[step.Requests]
+) -> tuple[Tensor, Tensor]:
+    """Six launches a layer."""
+    residual = None
+    for index, layer in enumerate(layers):
+        mine = requests[index % 2]
+        q, attended, hidden, normed, out = (poison(1, width) for width in (4096, 4096, C, C, C))
+        summed = x if residual is None else poison(1, C)
+        dense.qkv_rope(
+            x, residual, layer.norm, layer.qkv_weight, layer.qkv_bias, positions, cos_sin, mine.slots, layer.kv_cache,
+            q, None if residual is None else summed, EPS,
+        )  # fmt: skip
+        attention.attend(
+            q, layer.kv_cache, layer.sinks, mine.block_table, mine.seq_lens, mine.query_start, attended, HEAD**-0.5,
+            layer.window,
+        )  # fmt: skip
+        dense.out_proj(attended, layer.out_weight, layer.out_bias, summed, hidden)
+        weights = poison(1, ACTIVE, dtype=torch.float32)
+        ids = torch.zeros(1, ACTIVE, device="cuda", dtype=torch.int32)
+        dense.router(hidden, None, layer.post_norm, layer.router_weight, layer.router_bias, normed, weights, ids, EPS)
+        run_experts = FewTokenExperts(layer.up, layer.down, ACTIVE, layer.up.experts, alpha=ALPHA, limit=LIMIT)
+        run_experts(normed, ids, weights, out)
+        x, residual = out, hidden
+    assert residual is not None
+    return x, residual
+
+
+def test_a_model_in_one_launch_equals_six_a_layer_and_itself_in_a_graph() -> None:
+    """Buffers alternate between layers, two kinds of layers have tables of their own, replays leave nothing behind."""
+    up, down = experts(32)
+    keys, blocks = 700, 48
+    layers = [cases.layer_tensors(up, down, blocks, window=0 if index % 2 else 128) for index in range(5)]
+    requests = [cases.request_of(keys, blocks) for _ in range(2)]
+    cos_sin, x, positions = torch.randn(keys, HEAD, device="cuda"), draw(1, C), torch.tensor([keys - 1], device="cuda")
+    wanted = chain(layers, cos_sin, x, positions, requests)
+    made = step.Step(layers, cos_sin, eps=EPS, alpha=ALPHA, limit=LIMIT)
+    table = made.table([index % 2 for index in range(5)])
+    assert table is not None
+    got = made(x, None, positions, requests, table)
+    for mine, its in zip(got, wanted, strict=True):
+        assert cases.error(mine, its.double()) < 2**-7
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert made.table([0] * 5) is None, "a table cannot be made while a graph is captured"
+        replayed = made(x, None, positions, requests, table)
+    for _ in range(50):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(map(cases.same, got, replayed))
