@@ -90,10 +90,11 @@ def read(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def paths(model: Any) -> dict[str, int]:
-    """How many layers of a loaded model run our fused kernels and our experts for few tokens."""
+    """How many layers of a loaded model run our fused kernels, all in one launch, and our experts for few tokens."""
     few = getattr(model, "few_tokens", None)
     layers = [module for module in model.modules() if getattr(getattr(module, "quant_method", None), "few", None)]
-    return {"fused_layers": len(few.layers or ()) if few else 0, "own_experts": len(layers)}
+    fused = len(few.layers or ()) if few else 0
+    return {"fused_layers": fused, "one_launch": fused if few and few.one_token else 0, "own_experts": len(layers)}
 
 
 # The statistic
