@@ -1,6 +1,6 @@
-"""All layers of a decode step: one launch (`step`) against six launches a layer (`chain`), weights cold in L2.
+"""All layers of a step of one token: one launch (`step`) against six launches a layer (`chain`), weights cold in L2.
 
-    python benchmarks/step.py [--model 20b] [--tokens 1,2] [--keys 640] [--layers N] [--trace] [--out FILE]
+    python benchmarks/step.py [--model 20b] [--keys 640,7683] [--layers N] [--trace] [--out FILE]
 
 Times are of CUDA graph replays, median of 20. `difference` compares the two results after as many layers as are given
 to `--check`: both round to bf16 at the same places, sums differ in order. `--trace` prints where a block's time goes.
@@ -47,11 +47,11 @@ def projection(experts: int, rows: int, columns: int) -> Projection:
 
 
 class Model:
-    """Layers of one model with random weights, and the requests of one step."""
+    """Layers of one model with random weights, and a request that decodes its token number `keys`."""
 
-    def __init__(self, model: spec.ModelSpec, layers: int, lengths: list[int]) -> None:
+    def __init__(self, model: spec.ModelSpec, layers: int, keys: int) -> None:
         hidden, heads, kv_heads = model.hidden, model.query_heads, model.kv_heads
-        width = -(-max(lengths) // BLOCK)
+        blocks = -(-keys // BLOCK)
         self.layers = [
             step.LayerTensors(
                 norm=draw(hidden),
@@ -65,31 +65,30 @@ class Model:
                 up=projection(model.experts, 2 * model.intermediate, hidden),
                 down=projection(model.experts, hidden, model.intermediate),
                 sinks=draw(heads),
-                kv_cache=draw(len(lengths) * width, kv_heads, BLOCK, 2 * HEAD),
+                kv_cache=draw(blocks, kv_heads, BLOCK, 2 * HEAD),
                 window=0 if index % 2 else spec.WINDOW,
             )
             for index in range(layers)
         ]
-        self.cos_sin = torch.randn(max(lengths) + 8, HEAD, device="cuda")
+        self.cos_sin = torch.randn(keys, HEAD, device="cuda")
         self.step = step.Step(self.layers, self.cos_sin, eps=EPS, alpha=spec.SWIGLU_ALPHA, limit=spec.SWIGLU_LIMIT)
         self.experts = [
             FewTokenExperts(layer.up, layer.down, 4, model.experts, alpha=spec.SWIGLU_ALPHA, limit=spec.SWIGLU_LIMIT)
             for layer in self.layers
         ]
-        table = torch.arange(len(lengths) * width, device="cuda", dtype=torch.int32).view(len(lengths), width)
-        lens = torch.tensor(lengths, device="cuda", dtype=torch.int32)
-        starts = torch.arange(len(lengths) + 1, device="cuda", dtype=torch.int32)
+        table = torch.arange(blocks, device="cuda", dtype=torch.int32)[None]
+        lens = torch.tensor([keys], device="cuda", dtype=torch.int32)
+        starts = torch.tensor([0, 1], device="cuda", dtype=torch.int32)
         self.positions = lens.long() - 1
-        slots = table[torch.arange(len(lengths), device="cuda"), self.positions // BLOCK].long()
-        self.requests = step.Requests(table, lens, starts, slots * BLOCK + self.positions % BLOCK)
-        self.x = draw(len(lengths), hidden)
+        self.requests = step.Requests(table, lens, starts, self.positions)
+        self.x = draw(1, hidden)
 
     def chain(self) -> tuple[Tensor, Tensor]:
         """Six launches a layer."""
-        x, residual, tokens = self.x, None, len(self.x)
+        x, residual = self.x, None
         requests = self.requests
         for layer, experts in zip(self.layers, self.experts, strict=True):
-            q = torch.empty(tokens, layer.out_weight.shape[1], dtype=x.dtype, device=x.device)
+            q = torch.empty(1, layer.out_weight.shape[1], dtype=x.dtype, device=x.device)
             attended, hidden, normed, out = torch.empty_like(q), *(torch.empty_like(x) for _ in range(3))
             summed = x if residual is None else torch.empty_like(x)
             dense.qkv_rope(
@@ -101,8 +100,8 @@ class Model:
                 HEAD**-0.5, layer.window,
             )  # fmt: skip
             dense.out_proj(attended, layer.out_weight, layer.out_bias, summed, hidden)
-            weights = torch.empty(tokens, 4, device=x.device)
-            ids = torch.empty(tokens, 4, device=x.device, dtype=torch.int32)
+            weights = torch.empty(1, 4, device=x.device)
+            ids = torch.empty(1, 4, device=x.device, dtype=torch.int32)
             dense.router(
                 hidden, None, layer.post_norm, layer.router_weight, layer.router_bias, normed, weights, ids, EPS
             )
@@ -118,21 +117,20 @@ class Model:
         return self.step(self.x, None, self.positions, [self.requests], table, trace)
 
     def bytes_of(self) -> float:
-        """What a step must read, experts counted as if its tokens chose at random."""
-        layer, tokens = self.layers[0], len(self.x)
+        """What a step must read of the weights."""
+        layer = self.layers[0]
         dense_bytes = 2 * (layer.qkv_weight.numel() + layer.out_weight.numel() + layer.router_weight.numel())
-        active = layer.up.experts * (1 - (1 - 4 / layer.up.experts) ** tokens)
         expert = sum(p.rows * p.tiles * 64 * (4 + 8 / 32) / 8 for p in (layer.up, layer.down))
-        return len(self.layers) * (dense_bytes + active * expert)
+        return len(self.layers) * (dense_bytes + step.ACTIVE * expert)
 
 
 def difference(got: Tensor, wanted: Tensor) -> float:
     return float((got.float() - wanted.float()).norm() / wanted.float().norm())
 
 
-def check(model: spec.ModelSpec, layers: int, lengths: list[int]) -> dict[str, float]:
+def check(model: spec.ModelSpec, layers: int, keys: int) -> dict[str, float]:
     """Distance between the two after `layers` layers; the same twice, to the bit."""
-    made = Model(model, layers, lengths)
+    made = Model(model, layers, keys)
     wanted, wanted_hidden = made.chain()
     got, hidden = made.fused()
     torch.cuda.synchronize()
@@ -173,8 +171,7 @@ def attending(marks: Tensor) -> list[tuple[str, Tensor]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="20b")
-    parser.add_argument("--tokens", default="1,2")
-    parser.add_argument("--keys", default="640")
+    parser.add_argument("--keys", default="640", help="lengths of the request, this step's token included")
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--check", type=int, default=2)
     parser.add_argument("--trace", action="store_true")
@@ -182,21 +179,20 @@ def main() -> None:
     options = parser.parse_args()
     model, rows = MODELS[options.model], []
     for keys in map(int, options.keys.split(",")):
-        for tokens in map(int, options.tokens.split(",")):
-            row: dict[str, Any] = {"model": options.model, "tokens": tokens, "keys": keys}
-            row["difference"] = check(model, options.check, [keys + 7 * i for i in range(tokens)])
-            print(row, flush=True)
-            made = Model(model, options.layers or model.layers, [keys] * tokens)
-            count = len(made.layers)
-            row["chain_us"], row["step_us"] = (microseconds(run, count) for run in (made.chain, made.fused))
-            row["floor_us"] = made.bytes_of() / count / BYTES_PER_SECOND * 1e6
-            if options.trace:
-                row["trace"] = traced(made)
-                for name, *times in row["trace"]:
-                    print(f"  {name:26}" + "".join(f"{time:8.2f}" for time in times))
-            rows.append(row)
-            print({key: value for key, value in row.items() if key != "trace"}, flush=True)
-            del made
+        row: dict[str, Any] = {"model": options.model, "keys": keys}
+        row["difference"] = check(model, options.check, keys)
+        print(row, flush=True)
+        made = Model(model, options.layers or model.layers, keys)
+        count = len(made.layers)
+        row["chain_us"], row["step_us"] = (microseconds(run, count) for run in (made.chain, made.fused))
+        row["floor_us"] = made.bytes_of() / count / BYTES_PER_SECOND * 1e6
+        if options.trace:
+            row["trace"] = traced(made)
+            for name, *times in row["trace"]:
+                print(f"  {name:26}" + "".join(f"{time:8.2f}" for time in times))
+        rows.append(row)
+        print({key: value for key, value in row.items() if key != "trace"}, flush=True)
+        del made
     if options.out:
         result = {
             "gpu": torch.cuda.get_device_name(),

@@ -1,4 +1,4 @@
-"""Host side of `cuda/step.cu`: all layers of a decode step of one or two tokens in one launch, sm_90.
+"""Host side of `cuda/step.cu`: all layers of a decode step of one token in one launch, sm_90.
 
 Measured on: H200. Compiled for: sm_90. The plan is a pure function of the shape, so it is tested without a GPU;
 docs/kernels.md has the design and the numbers.
@@ -25,14 +25,15 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).parent / "cuda" / "step.cu"
 
-MAX_TOKENS = 2
 MAX_GROUPS = 4
 """Sets of block tables and lengths that the layers of one step may use: `groups` of step.cu's Args."""
 WARPS = 15
 THREADS = 32 * (WARPS + 1)
 ACTIVE = 4
-FLUSH = 3
-"""Units of experts between two sums over the warps: FLUSH of step.cu."""
+FLUSH, BUFFERS = 3, 4
+"""Units of experts between two sums over the warps, and buffers of such sums: of step.cu."""
+STATIC = 568
+"""Bytes of `Shared` of step.cu that no shape changes, and its padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,10 @@ class Shape:
 
 def unsupported(shape: Shape) -> str | None:
     """Why this shape has no kernel, or None."""
-    for name, size in (("hidden", shape.hidden), ("intermediate", shape.intermediate)):
-        if size % (BLOCK * WARPS):
-            return f"{name} size {size} does not divide among {WARPS} warps of {BLOCK} columns"
+    if shape.hidden % (BLOCK * WARPS):
+        return f"hidden size {shape.hidden} does not divide among {WARPS} warps of {BLOCK} columns"
+    if shape.intermediate != shape.hidden:
+        return f"intermediate size {shape.intermediate} is not the hidden size {shape.hidden}"
     if shape.experts not in (32, 64, 128):
         return f"{shape.experts} experts, not 32, 64 or 128"
     if shape.query_heads % GROUP:
@@ -65,7 +67,6 @@ class Plan:
     """Compile-time macros and launch geometry. ring, sums, staged: bytes of dynamic shared memory."""
 
     shape: Shape
-    tokens: int
     grid: int
     ring: int
     sums: int
@@ -80,15 +81,14 @@ class Plan:
     def zero_bytes(self) -> int:
         """Size of `Zeros` of step.cu."""
         shape, kv_heads = self.shape, self.shape.query_heads // GROUP
-        logits = 8 * (4 if shape.experts <= 32 else 1) * self.tokens * (shape.experts + 4)
-        early = 2 * self.tokens * 2 * HEAD * (shape.query_heads + kv_heads)
-        late = self.tokens * (2 * shape.hidden + ACTIVE * (2 * shape.intermediate + 4 * shape.hidden))
+        logits = 8 * (4 if shape.experts <= 32 else 1) * (shape.experts + 4)
+        early = 2 * 2 * HEAD * (shape.query_heads + kv_heads)
+        late = 2 * shape.hidden + ACTIVE * (2 * shape.intermediate + 4 * shape.hidden)
         return 256 + 2 * (logits + early + late)
 
     @property
     def macros(self) -> dict[str, int]:
         return {
-            "TOKENS": self.tokens,
             "LAYERS": self.shape.layers,
             "GRID": self.grid,
             "RING": self.ring,
@@ -104,26 +104,18 @@ class Plan:
 
 
 @functools.cache
-def plan(shape: Shape, tokens: int, sms: int) -> Plan:
-    """The launch for `tokens` tokens, compiled for the next power of two, on a GPU of `sms` multiprocessors.
-
-    Raises:
-        ValueError: more than 2 tokens.
-    """
-    if not 1 <= tokens <= MAX_TOKENS:
-        raise ValueError(f"1 to {MAX_TOKENS} tokens, got {tokens}")
-    most = 1 << (tokens - 1).bit_length()
+def plan(shape: Shape, sms: int) -> Plan:
+    """The launch on a GPU of `sms` multiprocessors: the ring takes what the rest of shared memory leaves."""
     kv_heads = shape.query_heads // GROUP
     units = -(-(shape.query_heads + 2 * kv_heads) * 8 // sms)
     pairs = -(-shape.hidden // 2 // sms)
-    staged = 2 * most * (2 * max(shape.hidden, shape.intermediate) + 16)
-    buffers = 4 // most
+    staged = 2 * shape.hidden
     rows = max(units * 8, -(-2 * pairs // 16) * 16)
-    sums = buffers * FLUSH * WARPS * most * 64 + (rows * most * WARPS + 4 * pairs * most) * 4
-    static = 1328 + 16 * buffers + (units * 128 + 8 * pairs + 4 * WARPS + 8) * most
-    static += ctypes.sizeof(Layer) * shape.layers + 256
+    sums = (BUFFERS * FLUSH * WARPS * 16 + rows * WARPS + 4 * pairs) * 4
+    static = STATIC + units * 128 + 8 * pairs + ctypes.sizeof(Layer) * shape.layers
+    static = -(-static // 128) * 128  # the dynamic part begins at a multiple of 128
     ring = (SHARED_LIMIT - static - staged - sums) // 128 * 128
-    return Plan(shape, most, sms, ring, sums, staged, max(1, 128 // (most * kv_heads)))
+    return Plan(shape, sms, ring, sums, staged, max(1, sms // kv_heads))
 
 
 class Layer(ctypes.Structure):
@@ -155,7 +147,7 @@ class Args(ctypes.Structure):
         ("groups", Group * MAX_GROUPS),
         *((name, ctypes.c_void_p) for name in ("x", "residual", "out", "hidden", "attn", "zeros")),
         *((name, ctypes.c_void_p) for name in ("positions", "cos_sin", "trace")),
-        *((name, ctypes.c_int) for name in ("tokens", "layer_count", "group_count", "cos_sin_bf16")),
+        *((name, ctypes.c_int) for name in ("layer_count", "group_count", "cos_sin_bf16")),
         ("two_23", ctypes.c_uint),
         *((name, ctypes.c_float) for name in ("eps", "scale", "alpha", "limit")),
     ]
@@ -216,7 +208,7 @@ class LayerTensors:
 @dataclass(frozen=True, slots=True)
 class Requests:
     """What one group of layers reads of the step: block_table [R, *] int32, seq_lens [R] int32, query_start [R + 1]
-    int32, slots [>= T] int64 (negative: not written)."""
+    int32, slots [>= 1] int64 (negative: not written). The token is the only one of the first request that has any."""
 
     block_table: Tensor
     seq_lens: Tensor
@@ -244,13 +236,13 @@ def _kernel(device: int, plan: Plan, trace: int = 0) -> nvrtc.Kernel:
         return nvrtc.load(nvrtc.source(SOURCE), "sm_90", macros).kernel("decode_step", plan.shared_bytes)
 
 
-def compile_for(shape: Shape, device: int, tokens: int) -> None:
-    """Compiles and loads what a step of so many tokens needs, and checks that all its blocks can be resident.
+def compile_for(shape: Shape, device: int) -> None:
+    """Compiles and loads the kernel, and checks that all its blocks can be resident.
 
     Raises:
         NvrtcError: the compiler or the driver refused.
     """
-    made = plan(shape, tokens, multiprocessors(device))
+    made = plan(shape, multiprocessors(device))
     if not _kernel(device, made).blocks_per_multiprocessor(THREADS, made.shared_bytes):
         raise nvrtc.NvrtcError(f"decode_step with {made.shared_bytes} bytes of shared memory fits no multiprocessor")
 
@@ -276,9 +268,8 @@ class Step:
         self._tables: dict[tuple[int, ...], Tensor] = {}
 
     def compile(self) -> None:
-        """Compiles and loads every kernel that a step of 1 or 2 tokens needs; otherwise the first launch does."""
-        for tokens in (1, 2):
-            compile_for(self.shape, self.device, tokens)
+        """Compiles and loads the kernel; otherwise the first launch does."""
+        compile_for(self.shape, self.device)
 
     def table(self, groups: Sequence[int]) -> Tensor | None:
         """The layers' records on the GPU; None while a graph is captured and these groups were not seen before."""
@@ -301,18 +292,18 @@ class Step:
         table: Tensor,
         trace: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(the last layer's experts, what they are to be added to), both [T, C] bf16.
+        """(the last layer's experts, what they are to be added to), both [1, C] bf16.
 
-        x, residual: [T, C] bf16, T <= 2, added up first; positions: [T] int64; requests: what `table`'s groups number;
+        x, residual: [1, C] bf16, added up first; positions: [1] int64; requests: what `table`'s groups number;
         trace: [layers, 14, multiprocessors] int64 for clock marks.
         """
         import torch
 
-        tokens, shape, sms = x.shape[0], self.shape, multiprocessors(self.device)
-        made = plan(shape, tokens, sms)
+        shape, sms = self.shape, multiprocessors(self.device)
+        made = plan(shape, sms)
         zeros = torch.zeros(made.zero_bytes, dtype=torch.uint8, device=x.device)
         out, hidden = torch.empty_like(x), torch.empty_like(x)
-        pieces = tokens * (shape.query_heads // GROUP) * made.splits
+        pieces = shape.query_heads // GROUP * made.splits
         attn = torch.empty((pieces, 8, 66), dtype=torch.float32, device=x.device)
         args = Args(
             layers=table.data_ptr(),
@@ -326,7 +317,6 @@ class Step:
             positions=positions.data_ptr(),
             cos_sin=self.cos_sin.data_ptr(),
             trace=None if trace is None else trace.data_ptr(),
-            tokens=tokens,
             layer_count=shape.layers,
             group_count=len(requests),
             cos_sin_bf16=int(self.cos_sin.dtype == torch.bfloat16),

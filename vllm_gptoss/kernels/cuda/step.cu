@@ -1,31 +1,32 @@
-// All layers of a decode step of one or two tokens in one launch (sm_90): one block per multiprocessor, resident for the
-// whole step, five phases a layer.
+// All layers of a decode step of one token in one launch (sm_90): one block per multiprocessor, resident for the whole
+// step, five phases a layer. With one token every weight is used once, so a step is at best as fast as memory is read;
+// launch by launch memory rests at every boundary, here it is read through them.
 //
 //   qkv       x = h + experts' sums, RMSNorm, q/k/v projection, bias, RoPE, cache write
 //   attend    sinks, window or all keys
 //   out       projection, bias, residual h; each block's part of the router logits, added up as integers
-//   up        top-k, RMSNorm, MXFP4 up projection, clamped SwiGLU
+//   up        top-k, RMSNorm, MXFP4 up projection, clamped SwiGLU of the chosen experts
 //   down      MXFP4 down projection, weighted
 //
-// One warp produces: it walks the weights of all phases of all layers in order and copies this block's share through one
-// ring in shared memory, as far ahead as the ring is long. Weights depend on nothing but the chosen experts, so memory is
-// read while the 15 consuming warps wait for other blocks. Warps split K, so each stages only its own columns of the
-// activations; sums over the warps go through shared memory.
+// One warp produces: it walks the weights of all phases of all layers in order and copies this block's share through
+// one ring in shared memory, as far ahead as the ring is long. Weights depend on nothing but the chosen experts, so
+// memory is read while the 15 consuming warps wait for other blocks. Warps split K, so each stages only its own columns
+// of the activations; sums over the warps go through shared memory.
 //
 // What one phase leaves for the next is its own flag: buffers are zero, a written zero is -0, and whoever reads looks
 // until nothing is +0. The router's logits count their contributors in their upper bits. No fence and no barrier lie on
 // the way, only the value. Buffers alternate between layers; a block that sees all logits of a layer knows that all
 // blocks have read what came before, and zeroes its share of it.
 //
-// Nothing depends on an order of arrival: the logits are 64-bit fixed point (integer sums do not depend on their order),
+// Nothing depends on an order of arrival: the logits are 64-bit fixed point (integer sums do not depend on the order),
 // everything else has one writer. Repeats are equal to the bit.
 //
 // All blocks must be on the GPU at once: grid = multiprocessors, one block each. Whatever waits for another block gives
 // up after SPIN_LIMIT looks with a trap: an error, not a hang.
 //
-// Macros set by the host (kernels/step.py): TOKENS 1 or 2 at most; LAYERS; GRID; RING bytes; HB, QB, IB blocks of 64 of
-// hidden, query heads, intermediate; EXPERTS, ACTIVE; SKU, SKD column pairs in the scale storage of up and down; SPLITS
-// of the keys at most; TRACE: clock marks.
+// Macros set by the host (kernels/step.py): LAYERS; GRID; RING bytes; HB, QB, IB blocks of 64 of hidden, query heads,
+// intermediate; EXPERTS, ACTIVE; SKU, SKD column pairs in the scale storage of up and down; SPLITS of a head's keys at
+// most; TRACE: clock marks.
 #include "common.cuh"
 #include "bulk.cuh"
 #include "mxfp4.cuh"
@@ -33,8 +34,8 @@
 
 constexpr int WARPS = 15, THREADS = WARPS * 32;  // consumers; with the producer 16 warps of 128 registers
 constexpr int C = HB * 64, Q = QB * 64, I = IB * 64, KVH = QB / 8;
-constexpr int HPW = HB / WARPS, IPW = IB / WARPS, QPW = (QB + WARPS - 1) / WARPS;  // 64-column blocks of a warp
-constexpr int FLUSH = 3, BUFFERS = 4 / TOKENS;  // expert units between two sums over the warps; buffers of such sums
+constexpr int HPW = HB / WARPS, QPW = (QB + WARPS - 1) / WARPS;  // 64-column blocks of a warp
+constexpr int FLUSH = 3, BUFFERS = 4;  // expert units between two sums over the warps; buffers of such sums
 
 constexpr int Q_UNITS = (QB + 2 * KVH) * 8, Q_EACH = (Q_UNITS + GRID - 1) / GRID;  // of 8 rows
 constexpr int O_PAIRS = C / 2, O_EACH = (O_PAIRS + GRID - 1) / GRID, O_ROWS = O_EACH * 2;  // of 2 rows
@@ -44,18 +45,19 @@ constexpr int UP_CHUNK = 4 * HB * 128 + HB * 64, DOWN_CHUNK = 4 * IB * 128 + IB 
 constexpr int BARS = 16;  // chunks in the ring at most
 constexpr u32 AHEAD = 2;  // chunks on their way at most: with more, small loads wait behind them for microseconds
 constexpr int REPLICAS = EXPERTS <= 32 ? 4 : 1;  // of the logits' sums: atomics on one address follow one another
-constexpr int LOGITS = EXPERTS + 4;              // of a token: its logits, its sum of squares, padding
+constexpr int LOGITS = EXPERTS + 4;              // the logits, the sum of squares, padding
 constexpr int EACH = EXPERTS / 32;
 constexpr int R_PARTS = 256 / EXPERTS, R_EACH = (O_ROWS + R_PARTS - 1) / R_PARTS;
-// scratch: staged rows, sums of experts, sums of q/k/v and out; attention uses the first two
-constexpr int X_PITCH = (C > I ? C : I) * 2 + 16, X_BYTES = 2 * TOKENS * X_PITCH;
-constexpr int SUM = FLUSH * WARPS * TOKENS * 16;  // floats of a buffer
+// scratch: the staged row, sums of experts, sums of q/k/v and out; attention, in between, uses it from the start
+constexpr int X_BYTES = C * 2;
+constexpr int SUM = FLUSH * WARPS * 16;  // floats of a buffer
 constexpr int DENSE_ROWS = Q_EACH * 8 > (O_ROWS + 15) / 16 * 16 ? Q_EACH * 8 : (O_ROWS + 15) / 16 * 16;
-constexpr int DENSE = DENSE_ROWS * TOKENS * WARPS + 2 * O_ROWS * TOKENS;  // floats
+constexpr int DENSE = DENSE_ROWS * WARPS + 2 * O_ROWS;  // floats
 constexpr int A_PITCH = 68, A_WARP = 8 * A_PITCH;  // a query head's 64 sums, a warp's
-static_assert(X_BYTES + BUFFERS * SUM * 4 >= (8 * A_WARP + 128) * 4, "attention's scratch");
-static_assert(EXPERTS % 32 == 0 && EXPERTS <= 128 && HB % WARPS == 0 && IB % WARPS == 0 && HPW <= 4 && IPW <= 4, "shape");
-static_assert(O_ROWS * TOKENS <= THREADS && TOKENS <= 2 && ACTIVE == 4, "shape");
+static_assert(X_BYTES + (BUFFERS * SUM + DENSE) * 4 >= (8 * A_WARP + 128) * 4, "attention's scratch");
+static_assert(EXPERTS % 32 == 0 && EXPERTS <= 128 && HB % WARPS == 0 && HPW <= 4, "shape");
+static_assert(IB == HB, "a warp's columns of the staged row are the same in all phases: no barrier between them");
+static_assert(KVH * SPLITS <= GRID && KVH <= 64 && O_ROWS <= THREADS && ACTIVE == 4, "shape");
 
 struct Layer {
   const bf16 *norm, *w_qkv, *b_qkv, *w_out, *b_out, *post_norm, *w_router, *b_router;
@@ -76,62 +78,58 @@ struct Group {
 struct Args {
   const Layer* layers;
   Group groups[4];
-  const bf16 *x, *residual;  // [T, C]; residual may be null
-  bf16 *out, *hidden;        // [T, C]
-  float* attn;               // [T * KVH * SPLITS, 8, 66]
+  const bf16 *x, *residual;  // [C]; residual may be null
+  bf16 *out, *hidden;        // [C]
+  float* attn;               // [KVH * SPLITS, 8, 66]
   u8* zeros;                 // what must be zero: `Zeros`
   const long long* positions;
   const void* cos_sin;
   long long* trace;
-  int tokens, layer_count, group_count, cos_sin_bf16;
+  int layer_count, group_count, cos_sin_bf16;
   u32 two_23;
   float eps, scale, alpha, limit;
 };
 
 struct Item {
   float bias_lo, bias_hi, cos, sin;
-  bf16* dst;    // the paged cache; null: not written
-  int column;   // in Early.q, from Q on in Early.fresh
+  bf16* dst;   // the paged cache; null: not written
+  int column;  // in Early.q, from Q on in Early.fresh
 };
 
 // Read before a layer's logits are complete.
 struct Early {
-  bf16 q[TOKENS][Q], attended[TOKENS][Q], fresh[TOKENS][2 * KVH * 64];  // fresh: this step's keys, then its values
+  bf16 q[Q], attended[Q], fresh[2 * KVH * 64];  // fresh: this step's key heads, then its value heads
 };
 // Read before the next layer's logits are complete.
 struct Late {
-  bf16 hidden[TOKENS][C], act[TOKENS * ACTIVE][I];
-  float parts[TOKENS * ACTIVE][C];
+  bf16 hidden[C], act[ACTIVE][I];
+  float parts[ACTIVE][C];
 };
 struct Zeros {
-  u32 tickets[64];  // [T * KVH]
-  unsigned long long logits[2][REPLICAS][TOKENS][LOGITS];
+  u32 tickets[64];  // [KVH]
+  unsigned long long logits[2][REPLICAS][LOGITS];
   Early early[2];
   Late late[2];
 };
-static_assert(sizeof(Early) % 16 == 0 && sizeof(Late) % 16 == 0 && LOGITS % 2 == 0 && TOKENS * KVH <= 64, "16 bytes at a time");
+static_assert(sizeof(Early) % 16 == 0 && sizeof(Late) % 16 == 0 && LOGITS % 2 == 0, "16 bytes at a time");
 
-// The request of this block's token, in one group of layers.
+// The request, as one group of layers sees it.
 struct Where {
   const int* table;
-  int keys, fresh, first_query;  // keys it sees, the first that this step writes and whose token that is
+  int keys;  // the last of them is this step's
 };
 
 struct Shared {
   alignas(16) u64 bars[2 * BARS + 2 * BUFFERS];
   u32 starts[BARS];
-  Item items[Q_EACH * 4 * TOKENS];
+  Item items[Q_EACH * 4];
   Where where[4];
-  float squares[WARPS][TOKENS];
-  float scale[TOKENS];
-  float kept[O_ROWS][TOKENS];  // the layer's input, this block's rows of out
-  int log_rms[TOKENS];         // of the layer's input, rounded down: the unit of the fixed-point sums
-  float weights[32];
-  int ids[32];
-  int slots;
-  int slot_expert[32], slot_count[32];
-  u8 slot_pair[32][8];
-  int ahead[32];         // slot_expert, the producer's own copy
+  float squares[WARPS];
+  float scale;
+  float kept[O_ROWS];  // the layer's input, this block's rows of out
+  int log_rms;         // of the layer's input, rounded down: the unit of the fixed-point sums
+  float weights[ACTIVE];
+  int ids[ACTIVE];
   int last;
 };
 
@@ -144,8 +142,6 @@ __device__ __forceinline__ u32 take(Cursor& c, u32 size) {
   c.at += size; c.end += size; c.i++;
   return at;
 }
-
-__device__ __forceinline__ int tokens_of(const Args& a) { return TOKENS == 1 ? 1 : a.tokens; }
 
 constexpr u32 SPIN_LIMIT = 1u << 25;
 
@@ -221,7 +217,8 @@ __device__ __forceinline__ void load_rows(Rows& r, const u8* low, const u8* high
     if (both) r.high[h] = *(const int4*)(high + h * 16);
   }
 }
-// Plus the rows times the tokens' fragments; two sums, so that fewer mma wait for one another.
+// Plus the rows times the token's fragments; two sums, so that fewer mma wait for one another. Of the product's eight
+// columns only the first is the token's: lanes of group 0 hold it as an operand, lanes with j = 0 as a result.
 __device__ __forceinline__ void multiply_add(float (&c)[4], float (&odd)[4], const Rows& r, const u32 (&frag)[8]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -230,27 +227,27 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], float (&odd)[4], con
     mma(odd, v.z, w.z, v.w, w.w, frag[4 * h + 2], frag[4 * h + 3]);
   }
 }
-// A warp's share of 16 rows from `row` on, to be summed: [rows][TOKENS][WARPS].
+// A warp's share of 16 rows from `row` on, to be summed: [rows][WARPS].
 __device__ __forceinline__ void put_dense(const Block& b, const float (&c)[4], const float (&odd)[4], int row) {
 #pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    const int token = 2 * b.j + (e & 1), r = row + b.g + (e >> 1) * 8;
-    if (token < TOKENS && r < DENSE_ROWS) b.dense[(r * TOKENS + token) * WARPS + b.warp] = c[e] + odd[e];
+  for (int h = 0; h < 2; ++h) {
+    const int r = row + b.g + h * 8;
+    if (b.j == 0 && r < DENSE_ROWS) b.dense[r * WARPS + b.warp] = c[2 * h] + odd[2 * h];
   }
 }
-__device__ __forceinline__ float sum_dense(const Block& b, int row, int token) {
+__device__ __forceinline__ float sum_dense(const Block& b, int row) {
   float sum = 0.f;
 #pragma unroll
-  for (int w = 0; w < WARPS; ++w) sum += b.dense[(row * TOKENS + token) * WARPS + w];
+  for (int w = 0; w < WARPS; ++w) sum += b.dense[row * WARPS + w];
   return sum;
 }
-// The fragments of this warp's columns of the staged rows, one row a token.
-__device__ __forceinline__ void load_frag(u32 (&frag)[HPW][8], const Block& b, int tokens) {
+// The fragments of this warp's columns of the staged row.
+__device__ __forceinline__ void load_frag(u32 (&frag)[HPW][8], const Block& b) {
 #pragma unroll
   for (int k = 0; k < HPW; ++k) {
     int4 v = make_int4(0, 0, 0, 0), w = v;
-    if (b.g < tokens) {
-      const int4* p = (const int4*)(b.xs + b.g * X_PITCH + (b.warp * HPW + k) * 128 + b.j * 32);
+    if (b.g == 0) {
+      const int4* p = (const int4*)(b.xs + (b.warp * HPW + k) * 128 + b.j * 32);
       v = p[0];
       w = p[1];
     }
@@ -281,9 +278,7 @@ __device__ __forceinline__ u32 make_room(const Block& b, Producer& p, u32 size) 
     p.tail++;
   }
   __syncwarp();
-  if (b.lane == 0) {
-    b.s->starts[i % BARS] = p.cursor.end - size;
-  }
+  if (b.lane == 0) b.s->starts[i % BARS] = p.cursor.end - size;
   __syncwarp();
   return at;
 }
@@ -293,25 +288,26 @@ __device__ __forceinline__ void produce_rows(
   if (b.lane == 0) bar_expect(bar, rows * columns * 2);
   __syncwarp();
   if (b.lane < rows)
-    bulk_load(smem_u32(b.ring) + at + b.lane * pitch, w + (long long)(row + b.lane) * columns, columns * 2, bar, p.policy);
+    bulk_load(smem_u32(b.ring) + at + b.lane * pitch, w + (long long)(row + b.lane) * columns, columns * 2, bar,
+              p.policy);
 }
 __device__ __forceinline__ int row_tile(int unit, int tiles) {
   // Neighbours share one line of scales: tiles t and t + 8 of a block of 256 rows.
   return unit < tiles / 16 * 16 ? (unit & ~15) + ((unit & 1) << 3) + ((unit & 15) >> 1) : unit;
 }
-// This block's units of a slot: a share of each slot, so that a slot is finished by all blocks early; shares differ by a
-// unit, so they turn from slot to slot.
-template <int UNITS> __device__ __forceinline__ int first_unit(int slot, int next) {
-  return share(UNITS, (int)(blockIdx.x + slot) % GRID + next);
+// This block's units of a choice: a share of each, so that each is finished by all blocks early; shares differ by a
+// unit, so they turn from choice to choice.
+template <int UNITS> __device__ __forceinline__ int first_unit(int choice, int next) {
+  return share(UNITS, (int)(blockIdx.x + choice) % GRID + next);
 }
 template <int ROWS, int K, int PAIRS>
 __device__ __forceinline__ void produce_experts(
-    const Block& b, Producer& p, const u8* values, const u8* scales, int slots) {
+    const Block& b, Producer& p, const u8* values, const u8* scales) {
   constexpr int UNITS = ROWS / 16, BYTES = 4 * K * 128;
-  for (int slot = 0; slot < slots; ++slot) {
-    const long long expert = b.s->ahead[slot];
-    const int last = first_unit<UNITS>(slot, 1);
-    for (int unit = first_unit<UNITS>(slot, 0); unit < last; ++unit) {
+  for (int choice = 0; choice < ACTIVE; ++choice) {
+    const long long expert = b.s->ids[choice];  // stays until this block has consumed all that is produced here
+    const int last = first_unit<UNITS>(choice, 1);
+    for (int unit = first_unit<UNITS>(choice, 0); unit < last; ++unit) {
       const int tile = row_tile(unit, UNITS);
       const u32 at = make_room(b, p, BYTES + K * 64), bar = b.full + 8 * ((p.cursor.i - 1) % BARS);
       if (b.lane == 0) bar_expect(bar, BYTES + K * 64);
@@ -324,14 +320,6 @@ __device__ __forceinline__ void produce_experts(
                   bar, p.policy);
     }
   }
-}
-// The distinct experts of the step's choices in the order of their first, one lane per slot.
-__device__ __forceinline__ int find_slots(const Shared& s, int pairs, int lane, u32& same, int& slot) {
-  const int e = lane < pairs ? s.ids[lane] : -1;
-  same = __match_any_sync(~0u, e);
-  const u32 leaders = __ballot_sync(~0u, e >= 0 && __ffs(same) - 1 == lane);
-  slot = e < 0 ? -1 : __popc(leaders & ((1u << (__ffs(same) - 1)) - 1));
-  return __popc(leaders);
 }
 __device__ __forceinline__ void produce(const Args& a, Block& b, const Layer* layers) {
   Producer p = {};
@@ -346,23 +334,18 @@ __device__ __forceinline__ void produce(const Args& a, Block& b, const Layer* la
     for (int pair = share(O_PAIRS, blockIdx.x); pair < o_last; ++pair)
       produce_rows(b, p, y.w_out, pair * 2, 2, Q, O_PITCH);
     sync_all();  // the choices are known
-    u32 same;
-    int slot;
-    const int slots = find_slots(*b.s, tokens_of(a) * ACTIVE, b.lane, same, slot);
-    if (slot >= 0 && __ffs(same) - 1 == b.lane) b.s->ahead[slot] = b.s->ids[b.lane];
-    __syncwarp();
-    produce_experts<2 * I, HB, SKU>(b, p, y.up_values, y.up_scales, slots);
-    produce_experts<C, IB, SKD>(b, p, y.down_values, y.down_scales, slots);
+    produce_experts<2 * I, HB, SKU>(b, p, y.up_values, y.up_scales);
+    produce_experts<C, IB, SKD>(b, p, y.down_values, y.down_scales);
   }
 }
 
 // ---- qkv ----------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ Item make_item(const Args& a, const Layer& y, int unit, int i, int t) {
+__device__ __forceinline__ Item make_item(const Args& a, const Layer& y, int unit, int i) {
   const int row = qkv_row(unit, i), head = row >> 6, d = row & 63;
   Item item = {to_float(y.b_qkv[row]), to_float(y.b_qkv[row + 32]), 1.f, 0.f, nullptr, row};
   if (head < QB + KVH) {
-    const long long at = a.positions[t] * 64 + d;
+    const long long at = a.positions[0] * 64 + d;
     if (a.cos_sin_bf16) {
       item.cos = to_float(((const bf16*)a.cos_sin)[at]); item.sin = to_float(((const bf16*)a.cos_sin)[at + 32]);
     } else {
@@ -370,7 +353,7 @@ __device__ __forceinline__ Item make_item(const Args& a, const Layer& y, int uni
     }
   }
   if (head >= QB) {
-    const long long slot = a.groups[y.group].slots[t];
+    const long long slot = a.groups[y.group].slots[0];
     const int kv = head - QB, is_v = kv >= KVH;
     if (slot >= 0)
       item.dst = y.kv + (slot >> y.block_shift) * y.kv_block + (long long)(kv - (is_v ? KVH : 0)) * y.kv_head +
@@ -382,8 +365,8 @@ __device__ __forceinline__ Item make_item(const Args& a, const Layer& y, int uni
 // Nothing of it depends on the layer before: made early.
 __device__ __forceinline__ void make_items(const Args& a, const Block& b, const Layer& y) {
   const int first = share(Q_UNITS, blockIdx.x), last = share(Q_UNITS, blockIdx.x + 1);
-  for (int e = b.tid; e < (last - first) * 4 * tokens_of(a); e += THREADS)
-    b.s->items[e] = make_item(a, y, first + (e >> 2) / tokens_of(a), e & 3, (e >> 2) % tokens_of(a));
+  for (int e = b.tid; e < (last - first) * 4; e += THREADS)
+    b.s->items[e] = make_item(a, y, first + (e >> 2), e & 3);
 }
 
 __device__ __forceinline__ void split8(float (&f)[8], int4 v) {
@@ -397,9 +380,9 @@ __device__ __forceinline__ int4 join8(const float (&f)[8]) {
 __device__ __forceinline__ u32 word(const int4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 __device__ __forceinline__ float rounded(float v) { return to_float(to_bf16(v)); }
 
-// A token's experts in the order of its choices, 8 columns, each value rounded to bf16.
-__device__ __forceinline__ void mix8(float (&f)[8], const Late& late, int t, int column) {
-  const float* from = late.parts[t * ACTIVE] + column;
+// The sum of the experts in the order of the choices, 8 columns, rounded to bf16.
+__device__ __forceinline__ void mix8(float (&f)[8], const Late& late, int column) {
+  const float* from = late.parts[0] + column;
   int4 v[ACTIVE][2];
 #pragma unroll
   for (int k = 0; k < ACTIVE; ++k) v[k][0] = v[k][1] = make_int4(0, 0, 0, 0);
@@ -425,43 +408,40 @@ __device__ __forceinline__ void mix8(float (&f)[8], const Late& late, int t, int
   }
 }
 
-// A warp's columns of every token: the layer's input x, its share of the squares, x times the norm's weight staged.
+// A warp's columns of the layer's input x: their share of the squares, x times the norm's weight staged.
 __device__ __forceinline__ void load_input(const Args& a, const Block& b, const Layer& y, int layer) {
   const int column = (b.warp * HPW * 8 + b.lane) * 8;
   const bool mine = b.lane < HPW * 8;
   int4 norm = make_int4(0, 0, 0, 0);
   if (mine) norm = __ldg((const int4*)(y.norm + column));
+  float ss = 0.f;
+  if (mine) {
+    const Late& late = zeros(a).late[(layer - 1) & 1];
+    const bf16* before = layer == 0 ? (a.residual == nullptr ? nullptr : a.residual) : late.hidden;
+    float x[8], nw[8];
+    int4 r = make_int4(0, 0, 0, 0);
+    if (before != nullptr) r = __ldcg((const int4*)(before + column));  // all there since the layer before's up
+    if (layer == 0) split8(x, __ldcg((const int4*)(a.x + column)));
+    else mix8(x, late, column);
+    split8(nw, norm);
+    if (before != nullptr) {
+      float h[8];
+      split8(h, r);
 #pragma unroll
-  for (int t = 0; t < TOKENS; ++t) {
-    float ss = 0.f;
-    if (mine && t < tokens_of(a)) {
-      const Late& late = zeros(a).late[(layer - 1) & 1];
-      const bf16* before = layer == 0 ? (a.residual == nullptr ? nullptr : a.residual + (long long)t * C) : late.hidden[t];
-      float x[8], nw[8];
-      int4 r = make_int4(0, 0, 0, 0);
-      if (before != nullptr) r = __ldcg((const int4*)(before + column));  // all there since the layer before's up
-      if (layer == 0) split8(x, __ldcg((const int4*)(a.x + (long long)t * C + column)));
-      else mix8(x, late, t, column);
-      split8(nw, norm);
-      if (before != nullptr) {
-        float h[8];
-        split8(h, r);
-#pragma unroll
-        for (int e = 0; e < 8; ++e) x[e] = rounded(x[e] + h[e]);
-      }
-      const int row = column - share(O_PAIRS, blockIdx.x) * 2;
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        if ((u32)(row + e) < (u32)O_ROWS) b.s->kept[row + e][t] = x[e];
-        ss += x[e] * x[e];
-        x[e] *= nw[e];
-      }
-      *(int4*)(b.xs + t * X_PITCH + column * 2) = join8(x);
+      for (int e = 0; e < 8; ++e) x[e] = rounded(x[e] + h[e]);
     }
+    const int row = column - share(O_PAIRS, blockIdx.x) * 2;
 #pragma unroll
-    for (int d = 16; d; d >>= 1) ss += __shfl_xor_sync(~0u, ss, d);
-    if (b.lane == 0) b.s->squares[b.warp][t] = ss;
+    for (int e = 0; e < 8; ++e) {
+      if ((u32)(row + e) < (u32)O_ROWS) b.s->kept[row + e] = x[e];
+      ss += x[e] * x[e];
+      x[e] *= nw[e];
+    }
+    *(int4*)(b.xs + column * 2) = join8(x);
   }
+#pragma unroll
+  for (int d = 16; d; d >>= 1) ss += __shfl_xor_sync(~0u, ss, d);
+  if (b.lane == 0) b.s->squares[b.warp] = ss;
   __syncwarp();
 }
 
@@ -480,7 +460,7 @@ __device__ __forceinline__ void qkv(const Args& a, Block& b, const Layer& y, int
   load_input(a, b, y, layer);
   mark(a, b, layer, 1);
   u32 frag[HPW][8];
-  load_frag(frag, b, tokens_of(a));
+  load_frag(frag, b);
   {
     float c[4] = {}, odd[4] = {};
 #pragma unroll
@@ -512,28 +492,28 @@ __device__ __forceinline__ void qkv(const Args& a, Block& b, const Layer& y, int
   mark(a, b, layer, 2);
   sync_consumers();
   Early& early = zeros(a).early[layer & 1];
-  for (int e = b.tid; e < units * 4 * tokens_of(a); e += THREADS) {
-    const int i = e & 3, t = TOKENS == 1 ? 0 : (e >> 2) % tokens_of(a), u = TOKENS == 1 ? e >> 2 : (e >> 2) / tokens_of(a);
+  for (int e = b.tid; e < units * 4; e += THREADS) {
+    const int i = e & 3, u = e >> 2;
     const Item item = b.s->items[e];
     float s = 0.f;
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) s += b.s->squares[w][t];
+    for (int w = 0; w < WARPS; ++w) s += b.s->squares[w];
     const float norm = rsqrtf(s / C + a.eps);
     // rounded to bf16 before the rotation, as a projection that stands alone is
-    const float lo = rounded(sum_dense(b, u * 8 + i, t) * norm + item.bias_lo);
-    const float hi = rounded(sum_dense(b, u * 8 + i + 4, t) * norm + item.bias_hi);
+    const float lo = rounded(sum_dense(b, u * 8 + i) * norm + item.bias_lo);
+    const float hi = rounded(sum_dense(b, u * 8 + i + 4) * norm + item.bias_hi);
     const bf16 low = flagged(lo * item.cos - hi * item.sin), high = flagged(hi * item.cos + lo * item.sin);
-    bf16* next = item.column < Q ? early.q[t] + item.column : early.fresh[t] + item.column - Q;
+    bf16* next = item.column < Q ? early.q + item.column : early.fresh + item.column - Q;
     __stcg(next, low);
     __stcg(next + 32, high);
     if (item.dst != nullptr) { item.dst[0] = low; item.dst[32] = high; }
   }
-  if (b.warp == WARPS - 1 && b.lane < tokens_of(a)) {
+  if (b.warp == WARPS - 1 && b.lane == 0) {
     float s = 0.f;
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) s += b.s->squares[w][b.lane];
+    for (int w = 0; w < WARPS; ++w) s += b.s->squares[w];
     const int log2 = (int)(__float_as_uint(s / C) >> 23) - 127;
-    b.s->log_rms[b.lane] = max(-60, min(60, log2 >> 1));
+    b.s->log_rms = max(-60, min(60, log2 >> 1));
   }
   sync_consumers();  // the scratch is free
 }
@@ -548,7 +528,7 @@ struct Chunk {
 };
 // Keys low <= key < end of one request, in aligned chunks of 16: a chunk lies in one block of the cache.
 struct Keys {
-  int token, head, split, splits, low, end, chunk, last;  // this warp's first chunk, the block's last
+  int head, split, splits, low, end, chunk, last;  // this warp's first chunk, the block's last
   int blocks;  // lane i: the cache block of this warp's chunk i
   const Where* where;
 };
@@ -573,60 +553,49 @@ __device__ __forceinline__ void load_chunk(Chunk& c, const Block& b, const Layer
     c.v[n] = __ldcg((const int4*)(kv + (key & mask) * y.kv_token + 64 + b.g * 8));
   }
 }
-// Keys of this very step, which the cache may not hold yet.
+// The key and value of this very step, which the cache may not hold yet.
 __device__ __forceinline__ void load_fresh(Chunk& c, const Block& b, const Keys& k, int i, const Early& early) {
-  const int base = (k.chunk + i * WARPS) * 16, fresh = k.where->fresh;
+  const int base = (k.chunk + i * WARPS) * 16, fresh = k.where->keys - 1;
   if (base >= k.end || base + 16 <= fresh) return;
-  const bf16* rows = early.fresh[0] + (long long)(k.where->first_query - fresh) * (2 * KVH * 64) + k.head * 64;
+  int head = k.head;
+  asm volatile("" : "+r"(head));  // or the loop over chunks keeps both addresses in registers, and others are spilled
+  const bf16 *key = early.fresh + head * 64 + b.j * 16, *value = early.fresh + (KVH + head) * 64 + b.g * 8;
+  int4 low, high, v;
   u32 looks = 0;
-  bool there;
   do {
     count_look(looks);
-    there = true;
+    low = look16(key);
+    high = look16(key + 8);
+    v = look16(value);
+  } while (!(whole(low) && whole(high) && whole(v)));
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const int key = min(base + n * 8 + b.g, k.end - 1);
-      if (key < fresh) continue;
-      const bf16* p = rows + (long long)key * (2 * KVH * 64) + b.j * 16;
-      c.k[n][0] = look16(p);
-      c.k[n][1] = look16(p + 8);
-      there &= whole(c.k[n][0]) && whole(c.k[n][1]);
-    }
+  for (int n = 0; n < 2; ++n)
+    if (base + n * 8 + b.g >= fresh) { c.k[n][0] = low; c.k[n][1] = high; }
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const int key = min(base + 2 * b.j + (n & 1) + (n >> 1) * 8, k.end - 1);
-      if (key < fresh) continue;
-      c.v[n] = look16(rows + (long long)key * (2 * KVH * 64) + KVH * 64 + b.g * 8);
-      there &= whole(c.v[n]);
-    }
-  } while (!there);
+  for (int n = 0; n < 4; ++n)
+    if (base + 2 * b.j + (n & 1) + (n >> 1) * 8 >= fresh) c.v[n] = v;
 }
 
-// Once a step: where this block's token is in each group of layers. One warp a group.
+// Once a step: the request that the token is of, the first that has one, in each group of layers. One warp a group.
 __device__ __forceinline__ void find_request(const Args& a, const Block& b) {
-  const int token = blockIdx.x / SPLITS / KVH;
-  if (b.warp >= a.group_count || token >= tokens_of(a)) return;
+  if (b.warp >= a.group_count) return;
   const Group& group = a.groups[b.warp];
   const int requests = (int)group.requests;
   int request = 0;
   for (int r = 0; r < requests; r += 32)
-    request += __popc(__ballot_sync(~0u, r + b.lane < requests && group.query_start[r + b.lane + 1] <= token));
-  Where w = {group.block_table, 0, 0, 0};
+    request += __popc(__ballot_sync(~0u, r + b.lane < requests && group.query_start[r + b.lane + 1] == 0));
+  Where w = {group.block_table, 0};
   if (request < requests) {
-    const int length = group.seq_lens[request], stop = group.query_start[request + 1];
     w.table += group.table_stride * request;
-    w.first_query = group.query_start[request];
-    w.keys = max(0, length - (stop - 1 - token));
-    w.fresh = length - (stop - w.first_query);
+    w.keys = group.seq_lens[request];
   }
   if (b.lane == 0) b.s->where[b.warp] = w;
 }
-// What this block attends to: one token, one key/value head with its 8 query heads, one of `splits` shares of the keys.
-__device__ __forceinline__ bool find_keys(Keys& k, const Args& a, const Block& b, const Layer& y) {
+// What this block attends to: one key/value head with its 8 query heads, one of `splits` shares of the keys.
+__device__ __forceinline__ bool find_keys(Keys& k, const Block& b, const Layer& y) {
   k.split = blockIdx.x % SPLITS;
-  k.head = blockIdx.x / SPLITS % KVH;
-  k.token = blockIdx.x / SPLITS / KVH;
-  if (k.token >= tokens_of(a)) return false;
+  k.head = blockIdx.x / SPLITS;
+  if (k.head >= KVH) return false;
   k.where = b.s->where + y.group;
   k.low = y.window > 0 ? max(0, k.where->keys - y.window) : 0;
   const int first = k.low / 16, chunks = (k.where->keys + 15) / 16 - first;
@@ -644,9 +613,9 @@ __device__ __forceinline__ int find_blocks(const Keys& k, const Block& b, const 
   const int chunk = k.chunk + b.lane * WARPS;
   return chunk < k.last ? k.where->table[(chunk * 16) >> y.block_shift] : 0;
 }
-__device__ __forceinline__ int next_blocks(const Args& a, const Block& b, const Layer& y) {
+__device__ __forceinline__ int next_blocks(const Block& b, const Layer& y) {
   Keys k;
-  return find_keys(k, a, b, y) ? find_blocks(k, b, y) : 0;
+  return find_keys(k, b, y) ? find_blocks(k, b, y) : 0;
 }
 
 // One warp's running softmax over its keys: o[t] = (column 16j + t, column 16j + 8 + t) of query head g.
@@ -662,7 +631,8 @@ __device__ __forceinline__ void attend_chunk(
     s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.f;
 #pragma unroll
     for (int e = 0; e < 4; ++e)
-      mma(s[n], q[2 * e], 0, q[2 * e + 1], 0, word(now.k[n][e >> 1], (e & 1) * 2), word(now.k[n][e >> 1], (e & 1) * 2 + 1));
+      mma(s[n], q[2 * e], 0, q[2 * e + 1], 0, word(now.k[n][e >> 1], (e & 1) * 2),
+          word(now.k[n][e >> 1], (e & 1) * 2 + 1));
   }
   float top = r.m;
 #pragma unroll
@@ -706,6 +676,7 @@ __device__ __forceinline__ void attend_keys(
       k.blocks = find_blocks(k, b, y);
       i = 0;
     }
+    if (k.chunk + i * WARPS >= k.last) break;
     load_chunk(now, b, y, k, i);
     load_fresh(now, b, k, i, early);
     __syncwarp();
@@ -723,7 +694,8 @@ __device__ __forceinline__ void put_running(const Running& r, float* to, float* 
   if (j == 0) { m[g] = r.m; l[g] = r.l; }
 }
 // Adds the sums of the warp 8 further on.
-__device__ __forceinline__ void add_running(Running& r, const float* from, const float* m, const float* l, int g, int j) {
+__device__ __forceinline__ void add_running(
+    Running& r, const float* from, const float* m, const float* l, int g, int j) {
   const float top = fmaxf(r.m, m[g]);
   const float mine = r.m == NEG ? 0.f : exp2f(r.m - top), its = m[g] == NEG ? 0.f : exp2f(m[g] - top);
 #pragma unroll
@@ -734,15 +706,14 @@ __device__ __forceinline__ void add_running(Running& r, const float* from, const
   r.l = r.l * mine + l[g] * its;
   r.m = top;
 }
-// The block that comes last adds up what the blocks of one token and head have written: [8, 66] sums, top, denominator.
+// The block that comes last adds up what the blocks of one head have written: [8, 66] sums, top, denominator.
 __device__ __forceinline__ void merge_splits(const Args& a, Block& b, const Layer& y, const Keys& k, Early& early) {
-  const int index = k.token * KVH + k.head;
   __threadfence();
   sync_consumers();
   if (b.tid == 0) {
-    const u32 before = atomicAdd(zeros(a).tickets + index, 1);
+    const u32 before = atomicAdd(zeros(a).tickets + k.head, 1);
     b.s->last = before == (u32)k.splits - 1;
-    if (b.s->last) zeros(a).tickets[index] = 0;
+    if (b.s->last) zeros(a).tickets[k.head] = 0;
     __threadfence();
   }
   sync_consumers();
@@ -750,7 +721,7 @@ __device__ __forceinline__ void merge_splits(const Args& a, Block& b, const Laye
   for (int e = b.tid; e < 512; e += THREADS) {
     const int h = e >> 6, d = e & 63;
     const float sink = to_float(y.sinks[k.head * 8 + h]) * 1.4426950408889634f;
-    const float* from = a.attn + ((long long)index * SPLITS * 8 + h) * 66;
+    const float* from = a.attn + (k.head * SPLITS * 8 + h) * 66;
     float all = sink;
     for (int i = 0; i < k.splits; ++i) all = fmaxf(all, __ldcg(from + i * 8 * 66 + 64));
     float value = 0.f, total = exp2f(sink - all);
@@ -759,7 +730,7 @@ __device__ __forceinline__ void merge_splits(const Args& a, Block& b, const Laye
       value += f * __ldcg(from + i * 8 * 66 + d);
       total += f * __ldcg(from + i * 8 * 66 + 65);
     }
-    __stcg(early.attended[k.token] + k.head * 512 + e, flagged(value / total));
+    __stcg(early.attended + k.head * 512 + e, flagged(value / total));
   }
 }
 
@@ -785,20 +756,20 @@ __device__ __forceinline__ void finish_head(
     sum.y += f * v.y;
   }
   if (k.splits > 1) {
-    float* to = a.attn + (((long long)(k.token * KVH + k.head) * SPLITS + k.split) * 8 + h) * 66;
+    float* to = a.attn + ((k.head * SPLITS + k.split) * 8 + h) * 66;
     __stcg((float2*)(to + 2 * b.lane), sum);
     if (b.lane == 0) __stcg((float2*)(to + 64), make_float2(top, den));
   } else {
     const float all = fmaxf(top, sink), f = top == NEG ? 0.f : exp2f(top - all), whole = den * f + exp2f(sink - all);
     const u32 low = flagged(sum.x * f / whole), high = flagged(sum.y * f / whole);
-    __stcg((u32*)(early.attended[k.token] + (k.head * 8 + h) * 64) + b.lane, low | high << 16);
+    __stcg((u32*)(early.attended + (k.head * 8 + h) * 64) + b.lane, low | high << 16);
   }
 }
 
 __device__ __forceinline__ void attend(const Args& a, Block& b, const Layer& y, int layer) {
   Keys k;
   Early& early = zeros(a).early[layer & 1];
-  const bool mine = find_keys(k, a, b, y);
+  const bool mine = find_keys(k, b, y);
   mark(a, b, layer, 3);
   if (mine) {
     const float sink = to_float(y.sinks[k.head * 8 + (b.warp & 7)]) * 1.4426950408889634f;
@@ -807,7 +778,7 @@ __device__ __forceinline__ void attend(const Args& a, Block& b, const Layer& y, 
     load_chunk(now, b, y, k, 0);
     u32 q[8];
     {
-      const bf16* p = early.q[k.token] + (k.head * 8 + b.g) * 64 + b.j * 16;
+      const bf16* p = early.q + (k.head * 8 + b.g) * 64 + b.j * 16;
       int4 v = look16(p), w = look16(p + 8);
       load_fresh(now, b, k, 0, early);
       v = settle(v, p);
@@ -842,11 +813,13 @@ __device__ __forceinline__ void attend(const Args& a, Block& b, const Layer& y, 
 
 // ---- out and the router's logits ----------------------------------------------------------------------------------
 
-// A logit's sum: contributions in units of the layer's input, each plus 2^47 so that it is positive, below 2^48; the upper
-// 8 bits count them.
+// A logit's sum: contributions in units of the layer's input, each plus 2^47 so that it is positive, below 2^48; the
+// upper 8 bits count them.
 constexpr int LOGIT_BITS = 34, SQUARE_BITS = 16;
 static_assert((GRID + REPLICAS - 1) / REPLICAS < 256, "contributors are counted in 8 bits");
-__device__ __forceinline__ float power_of_two(int e) { return __uint_as_float((u32)(max(-126, min(127, e)) + 127) << 23); }
+__device__ __forceinline__ float power_of_two(int e) {
+  return __uint_as_float((u32)(max(-126, min(127, e)) + 127) << 23);
+}
 __device__ __forceinline__ void add_fixed(unsigned long long* to, float v, int bits) {
   const long long n = __float2ll_rn(fminf(fmaxf(v * power_of_two(bits), -1.4e14f), 1.4e14f));
   const unsigned long long sum = (1ull << 56) + (1ull << 47) + n;
@@ -869,7 +842,7 @@ __device__ __forceinline__ void settle_fixed(long long (&sum)[N], const unsigned
 #pragma unroll
     for (int i = 0; i < N; ++i)
 #pragma unroll
-      for (int r = 0; r < REPLICAS; ++r) v[i][r] = look8(at[i] + r * (TOKENS * LOGITS));
+      for (int r = 0; r < REPLICAS; ++r) v[i][r] = look8(at[i] + r * LOGITS);
 #pragma unroll
     for (int i = 0; i < N; ++i)
 #pragma unroll
@@ -886,8 +859,8 @@ __device__ __forceinline__ void settle_fixed(long long (&sum)[N], const unsigned
 __device__ __forceinline__ void out(const Args& a, Block& b, const Layer& y, int layer) {
   const int first = share(O_PAIRS, blockIdx.x), pairs = share(O_PAIRS, blockIdx.x + 1) - first, rows = pairs * 2;
   // one output a thread
-  const int row = b.tid / TOKENS, t = b.tid % TOKENS, column = first * 2 + row;
-  const bool mine = row < rows && t < tokens_of(a);
+  const int row = b.tid, column = first * 2 + row;
+  const bool mine = row < rows;
   float bias = 0.f, norm = 0.f;
   if (mine) {
     bias = to_float(y.b_out[column]);
@@ -902,7 +875,7 @@ __device__ __forceinline__ void out(const Args& a, Block& b, const Layer& y, int
   }
   u32 frag[QPW][8];
   const int blocks = b.warp + (QPW - 1) * WARPS < QB ? QPW : QPW - 1;
-  const bf16* attended = zeros(a).early[layer & 1].attended[min(b.g, TOKENS - 1)] + b.warp * 64 + b.j * 16;
+  const bf16* attended = zeros(a).early[layer & 1].attended + b.warp * 64 + b.j * 16;
   u32 looks = 0;
   bool there;
   do {
@@ -911,7 +884,7 @@ __device__ __forceinline__ void out(const Args& a, Block& b, const Layer& y, int
 #pragma unroll
     for (int k = 0; k < QPW; ++k) {
       int4 v = make_int4(0, 0, 0, 0), w = v;
-      if (b.g < tokens_of(a) && (k < QPW - 1 || blocks == QPW)) {
+      if (b.g == 0 && (k < QPW - 1 || blocks == QPW)) {
         v = look16(attended + k * WARPS * 64);
         w = look16(attended + k * WARPS * 64 + 8);
         there &= whole(v) && whole(w);
@@ -946,45 +919,43 @@ __device__ __forceinline__ void out(const Args& a, Block& b, const Layer& y, int
   }
   mark(a, b, layer, 6);
   sync_consumers();
-  float* normed = b.dense + DENSE_ROWS * TOKENS * WARPS;  // [O_ROWS][TOKENS]: h times the norm's weight
-  float* squares = normed + O_ROWS * TOKENS;
+  float* normed = b.dense + DENSE_ROWS * WARPS;  // [O_ROWS]: h times the norm's weight
+  float* squares = normed + O_ROWS;
   if (row < O_ROWS) {
     float h = 0.f;
     if (mine) {
       // rounded to bf16 before the addition, as a projection that stands alone is
-      h = rounded(rounded(sum_dense(b, row, t) + bias) + b.s->kept[row][t]);
-      __stcg(zeros(a).late[layer & 1].hidden[t] + column, flagged(h));
+      h = rounded(rounded(sum_dense(b, row) + bias) + b.s->kept[row]);
+      __stcg(zeros(a).late[layer & 1].hidden + column, flagged(h));
     }
-    normed[row * TOKENS + t] = h * norm;
-    squares[row * TOKENS + t] = h * h;
+    normed[row] = h * norm;
+    squares[row] = h * h;
   }
   sync_consumers();
-  unsigned long long* sums = zeros(a).logits[layer & 1][blockIdx.x % REPLICAS][0];
-#pragma unroll
-  for (int n = 0; n < TOKENS; ++n) {
-    if (n >= tokens_of(a) || b.tid >= 256) continue;
+  unsigned long long* sums = zeros(a).logits[layer & 1][blockIdx.x % REPLICAS];
+  if (b.tid < 256) {
     float v = 0.f;
 #pragma unroll
     for (int i = 0; i < R_EACH; ++i)
-      if (part + i * R_PARTS < O_ROWS) v += wr[i] * normed[(part + i * R_PARTS) * TOKENS + n];
+      if (part + i * R_PARTS < O_ROWS) v += wr[i] * normed[part + i * R_PARTS];
 #pragma unroll
     for (int d = R_PARTS / 2; d; d >>= 1) v += __shfl_xor_sync(~0u, v, d);
-    if (part == 0) add_fixed(sums + n * LOGITS + expert, v, LOGIT_BITS - b.s->log_rms[n]);
+    if (part == 0) add_fixed(sums + expert, v, LOGIT_BITS - b.s->log_rms);
   }
-  if (b.warp == WARPS - 1 && b.lane < tokens_of(a)) {
+  if (b.warp == WARPS - 1 && b.lane == 0) {
     float v = 0.f;
 #pragma unroll
-    for (int r = 0; r < O_ROWS; ++r) v += squares[r * TOKENS + b.lane];
-    add_fixed(sums + b.lane * LOGITS + EXPERTS, v, SQUARE_BITS - 2 * b.s->log_rms[b.lane]);
+    for (int r = 0; r < O_ROWS; ++r) v += squares[r];
+    add_fixed(sums + EXPERTS, v, SQUARE_BITS - 2 * b.s->log_rms);
   }
 }
 
 // ---- experts ------------------------------------------------------------------------------------------------------
 
-// One warp: the choices of token `t`.
-__device__ __forceinline__ void choose_experts(const Args& a, Block& b, const float (&bias)[EACH], int layer, int t) {
-  const unsigned long long* sums = zeros(a).logits[layer & 1][0][t];
-  const int log = b.s->log_rms[t];
+// One warp: the choices.
+__device__ __forceinline__ void choose_experts(const Args& a, Block& b, const float (&bias)[EACH], int layer) {
+  const unsigned long long* sums = zeros(a).logits[layer & 1][0];
+  const int log = b.s->log_rms;
   const unsigned long long* at[EACH + 1];
   long long v[EACH + 1];
 #pragma unroll
@@ -999,34 +970,22 @@ __device__ __forceinline__ void choose_experts(const Args& a, Block& b, const fl
   __syncwarp();
 #pragma unroll
   for (int i = 0; i < EACH; ++i) f[i] = f[i] * norm + bias[i];
-  choose<EACH, ACTIVE>(f, b.s->weights + t * ACTIVE, b.s->ids + t * ACTIVE, b.lane);
-  if (b.lane == 0) b.s->scale[t] = norm;
+  choose<EACH, ACTIVE>(f, b.s->weights, b.s->ids, b.lane);
+  if (b.lane == 0) b.s->scale = norm;
 }
-__device__ __forceinline__ void publish_slots(const Args& a, Block& b) {
-  u32 same;
-  int slot;
-  const int slots = find_slots(*b.s, tokens_of(a) * ACTIVE, b.lane, same, slot);
-  if (slot >= 0) {
-    b.s->slot_pair[slot][__popc(same & ((1u << b.lane) - 1))] = b.lane;
-    b.s->slot_count[slot] = __popc(same);
-    b.s->slot_expert[slot] = b.s->ids[b.lane];
-  }
-  if (b.lane == 0) b.s->slots = slots;
-}
-
 __device__ __forceinline__ int4 times_two_64(int4 v) {
   return make_int4(mul_bf16x2(v.x, TWO_64), mul_bf16x2(v.y, TWO_64), mul_bf16x2(v.z, TWO_64), mul_bf16x2(v.w, TWO_64));
 }
 
-// This warp's share of one unit, 16 rows x 8 tokens. x: the fragments of the unit's tokens.
-template <int K, int PW>
+// This warp's share of one unit: 16 rows times the token, in c[0] and c[2] of lanes with j = 0.
+template <int K>
 __device__ __forceinline__ void expert_product(
-    float (&c)[4], const u8* unit, int half, int first, const u32 (&x)[PW][8], int lane, u32 two_23) {
+    float (&c)[4], const u8* unit, int half, int first, const u32 (&x)[HPW][8], int lane, u32 two_23) {
   const u32 values = smem_u32(unit) + (lane >> 3) * (K * 128) + ((lane >> 2) & 1) * 64 + (lane & 3) * 16 + first * 128;
   const u32 scales = smem_u32(unit) + 4 * K * 128 + half * 32 + (lane >> 2) * 4 + first * 64;
   c[0] = c[1] = c[2] = c[3] = 0.f;
 #pragma unroll
-  for (int i = 0; i < PW; ++i) {
+  for (int i = 0; i < HPW; ++i) {
     const uint4 v = lds16(values + i * 128);
     const u32 s = lds4(scales + i * 64);
     group(c, v.x, v.y, scale<0>(s, two_23), scale<1>(s, two_23), x[i]);
@@ -1034,11 +993,11 @@ __device__ __forceinline__ void expert_product(
   }
 }
 
-// The fragments of a slot's tokens, staged rows `row(n)`.
-template <int PW> __device__ __forceinline__ void load_x(u32 (&x)[PW][8], const Block& b, int row) {
-  const u32 at = smem_u32(b.xs) + row * X_PITCH + b.warp * PW * 128 + (b.lane >> 3) * 16;
+// The fragments of this warp's columns of the staged row, which are all eight columns of the operand.
+__device__ __forceinline__ void load_x(u32 (&x)[HPW][8], const Block& b) {
+  const u32 at = smem_u32(b.xs) + b.warp * HPW * 128 + (b.lane >> 3) * 16;
 #pragma unroll
-  for (int k = 0; k < PW; ++k) {
+  for (int k = 0; k < HPW; ++k) {
     u32 lo[4], hi[4];
     ldmatrix4(lo, at + k * 128);
     ldmatrix4(hi, at + k * 128 + 64);
@@ -1047,30 +1006,26 @@ template <int PW> __device__ __forceinline__ void load_x(u32 (&x)[PW][8], const 
   }
 }
 
-// This block's units of one slot. UP: act[pair, I] = swiglu(w13 x + b13); else parts[pair, C] = weight x (w2 act + b2).
+// This block's units of one choice. UP: act[choice] = swiglu(w13 x + b13); else parts[choice] = weight x (w2 act + b2).
 // Warps take turns in summing up and finishing; the others go on.
 template <bool UP>
-__device__ __forceinline__ void expert_units(const Args& a, Block& b, const Layer& y, int slot, Late& late) {
-  constexpr int K = UP ? HB : IB, ROWS = UP ? 2 * I : C, UNITS = ROWS / 16, PW = K / WARPS;
-  constexpr int OUTS = UP ? 8 : 16, SLOT = TOKENS * 16;
-  const int last = first_unit<UNITS>(slot, 1), tokens = b.s->slot_count[slot];
-  const float* biases = (UP ? y.up_bias : y.down_bias) + (long long)b.s->slot_expert[slot] * ROWS;
-  u32 x[PW][8];
-  {
-    const int token = (b.lane & 7) < tokens ? b.lane & 7 : 0;
-    load_x<PW>(x, b, UP ? b.s->slot_pair[slot][token] / ACTIVE : (slot & 1) * TOKENS + token);
-  }
-  for (int start = first_unit<UNITS>(slot, 0); start < last; start += FLUSH, ++b.flush) {
+__device__ __forceinline__ void expert_units(const Args& a, Block& b, const Layer& y, int choice, Late& late) {
+  constexpr int K = UP ? HB : IB, ROWS = UP ? 2 * I : C, UNITS = ROWS / 16;
+  constexpr int OUTS = UP ? 8 : 16, TURNS = (FLUSH * OUTS + 31) / 32;  // outputs of a unit; of a flush, a lane
+  const int last = first_unit<UNITS>(choice, 1);
+  const float* biases = (UP ? y.up_bias : y.down_bias) + (long long)b.s->ids[choice] * ROWS;
+  u32 x[HPW][8];
+  load_x(x, b);
+  for (int start = first_unit<UNITS>(choice, 0); start < last; start += FLUSH, ++b.flush) {
     const int count = min(FLUSH, last - start), buffer = b.flush % BUFFERS, round = b.flush / BUFFERS;
     const bool finish = b.flush % WARPS == (u32)b.warp;
-    float* sums = b.sums + buffer * SUM;
-    // bias of the outputs u = o / OUTS / tokens, n, r = o % OUTS of this lane: asked for early
-    constexpr int TURNS = (FLUSH * TOKENS * OUTS + 31) / 32;
+    float* sums = b.sums + buffer * SUM;  // [FLUSH][WARPS][16]
+    // bias of this lane's outputs, r of unit u: asked for early
     float2 bias[TURNS];
     if (finish) {
 #pragma unroll
       for (int i = 0; i < TURNS; ++i) {
-        const int o = i * 32 + b.lane, u = min(o / (TOKENS * OUTS), count - 1), r = o % OUTS;
+        const int o = i * 32 + b.lane, u = min(o / OUTS, count - 1), r = o % OUTS;
         const float* from = biases + row_tile(start + u, UNITS) * 16 + (UP ? 2 * r : r);
         bias[i] = UP ? __ldg((const float2*)from) : make_float2(__ldg(from), 0.f);
       }
@@ -1079,13 +1034,9 @@ __device__ __forceinline__ void expert_units(const Args& a, Block& b, const Laye
     for (int i = 0; i < count; ++i) {
       const u32 at = next_chunk(b, UP ? UP_CHUNK : DOWN_CHUNK);
       float c[4];
-      expert_product<K, PW>(c, b.ring + at, (row_tile(start + i, UNITS) >> 3) & 1, b.warp * PW, x, b.lane, a.two_23);
-      float* to = sums + (i * WARPS + b.warp) * SLOT + b.g;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int column = 2 * b.j + h;
-        if (column < TOKENS) { to[column * 16] = c[h]; to[column * 16 + 8] = c[2 + h]; }
-      }
+      expert_product<K>(c, b.ring + at, (row_tile(start + i, UNITS) >> 3) & 1, b.warp * HPW, x, b.lane, a.two_23);
+      float* to = sums + (i * WARPS + b.warp) * 16 + b.g;
+      if (b.j == 0) { to[0] = c[0]; to[8] = c[2]; }
       release_chunks(b, 1);
     }
     if (b.lane == 0) bar_arrive(b.sums_full + 8 * buffer);
@@ -1093,21 +1044,21 @@ __device__ __forceinline__ void expert_units(const Args& a, Block& b, const Laye
     bar_wait(b.sums_full + 8 * buffer, round & 1);
 #pragma unroll
     for (int i = 0; i < TURNS; ++i) {
-      const int o = i * 32 + b.lane, u = o / (TOKENS * OUTS), n = o / OUTS % TOKENS, r = o % OUTS;
-      if (u >= count || n >= tokens) continue;
-      const int pair = b.s->slot_pair[slot][n], tile = row_tile(start + u, UNITS);
-      const float* from = sums + u * WARPS * SLOT + n * 16;
+      const int o = i * 32 + b.lane, u = o / OUTS, r = o % OUTS;
+      if (u >= count) continue;
+      const int tile = row_tile(start + u, UNITS);
+      const float* from = sums + u * WARPS * 16;
       float first = bias[i].x, second = bias[i].y;
 #pragma unroll
       for (int w = 0; w < WARPS; ++w) {
-        first += from[w * SLOT + (UP ? 2 * r : r)];
-        if (UP) second += from[w * SLOT + 2 * r + 1];
+        first += from[w * 16 + (UP ? 2 * r : r)];
+        if (UP) second += from[w * 16 + 2 * r + 1];
       }
       if (UP) {
         const float gate = fminf(first, a.limit), lin = fminf(fmaxf(second, -a.limit), a.limit);
-        __stcg(late.act[pair] + tile * 8 + r, flagged(gate / (1.f + __expf(-a.alpha * gate)) * (lin + 1.f)));
+        __stcg(late.act[choice] + tile * 8 + r, flagged(gate / (1.f + __expf(-a.alpha * gate)) * (lin + 1.f)));
       } else {
-        __stcg(late.parts[pair] + tile * 16 + r, flagged32(first * b.s->weights[pair]));
+        __stcg(late.parts[choice] + tile * 16 + r, flagged32(first * b.s->weights[choice]));
       }
     }
     __syncwarp();
@@ -1131,80 +1082,52 @@ __device__ __forceinline__ void clear_read(const Args& a, const Block& b, int la
 }
 
 __device__ __forceinline__ void up(const Args& a, Block& b, const Layer& y, const Layer* after, int layer) {
+  Late& late = zeros(a).late[layer & 1];
   const int column = (b.warp * HPW * 8 + b.lane) * 8;
   const bool mine = b.lane < HPW * 8;
   int4 norm = make_int4(0, 0, 0, 0);
   float bias[EACH];
   if (mine) norm = __ldg((const int4*)(y.post_norm + column));
 #pragma unroll
-  for (int i = 0; i < EACH; ++i) bias[i] = b.warp < tokens_of(a) ? to_float(y.b_router[b.lane * EACH + i]) : 0.f;
+  for (int i = 0; i < EACH; ++i) bias[i] = b.warp == 0 ? to_float(y.b_router[b.lane * EACH + i]) : 0.f;
   if (after != nullptr) {
     make_items(a, b, *after);
-    b.blocks = next_blocks(a, b, *after);
+    b.blocks = next_blocks(b, *after);
   }
   mark(a, b, layer, 7);
-  int4 h[TOKENS];
-#pragma unroll
-  for (int t = 0; t < TOKENS; ++t) h[t] = make_int4(0, 0, 0, 0);
-#pragma unroll
-  for (int t = 0; t < TOKENS; ++t)
-    if (t < tokens_of(a) && mine) h[t] = look16(zeros(a).late[layer & 1].hidden[t] + column);
-  if (b.warp < tokens_of(a)) choose_experts(a, b, bias, layer, b.warp);
-#pragma unroll
-  for (int t = 0; t < TOKENS; ++t)
-    if (t < tokens_of(a) && mine) h[t] = settle(h[t], zeros(a).late[layer & 1].hidden[t] + column);
-  sync_all();
+  int4 h = make_int4(0, 0, 0, 0);
+  if (mine) h = look16(late.hidden + column);
+  if (b.warp == 0) choose_experts(a, b, bias, layer);
+  if (mine) h = settle(h, late.hidden + column);
+  sync_all();  // the choices are known
   mark(a, b, layer, 8);
-  if (b.warp == WARPS - 1) publish_slots(a, b);
   if (mine) {
-    float nw[8];
+    float nw[8], x[8];
     split8(nw, norm);
+    split8(x, h);
 #pragma unroll
-    for (int t = 0; t < TOKENS; ++t) {
-      if (t >= tokens_of(a)) continue;
-      float x[8];
-      split8(x, h[t]);
-#pragma unroll
-      for (int e = 0; e < 8; ++e) x[e] = x[e] * b.s->scale[t] * nw[e];
-      *(int4*)(b.xs + t * X_PITCH + column * 2) = times_two_64(join8(x));
-    }
+    for (int e = 0; e < 8; ++e) x[e] = x[e] * b.s->scale * nw[e];
+    *(int4*)(b.xs + column * 2) = times_two_64(join8(x));
   }
-  sync_consumers();
-  clear_read(a, b, layer);
-  for (int slot = 0; slot < b.s->slots; ++slot) expert_units<true>(a, b, y, slot, zeros(a).late[layer & 1]);
-  mark(a, b, layer, 9);
-}
-
-// A warp's columns of a slot's rows.
-__device__ __forceinline__ const bf16* act_piece(const Block& b, const Late& late, int slot, int n) {
-  return late.act[b.s->slot_pair[slot][n]] + (b.warp * IPW * 8 + b.lane) * 8;
-}
-__device__ __forceinline__ void ask_act(int4 (&v)[TOKENS], const Block& b, const Late& late, int slot) {
-#pragma unroll
-  for (int n = 0; n < TOKENS; ++n) {
-    v[n] = make_int4(0, 0, 0, 0);
-    if (b.lane < IPW * 8 && n < b.s->slot_count[slot]) v[n] = look16(act_piece(b, late, slot, n));
-  }
-}
-__device__ __forceinline__ void stage_act(const int4 (&v)[TOKENS], const Block& b, const Late& late, int slot) {
-#pragma unroll
-  for (int n = 0; n < TOKENS; ++n)
-    if (b.lane < IPW * 8 && n < b.s->slot_count[slot])
-      *(int4*)(b.xs + ((slot & 1) * TOKENS + n) * X_PITCH + (b.warp * IPW * 8 + b.lane) * 16) =
-          times_two_64(settle(v[n], act_piece(b, late, slot, n)));
   __syncwarp();
+  clear_read(a, b, layer);
+  for (int choice = 0; choice < ACTIVE; ++choice) expert_units<true>(a, b, y, choice, late);
+  mark(a, b, layer, 9);
 }
 
 __device__ __forceinline__ void down(const Args& a, Block& b, const Layer& y, int layer) {
   Late& late = zeros(a).late[layer & 1];
-  const int slots = b.s->slots;
-  int4 ahead[TOKENS];
-  ask_act(ahead, b, late, 0);
-  for (int slot = 0; slot < slots; ++slot) {
-    stage_act(ahead, b, late, slot);
-    if (slot == 0) mark(a, b, layer, 10);
-    if (slot + 1 < slots) ask_act(ahead, b, late, slot + 1);
-    expert_units<false>(a, b, y, slot, late);
+  const int column = (b.warp * HPW * 8 + b.lane) * 8;
+  const bool mine = b.lane < HPW * 8;
+  int4 act = make_int4(0, 0, 0, 0);
+  if (mine) act = look16(late.act[0] + column);
+  for (int choice = 0; choice < ACTIVE; ++choice) {
+    __syncwarp();  // all lanes have read what was staged before
+    if (mine) *(int4*)(b.xs + column * 2) = times_two_64(settle(act, late.act[choice] + column));
+    __syncwarp();
+    if (choice == 0) mark(a, b, layer, 10);
+    if (mine && choice + 1 < ACTIVE) act = look16(late.act[choice + 1] + column);
+    expert_units<false>(a, b, y, choice, late);
   }
   mark(a, b, layer, 11);
 }
@@ -1246,7 +1169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
   find_request(a, b);
   make_items(a, b, layers[0]);
   sync_consumers();
-  b.blocks = next_blocks(a, b, layers[0]);
+  b.blocks = next_blocks(b, layers[0]);
   for (int l = 0; l < a.layer_count; ++l) {
     const Layer& y = layers[l];
     qkv(a, b, y, l);
@@ -1258,12 +1181,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
   const Late& late = zeros(a).late[(a.layer_count - 1) & 1];
   const int column = (b.warp * HPW * 8 + b.lane) * 8;
   if (b.lane < HPW * 8)
-#pragma unroll
-    for (int t = 0; t < TOKENS; ++t)
-      if (t < tokens_of(a) && (column / 8 + t) % GRID == blockIdx.x) {
-        float x[8];
-        mix8(x, late, t, column);
-        *(int4*)(a.out + (long long)t * C + column) = join8(x);
-        *(int4*)(a.hidden + (long long)t * C + column) = __ldcg((const int4*)(late.hidden[t] + column));
-      }
+    if (column / 8 % GRID == blockIdx.x) {
+      float x[8];
+      mix8(x, late, column);
+      *(int4*)(a.out + column) = join8(x);
+      *(int4*)(a.hidden + column) = __ldcg((const int4*)(late.hidden + column));
+    }
 }
