@@ -15,6 +15,8 @@
 // in C; PART blocks per stage; WARPS consumer warps (divides PART); STAGES; UNITS per CTA at most;
 // MIN_CTAS per multiprocessor the register budget leaves room for; EXPERTS, TOPK, CLUSTER (router).
 #include "common.cuh"
+#include "bulk.cuh"
+#include "topk.cuh"
 
 #define C (BLOCKS * 64)
 #define PARTS (BLOCKS / PART)
@@ -23,28 +25,6 @@
 #define PITCH (ROW_BYTES + 16)  // 16 mod 128: the quads of two rows then cover all banks
 #define STAGE_BYTES (8 * PITCH)
 #define TOKENS (NT * 8)
-
-__device__ __forceinline__ void bar_init(u32 bar, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
-}
-__device__ __forceinline__ void bar_expect(u32 bar, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void bar_arrive(u32 bar) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
-}
-__device__ __forceinline__ void bar_wait(u32 bar, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred p;\nW_%=:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra D_%=;\nbra W_%=;\nD_%=:\n}"
-      ::"r"(bar), "r"(parity) : "memory");
-}
-__device__ __forceinline__ void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar, u64 policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
-      ::"r"(dst), "l"(src), "r"(bytes), "r"(bar), "l"(policy) : "memory");
-}
-__device__ __forceinline__ void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void pdl_launch() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // Sums of tokens g and g + 8; with 8 tokens the second half is zero and has no registers.
 __device__ __forceinline__ void mma_bf16(float (&c)[2 * NT], const u32 (&lo)[8], const u32 (&hi)[8], const int k, const u32 b0,
@@ -59,15 +39,6 @@ __device__ __forceinline__ void mma_bf16(float (&c)[2 * NT], const u32 (&lo)[8],
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(lo[2 * k]), "r"(hi[2 * k]), "r"(lo[2 * k + 1]), "r"(hi[2 * k + 1]), "r"(b0), "r"(b1));
 #endif
-}
-__device__ __forceinline__ float2 unpack(u32 v) {
-  return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
-}
-// 16 bf16 (32 bytes) of global memory, not cached in L1: another kernel wrote them.
-__device__ __forceinline__ void load16(u32 (&v)[8], const bf16* p) {
-  const int4* q = (const int4*)p;
-  int4 a = __ldcg(q), b = __ldcg(q + 1);
-  v[0] = a.x; v[1] = a.y; v[2] = a.z; v[3] = a.w; v[4] = b.x; v[5] = b.y; v[6] = b.z; v[7] = b.w;
 }
 
 struct Args {
@@ -136,37 +107,6 @@ __device__ __forceinline__ void store_cluster(u32 addr, u32 rank, float v) {
   u32 remote;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(addr), "r"(rank));
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(v) : "memory");
-}
-// A float as an unsigned number of the same order.
-__device__ __forceinline__ u32 ordered(float f) {
-  const u32 u = __float_as_uint(f);
-  return u ^ ((u >> 31) ? 0xffffffffu : 0x80000000u);
-}
-// One warp: the TOPK largest of EXPERTS logits (lower index wins a tie), softmax over them.
-__device__ __forceinline__ void choose(const float* logits, float* weights, int* ids, int lane) {
-  constexpr int EACH = EXPERTS / 32;
-  float f[EACH], top = 0.f, sum = 0.f, mine = 0.f;
-  u32 v[EACH];
-  int id = 0;
-#pragma unroll
-  for (int i = 0; i < EACH; ++i) { f[i] = logits[lane * EACH + i]; v[i] = ordered(f[i]); }
-#pragma unroll
-  for (int k = 0; k < TOPK; ++k) {
-    u32 best = v[0]; float value = f[0]; int at = 0;
-#pragma unroll
-    for (int i = 1; i < EACH; ++i) if (v[i] > best) { best = v[i]; value = f[i]; at = i; }
-    const u32 most = __reduce_max_sync(~0u, best);
-    const int owner = __ffs(__ballot_sync(~0u, best == most)) - 1;
-    value = __shfl_sync(~0u, value, owner);
-    at = __shfl_sync(~0u, at, owner);
-    if (k == 0) top = value;
-    const float e = __expf(value - top);
-    sum += e;
-    if (lane == k) { mine = e; id = owner * EACH + at; }
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) if (lane == owner && i == at) v[i] = 0;
-  }
-  if (lane < TOPK) { weights[lane] = mine / sum; ids[lane] = id; }
 }
 #endif
 
@@ -429,8 +369,12 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(WARPS * 32 + 32, MIN_CTAS
       }
     }
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-    for (int t = blockIdx.x + warp * CLUSTER; t < a.tokens; t += WARPS * CLUSTER)
-      choose(logits[t], a.topk_weights + (long long)t * TOPK, a.topk_ids + (long long)t * TOPK, lane);
+    for (int t = blockIdx.x + warp * CLUSTER; t < a.tokens; t += WARPS * CLUSTER) {
+      float f[EXPERTS / 32];
+#pragma unroll
+      for (int i = 0; i < EXPERTS / 32; ++i) f[i] = logits[t][lane * (EXPERTS / 32) + i];
+      choose<EXPERTS / 32, TOPK>(f, a.topk_weights + (long long)t * TOPK, a.topk_ids + (long long)t * TOPK, lane);
+    }
 #endif
   }
 }

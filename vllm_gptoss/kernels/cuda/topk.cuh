@@ -5,8 +5,8 @@ __device__ __forceinline__ u32 ordered(float f) {
   const u32 u = __float_as_uint(f);
   return u ^ ((u >> 31) ? 0xffffffffu : 0x80000000u);
 }
-// One warp: the TOPK largest of 32 * EACH logits, lane * EACH + i in f[i] (lower index wins a tie), softmax over them.
-template <int EACH, int TOPK>
+// One warp: the PICKS largest of 32 * EACH logits, lane * EACH + i in f[i] (lower index wins a tie), softmax over them.
+template <int EACH, int PICKS>
 __device__ __forceinline__ void choose(const float (&f)[EACH], float* weights, int* ids, int lane) {
   float top = 0.f, sum = 0.f, mine = 0.f;
   u32 v[EACH];
@@ -14,7 +14,7 @@ __device__ __forceinline__ void choose(const float (&f)[EACH], float* weights, i
 #pragma unroll
   for (int i = 0; i < EACH; ++i) v[i] = ordered(f[i]);
 #pragma unroll
-  for (int k = 0; k < TOPK; ++k) {
+  for (int k = 0; k < PICKS; ++k) {
     u32 best = v[0]; float value = f[0]; int at = 0;
 #pragma unroll
     for (int i = 1; i < EACH; ++i) if (v[i] > best) { best = v[i]; value = f[i]; at = i; }
@@ -29,5 +29,5 @@ __device__ __forceinline__ void choose(const float (&f)[EACH], float* weights, i
 #pragma unroll
     for (int i = 0; i < EACH; ++i) if (lane == owner && i == at) v[i] = 0;
   }
-  if (lane < TOPK) { weights[lane] = mine / sum; ids[lane] = id; }
+  if (lane < PICKS) { weights[lane] = mine / sum; ids[lane] = id; }
 }
