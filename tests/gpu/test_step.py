@@ -132,7 +132,7 @@ def test_a_model_in_one_launch_equals_six_a_layer_and_itself_in_a_graph() -> Non
     assert table is not None
     got = made(x, None, positions, requests, table)
     for mine, its in zip(got, wanted, strict=True):
-        assert cases.error(mine, its.double()) < 2**-7
+        assert cases.error(mine, its.double()) < 2**-6, "five layers of rounding"
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         assert made.table([0] * 5) is None, "a table cannot be made while a graph is captured"

@@ -513,7 +513,7 @@ __device__ __forceinline__ void qkv(const Args& a, Block& b, const Layer& y, int
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) s += b.s->squares[w];
     const int log2 = (int)(__float_as_uint(s / C) >> 23) - 127;
-    b.s->log_rms = max(-60, min(60, log2 >> 1));
+    b.s->log_rms = max(-50, min(50, log2 >> 1));  // twice that and SQUARE_BITS are still exponents of a float
   }
   sync_consumers();  // the scratch is free
 }
