@@ -65,11 +65,11 @@ class Model:
                 up=projection(model.experts, 2 * model.intermediate, hidden),
                 down=projection(model.experts, hidden, model.intermediate),
                 sinks=draw(heads),
-                kv_cache=draw(blocks, kv_heads, BLOCK, 2 * HEAD),
                 window=0 if index % 2 else spec.WINDOW,
             )
             for index in range(layers)
         ]
+        self.caches = [draw(blocks, kv_heads, BLOCK, 2 * HEAD) for _ in range(layers)]
         self.cos_sin = torch.randn(keys, HEAD, device="cuda")
         self.step = step.Step(self.layers, self.cos_sin, eps=EPS, alpha=spec.SWIGLU_ALPHA, limit=spec.SWIGLU_LIMIT)
         self.experts = [
@@ -87,16 +87,16 @@ class Model:
         """Six launches a layer."""
         x, residual = self.x, None
         requests = self.requests
-        for layer, experts in zip(self.layers, self.experts, strict=True):
+        for layer, cache, experts in zip(self.layers, self.caches, self.experts, strict=True):
             q = torch.empty(1, layer.out_weight.shape[1], dtype=x.dtype, device=x.device)
             attended, hidden, normed, out = torch.empty_like(q), *(torch.empty_like(x) for _ in range(3))
             summed = x if residual is None else torch.empty_like(x)
             dense.qkv_rope(
                 x, residual, layer.norm, layer.qkv_weight, layer.qkv_bias, self.positions, self.cos_sin,
-                requests.slots, layer.kv_cache, q, None if residual is None else summed, EPS,
+                requests.slots, cache, q, None if residual is None else summed, EPS,
             )  # fmt: skip
             attention.attend(
-                q, layer.kv_cache, layer.sinks, requests.block_table, requests.seq_lens, requests.query_start, attended,
+                q, cache, layer.sinks, requests.block_table, requests.seq_lens, requests.query_start, attended,
                 HEAD**-0.5, layer.window,
             )  # fmt: skip
             dense.out_proj(attended, layer.out_weight, layer.out_bias, summed, hidden)
@@ -112,7 +112,7 @@ class Model:
 
     def fused(self, trace: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """One launch."""
-        table = self.step.table([0] * len(self.layers))
+        table = self.step.table([0] * len(self.layers), self.caches)
         assert table is not None
         return self.step(self.x, None, self.positions, [self.requests], table, trace)
 

@@ -260,13 +260,14 @@ def experts_by_logits(module: Any, up: Weights, down: Weights, tokens: int, dtyp
     experts_close(run_experts(module, x, logits, None), experts_oracle(x, ids, top.softmax(-1), up, down))
 
 
-def layer_tensors(
-    up: Weights, down: Weights, blocks: int, *, block: int = BLOCK, window: int = 0, strided: bool = False
-) -> steps.LayerTensors:
-    """A layer of the whole model around the experts `up` and `down`, with a filled cache."""
+def filled_cache(blocks: int, block: int = BLOCK, strided: bool = False) -> Tensor:
+    cache = draw(blocks, block, 8, 2 * HEAD) if strided else draw(blocks, 8, block, 2 * HEAD)
+    return cache.transpose(1, 2) if strided else cache
+
+
+def layer_tensors(up: Weights, down: Weights, *, window: int = 0) -> steps.LayerTensors:
+    """A layer of the whole model around the experts `up` and `down`."""
     experts, heads, kv_heads = up.blocks.shape[0], 64, 8
-    shape = (blocks, block, kv_heads, 128) if strided else (blocks, kv_heads, block, 128)
-    cache = draw(*shape)
     return steps.LayerTensors(
         norm=draw(C),
         qkv_weight=draw((heads + 2 * kv_heads) * HEAD, C, scale=C**-0.5),
@@ -279,7 +280,6 @@ def layer_tensors(
         up=up.projection,
         down=down.projection,
         sinks=draw(heads),
-        kv_cache=cache.transpose(1, 2) if strided else cache,
         window=window,
     )
 
@@ -307,28 +307,26 @@ def step(
     strided: bool = False,
     first: bool = False,
 ) -> None:
-    """One layer in one launch: kernel(layers, cos_sin, x, residual, positions, requests): experts, hidden."""
+    """One layer in one launch: kernel(layers, caches, cos_sin, x, residual, positions, requests): experts, hidden."""
     blocks = -(-keys // block) + 3
-    layer, requests = (
-        layer_tensors(up, down, blocks, block=block, window=window, strided=strided),
-        request_of(keys, blocks, block),
-    )
+    layer, cache = layer_tensors(up, down, window=window), filled_cache(blocks, block, strided)
+    requests = request_of(keys, blocks, block)
     cos_sin, x = torch.randn(keys + 1, HEAD, device=DEVICE), draw(1, C)
     residual = None if first else draw(1, C)
     positions = torch.tensor([keys - 1], device=DEVICE)
-    before = layer.kv_cache.clone()
-    out, hidden = kernel([layer], cos_sin, x, residual, positions, requests)
+    before = cache.clone()
+    out, hidden = kernel([layer], [cache], cos_sin, x, residual, positions, requests)
 
     summed = x if residual is None else (x.float() + residual.float()).bfloat16()
     product = _norm(summed, layer.norm) @ layer.qkv_weight.double().T + layer.qkv_bias.double()
     q, k, v = product.split([64 * HEAD, 8 * HEAD, 8 * HEAD], dim=-1)
     q, k = (_rotate(t.unflatten(-1, (-1, HEAD)), cos_sin, positions) for t in (q, k))
     at = int(requests.slots[0])
-    written = layer.kv_cache[at // block, :, at % block]
+    written = cache[at // block, :, at % block]
     assert error(written[:, :HEAD], k[0]) < 3 * ROUNDING
     assert error(written[:, HEAD:], v.unflatten(-1, (-1, HEAD))[0]) < 2 * ROUNDING
     before[at // block, :, at % block] = written
-    assert same(before, layer.kv_cache), "a slot that is not the token's was written"
+    assert same(before, cache), "a slot that is not the token's was written"
     position = torch.arange(keys, device=DEVICE)
     rows = before[requests.block_table[0, position // block].long(), :, position % block].double()
     attended = reference.sink_attention(
@@ -341,5 +339,7 @@ def step(
     top, ids = (normed @ layer.router_weight.double().T + layer.router_bias.double()).topk(ACTIVE)
     # the experts read the norm rounded to bf16: one rounding more than `experts_close` knows of
     assert error(out, experts_oracle(normed, ids, top.softmax(-1), up, down)) < 2**-7
-    for got, again in zip((out, hidden), kernel([layer], cos_sin, x, residual, positions, requests), strict=True):
+    for got, again in zip(
+        (out, hidden), kernel([layer], [cache], cos_sin, x, residual, positions, requests), strict=True
+    ):
         assert same(got, again)

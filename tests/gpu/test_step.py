@@ -30,6 +30,7 @@ def experts(count: int) -> tuple[Weights, Weights]:
 
 def run(
     layers: list[step.LayerTensors],
+    caches: list[Tensor],
     cos_sin: Tensor,
     x: Tensor,
     residual: Tensor | None,
@@ -37,7 +38,7 @@ def run(
     requests: step.Requests,
 ) -> tuple[Tensor, Tensor]:
     made = step.Step(layers, cos_sin, eps=EPS, alpha=ALPHA, limit=LIMIT)
-    table = made.table([0] * len(layers))
+    table = made.table([0] * len(layers), caches)
     assert table is not None
     result: tuple[Tensor, Tensor] = made(x, residual, positions, [requests], table)
     return result
@@ -64,14 +65,14 @@ def one_layer(layer: step.LayerTensors, x: Tensor) -> tuple[Tensor, Tensor, Tens
     """(experts' output, the norm they read, router logits) of token 20 of a request."""
     positions = torch.tensor([19], device="cuda")
     cos_sin = torch.randn(32, HEAD, device="cuda")
-    out, hidden = run([layer], cos_sin, x, None, positions, cases.request_of(20, 4))
+    out, hidden = run([layer], [cases.filled_cache(4)], cos_sin, x, None, positions, cases.request_of(20, 4))
     normed = reference.rms_norm(hidden.double(), layer.post_norm.double())
     return out, normed, normed @ layer.router_weight.double().T + layer.router_bias.double()
 
 
 def test_all_logits_alike_choose_the_first_experts() -> None:
     up, down = experts(32)
-    layer = cases.layer_tensors(up, down, 4)
+    layer = cases.layer_tensors(up, down)
     layer.router_weight.zero_()
     layer.router_bias.zero_()
     out, normed, _ = one_layer(layer, draw(1, C))
@@ -83,7 +84,7 @@ def test_all_logits_alike_choose_the_first_experts() -> None:
 def test_any_size_of_activations_is_routed(scale: float) -> None:
     """The logits are added up as fixed point, in units of the layer's input."""
     up, down = experts(32)
-    layer = cases.layer_tensors(up, down, 4)
+    layer = cases.layer_tensors(up, down)
     layer.out_weight.mul_(scale)
     layer.out_bias.mul_(scale)
     out, normed, logits = one_layer(layer, draw(1, C, scale=scale))
@@ -92,20 +93,25 @@ def test_any_size_of_activations_is_routed(scale: float) -> None:
 
 
 def chain(
-    layers: list[step.LayerTensors], cos_sin: Tensor, x: Tensor, positions: Tensor, requests: list[step.Requests]
+    layers: list[step.LayerTensors],
+    caches: list[Tensor],
+    cos_sin: Tensor,
+    x: Tensor,
+    positions: Tensor,
+    requests: list[step.Requests],
 ) -> tuple[Tensor, Tensor]:
     """Six launches a layer."""
     residual = None
-    for index, layer in enumerate(layers):
+    for index, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
         mine = requests[index % 2]
         q, attended, hidden, normed, out = (poison(1, width) for width in (4096, 4096, C, C, C))
         summed = x if residual is None else poison(1, C)
         dense.qkv_rope(
-            x, residual, layer.norm, layer.qkv_weight, layer.qkv_bias, positions, cos_sin, mine.slots, layer.kv_cache,
+            x, residual, layer.norm, layer.qkv_weight, layer.qkv_bias, positions, cos_sin, mine.slots, cache,
             q, None if residual is None else summed, EPS,
         )  # fmt: skip
         attention.attend(
-            q, layer.kv_cache, layer.sinks, mine.block_table, mine.seq_lens, mine.query_start, attended, HEAD**-0.5,
+            q, cache, layer.sinks, mine.block_table, mine.seq_lens, mine.query_start, attended, HEAD**-0.5,
             layer.window,
         )  # fmt: skip
         dense.out_proj(attended, layer.out_weight, layer.out_bias, summed, hidden)
@@ -123,19 +129,22 @@ def test_a_model_in_one_launch_equals_six_a_layer_and_itself_in_a_graph() -> Non
     """Buffers alternate between layers, two kinds of layers have tables of their own, replays leave nothing behind."""
     up, down = experts(32)
     keys, blocks = 700, 48
-    layers = [cases.layer_tensors(up, down, blocks, window=0 if index % 2 else 128) for index in range(5)]
+    layers = [cases.layer_tensors(up, down, window=0 if index % 2 else 128) for index in range(5)]
+    caches = [cases.filled_cache(blocks) for _ in layers]
     requests = [cases.request_of(keys, blocks) for _ in range(2)]
     cos_sin, x, positions = torch.randn(keys, HEAD, device="cuda"), draw(1, C), torch.tensor([keys - 1], device="cuda")
-    wanted = chain(layers, cos_sin, x, positions, requests)
+    wanted = chain(layers, caches, cos_sin, x, positions, requests)
     made = step.Step(layers, cos_sin, eps=EPS, alpha=ALPHA, limit=LIMIT)
-    table = made.table([index % 2 for index in range(5)])
+    # a table of a cache that vLLM has given up meanwhile is not taken for the one of now
+    assert made.table([index % 2 for index in range(5)], [cases.filled_cache(1) for _ in layers]) is not None
+    table = made.table([index % 2 for index in range(5)], caches)
     assert table is not None
     got = made(x, None, positions, requests, table)
     for mine, its in zip(got, wanted, strict=True):
         assert cases.error(mine, its.double()) < 2**-6, "five layers of rounding"
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        assert made.table([0] * 5) is None, "a table cannot be made while a graph is captured"
+        assert made.table([0] * 5, caches) is None, "a table cannot be made while a graph is captured"
         replayed = made(x, None, positions, requests, table)
     for _ in range(50):
         graph.replay()

@@ -132,23 +132,24 @@ class OneLaunch:
     def __call__(
         self,
         layers: list[step.LayerTensors],
+        caches: list[Tensor],
         cos_sin: Tensor,
         x: Tensor,
         residual: Tensor | None,
         positions: Tensor,
         requests: step.Requests,
     ) -> tuple[Tensor, Tensor]:
-        for layer in layers:
+        for layer, cache in zip(layers, caches, strict=True):
             q, attended = torch.empty(1, 4096).bfloat16(), torch.empty(1, 4096).bfloat16()
             summed, hidden, normed, out = (torch.empty_like(x) for _ in range(4))
             standins.qkv_rope(
                 x, residual, layer.norm, layer.qkv_weight, layer.qkv_bias, positions, cos_sin, requests.slots,
-                layer.kv_cache, q, summed, 1e-5,
+                cache, q, summed, 1e-5,
             )  # fmt: skip
             if self.fault == "slot":
-                layer.kv_cache[-1, 0, 0, 0] += 1
+                cache[-1, 0, 0, 0] += 1
             standins.attend(
-                q, layer.kv_cache, layer.sinks, requests.block_table, requests.seq_lens, requests.query_start, attended,
+                q, cache, layer.sinks, requests.block_table, requests.seq_lens, requests.query_start, attended,
                 0.125, 0 if self.fault == "window" else layer.window,
             )  # fmt: skip
             standins.out_proj(attended, layer.out_weight, layer.out_bias, summed, hidden)

@@ -94,14 +94,15 @@ def test_a_kernel_that_cannot_be_compiled_is_one_line(
 
 
 class Recorded(one_token.OneToken):
-    """The path with the kernel replaced by what it would be given."""
+    """The path that never finds a table, and what it asked for."""
 
-    def __init__(self, layers: list[Any], tables: list[torch.Tensor | None]) -> None:
+    def __init__(self, layers: list[Any]) -> None:
         super().__init__(layers)
-        self.given: list[Any] = []
-        self.step = SimpleNamespace(  # type: ignore[assignment]
-            table=lambda groups: self.given.append(groups) or tables.pop(0)
-        )
+        self.asked: list[tuple[list[int], list[int]]] = []
+        self.step.table = self.table  # type: ignore[method-assign]
+
+    def table(self, groups: Any, caches: Any) -> None:
+        self.asked.append((list(groups), [cache.data_ptr() for cache in caches]))
 
 
 def metadata(rows: int) -> Any:
@@ -122,15 +123,34 @@ def context(kinds: int) -> Any:
 
 
 def test_layers_are_grouped_by_their_tables() -> None:
-    path = Recorded([layer(name=f"layers.{i}") for i in range(4)], [None])
+    path = Recorded([layer(name=f"layers.{i}") for i in range(4)])
     assert path(torch.zeros(1, 2880), None, torch.zeros(1), context(2)) is None, "no table: six launches"
-    assert path.given == [[0, 1, 0, 1]]
+    assert path.asked[0][0] == [0, 1, 0, 1]
 
 
-def test_more_kinds_of_tables_than_the_kernel_takes_keep_six_launches() -> None:
-    path = Recorded([layer(name=f"layers.{i}") for i in range(8)], [])
-    assert path(torch.zeros(1, 2880), None, torch.zeros(1), context(step.MAX_GROUPS + 1)) is None
-    assert path.given == []
+def test_a_cache_that_vllm_makes_anew_is_the_one_that_is_read() -> None:
+    """vLLM profiles its graphs with a cache of a few blocks, gives it up and makes the real one."""
+    only = layer(block=SimpleNamespace(attn=SimpleNamespace(kv_cache=torch.zeros(1, 8, 16, 128))))
+    path = Recorded([only])
+    for _ in range(2):
+        path(torch.zeros(1, 2880), None, torch.zeros(1), context(1))
+        assert path.asked[-1][1] == [only.block.attn.kv_cache.data_ptr()]
+        only.block.attn.kv_cache = torch.zeros(9, 8, 16, 128)
+    assert path.asked[0][1] != path.asked[1][1]
+
+
+def test_more_kinds_of_tables_than_the_kernel_takes_keep_six_launches_and_say_so_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = Recorded([layer(name=f"layers.{i}") for i in range(8)])
+    logging.getLogger("vllm").addHandler(caplog.handler)
+    with caplog.at_level(logging.INFO, logger="vllm"):
+        for _ in range(2):
+            assert path(torch.zeros(1, 2880), None, torch.zeros(1), context(step.MAX_GROUPS + 1)) is None
+    logging.getLogger("vllm").removeHandler(caplog.handler)
+    assert path.asked == []
+    said = {id(record) for record in caplog.records if "one token (5 kinds of caches" in record.getMessage()}
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize(("tokens", "auxiliary", "taken"), [(1, (), True), (2, (), False), (1, (1,), False)])
@@ -148,3 +168,16 @@ def test_only_plain_steps_of_one_token_are_one_launch(tokens: int, auxiliary: tu
     path._layer = lambda *_: (calls.append("six"), (torch.ones(1), torch.ones(1)))[1]  # type: ignore[method-assign, func-returns-value]
     path._all_layers(torch.zeros(tokens, 4), None, torch.zeros(tokens), None)
     assert calls == ["one" if taken else "six"]
+
+
+@pytest.mark.parametrize(("layers", "built"), [("auto", False), ("gptoss", True)])
+def test_one_launch_is_taken_only_when_asked_for(monkeypatch: pytest.MonkeyPatch, layers: str, built: bool) -> None:
+    """Its output has not been compared with upstream's inside vLLM."""
+    marker: Any = object()
+    monkeypatch.setattr(one_token, "build", lambda layers, config: marker)
+    monkeypatch.setattr(few_tokens, "_cache_obstacle", lambda layer: None)
+    monkeypatch.setattr(few_tokens, "_compile", lambda layers: None)
+    settings = SimpleNamespace(additional_config={"gptoss": {"layers": layers}}, **vars(config()))
+    path = few_tokens.FewTokens(SimpleNamespace(model=SimpleNamespace(layers=[], start_layer=0, end_layer=0)), settings)
+    path._prepare()
+    assert path.one_token is (marker if built else None)

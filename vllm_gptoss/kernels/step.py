@@ -158,8 +158,8 @@ class LayerTensors:
     """One layer on one rank that holds all of it.
 
     norm, post_norm: [C] bf16; qkv_weight: [(H + 2K) * 64, C] bf16; out_weight: [C, H * 64] bf16; router_weight: [E, C]
-    bf16, each with its bias; up, down: the experts; sinks: [H] bf16; kv_cache: [blocks, K, block size, 128] bf16, K at
-    0, V at 64; window: keys a token sees, itself included, 0 for all.
+    bf16, each with its bias; up, down: the experts; sinks: [H] bf16; window: keys a token sees, itself included, 0 for
+    all.
     """
 
     norm: Tensor
@@ -173,12 +173,10 @@ class LayerTensors:
     up: Projection
     down: Projection
     sinks: Tensor
-    kv_cache: Tensor
     window: int
 
-    def record(self, group: int) -> Layer:
-        """What the kernel reads of it."""
-        cache = self.kv_cache
+    def record(self, group: int, cache: Tensor) -> Layer:
+        """What the kernel reads of it. cache: [blocks, K, block size, 128] bf16, K at 0, V at 64."""
         return Layer(
             norm=self.norm.data_ptr(),
             w_qkv=self.qkv_weight.data_ptr(),
@@ -271,15 +269,19 @@ class Step:
         """Compiles and loads the kernel; otherwise the first launch does."""
         compile_for(self.shape, self.device)
 
-    def table(self, groups: Sequence[int]) -> Tensor | None:
-        """The layers' records on the GPU; None while a graph is captured and these groups were not seen before."""
+    def table(self, groups: Sequence[int], caches: Sequence[Tensor]) -> Tensor | None:
+        """The layers' records on the GPU, for each layer's group of requests and its paged cache as it is now.
+
+        None while a graph is captured and these were not seen before: nothing can be copied then.
+        """
         import torch
 
-        key = (*groups, *(layer.kv_cache.data_ptr() for layer in self.layers))
+        key = (*groups, *(cache.data_ptr() for cache in caches))
         if key not in self._tables:
             if torch.cuda.is_current_stream_capturing():
                 return None
-            records = b"".join(bytes(layer.record(group)) for layer, group in zip(self.layers, groups, strict=True))
+            each = zip(self.layers, groups, caches, strict=True)
+            records = b"".join(bytes(layer.record(group, cache)) for layer, group, cache in each)
             self._tables[key] = torch.frombuffer(bytearray(records), dtype=torch.uint8).to(f"cuda:{self.device}")
         return self._tables[key]
 

@@ -3,7 +3,7 @@
 Per layer: `qkv_rope` (residual, RMSNorm, projection, bias, RoPE, cache write), `attend` (sinks, window), `out_proj`
 (bias, residual), `router` (RMSNorm, projection, top-k, softmax), then the experts. The kernels are in
 `vllm_gptoss/kernels/`; they are chained by programmatic dependent launch and captured in vLLM's FULL CUDA graphs. A
-step of one token is one launch for all layers where that can be: `one_token.py`.
+step of one token can be one launch for all layers: `one_token.py`.
 
 It runs outside torch.compile: `GptOssForCausalLM.forward` is not compiled, only the inner model is, and that one keeps
 serving prefill, mixed batches in piecewise graphs and everything this path does not take.
@@ -175,7 +175,7 @@ class FewTokens:
         if why := next(filter(None, map(_cache_obstacle, self.layers)), None) or _compile(self.layers):
             _vllm.init_logger("vllm.gptoss").warning("layers: upstream from here on (%s)", why)
             self.layers = []
-        else:
+        elif one_token.wished(self.config):
             self.one_token = one_token.build(self.layers, self.config)
 
     def __call__(

@@ -68,7 +68,10 @@ def _choose(model: Any, config: Any) -> choose.Choice[str]:
         return choose.Choice("upstream", why)
     if wish == "auto" and (why := _never_run(config)):
         return choose.Choice("upstream", f"never run by us with {why}; layers=gptoss tries it")
-    return choose.Choice("gptoss", f"fused kernels for steps of up to {few_tokens.MAX_TOKENS} tokens")
+    many = f"fused kernels for steps of up to {few_tokens.MAX_TOKENS} tokens"
+    if wish == "gptoss":
+        return choose.Choice("gptoss", f"{many}, one launch for one token")
+    return choose.Choice("gptoss", f"{many}; layers=gptoss also tries one launch for one token")
 
 
 def _never_run(config: Any) -> str | None:

@@ -1,8 +1,9 @@
 """A step of one token in one launch: every layer of the model in `kernels/step.py`.
 
-`FewTokens` uses it where it can. The kernel's blocks wait for one another, so all of them must be on the GPU at once:
-nothing that waits for this rank may hold a multiprocessor meanwhile, which is why several ranks keep six launches a
-layer.
+`FewTokens` uses it where it can and `layers=gptoss` asks for it: its times were measured inside vLLM, its output was
+compared with the six launches' and with float64 outside only. The kernel's blocks wait for one another, so all of them
+must be on the GPU at once: nothing that waits for this rank may hold a multiprocessor meanwhile, which is why several
+ranks keep six launches a layer.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from vllm_gptoss import _vllm
 from vllm_gptoss.kernels import nvrtc, step
+from vllm_gptoss.settings import Settings
 from vllm_gptoss.spec import RMS_NORM_EPS, SWIGLU_ALPHA, SWIGLU_LIMIT
 
 if TYPE_CHECKING:
@@ -22,6 +24,11 @@ if TYPE_CHECKING:
 
 MIN_BLOCK = 16
 """Tokens of a cache block at least: attention reads 16 keys at a time, out of one block."""
+
+
+def wished(config: Any) -> bool:
+    """Whether `layers=gptoss` was asked for."""
+    return Settings.load(config.additional_config).layers == "gptoss"
 
 
 def obstacle(layers: Sequence[Layer], config: Any) -> str | None:
@@ -61,7 +68,7 @@ class OneToken:
     """The model's layers, ready for steps of one token."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
-        self.layers = layers
+        self.layers, self.said = layers, False
         self.step = step.Step(
             [_tensors(layer) for layer in layers],
             layers[0].cos_sin,
@@ -74,7 +81,8 @@ class OneToken:
         self, x: Tensor, residual: Tensor | None, positions: Tensor, context: Any
     ) -> tuple[Tensor, Tensor] | None:
         """(the last layer's experts, what they are to be added to), both [1, C] bf16, for the context's attention
-        metadata. None where the layers have too many kinds of it, or unseen ones while a graph is captured."""
+        metadata. None, and one line, where the layers have too many kinds of it, or unseen caches while a graph is
+        captured; vLLM runs every step once before it captures it."""
         kinds: dict[tuple[int, int], int] = {}
         requests: list[step.Requests] = []
         groups: list[int] = []
@@ -85,10 +93,19 @@ class OneToken:
                 kinds[kind] = len(requests)
                 requests.append(step.Requests(metadata.block_table, metadata.seq_lens, metadata.query_start_loc, slots))
             groups.append(kinds[kind])
-        if len(requests) > step.MAX_GROUPS:
-            return None
-        table = self.step.table(groups)
-        return None if table is None else self.step(x, residual, positions, requests, table)
+        # Looked up each time: vLLM profiles its graphs with a small cache before it makes the real one.
+        caches = [layer.block.attn.kv_cache for layer in self.layers]
+        table = self.step.table(groups, caches) if len(requests) <= step.MAX_GROUPS else None
+        if table is not None:
+            result: tuple[Tensor, Tensor] = self.step(x, residual, positions, requests, table)
+            return result
+        if not self.said:
+            self.said = True
+            _vllm.init_logger("vllm.gptoss").info(
+                "layers: six launches each for one token (%d kinds of caches, or caches first seen in a graph)",
+                len(requests),
+            )
+        return None
 
 
 def _tensors(layer: Layer) -> step.LayerTensors:
@@ -105,6 +122,5 @@ def _tensors(layer: Layer) -> step.LayerTensors:
         up=layer.experts.up,
         down=layer.experts.down,
         sinks=layer.sinks,
-        kv_cache=layer.block.attn.kv_cache,
         window=layer.window,
     )
