@@ -16,7 +16,7 @@ import time
 FOUND = 9
 """Exit status of the sanitizer when it found something."""
 
-PARTS = {"layers": "_few", "experts": "experts_"}
+PARTS = {"layers": "_few", "experts": "experts_", "step": "decode_step"}
 """What is launched, and what its kernels' names share: torch's own kernels are not looked at."""
 
 
@@ -61,6 +61,17 @@ def experts(parallel: list[int], counts: list[int]) -> None:
             torch.cuda.empty_cache()
 
 
+def step(parallel: list[int], counts: list[int]) -> None:
+    """One layer of one token in one launch; `parallel` does not apply, it is for one GPU."""
+    from tests.gpu import cases
+    from tests.gpu.test_step import run
+
+    for count in counts:
+        for keys, window in ((1, 0), (200, 128), (700, 0), (3000, 0)):
+            cases.step(run, *cases.layer(count, cases.C), keys, window=window)
+        print(f"a whole step: {count} experts", flush=True)
+
+
 def only(sanitizer: str, names: str) -> list[str]:
     """The option that keeps the sanitizer to kernels of these names, as this version spells it."""
     known = subprocess.run([sanitizer, "--help"], capture_output=True, text=True).stdout
@@ -76,7 +87,7 @@ def main() -> int:
     parser.add_argument("--run", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
-        run = layers if options.run == "layers" else experts
+        run = {"layers": layers, "experts": experts, "step": step}[options.run]
         run([int(n) for n in options.parallel.split(",")], [int(n) for n in options.experts.split(",")])
         return 0
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")

@@ -84,6 +84,8 @@ def read(job: dict[str, Any]) -> dict[str, Any]:
     likely, top = [], []
     for tokens, output in zip(job["stream"], outputs, strict=True):
         for token, found in zip(tokens[1:], output.prompt_logprobs[1:], strict=True):
+            if token not in found:
+                raise RuntimeError(f"vLLM gave no log-probability of prompt token {token}, only of {sorted(found)}")
             likely.append(found[token].logprob)
             top.append({each: entry.logprob for each, entry in found.items()})
     return {"likely": likely, "top": top, "paths": engine.apply_model(paths)[0]}

@@ -417,7 +417,7 @@ __device__ __forceinline__ void load_input(const Args& a, const Block& b, const 
   float ss = 0.f;
   if (mine) {
     const Late& late = zeros(a).late[(layer - 1) & 1];
-    const bf16* before = layer == 0 ? (a.residual == nullptr ? nullptr : a.residual) : late.hidden;
+    const bf16* before = layer == 0 ? a.residual : late.hidden;
     float x[8], nw[8];
     int4 r = make_int4(0, 0, 0, 0);
     if (before != nullptr) r = __ldcg((const int4*)(before + column));  // all there since the layer before's up
