@@ -107,3 +107,32 @@ def test_real_engines_within_and_outside(tmp_path: Path, monkeypatch: pytest.Mon
     bad = verdict({**found, "plugin": fault}, "plugin", 1.1)
     assert not bad["logits_within"]
     assert bad["ratio"] > 2
+
+
+def test_what_was_decoded_is_compared_up_to_the_first_difference() -> None:
+    found = {
+        name: {
+            "decoded": [[1, 2, 3], [4, last, 6]],
+            "likely": [[0, 1, 2], [3, 4, 5]],
+            "top": [["a", "b", "c"], ["d", "e", "f"]],
+        }
+        for name, last in (("plugin", 5), ("triton", 5), ("marlin", 7))
+    }
+    numerics.cut(found)
+    assert all(one["likely"] == [0, 1, 2, 3] and one["top"] == ["a", "b", "c", "d"] for one in found.values())
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_plain_decode_is_read_from_real_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    checkpoint.write(dataclasses.replace(shapes.TINY, vocabulary=2048), tmp_path)
+    job = {"chunk": 1, "tensor_parallel": 1, "variant": "plugin", "options": {"enforce_eager": True}}
+    job |= {"model": str(tmp_path), "stream": numerics._stream(None, 2048, 2, 40)}
+    one = json.loads(json.dumps(numerics._run(job)))
+    assert [len(piece) for piece in one["decoded"]] == [39, 39]
+    found = {"plugin": one, "same": json.loads(json.dumps(one))}
+    numerics.cut(found)
+    assert len(one["likely"]) == len(one["top"]) == 78
+    assert all(0 >= likely >= -30 for likely in one["likely"])
+    assert all(len(position) >= numerics.TOP for position in one["top"])

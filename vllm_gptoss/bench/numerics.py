@@ -5,7 +5,9 @@
 
 Every variant reads the same stream, a few tokens a step (`--chunk`), in a process of its own, and says for every
 position how likely it finds the token that comes and its `TOP` likeliest ones. Small steps are what the fused path
-takes: 1 is plain decode in vLLM's graphs, 2 to 16 is what speculative decoding verifies.
+takes: 2 to 16 is what speculative decoding verifies. 1 is plain decode in vLLM's graphs: from the first token of each
+piece of the stream as many are decoded as it has, its number the seed, compared up to where two variants first choose
+differently.
 
 Two distances of two variants: the mean difference of log-probabilities that both report, and the difference of mean
 negative log-likelihoods. The plugin is within the spread where its distance to the nearest stock backend is, with 95 %
@@ -69,7 +71,8 @@ def read(job: dict[str, Any]) -> dict[str, Any]:
         "enable_prefix_caching": False,
         "max_model_len": max(map(len, job["stream"])) + 8,
         "max_num_seqs": 1,
-        "max_num_batched_tokens": job["chunk"],
+        # vLLM decodes one token a step anyway, and takes no less than one request's
+        "max_num_batched_tokens": max(job["chunk"], 2),
         "tensor_parallel_size": job["tensor_parallel"],
         # several tokens a step must not fall into piecewise graphs, which are upstream's
         "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, job["chunk"]]},
@@ -80,6 +83,8 @@ def read(job: dict[str, Any]) -> dict[str, Any]:
         arguments["moe_backend"] = variant
     engine = LLM(**{**arguments, **options})
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=TOP, detokenize=False)
+    if job["chunk"] == 1:
+        return {**decode(engine, job["stream"]), "paths": engine.apply_model(paths)[0]}
     outputs = engine.generate([{"prompt_token_ids": tokens} for tokens in job["stream"]], params, use_tqdm=False)
     likely, top = [], []
     for tokens, output in zip(job["stream"], outputs, strict=True):
@@ -89,6 +94,37 @@ def read(job: dict[str, Any]) -> dict[str, Any]:
             likely.append(found[token].logprob)
             top.append({each: entry.logprob for each, entry in found.items()})
     return {"likely": likely, "top": top, "paths": engine.apply_model(paths)[0]}
+
+
+def decode(engine: Any, stream: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Tokens decoded one a step, as many as each piece of `stream` has, and `Reading`'s fields of them, by piece."""
+    from vllm import SamplingParams
+
+    found: dict[str, Any] = {"decoded": [], "likely": [], "top": []}
+    for seed, piece in enumerate(stream):
+        params = SamplingParams(
+            temperature=1, seed=seed, max_tokens=len(piece) - 1, ignore_eos=True, logprobs=TOP, detokenize=False
+        )
+        output = engine.generate([{"prompt_token_ids": list(piece[:1])}], params, use_tqdm=False)[0].outputs[0]
+        found["decoded"].append(list(output.token_ids))
+        found["likely"].append(
+            [each[token].logprob for token, each in zip(output.token_ids, output.logprobs, strict=True)]
+        )
+        found["top"].append([{token: entry.logprob for token, entry in each.items()} for each in output.logprobs])
+    return found
+
+
+def cut(found: dict[str, dict[str, Any]]) -> None:
+    """Cuts what the variants decoded where two of them first choose differently, and joins the pieces."""
+    if any("decoded" not in one for one in found.values()):
+        return
+    ends = [
+        next((at for at, tokens in enumerate(zip(*pieces, strict=True)) if len(set(tokens)) > 1), len(pieces[0]))
+        for pieces in zip(*(one["decoded"] for one in found.values()), strict=True)
+    ]
+    for one in found.values():
+        for name in ("likely", "top"):
+            one[name] = [each for piece, end in zip(one[name], ends, strict=True) for each in piece[:end]]
 
 
 def paths(model: Any) -> dict[str, int]:
@@ -237,6 +273,7 @@ def main(
         job = {"model": str(directory), "chunk": chunk, "tensor_parallel": tensor_parallel}
         job["stream"] = _stream(stream, min(vocabulary, 190_000), sequences, tokens)
         found = {name: _run({**job, "variant": of, "options": options}) for name, of, options in specs}
+    cut(found)
     readings = {
         name: Reading(one["likely"], [{int(token): value for token, value in top.items()} for top in one["top"]])
         for name, one in found.items()
