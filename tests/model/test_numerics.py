@@ -76,8 +76,9 @@ def test_random_weights_are_the_same_every_time(tmp_path: Path) -> None:
 def test_real_engines_within_and_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stock backends differ by rounding: here, by the last bits of a projection. A forgotten bias is a fault."""
     from safetensors.torch import load_file, save_file
-    from torch import randn_like, zeros_like
+    from torch import manual_seed, randn_like, zeros_like
 
+    manual_seed(0)  # an expert near a tie that falls differently for one of the two is most of a distance
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     checkpoint.write(dataclasses.replace(shapes.TINY, vocabulary=2048), tmp_path / "plugin")
     for name in ("a", "b", "fault"):
