@@ -12,16 +12,14 @@ them. `stock` is vLLM's `matmul_ogs` with its routing kernels, from the `triton_
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.util
-import json
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from timing import BYTES_PER_SECOND, microseconds
+from timing import BYTES_PER_SECOND, microseconds, write
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from vllm_gptoss import spec
@@ -185,14 +183,7 @@ def main() -> None:
                     )
             del stock, up, down, ours, parts
     if options.out:
-        result = {
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "date": datetime.date.today().isoformat(),
-            "command": "python benchmarks/kernels.py " + " ".join(sys.argv[1:]),
-            "rows": rows,
-        }
-        Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
+        write(options.out, "kernels", rows)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,13 @@ floor is the bytes that must be read over 4.3 TB/s, what a device-to-device copy
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from timing import BYTES_PER_SECOND, microseconds
+from timing import BYTES_PER_SECOND, microseconds, write
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -169,14 +167,7 @@ def main() -> None:
                     said = {k: f"{v['us']:.1f}" if isinstance(v, dict) else v for k, v in row.items()}
                     print(" ".join(f"{key}={value}" for key, value in said.items()), flush=True)
     if options.out:
-        result = {
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "date": datetime.date.today().isoformat(),
-            "command": "python benchmarks/layers.py " + " ".join(sys.argv[1:]),
-            "rows": rows,
-        }
-        Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
+        write(options.out, "layers", rows)
 
 
 if __name__ == "__main__":

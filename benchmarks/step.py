@@ -10,8 +10,6 @@ The floor is the bytes of the weights that must be read over 4.3 TB/s.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from timing import BYTES_PER_SECOND, microseconds
+from timing import BYTES_PER_SECOND, microseconds, write
 
 from vllm_gptoss import spec
 from vllm_gptoss.kernels import attention, dense, step
@@ -194,14 +192,7 @@ def main() -> None:
         print({key: value for key, value in row.items() if key != "trace"}, flush=True)
         del made
     if options.out:
-        result = {
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "date": datetime.date.today().isoformat(),
-            "command": "python benchmarks/step.py " + " ".join(sys.argv[1:]),
-            "rows": rows,
-        }
-        Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
+        write(options.out, "step", rows)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 import statistics
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,3 +32,15 @@ def microseconds(work: Callable[[], Any], launches: int, repeats: int = 20) -> f
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / launches)
     return statistics.median(times[2:])
+
+
+def write(path: str, script: str, rows: list[dict[str, Any]]) -> None:
+    """Rows with what produced them: GPU, torch, date and the command of `script`."""
+    result = {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join([f"python benchmarks/{script}.py", *sys.argv[1:]]),
+        "rows": rows,
+    }
+    Path(path).write_text(json.dumps(result, indent=1) + "\n")
