@@ -82,9 +82,9 @@ def read(job: dict[str, Any]) -> dict[str, Any]:
     if not is_plugin(variant):
         arguments["moe_backend"] = variant
     engine = LLM(**{**arguments, **options})
-    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=TOP, detokenize=False)
     if job["chunk"] == 1:
         return {**decode(engine, job["stream"]), "paths": engine.apply_model(paths)[0]}
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=TOP, detokenize=False)
     outputs = engine.generate([{"prompt_token_ids": tokens} for tokens in job["stream"]], params, use_tqdm=False)
     likely, top = [], []
     for tokens, output in zip(job["stream"], outputs, strict=True):
