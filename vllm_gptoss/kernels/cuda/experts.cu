@@ -21,7 +21,6 @@
 constexpr int MAX_TOKENS = 32;
 constexpr int MAX_PAIRS = MAX_TOKENS * ACTIVE;
 constexpr int NT = NROWS / 16;               // row tiles of an expert
-constexpr int NT_PAIRED = NT / 16 * 16;      // tiles in whole blocks of 256 rows
 constexpr int NU = NT / R;                   // units of a slot
 constexpr int KS = (KT + WPU - 1) / WPU;     // tiles of 64 columns per warp
 constexpr int ROUNDS = (KS + DEPTH - 1) / DEPTH;  // turns of the ring in one unit
@@ -81,11 +80,6 @@ __device__ __forceinline__ uint4 ld_cg16(const u8* p) {
     asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
     return v;
-}
-
-__device__ __forceinline__ int row_tile(int j) {
-    // Neighbours share one 64-byte line of scales: tiles t and t + 8 of a block of 256 rows.
-    return j < NT_PAIRED ? (j & ~15) + ((j & 1) << 3) + ((j & 15) >> 1) : j;
 }
 
 // Router logits to the ACTIVE largest (ties: the lower expert) and their softmax, one warp per token.
@@ -298,9 +292,9 @@ __device__ __forceinline__ Source source(
     Source s;
     #pragma unroll
     for (int r = 0; r < R; r++)
-        s.values[r] = values + expert * EXPERT_BYTES + (u64)(row_tile(first + r) * 4 + (g >> 1)) * QUAD_BYTES
+        s.values[r] = values + expert * EXPERT_BYTES + (u64)(row_tile(first + r, NT) * 4 + (g >> 1)) * QUAD_BYTES
                       + (g & 1) * 64 + t * 16 + w.part * KS * 128;
-    const int tile = row_tile(first + (R == 1 ? 0 : (w.lane >> 1) & (R - 1)));
+    const int tile = row_tile(first + (R == 1 ? 0 : (w.lane >> 1) & (R - 1)), NT);
     s.scales = scales + expert * EXPERT_SCALE_BYTES
                + (u64)(((tile >> 4) * 8 + (tile & 7)) * SKT + w.part * KS + w.lane / (2 * R)) * 64
                + ((tile >> 3) & 1) * 32 + (w.lane & 1) * 16;
@@ -514,7 +508,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS) experts_up(
         #pragma unroll
         for (int r = 0; r < R; r++) {
             if (!finishes(w, done, r)) continue;
-            const int tile = row_tile(first + r);
+            const int tile = row_tile(first + r, NT);
             const float bias0 = b[tile * 16], bias8 = b[tile * 16 + 8];
             sum_shares(c[r], w, shares, r);
             c[r][0] += bias0; c[r][1] += bias0; c[r][2] += bias8; c[r][3] += bias8;
@@ -600,7 +594,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS) experts_down(
         #pragma unroll
         for (int r = 0; r < R; r++) {
             if (!finishes(w, done, r)) continue;
-            const int row = row_tile(first + r) * 16 + g;
+            const int row = row_tile(first + r, NT) * 16 + g;
             const float bias0 = b[row - g], bias8 = b[row - g + 8];
             sum_shares(c[r], w, shares, r);
             #pragma unroll

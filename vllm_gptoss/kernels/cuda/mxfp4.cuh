@@ -54,3 +54,9 @@ template <int I> __device__ __forceinline__ float scale(u32 word, u32 two_23) {
     asm("mad.lo.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(__byte_perm(word, 0, 0x4440 | I)), "r"(two_23), "n"(62u << 23));
     return __uint_as_float(d);
 }
+
+// The row tile of the n-th unit of an expert with `tiles`: neighbours share one 64-byte line of scales, tiles t and t + 8
+// of a block of 256 rows.
+__device__ __forceinline__ int row_tile(int n, int tiles) {
+    return n < tiles / 16 * 16 ? (n & ~15) + ((n & 1) << 3) + ((n & 15) >> 1) : n;
+}

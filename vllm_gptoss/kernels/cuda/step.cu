@@ -291,10 +291,6 @@ __device__ __forceinline__ void produce_rows(
     bulk_load(smem_u32(b.ring) + at + b.lane * pitch, w + (long long)(row + b.lane) * columns, columns * 2, bar,
               p.policy);
 }
-__device__ __forceinline__ int row_tile(int unit, int tiles) {
-  // Neighbours share one line of scales: tiles t and t + 8 of a block of 256 rows.
-  return unit < tiles / 16 * 16 ? (unit & ~15) + ((unit & 1) << 3) + ((unit & 15) >> 1) : unit;
-}
 // This block's units of a choice: a share of each, so that each is finished by all blocks early; shares differ by a
 // unit, so they turn from choice to choice.
 template <int UNITS> __device__ __forceinline__ int first_unit(int choice, int next) {
