@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -297,13 +297,17 @@ def mlp_block(x: Tensor, layer: Layer, config: Config) -> Tensor:
     )
 
 
+def block(x: Tensor, layer: Layer, config: Config) -> Tensor:
+    """One layer with its residuals for one sequence from position 0. x: [T, C]; returns [T, C]."""
+    x = x + attention_block(x, layer, config, torch.arange(len(x), device=x.device))
+    return x + mlp_block(x, layer, config)
+
+
 def hidden_states(model: Model, tokens: Tensor) -> Tensor:
     """tokens: [T] int, one sequence from position 0; returns the normed last hidden states [T, C]."""
     x = model.embedding[tokens]
-    positions = torch.arange(len(tokens), device=tokens.device)
     for layer in model.layers:
-        x = x + attention_block(x, layer, model.config, positions)
-        x = x + mlp_block(x, layer, model.config)
+        x = block(x, layer, model.config)
     return rms_norm(x, model.norm, model.config.rms_norm_eps)
 
 
@@ -324,6 +328,18 @@ def greedy(model: Model, tokens: Tensor, new_tokens: int) -> Tensor:
 # Loading
 
 
+def hidden_states_of(
+    tensors: Mapping[str, Tensor], config: Config, sequences: Sequence[Sequence[int]], dtype: torch.dtype
+) -> list[Tensor]:
+    """`hidden_states` of each sequence of token ids, with one layer at a time in `dtype`. tensors: `read_tensors`."""
+    embedding = tensors["model.embed_tokens.weight"]
+    xs = [embedding[torch.tensor(tokens, device=embedding.device)].to(dtype) for tokens in sequences]
+    for index in range(config.layers):
+        layer = _layer(tensors, index, config, dtype)
+        xs = [block(x, layer, config) for x in xs]
+    return [rms_norm(x, tensors["model.norm.weight"].to(dtype), config.rms_norm_eps) for x in xs]
+
+
 def load(directory: Path | str, dtype: torch.dtype = torch.float32) -> Model:
     """Read a checkpoint with OpenAI's key names, MXFP4 (`*_blocks`, `*_scales`) or BF16 (`gate_up_proj`).
 
@@ -331,19 +347,20 @@ def load(directory: Path | str, dtype: torch.dtype = torch.float32) -> Model:
     """
     directory = Path(directory)
     config = Config.from_json(json.loads((directory / "config.json").read_text()))
-    tensors = _read_tensors(directory)
+    tensors = read_tensors(directory)
     layers = tuple(_layer(tensors, index, config, dtype) for index in range(config.layers))
     embedding = tensors["model.embed_tokens.weight"].to(dtype)
     head = tensors["lm_head.weight"].to(dtype)
     return Model(config, embedding, layers, tensors["model.norm.weight"].to(dtype), head)
 
 
-def _read_tensors(directory: Path) -> dict[str, Tensor]:
+def read_tensors(directory: Path, device: str = "cpu") -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, as it is stored."""
     from safetensors.torch import load_file
 
     tensors: dict[str, Tensor] = {}
     for path in sorted(directory.glob("*.safetensors")):
-        tensors.update(load_file(path))
+        tensors.update(load_file(path, device=device))
     return tensors
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_gptoss.bench import checkpoint, numerics, shapes
+from vllm_gptoss.bench import checkpoint, numerics, shapes, truth
 from vllm_gptoss.bench.numerics import Reading, verdict
 
 POSITIONS, TOKENS = 640, 12
@@ -91,7 +91,7 @@ def test_real_engines_within_and_outside(tmp_path: Path, monkeypatch: pytest.Mon
         else:
             tensors[f"{out}.weight"] *= 1 + randn_like(tensors[f"{out}.weight"]) * 2**-8
         save_file(tensors, path, metadata={"format": "pt"})
-    job = {"chunk": 8, "tensor_parallel": 1, "variant": "plugin", "options": {"enforce_eager": True}}
+    job = {"chunk": 8, "prompt": 1, "tensor_parallel": 1, "variant": "plugin", "options": {"enforce_eager": True}}
     job["stream"] = numerics._stream(None, 2048, 2, 150)
     found = {}
     for name in ("plugin", "a", "b", "fault"):
@@ -119,7 +119,7 @@ def test_what_was_decoded_is_compared_up_to_the_first_difference() -> None:
         }
         for name, last in (("plugin", 5), ("triton", 5), ("marlin", 7))
     }
-    numerics.cut(found)
+    assert numerics.cut(found, [[7, 8], [9, 10]], 1) == [[7, 1, 2, 3], [9, 4]]
     assert all(one["likely"] == [0, 1, 2, 3] and one["top"] == ["a", "b", "c", "d"] for one in found.values())
 
 
@@ -128,12 +128,19 @@ def test_what_was_decoded_is_compared_up_to_the_first_difference() -> None:
 def test_plain_decode_is_read_from_real_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     checkpoint.write(dataclasses.replace(shapes.TINY, vocabulary=2048), tmp_path)
-    job = {"chunk": 1, "tensor_parallel": 1, "variant": "plugin", "options": {"enforce_eager": True}}
+    job = {"chunk": 1, "prompt": 8, "tensor_parallel": 1, "variant": "plugin", "options": {"enforce_eager": True}}
     job |= {"model": str(tmp_path), "stream": numerics._stream(None, 2048, 2, 40)}
-    one = json.loads(json.dumps(numerics._run(job)))
-    assert [len(piece) for piece in one["decoded"]] == [39, 39]
-    found = {"plugin": one, "same": json.loads(json.dumps(one))}
-    numerics.cut(found)
-    assert len(one["likely"]) == len(one["top"]) == 78
+    one, other = numerics._all([job, job], together=True)
+    assert [len(piece) for piece in one["decoded"]] == [32, 32]
+    pieces = numerics.cut({"plugin": one, "same": other}, job["stream"], 8)
+    assert len(one["likely"]) == len(one["top"]) == 64
+    assert one["likely"] == pytest.approx(other["likely"], abs=1e-3)
     assert all(0 >= likely >= -30 for likely in one["likely"])
     assert all(len(position) >= numerics.TOP for position in one["top"])
+    readings = {"plugin": numerics._reading(one), "same": numerics._reading(other)}
+    exact = Reading(**truth.read(tmp_path, pieces, 8, [top.keys() for top in readings["plugin"].top]))
+    near = numerics.from_truth(readings, exact, "plugin", 1.1)
+    assert near["within"]
+    assert 0 < near["means"]["plugin"] < 0.1, "bfloat16 against float64"
+    off = Reading(exact.likely, [{token: value + 0.1 for token, value in top.items()} for top in exact.top])
+    assert not numerics.from_truth({"plugin": off, "same": readings["same"]}, exact, "plugin", 1.1)["within"]

@@ -5,14 +5,17 @@
 
 Every variant reads the same stream, a few tokens a step (`--chunk`), in a process of its own, and says for every
 position how likely it finds the token that comes and its `TOP` likeliest ones. Small steps are what the fused path
-takes: 2 to 16 is what speculative decoding verifies. 1 is plain decode in vLLM's graphs: from the first token of each
-piece of the stream as many are decoded as it has, its number the seed, compared up to where two variants first choose
-differently.
+takes: 2 to 16 is what speculative decoding verifies. 1 is plain decode in vLLM's graphs: from the first tokens of each
+piece of the stream (`--prompt`) as many are decoded as it has more, its number the seed, compared up to where two
+variants first choose differently.
 
 Two distances of two variants: the mean difference of log-probabilities that both report, and the difference of mean
 negative log-likelihoods. The plugin is within the spread where its distance to the nearest stock backend is, with 95 %
 confidence (bootstrap over blocks of positions), at most `--slack` times the largest distance of two stock backends; its
 log perplexity where it differs from one of them by no more than they differ, or than two standard errors of that.
+
+Stock backends differ in their experts alone and share every other rounding, which no third can share. `--truth` also
+says how far each is from float64 (`truth.py`); nearer than the farther of the stock backends is within, too.
 """
 
 from __future__ import annotations
@@ -25,12 +28,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from vllm_gptoss.bench import checkpoint, shapes
+from vllm_gptoss.bench import checkpoint, shapes, truth
 from vllm_gptoss.bench.worker import Job, is_plugin, settings
 
 TOP = 20
@@ -72,7 +76,7 @@ def read(job: dict[str, Any]) -> dict[str, Any]:
         "max_model_len": max(map(len, job["stream"])) + 8,
         "max_num_seqs": 1,
         # vLLM decodes one token a step anyway, and takes no less than one request's
-        "max_num_batched_tokens": max(job["chunk"], 2),
+        "max_num_batched_tokens": max(job["chunk"] if job["chunk"] > 1 else job["prompt"], 2),
         "tensor_parallel_size": job["tensor_parallel"],
         # several tokens a step must not fall into piecewise graphs, which are upstream's
         "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, job["chunk"]]},
@@ -83,7 +87,7 @@ def read(job: dict[str, Any]) -> dict[str, Any]:
         arguments["moe_backend"] = variant
     engine = LLM(**{**arguments, **options})
     if job["chunk"] == 1:
-        return {**decode(engine, job["stream"]), "paths": engine.apply_model(paths)[0]}
+        return {**decode(engine, job["stream"], job["prompt"]), "paths": engine.apply_model(paths)[0]}
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=TOP, detokenize=False)
     outputs = engine.generate([{"prompt_token_ids": tokens} for tokens in job["stream"]], params, use_tqdm=False)
     likely, top = [], []
@@ -96,16 +100,17 @@ def read(job: dict[str, Any]) -> dict[str, Any]:
     return {"likely": likely, "top": top, "paths": engine.apply_model(paths)[0]}
 
 
-def decode(engine: Any, stream: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Tokens decoded one a step, as many as each piece of `stream` has, and `Reading`'s fields of them, by piece."""
+def decode(engine: Any, stream: Sequence[Sequence[int]], prompt: int) -> dict[str, Any]:
+    """Tokens decoded one a step after the first `prompt` of each piece of `stream`, as many as it has more, and
+    `Reading`'s fields of them, by piece."""
     from vllm import SamplingParams
 
     found: dict[str, Any] = {"decoded": [], "likely": [], "top": []}
     for seed, piece in enumerate(stream):
         params = SamplingParams(
-            temperature=1, seed=seed, max_tokens=len(piece) - 1, ignore_eos=True, logprobs=TOP, detokenize=False
+            temperature=1, seed=seed, max_tokens=len(piece) - prompt, ignore_eos=True, logprobs=TOP, detokenize=False
         )
-        output = engine.generate([{"prompt_token_ids": list(piece[:1])}], params, use_tqdm=False)[0].outputs[0]
+        output = engine.generate([{"prompt_token_ids": list(piece[:prompt])}], params, use_tqdm=False)[0].outputs[0]
         found["decoded"].append(list(output.token_ids))
         found["likely"].append(
             [each[token].logprob for token, each in zip(output.token_ids, output.logprobs, strict=True)]
@@ -114,10 +119,11 @@ def decode(engine: Any, stream: Sequence[Sequence[int]]) -> dict[str, Any]:
     return found
 
 
-def cut(found: dict[str, dict[str, Any]]) -> None:
-    """Cuts what the variants decoded where two of them first choose differently, and joins the pieces."""
-    if any("decoded" not in one for one in found.values()):
-        return
+def cut(found: dict[str, dict[str, Any]], stream: Sequence[Sequence[int]], prompt: int) -> list[list[int]]:
+    """Cuts what the variants decoded where two of them first choose differently, and joins the pieces.
+
+    Returns the tokens of each piece up to there, what it began with included.
+    """
     ends = [
         next((at for at, tokens in enumerate(zip(*pieces, strict=True)) if len(set(tokens)) > 1), len(pieces[0]))
         for pieces in zip(*(one["decoded"] for one in found.values()), strict=True)
@@ -125,6 +131,8 @@ def cut(found: dict[str, dict[str, Any]]) -> None:
     for one in found.values():
         for name in ("likely", "top"):
             one[name] = [each for piece, end in zip(one[name], ends, strict=True) for each in piece[:end]]
+    decoded = next(iter(found.values()))["decoded"]
+    return [[*piece[:prompt], *own[:end]] for piece, own, end in zip(stream, decoded, ends, strict=True)]
 
 
 def paths(model: Any) -> dict[str, int]:
@@ -214,6 +222,15 @@ def verdict(readings: dict[str, Reading], candidate: str, slack: float) -> dict[
     }
 
 
+def from_truth(readings: dict[str, Reading], truth: Reading, candidate: str, slack: float) -> dict[str, Any]:
+    """How far each reading is from float64, and whether the candidate is no farther than the farthest of the others."""
+    errors = {name: differences(reading, truth) for name, reading in readings.items()}
+    means = {name: sum(error) / len(error) for name, error in errors.items()}
+    farthest = max((name for name in means if name != candidate), key=means.__getitem__)
+    bound = ratio_bound(errors[candidate], errors[farthest])
+    return {"nll": truth.nll, "means": means, "farthest": farthest, "ratio_bound": bound, "within": bound <= slack}
+
+
 # The command
 
 
@@ -240,6 +257,18 @@ def _variant(text: str) -> tuple[str, str, dict[str, Any]]:
     return name, options.pop("variant", name), options
 
 
+def _all(jobs: Sequence[dict[str, Any]], together: bool) -> list[dict[str, Any]]:
+    """What each job read: one after another, or all at once, on memory that they share."""
+    if not together:
+        return [_run(job) for job in jobs]
+    part = {"gpu_memory_utilization": round(0.9 / len(jobs), 2)}
+    # The first starts as vLLM does by itself. The others must not take its memory for theirs: they measure none.
+    shares = [part, *({**part, "kv_cache_memory_bytes": 2**31} for _ in jobs[1:])]
+    shared = [{**job, "options": {**share, **job["options"]}} for job, share in zip(jobs, shares, strict=True)]
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return list(pool.map(_run, shared))
+
+
 def _run(job: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "job.json").write_text(json.dumps(job))
@@ -251,6 +280,11 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
         return json.loads((Path(folder) / "reading.json").read_text())  # type: ignore[no-any-return]
 
 
+def _reading(one: dict[str, Any]) -> Reading:
+    """From what a process wrote, where JSON has made the token ids strings."""
+    return Reading(one["likely"], [{int(token): value for token, value in top.items()} for top in one["top"]])
+
+
 def main(
     shape: Annotated[str, typer.Option(help="random weights of this shape; 20b:6 is six layers")] = "20b:6",
     model: Annotated[Path | None, typer.Option(help="a checkpoint instead")] = None,
@@ -258,32 +292,46 @@ def main(
     chunk: Annotated[int, typer.Option(help="tokens a step")] = 8,
     sequences: Annotated[int, typer.Option(help="how many pieces the stream has")] = 4,
     tokens: Annotated[int, typer.Option(help="tokens of a piece")] = 400,
+    prompt: Annotated[int, typer.Option(help="of these, what --chunk 1 reads before it decodes")] = 1,
     stream: Annotated[Path | None, typer.Option(help="a text, or a JSON list of token ids")] = None,
     tensor_parallel: Annotated[int, typer.Option(help="GPUs that share the model")] = 1,
+    together: Annotated[bool, typer.Option(help="all variants at once on the same GPUs")] = False,
+    truth_: Annotated[bool, typer.Option("--truth", help="also the distance of each to float64")] = False,
     slack: Annotated[float, typer.Option(help="how much farther than two stock backends is still near")] = 1.1,
     out: Annotated[Path | None, typer.Option(help="JSON file for the result")] = None,
 ) -> None:
     """Compares log-probabilities and perplexity; exit status 1 where the first variant is outside the spread."""
+    if not 0 < prompt < tokens:
+        raise typer.BadParameter(f"--prompt {prompt}: at least 1, and fewer than the {tokens} tokens of a piece")
     specs = [_variant(text) for text in variants or ["plugin", "triton", "marlin"]]
     with tempfile.TemporaryDirectory() as folder:
         directory = model or Path(folder)
         if model is None:
             checkpoint.write(dataclasses.replace(shapes.shape(shape), vocabulary=VOCABULARY), directory)
         vocabulary = json.loads((directory / "config.json").read_text())["vocab_size"]
-        job = {"model": str(directory), "chunk": chunk, "tensor_parallel": tensor_parallel}
+        job: dict[str, Any] = {
+            "model": str(directory),
+            "chunk": chunk,
+            "prompt": prompt,
+            "tensor_parallel": tensor_parallel,
+        }
         job["stream"] = _stream(stream, min(vocabulary, 190_000), sequences, tokens)
-        found = {name: _run({**job, "variant": of, "options": options}) for name, of, options in specs}
-    cut(found)
-    readings = {
-        name: Reading(one["likely"], [{int(token): value for token, value in top.items()} for top in one["top"]])
-        for name, one in found.items()
-    }
+        read_by = _all([{**job, "variant": of, "options": options} for _, of, options in specs], together)
+        found = dict(zip((name for name, _, _ in specs), read_by, strict=True))
+        pieces = cut(found, job["stream"], prompt) if chunk == 1 else job["stream"]
+        readings = {name: _reading(one) for name, one in found.items()}
+        if truth_:
+            wanted = [set().union(*tops) for tops in zip(*(reading.top for reading in readings.values()), strict=True)]
+            exact = Reading(**truth.read(directory, pieces, prompt if chunk == 1 else 1, wanted))
     result = verdict(readings, specs[0][0], slack)
+    if truth_:
+        result["float64"] = from_truth(readings, exact, specs[0][0], slack)
     result["positions"] = len(readings[specs[0][0]].likely)
     result["paths"] = {name: one["paths"] for name, one in found.items()}
     result |= {
         "model": str(model or shape),
         "chunk": chunk,
+        "prompt": prompt,
         "tensor_parallel": tensor_parallel,
         "command": sys.argv[1:],
     }
@@ -292,7 +340,8 @@ def main(
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text + "\n")
-    if not (result["logits_within"] and result["perplexity_within"]):
+    near = result["logits_within"] or (truth_ and result["float64"]["within"])
+    if not (near and result["perplexity_within"]):
         raise typer.Exit(1)
 
 
