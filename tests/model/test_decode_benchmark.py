@@ -198,3 +198,23 @@ def test_the_command_measures_writes_and_continues(tmp_path: Path) -> None:
     nothing = run("--variants", "plugin", "--batches", "4", "--budget", "1")
     assert nothing.returncode == 1
     assert "not measured, 1 s are left of 1" in nothing.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_engines_beside_each_other_are_measured_in_turns(tmp_path: Path) -> None:
+    """One that cannot start costs the others nothing; start and memory beside others say nothing and are not kept."""
+    command = [str(Path(sys.executable).with_name("vllm-gptoss")), "bench", "decode", "--models", "tiny", "--together"]
+    command += ["--lengths", "16/8", "--repeats", "1", "--options", '{"enforce_eager": true}', "--budget", "350"]
+    command += ["--variants", "plugin,plugin:layers=upstream,triton", "--batches", "1,2", "--rounds", "2"]
+    command += ["--out", str(tmp_path / "r.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "triton: ended with 1" in done.stderr
+    record = json.loads((tmp_path / "r.json").read_text())
+    measured = {
+        of["variant"]: [[row["batch"] for row in one["rows"]] for one in of["rounds"]] for of in record["measurements"]
+    }
+    assert measured == {"plugin": [[1, 2], [1, 2]], "plugin:layers=upstream": [[1, 2], [1, 2]]}
+    assert [failure["variant"] for failure in record["failures"]] == ["triton"]
+    assert all(engine["start_s"] is None and engine["kv_gib"] is None for engine in record["engines"])

@@ -8,7 +8,8 @@ Each variant runs in a process of its own (vLLM's in-process engine, dummy weigh
 cache); rounds interleave the variants, repeats are inside a process. TPOT = (time for the whole output - time for one
 token) / (output - 1). GPU time is the union of kernel intervals of torch.profiler, so overlapping launches count once;
 a long run minus a short run, so the prompt cancels. Dummy weights route about uniformly; `--skew` sends every token to
-the same experts. `--served` measures `vllm serve` with `vllm bench serve` instead.
+the same experts. `--served` measures `vllm serve` with `vllm bench serve` instead. `--together` starts all variants of
+a model at once, as far as the GPU's memory goes, and measures them in turns.
 
 Writes `decode-<gpu>-<date>.json` after every process (and a PNG where matplotlib is there): medians over repeats and
 rounds, and the spread (largest - smallest) / median. The same command again measures only what the file lacks.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -26,14 +28,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from vllm_gptoss.bench import memory, results, served, shapes
+from vllm_gptoss.bench import memory, results, served, shapes, together
 from vllm_gptoss.bench.results import Results, ResultsError
 from vllm_gptoss.bench.worker import PLUGIN, Job
 
@@ -55,15 +57,17 @@ def lengths(text: str) -> list[tuple[int, int]]:
 
 
 @contextlib.contextmanager
-def _process(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+def process(
+    command: list[str], environment: dict[str, str], stdin: int | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     """A process with its own group, which does not outlive the block."""
-    process = subprocess.Popen(command, env=environment, stdout=sys.stderr, start_new_session=True)
+    made = subprocess.Popen(command, env=environment, stdin=stdin, stdout=sys.stderr, start_new_session=True)
     try:
-        yield process
+        yield made
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            os.killpg(made.pid, signal.SIGKILL)
+        made.wait()
 
 
 def run_worker(job: Job) -> tuple[dict[str, Any], str]:
@@ -71,9 +75,9 @@ def run_worker(job: Job) -> tuple[dict[str, Any], str]:
     with tempfile.TemporaryDirectory() as folder:
         path, why = Path(folder) / "result.json", ""
         command = [sys.executable, "-m", "vllm_gptoss.bench.worker", json.dumps(dataclasses.asdict(job)), str(path)]
-        with memory.sampled() as samples, _process(command, job.environment) as process:
+        with memory.sampled() as samples, process(command, job.environment) as running:
             try:
-                if code := process.wait(job.seconds + GRACE if job.seconds else None):
+                if code := running.wait(job.seconds + GRACE if job.seconds else None):
                     why = f"ended with {code}"
             except subprocess.TimeoutExpired:  # no failure: what it had not measured is measured by the next command
                 typer.echo(f"{job.model} {job.variant}: stopped, the time is up")
@@ -127,8 +131,7 @@ class Campaign:
         record, why = run_served(job, self.tokenizer) if job.served else run_worker(job)
         self.took[job.model, job.variant] = time.monotonic() - before
         if why:
-            typer.echo(f"{job.model} {job.variant}: {why}", err=True)
-            self.results.add_failure(job, why)
+            self._failed(job, why)
         if record["rows"]:
             self.results.add_run(job, record)
         elif why:
@@ -137,11 +140,52 @@ class Campaign:
         _say(job, record)
         return len(record["rows"]) == len(missing)
 
+    def _failed(self, job: Job, why: str) -> None:
+        typer.echo(f"{job.model} {job.variant}: {why}", err=True)
+        self.results.add_failure(job, why)
+
+    def run_together(self, jobs: Sequence[Job], rounds: int) -> bool:
+        """Measures what `rounds` rounds of all jobs lack, on the GPU at the same time. False: not all of it."""
+        jobs = [job for job in jobs if any(self.results.done(job, batch) < rounds for batch in job.batches)]
+        with together.started(jobs, process) as engines:
+            able = [engine for engine in engines if self._answer(engine)]
+            for round_ in range(rounds):
+                records: dict[str, dict[str, Any]] = {}
+                for batch, engine in itertools.product(jobs[0].batches if jobs else (), list(able)):
+                    if engine in able and self.results.done(engine.job, batch) <= round_:
+                        engine.ask(batch)
+                        if (found := self._answer(engine)) is None:
+                            able.remove(engine)
+                        else:
+                            self._keep_turn(engine.job, found, records)
+        return len(able) == len(jobs)
+
+    def _keep_turn(self, job: Job, found: dict[str, Any], records: dict[str, dict[str, Any]]) -> None:
+        """Adds the last row of what an engine found to its record of this round."""
+        row = found["rows"][-1]
+        if job.variant not in records:
+            records[job.variant] = {**found, "rows": []}
+            self.results.add_run(job, records[job.variant])
+        records[job.variant]["rows"].append(row)
+        self.results.write(self.path)
+        _say(job, {**found, "rows": [row]})
+
+    def _answer(self, engine: together.Engine) -> dict[str, Any] | None:
+        """What an engine has measured when asked; None, and why is said, where it will measure no more."""
+        try:
+            if (found := engine.answer(lambda: self.left() - GRACE)) is None:
+                typer.echo(f"{engine.job.model} {engine.job.variant}: stopped, the time is up")
+            return found
+        except ChildProcessError as error:
+            self._failed(engine.job, str(error))
+            return None
+
 
 def _say(job: Job, record: dict[str, Any]) -> None:
     if not record["rows"]:
         return
-    typer.echo(f"{job.model} {job.variant} {job.prompt}/{job.output}: start {record['start_s']:.0f} s")
+    start = f"start {record['start_s']:.0f} s" if "start_s" in record else "beside others"
+    typer.echo(f"{job.model} {job.variant} {job.prompt}/{job.output}: {start}")
     for row in record["rows"]:
         gpu = f", GPU {row['gpu_ms']:.3f}" if "gpu_ms" in row else ""
         typer.echo(f"  batch {row['batch']}: TPOT {statistics.median(row['tpot_ms']):.3f} ms{gpu}")
@@ -161,25 +205,32 @@ def main(
     options: Annotated[str, typer.Option(help='further engine arguments, JSON: {"kv_cache_dtype": "fp8"}')] = "{}",
     served_: Annotated[bool, typer.Option("--served", help="through `vllm serve` and `vllm bench serve`")] = False,
     tokenizer: Annotated[Path | None, typer.Option(help="folder with tokenizer.json, for --served")] = None,
+    together_: Annotated[bool, typer.Option("--together", help="all variants on the GPU at once, in turns")] = False,
     budget: Annotated[float, typer.Option(help="end within so many seconds with what there is; 0: no limit")] = 0.0,
     out: Annotated[Path, typer.Option(help="folder for, or path of, the results")] = Path("benchmarks/results"),
 ) -> None:
     """Measures TPOT and GPU time per step of the plugin and of vLLM's own backends."""
     if served_ and skew:
         raise typer.BadParameter("--skew changes the model in place, which a served one does not allow")
+    if served_ and together_:
+        raise typer.BadParameter("--together is for engines of our own: servers are measured one after another")
     path, found = _open(out)
     campaign = Campaign(found, path, budget, tokenizer)
     sizes = tuple(int(batch) for batch in batches.split(","))
     shared = (repeats, tensor_parallel, skew, eagle3, profile, served_, json.loads(options))
-    finished = True
-    for round_ in range(rounds):
-        for prompt, output in lengths(lengths_):
-            for model in models.split(","):
-                shapes.shape(model)
-                for variant in variants.split(","):
-                    finished &= campaign.run(Job(model, variant, sizes, prompt, output, *shared), round_)
+    for model in models.split(","):
+        shapes.shape(model)
+    groups = [
+        [Job(model, variant, sizes, prompt, output, *shared) for variant in variants.split(",")]
+        for prompt, output in lengths(lengths_)
+        for model in models.split(",")
+    ]
+    if together_:
+        done = [campaign.run_together(jobs, rounds) for jobs in groups]
+    else:
+        done = [campaign.run(job, round_) for round_ in range(rounds) for jobs in groups for job in jobs]
     _finish(found, path)
-    if not finished:
+    if not all(done):
         typer.echo("not everything was measured: the same command again continues", err=True)
         raise typer.Exit(1)
 

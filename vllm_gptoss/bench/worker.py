@@ -1,8 +1,8 @@
 """What one process of the decode benchmark measures: `python -m vllm_gptoss.bench.worker JOB RESULT`.
 
 vLLM's engine runs in this process (its workers do not, above one GPU); what must happen beside the model (GPU times,
-memory, skewed routing) is sent to the workers, so one GPU and several are measured alike. The result is written after
-every batch: a process that is stopped has not worked for nothing.
+memory, skewed routing) is sent to the workers, so one GPU and several are measured alike. The result is written when
+the engine is up and after every batch: a process that is stopped has not worked for nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Job:
     """What one process measures.
 
     variant: `plugin`, `plugin:layers=upstream;experts=triton` (settings of ours), or a name of vLLM's `--moe-backend`.
-    eagle3: draft tokens per step, 0 for none; options: further engine arguments; seconds: stop after so many, 0: never.
+    eagle3: draft tokens per step, 0 for none; options: further engine arguments; seconds: stop after so many, 0: never;
+    by_turns: other processes share the GPU; which batch to measure, and when, comes on stdin, a number a line.
     """
 
     model: str
@@ -43,6 +44,7 @@ class Job:
     served: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
+    by_turns: bool = False
 
     @property
     def is_plugin(self) -> bool:
@@ -88,6 +90,13 @@ def engine_options(job: Job, directory: Path) -> dict[str, Any]:
         "tensor_parallel_size": job.tensor_parallel,
         "compilation_config": {"cudagraph_capture_sizes": [size * verified for size in sizes]},
     }
+    if job.by_turns:
+        # half more than all requests need; measuring what is free would take the others' memory for this process's
+        tokens = max(sizes) * (job.prompt + job.output + 64)
+        options["kv_cache_memory_bytes"] = (
+            6 * tokens * model.layers * model.kv_heads * model.head_size // job.tensor_parallel + 2**29
+        )
+        options["gpu_memory_utilization"] = 0.1
     if job.eagle3:
         (directory / "draft").mkdir(exist_ok=True)
         (directory / "draft" / "config.json").write_text(json.dumps(shapes.draft_config(model)))
@@ -114,23 +123,21 @@ def measure(job: Job, save: Callable[[dict[str, Any]], None]) -> None:
     start_s = time.perf_counter() - began
     if job.skew:
         engine.apply_model(skew_routing)
-    result: dict[str, Any] = {
-        "start_s": start_s,
-        **engine.collective_rpc(machine)[0],
-        "memory": engine.collective_rpc(memory),
-        "kv_blocks": engine.llm_engine.vllm_config.cache_config.num_gpu_blocks,
-        "rows": [],
-    }
+    result: dict[str, Any] = {**engine.collective_rpc(machine)[0], "rows": []}
+    if not job.by_turns:
+        result["start_s"] = start_s
+        result["memory"] = engine.collective_rpc(memory)
+        result["kv_blocks"] = engine.llm_engine.vllm_config.cache_config.num_gpu_blocks
     run = _runner(engine, job.prompt)
+    save(result)
     longest = 0.0
-    for batch in job.batches:
+    for batch in map(int, sys.stdin) if job.by_turns else job.batches:
         used = time.perf_counter() - began
         if job.seconds and used + longest > job.seconds:
             break
         result["rows"].append(_row(engine, job, run, batch))
         longest = max(longest, time.perf_counter() - began - used)
         save(result)
-    save(result)
 
 
 def _runner(engine: Any, prompt: int) -> Callable[[int, int], float]:

@@ -1,0 +1,74 @@
+"""All variants of a model on the same GPU at once, measured in turns.
+
+Engines start at the same time, which takes about as long as one start; then each measures one batch while the others
+wait for a line on their stdin, so repeats of all variants lie seconds apart on one machine. Start, memory and KV cache
+are of no use then and are not recorded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_gptoss.bench.worker import Job
+
+POLL = 0.1
+"""Seconds between two looks at what a process has written."""
+
+
+@dataclasses.dataclass
+class Engine:
+    """One variant's process. `path`: what it writes; `asked`: batches that it was asked for so far."""
+
+    job: Job
+    path: Path
+    process: subprocess.Popen[bytes]
+    asked: int = 0
+
+    def ask(self, batch: int) -> None:
+        assert self.process.stdin is not None
+        self.asked += 1
+        with contextlib.suppress(BrokenPipeError):  # it ended: `answer` says how
+            self.process.stdin.write(f"{batch}\n".encode())
+            self.process.stdin.flush()
+
+    def answer(self, left: Callable[[], float]) -> dict[str, Any] | None:
+        """What it has written, once it has measured all it was asked for; None: the time is up.
+
+        Raises:
+            ChildProcessError: the process ended instead.
+        """
+        while left() > 0:
+            ended = self.process.poll()
+            if self.path.exists():
+                record: dict[str, Any] = json.loads(self.path.read_text())
+                if len(record["rows"]) == self.asked:
+                    return record
+            if ended is not None:
+                raise ChildProcessError(f"ended with {ended}")
+            time.sleep(POLL)
+        return None
+
+
+@contextlib.contextmanager
+def started(
+    jobs: Sequence[Job], process: Callable[..., contextlib.AbstractContextManager[Any]]
+) -> Iterator[list[Engine]]:
+    """A process for every job; none outlives the block. process: `decode.process`."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        engines = []
+        for number, job in enumerate(jobs):
+            job = dataclasses.replace(job, by_turns=True)
+            path = folder / f"{number}.json"
+            command = [sys.executable, "-m", "vllm_gptoss.bench.worker", json.dumps(dataclasses.asdict(job)), str(path)]
+            engines.append(Engine(job, path, stack.enter_context(process(command, job.environment, subprocess.PIPE))))
+        yield engines
