@@ -11,7 +11,9 @@ from types import ModuleType
 import pytest
 import torch
 
+from vllm_gptoss.experts import sm90
 from vllm_gptoss.kernels import mxfp4
+from vllm_gptoss.kernels.experts import Projection
 
 HIDDEN = 2880
 SHAPES = [
@@ -34,6 +36,25 @@ def test_maps_invert_for_every_rank(rows: int, columns: int) -> None:
     assert torch.equal(mxfp4.hopper_values_inverse(mxfp4.hopper_values(blocks)), blocks)
     stored = mxfp4.hopper_scales(scales)
     assert torch.equal(mxfp4.hopper_scales_inverse(stored, rows, columns // 32), scales)
+
+
+@pytest.mark.parametrize("moved", ["", "values", "scales"])
+def test_a_layout_that_upstream_changed_is_found_at_load(monkeypatch: pytest.MonkeyPatch, moved: str) -> None:
+    blocks, scales = random_weights(2 * 768, HIDDEN, experts=2)
+    stored = {"values": mxfp4.hopper_values(blocks), "scales": mxfp4.hopper_scales(scales)}
+    if moved:
+        stored[moved] = stored[moved].roll(1, dims=-1)
+    projection = Projection(stored["values"], stored["scales"], torch.zeros(2, 2 * 768))
+    monkeypatch.setattr(sm90, "FewTokenExperts", lambda *_, **__: (_ for _ in ()).throw(ValueError("as far as that")))
+    expected = (sm90.sample(blocks, scales),) * 2
+    with pytest.raises(sm90.LayoutError, match="not the one these kernels read" if moved else "as far as that"):
+        sm90.prepare(projection, projection, active=4, routed=2, expected=expected)
+
+
+def test_the_comparison_takes_little_memory() -> None:
+    """The maps work in int64: a whole expert of the 20b would take half a GiB where load takes most."""
+    blocks, scales = random_weights(5760, HIDDEN)
+    assert sum(part.numel() for part in sm90.sample(blocks, scales)) < 2**20
 
 
 def test_twiddle_puts_each_nibble_where_the_kernel_masks_it() -> None:
