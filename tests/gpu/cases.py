@@ -4,7 +4,7 @@ The kernel is an argument. `tests/gpu` passes the real ones; `tests/kernels/test
 torch, and broken ones, so that the cases themselves are known to work where there is no GPU.
 
 Tolerances: bf16 has 8 bits of mantissa, so one rounding is 2^-9 = 2.0e-3 of a value at most and about 1.7e-3 in norm; a
-result that went through r roundings stays below r times that.
+result that went through r roundings stays below r times that, one that was rounded once below the most.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from vllm_gptoss.kernels.experts import Projection
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDING = 1.7e-3
+ONCE = 2**-9 * 1.01
 C, HEAD, BLOCK = 2880, 64, 16
 ACTIVE, ALPHA, LIMIT = 4, 1.702, 7.0
 PARALLEL = (1, 2, 4, 8)
@@ -89,11 +90,14 @@ def qkv_rope(kernel: Callable[..., None], parallel: int, tokens: int, cache_dtyp
     product = _norm(wanted_sum, norm_weight) @ weight.double().T + bias.double()
     wq, wk, wv = product.split([heads * HEAD, kv_heads * HEAD, kv_heads * HEAD], dim=-1)
     wq, wk = (_rotate(t.unflatten(-1, (-1, HEAD)), cos_sin, positions) for t in (wq, wk))
-    assert error(q, wq.flatten(1)) < 3 * ROUNDING
+    # v is rounded once, q and k once more after the rotation; more than 8 tokens also round their input
+    once, twice = (ONCE, 2 * ROUNDING) if tokens <= 8 else (2 * ROUNDING, 3 * ROUNDING)
+    assert error(q, wq.flatten(1)) < twice
     written = slots >= 0
     at = slots[written]
-    assert error(cache[at // BLOCK, :, at % BLOCK, :HEAD], wk[written]) < 3 * ROUNDING
-    assert error(cache[at // BLOCK, :, at % BLOCK, HEAD:], wv.unflatten(-1, (-1, HEAD))[written]) < 2 * ROUNDING
+    assert error(cache[at // BLOCK, :, at % BLOCK, :HEAD], wk[written]) < twice
+    values = wv.unflatten(-1, (-1, HEAD))[written]
+    assert error(cache[at // BLOCK, :, at % BLOCK, HEAD:], values) < once
     assert int((~cache.isnan()).any(-1).sum()) == len(at) * kv_heads, "a slot that is no token's was written"
     assert all(map(same, run(), (q, summed, cache)))
 
@@ -127,8 +131,8 @@ def router(kernel: Callable[..., None], experts: int, tokens: int) -> None:
     wanted_sum = (x.float() + residual.float()).bfloat16()
     wanted = _norm(wanted_sum, norm_weight)
     assert torch.equal(summed, wanted_sum)
-    assert error(normed, wanted) < 2 * ROUNDING
-    assert error(logits, wanted @ weight.double().T + bias.double()) < ROUNDING
+    assert error(normed, wanted) < ONCE
+    assert error(logits, wanted @ weight.double().T + bias.double()) < 2e-5, "the input is no bfloat16: 16 bits of it"
     best, best_ids = logits.double().topk(4, dim=-1)
     assert torch.equal(ids.long(), best_ids)
     # fast exp and division: 2 ulp each of float32
@@ -323,8 +327,8 @@ def step(
     q, k = (_rotate(t.unflatten(-1, (-1, HEAD)), cos_sin, positions) for t in (q, k))
     at = int(requests.slots[0])
     written = cache[at // block, :, at % block]
-    assert error(written[:, :HEAD], k[0]) < 3 * ROUNDING
-    assert error(written[:, HEAD:], v.unflatten(-1, (-1, HEAD))[0]) < 2 * ROUNDING
+    assert error(written[:, :HEAD], k[0]) < 2 * ROUNDING
+    assert error(written[:, HEAD:], v.unflatten(-1, (-1, HEAD))[0]) < ONCE
     before[at // block, :, at % block] = written
     assert same(before, cache), "a slot that is not the token's was written"
     position = torch.arange(keys, device=DEVICE)

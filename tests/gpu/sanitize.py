@@ -2,6 +2,10 @@
 
 Each tool runs this file again with `--run`, which launches every kernel of every rank's shape through the GPU tests'
 own cases. Needs an sm90 GPU and `compute-sanitizer` of a CUDA toolkit. Exit status 0: both tools found nothing.
+
+A warp tells the producer that it has read by one lane's arrival, after `__syncwarp`; racecheck counts that for this
+lane alone and calls every refill of the ring a race. For it the kernels are compiled so that every lane arrives
+(`SPEAKERS`, bulk.cuh): the same program, told in a way that the tool follows.
 """
 
 from __future__ import annotations
@@ -72,10 +76,18 @@ def step(parallel: list[int], counts: list[int]) -> None:
         print(f"a whole step: {count} experts", flush=True)
 
 
+def let_every_lane_speak() -> None:
+    """Compiles kernels as racecheck needs them; see the head of this file."""
+    from vllm_gptoss.kernels import nvrtc
+
+    whole = nvrtc.source
+    nvrtc.source = lambda path: "#define SPEAKERS 32\n" + whole(path)
+
+
 def only(sanitizer: str, names: str) -> list[str]:
     """The option that keeps the sanitizer to kernels of these names, as this version spells it."""
     known = subprocess.run([sanitizer, "--help"], capture_output=True, text=True).stdout
-    option = next((name for name in ("--kernel-regex", "--filter") if name in known), None)
+    option = next((name for name in ("--kernel-name", "--kernel-regex", "--filter") if name in known), None)
     return [option, f"kns={names}"] if option else []
 
 
@@ -85,8 +97,11 @@ def main() -> int:
     parser.add_argument("--parallel", default="1,2,4,8", help="tensor-parallel sizes whose shapes are launched")
     parser.add_argument("--experts", default="32", help="32 for the 20b, 128 for the 120b")
     parser.add_argument("--run", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--speak", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
+        if options.speak:
+            let_every_lane_speak()
         run = {"layers": layers, "experts": experts, "step": step}[options.run]
         run([int(n) for n in options.parallel.split(",")], [int(n) for n in options.experts.split(",")])
         return 0
@@ -101,6 +116,7 @@ def main() -> int:
             command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), *only(sanitizer, names)]
             command += [sys.executable, "-m", "tests.gpu.sanitize", "--run", part]
             command += ["--parallel", options.parallel, "--experts", options.experts]
+            command += ["--speak"] if tool == "racecheck" else []
             # every tensor its own allocation: torch's cache would hide what lies beside one
             done = subprocess.run(command, env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
             said = {0: "clean", FOUND: "found something"}.get(done.returncode, f"ended with {done.returncode}")

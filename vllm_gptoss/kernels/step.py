@@ -276,7 +276,7 @@ class Step:
         """
         import torch
 
-        key = (*groups, *(cache.data_ptr() for cache in caches))
+        key = (*groups, *(number for cache in caches for number in (cache.data_ptr(), *cache.stride())))
         if key not in self._tables:
             if torch.cuda.is_current_stream_capturing():
                 return None

@@ -25,11 +25,15 @@
 #define PITCH (ROW_BYTES + 16)  // 16 mod 128: the quads of two rows then cover all banks
 #define STAGE_BYTES (8 * PITCH)
 #define TOKENS (NT * 8)
+// Up to 8 tokens leave half of the mma's rows idle: they take what rounding x times the norm's weight to bf16 leaves, so
+// that q, k, v and the router's logits carry no rounding of their input.
+#define SPLIT (MODE != 1 && NT == 1)
+#define SUMS (SPLIT ? 4 : 2 * NT)
 
-// Sums of tokens g and g + 8; with 8 tokens the second half is zero and has no registers.
-__device__ __forceinline__ void mma_bf16(float (&c)[2 * NT], const u32 (&lo)[8], const u32 (&hi)[8], const int k, const u32 b0,
+// Sums of rows g and g + 8; without a second half that one is zero and has no registers.
+__device__ __forceinline__ void mma_bf16(float (&c)[SUMS], const u32 (&lo)[8], const u32 (&hi)[8], const int k, const u32 b0,
                                          const u32 b1) {
-#if NT == 1
+#if SUMS == 2
   [[maybe_unused]] float none0, none1;
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%5}, {%7,%8}, {%0,%1,%9,%9};"
       : "+f"(c[0]), "+f"(c[1]), "=f"(none0), "=f"(none1)
@@ -102,6 +106,16 @@ __device__ __forceinline__ Item make_item(const Args& a, int unit, int i, int t)
 }
 #endif
 
+#if MODE != 1
+// Two elements of x times the norm's weight, each as a sum of two bf16.
+__device__ __forceinline__ void weigh(u32& part, u32& rest, u32 h, u32 norm) {
+  const float2 f = unpack(h), w = unpack(norm);
+  part = pack(f.x * w.x, f.y * w.y);
+  const float2 p = unpack(part);
+  rest = pack(f.x * w.x - p.x, f.y * w.y - p.y);
+}
+#endif
+
 #if MODE == 2
 __device__ __forceinline__ void store_cluster(u32 addr, u32 rank, float v) {
   u32 remote;
@@ -141,7 +155,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(WARPS * 32 + 32, MIN_CTAS
 
   if (tid == 0) {
 #pragma unroll
-    for (int s = 0; s < STAGES; ++s) { bar_init(full + 8 * s, 1); bar_init(empty + 8 * s, WARPS); }
+    for (int s = 0; s < STAGES; ++s) { bar_init(full + 8 * s, 1); bar_init(empty + 8 * s, WARPS * SPEAKERS); }
     bar_init(norm_bar, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -178,12 +192,15 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(WARPS * 32 + 32, MIN_CTAS
                  "barrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
   } else {
-    float acc[UNITS][2 * NT];
+    float acc[UNITS][SUMS];
 #pragma unroll
     for (int u = 0; u < UNITS; ++u)
 #pragma unroll
-      for (int e = 0; e < 2 * NT; ++e) acc[u][e] = 0.f;
+      for (int e = 0; e < SUMS; ++e) acc[u][e] = 0.f;
     u32 frag[PARTS][BPW][NT][8];
+#if MODE == 0 && SPLIT
+    u32 rest[PARTS][BPW][8];
+#endif
 #if MODE == 0
     for (int e = tid; e < (last - first) * 4 * a.tokens; e += WARPS * 32)
       items[e] = make_item(a, first + (e >> 2) / a.tokens, e & 3, (e >> 2) % a.tokens);
@@ -251,9 +268,16 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(WARPS * 32 + 32, MIN_CTAS
           const u32 nw[8] = {(u32)v0.x, (u32)v0.y, (u32)v0.z, (u32)v0.w, (u32)v1.x, (u32)v1.y, (u32)v1.z, (u32)v1.w};
 #pragma unroll
           for (int e = 0; e < 8; ++e) {
-            const float2 f = unpack(frag[p][b][n][e]), w = unpack(nw[e]);
+            const float2 f = unpack(frag[p][b][n][e]);
             ss[n] += f.x * f.x + f.y * f.y;
+#if MODE == 2
+            asm("" : "+r"(frag[p][b][n][e]));  // weighed later; without this it stays unpacked until then, and spills
+#elif SPLIT
+            weigh(frag[p][b][n][e], rest[p][b][e], frag[p][b][n][e], nw[e]);
+#else
+            const float2 w = unpack(nw[e]);
             frag[p][b][n][e] = pack(f.x * w.x, f.y * w.y);
+#endif
           }
         }
       ss[n] += __shfl_xor_sync(~0u, ss[n], 1);
@@ -269,24 +293,48 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(WARPS * 32 + 32, MIN_CTAS
         for (int p = 0; p < PARTS; ++p, ++i) {
           const int s = i % STAGES;
           bar_wait(full + 8 * s, (i / STAGES) & 1);
-          float odd[2 * NT] = {};  // a second chain: one mma waits for the one before on the same sum
+          float odd[SUMS] = {};  // a second chain: one mma waits for the one before on the same sum
 #pragma unroll
           for (int b = 0; b < BPW; ++b) {
             const int4* q = (const int4*)(ring + s * STAGE_BYTES + g * PITCH + (warp * BPW + b) * 128 + j * 32);
             const int4 w0 = q[0], w1 = q[1];
             const u32 w[8] = {(u32)w0.x, (u32)w0.y, (u32)w0.z, (u32)w0.w, (u32)w1.x, (u32)w1.y, (u32)w1.z, (u32)w1.w};
+#if MODE == 2
+            const u32* nw = (const u32*)(norm_w + (p * PART + warp * BPW + b) * 64 + j * 16);
+#endif
 #pragma unroll
-            for (int k = 0; k < 4; ++k)
+            for (int k = 0; k < 4; ++k) {
+#if MODE == 2
+              u32 part[NT][8], rest[NT][8];
+#pragma unroll
+              for (int e = 2 * k; e < 2 * k + 2; ++e)
+#pragma unroll
+                for (int n = 0; n < NT; ++n) weigh(part[n][e], rest[n][e], frag[p][b][n][e], nw[e]);
+              if (SPLIT) {
+                mma_bf16(k & 1 ? odd : acc[u], part[0], rest[0], k, w[2 * k], w[2 * k + 1]);
+              } else {
+                mma_bf16(acc[u], part[0], part[NT - 1], k, w[2 * k], w[2 * k + 1]);
+                mma_bf16(odd, rest[0], rest[NT - 1], k, w[2 * k], w[2 * k + 1]);
+              }
+#elif SPLIT && MODE == 0
+              mma_bf16(k & 1 ? odd : acc[u], frag[p][b][0], rest[p][b], k, w[2 * k], w[2 * k + 1]);
+#else
               mma_bf16(k & 1 ? odd : acc[u], frag[p][b][0], frag[p][b][NT - 1], k, w[2 * k], w[2 * k + 1]);
+#endif
+            }
           }
 #pragma unroll
-          for (int e = 0; e < 2 * NT; ++e) acc[u][e] += odd[e];
+          for (int e = 0; e < SUMS; ++e) acc[u][e] += odd[e];
           __syncwarp();
-          if (lane == 0) bar_arrive(empty + 8 * s);
+          bar_arrive_warp(empty + 8 * s, lane);
         }
       }
     }
     asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory");  // the ring is free: it holds the partial sums now
+#if SPLIT
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u) { acc[u][0] += acc[u][2]; acc[u][1] += acc[u][3]; }
+#endif
     float* red = (float*)ring;  // [WARPS][UNITS][TOKENS][8]
 #pragma unroll
     for (int u = 0; u < UNITS; ++u)
@@ -356,11 +404,12 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(WARPS * 32 + 32, MIN_CTAS
           for (int b = 0; b < BPW; ++b) {
             const int blk = p * PART + warp * BPW + b;
             if (blk % CLUSTER != blockIdx.x) continue;
+            const u32* nw = (const u32*)(norm_w + blk * 64 + j * 16);
             u32 o[8];
 #pragma unroll
             for (int e = 0; e < 8; ++e) {
-              const float2 f = unpack(frag[p][b][n][e]);
-              o[e] = pack(f.x * rs, f.y * rs);
+              const float2 f = unpack(frag[p][b][n][e]), w = unpack(nw[e]);
+              o[e] = pack(f.x * rs * w.x, f.y * rs * w.y);
             }
             int4* q = (int4*)(a.out + (long long)t * a.out_stride + blk * 64 + j * 16);
             q[0] = make_int4(o[0], o[1], o[2], o[3]);

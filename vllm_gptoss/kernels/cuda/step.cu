@@ -202,7 +202,11 @@ __device__ __forceinline__ u32 next_chunk(Block& b, u32 size) {
 }
 __device__ __forceinline__ void release_chunks(const Block& b, int count) {
   __syncwarp();
+#if SPEAKERS == 1
   if (b.lane < count) bar_arrive(b.empty + 8 * ((b.cursor.i - 1 - b.lane) % BARS));
+#else
+  for (int i = 0; i < count; ++i) bar_arrive(b.empty + 8 * ((b.cursor.i - 1 - i) % BARS));
+#endif
 }
 
 // 16 weight rows of one block of 64 columns, rows g and g + 8 of each lane, 16 of their columns.
@@ -218,7 +222,8 @@ __device__ __forceinline__ void load_rows(Rows& r, const u8* low, const u8* high
   }
 }
 // Plus the rows times the token's fragments; two sums, so that fewer mma wait for one another. Of the product's eight
-// columns only the first is the token's: lanes of group 0 hold it as an operand, lanes with j = 0 as a result.
+// columns the first is the token's and the second what its rounding leaves, where it is kept: lanes of groups 0 and 1
+// hold them as operands, lanes with j = 0 as results.
 __device__ __forceinline__ void multiply_add(float (&c)[4], float (&odd)[4], const Rows& r, const u32 (&frag)[8]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -232,7 +237,8 @@ __device__ __forceinline__ void put_dense(const Block& b, const float (&c)[4], c
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const int r = row + b.g + h * 8;
-    if (b.j == 0 && r < DENSE_ROWS) b.dense[r * WARPS + b.warp] = c[2 * h] + odd[2 * h];
+    if (b.j == 0 && r < DENSE_ROWS)
+      b.dense[r * WARPS + b.warp] = (c[2 * h] + odd[2 * h]) + (c[2 * h + 1] + odd[2 * h + 1]);
   }
 }
 __device__ __forceinline__ float sum_dense(const Block& b, int row) {
@@ -241,16 +247,13 @@ __device__ __forceinline__ float sum_dense(const Block& b, int row) {
   for (int w = 0; w < WARPS; ++w) sum += b.dense[row * WARPS + w];
   return sum;
 }
-// The fragments of this warp's columns of the staged row.
-__device__ __forceinline__ void load_frag(u32 (&frag)[HPW][8], const Block& b) {
+// This warp's columns of the staged row, as column `group` of the operand.
+__device__ __forceinline__ void load_frag(u32 (&frag)[HPW][8], const Block& b, int group) {
+  if (b.g != group) return;
 #pragma unroll
   for (int k = 0; k < HPW; ++k) {
-    int4 v = make_int4(0, 0, 0, 0), w = v;
-    if (b.g == 0) {
-      const int4* p = (const int4*)(b.xs + (b.warp * HPW + k) * 128 + b.j * 32);
-      v = p[0];
-      w = p[1];
-    }
+    const int4* p = (const int4*)(b.xs + (b.warp * HPW + k) * 128 + b.j * 32);
+    const int4 v = p[0], w = p[1];
     frag[k][0] = v.x; frag[k][1] = v.y; frag[k][2] = v.z; frag[k][3] = v.w;
     frag[k][4] = w.x; frag[k][5] = w.y; frag[k][6] = w.z; frag[k][7] = w.w;
   }
@@ -404,13 +407,16 @@ __device__ __forceinline__ void mix8(float (&f)[8], const Late& late, int column
   }
 }
 
-// A warp's columns of the layer's input x: their share of the squares, x times the norm's weight staged.
-__device__ __forceinline__ void load_input(const Args& a, const Block& b, const Layer& y, int layer) {
+// A warp's columns of the layer's input x: their share of the squares; x times the norm's weight as fragments of two
+// columns, itself and what rounding it to bf16 leaves, so that q, k and v carry no rounding of their input.
+__device__ __forceinline__ void load_input(
+    const Args& a, const Block& b, const Layer& y, int layer, u32 (&frag)[HPW][8]) {
   const int column = (b.warp * HPW * 8 + b.lane) * 8;
   const bool mine = b.lane < HPW * 8;
   int4 norm = make_int4(0, 0, 0, 0);
   if (mine) norm = __ldg((const int4*)(y.norm + column));
   float ss = 0.f;
+  int4 rest = make_int4(0, 0, 0, 0);
   if (mine) {
     const Late& late = zeros(a).late[(layer - 1) & 1];
     const bf16* before = layer == 0 ? a.residual : late.hidden;
@@ -433,12 +439,22 @@ __device__ __forceinline__ void load_input(const Args& a, const Block& b, const 
       ss += x[e] * x[e];
       x[e] *= nw[e];
     }
-    *(int4*)(b.xs + column * 2) = join8(x);
+    const int4 part = join8(x);
+    *(int4*)(b.xs + column * 2) = part;
+    split8(nw, part);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) x[e] -= nw[e];
+    rest = join8(x);
   }
 #pragma unroll
   for (int d = 16; d; d >>= 1) ss += __shfl_xor_sync(~0u, ss, d);
   if (b.lane == 0) b.s->squares[b.warp] = ss;
   __syncwarp();
+  load_frag(frag, b, 0);
+  __syncwarp();
+  if (mine) *(int4*)(b.xs + column * 2) = rest;
+  __syncwarp();
+  load_frag(frag, b, 1);
 }
 
 __device__ __forceinline__ void qkv(const Args& a, Block& b, const Layer& y, int layer) {
@@ -453,10 +469,9 @@ __device__ __forceinline__ void qkv(const Args& a, Block& b, const Layer& y, int
     for (int k = 0; k < HPW; ++k) load_rows(held[k], from + k * 128, from, false);
     release_chunks(b, 2);
   }
-  load_input(a, b, y, layer);
+  u32 frag[HPW][8] = {};
+  load_input(a, b, y, layer, frag);
   mark(a, b, layer, 1);
-  u32 frag[HPW][8];
-  load_frag(frag, b);
   {
     float c[4] = {}, odd[4] = {};
 #pragma unroll
@@ -797,6 +812,7 @@ __device__ __forceinline__ void attend(const Args& a, Block& b, const Layer& y, 
       if (b.warp >= 8) put_running(r, sums + w * A_WARP, m + w * 8, l + w * 8, b.g, b.j);
       sync_consumers();
       if (b.warp < WARPS - 8) add_running(r, sums + w * A_WARP, m + w * 8, l + w * 8, b.g, b.j);
+      __syncwarp();  // one lane of four writes the maximum that all four have read
     }
     if (b.warp < 8) put_running(r, sums + w * A_WARP, m + w * 8, l + w * 8, b.g, b.j);
     sync_consumers();
@@ -1035,7 +1051,7 @@ __device__ __forceinline__ void expert_units(const Args& a, Block& b, const Laye
       if (b.j == 0) { to[0] = c[0]; to[8] = c[2]; }
       release_chunks(b, 1);
     }
-    if (b.lane == 0) bar_arrive(b.sums_full + 8 * buffer);
+    bar_arrive_warp(b.sums_full + 8 * buffer, b.lane);
     if (!finish) continue;
     bar_wait(b.sums_full + 8 * buffer, round & 1);
 #pragma unroll
@@ -1058,7 +1074,7 @@ __device__ __forceinline__ void expert_units(const Args& a, Block& b, const Laye
       }
     }
     __syncwarp();
-    if (b.lane == 0) bar_arrive(b.sums_free + 8 * buffer);
+    bar_arrive_warp(b.sums_free + 8 * buffer, b.lane);
   }
 }
 
@@ -1152,8 +1168,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
   for (int i = b.tid; i < a.layer_count * (int)(sizeof(Layer) / 8); i += THREADS + 32)
     ((u64*)layers)[i] = ((const u64*)a.layers)[i];
   if (b.tid == 0) {
-    for (int i = 0; i < BARS; ++i) { bar_init(b.full + 8 * i, 1); bar_init(b.empty + 8 * i, WARPS); }
-    for (int i = 0; i < BUFFERS; ++i) { bar_init(b.sums_full + 8 * i, WARPS); bar_init(b.sums_free + 8 * i, 1); }
+    for (int i = 0; i < BARS; ++i) { bar_init(b.full + 8 * i, 1); bar_init(b.empty + 8 * i, WARPS * SPEAKERS); }
+    for (int i = 0; i < BUFFERS; ++i) {
+      bar_init(b.sums_full + 8 * i, WARPS * SPEAKERS);
+      bar_init(b.sums_free + 8 * i, SPEAKERS);
+    }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
