@@ -102,10 +102,11 @@ def test_lossy_choices_are_only_made_when_asked_for() -> None:
 def test_our_experts_are_the_default_only_where_they_were_measured() -> None:
     for name in ("H200", "H100"):
         assert choose.experts(DEVICES[name], GPT_OSS_120B, Shape()).value == "gptoss"
-        sharded = choose.experts(DEVICES[name], GPT_OSS_120B, Shape(tensor_parallel=2))
+        assert choose.experts(DEVICES[name], GPT_OSS_120B, Shape(tensor_parallel=2)).value == "gptoss"
+        sharded = choose.experts(DEVICES[name], GPT_OSS_120B, Shape(tensor_parallel=4))
         assert sharded.value == "triton"
-        assert "not gptoss: made for tensor parallel 1, not 2" in sharded.reason
-        assert choose.experts(DEVICES[name], GPT_OSS_120B, Shape(tensor_parallel=2), "gptoss").value == "gptoss"
+        assert "not gptoss: made for tensor parallel 1, 2, not 4" in sharded.reason
+        assert choose.experts(DEVICES[name], GPT_OSS_120B, Shape(tensor_parallel=4), "gptoss").value == "gptoss"
     overlapped = choose.experts(DEVICES["H200"], GPT_OSS_20B, Shape(micro_batches=True))
     assert overlapped.value == "triton"
     assert "two streams" in overlapped.reason

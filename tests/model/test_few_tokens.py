@@ -53,9 +53,9 @@ def test_upstream_can_be_asked_for() -> None:
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"parallel": {"tensor_parallel_size": 2}}, "several GPUs"),
-        ({"parallel": {"pipeline_parallel_size": 2}}, "several GPUs"),
-        ({"speculative_config": object()}, "speculative decoding"),
+        ({"parallel": {"tensor_parallel_size": 4}}, "more than two GPUs, or a pipeline"),
+        ({"parallel": {"pipeline_parallel_size": 2}}, "more than two GPUs, or a pipeline"),
+        ({"speculative_config": SimpleNamespace(method="eagle3")}, "a draft model"),
     ],
 )
 def test_what_was_never_run_is_only_done_when_asked_for(
@@ -68,6 +68,15 @@ def test_what_was_never_run_is_only_done_when_asked_for(
     assert (
         gpt_oss._choose(None, config(**changes, additional_config={"gptoss": {"layers": "gptoss"}})).value == "gptoss"
     )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"parallel": {"tensor_parallel_size": 2}}, {"speculative_config": SimpleNamespace(method="ngram")}],
+)
+def test_what_was_run_on_a_gpu_is_the_default(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
+    monkeypatch.setattr(few_tokens, "obstacle", lambda model, config: None)
+    assert gpt_oss._choose(None, config(**changes)).value == "gptoss"
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,10 @@ def test_the_20b_on_one_gpu_has_no_obstacle() -> None:
     assert step.unsupported(shape) is None
 
 
+def test_states_that_a_draft_reads_keep_six_launches() -> None:
+    assert "draft model" in str(one_token.obstacle([layer(), layer()], config(), auxiliary=(2, 18, 33)))
+
+
 SMALL_BLOCKS = SimpleNamespace(attn=SimpleNamespace(kv_cache=torch.zeros(4, 8, 8, 128)))
 
 
@@ -153,15 +157,10 @@ def test_more_kinds_of_tables_than_the_kernel_takes_keep_six_launches_and_say_so
     assert len(said) == 1
 
 
-@pytest.mark.parametrize(("tokens", "auxiliary", "taken"), [(1, (), True), (2, (), False), (1, (1,), False)])
-def test_only_plain_steps_of_one_token_are_one_launch(tokens: int, auxiliary: tuple[int, ...], taken: bool) -> None:
-    """Auxiliary states (EAGLE3) lie between layers, where one launch cannot be looked into."""
+@pytest.mark.parametrize(("tokens", "taken"), [(1, True), (2, False)])
+def test_only_steps_of_one_token_are_one_launch(tokens: int, taken: bool) -> None:
     calls = []
-    model = SimpleNamespace(
-        aux_hidden_state_layers=auxiliary,
-        start_layer=0,
-        _maybe_add_hidden_state=lambda aux, index, x, residual: aux,
-    )
+    model = SimpleNamespace(start_layer=0, _maybe_add_hidden_state=lambda aux, index, x, residual: aux)
     path = few_tokens.FewTokens(SimpleNamespace(model=model), config())
     path.layers = [layer()]
     path.one_token = lambda *_: (calls.append("one"), (torch.ones(1), torch.ones(1)))[1]  # type: ignore[assignment, func-returns-value]
@@ -170,14 +169,17 @@ def test_only_plain_steps_of_one_token_are_one_launch(tokens: int, auxiliary: tu
     assert calls == ["one" if taken else "six"]
 
 
-@pytest.mark.parametrize(("layers", "built"), [("auto", False), ("gptoss", True)])
-def test_one_launch_is_taken_only_when_asked_for(monkeypatch: pytest.MonkeyPatch, layers: str, built: bool) -> None:
-    """Its output has not been compared with upstream's inside vLLM."""
-    marker: Any = object()
-    monkeypatch.setattr(one_token, "build", lambda layers, config: marker)
+@pytest.mark.parametrize("auxiliary", [(), (2, 18, 33)])
+def test_one_launch_is_taken_unless_a_draft_reads_between_layers(
+    monkeypatch: pytest.MonkeyPatch, auxiliary: tuple[int, ...]
+) -> None:
+    """EAGLE3's auxiliary states lie where one launch cannot be looked into."""
     monkeypatch.setattr(few_tokens, "_cache_obstacle", lambda layer: None)
     monkeypatch.setattr(few_tokens, "_compile", lambda layers: None)
-    settings = SimpleNamespace(additional_config={"gptoss": {"layers": layers}}, **vars(config()))
-    path = few_tokens.FewTokens(SimpleNamespace(model=SimpleNamespace(layers=[], start_layer=0, end_layer=0)), settings)
+    monkeypatch.setattr(one_token.step, "compile_for", lambda shape, device: None)
+    model = SimpleNamespace(layers=[], start_layer=0, end_layer=0, aux_hidden_state_layers=auxiliary)
+    path = few_tokens.FewTokens(SimpleNamespace(model=model), config())
+    monkeypatch.setattr(path, "_look_up", lambda found: layer())
+    model.layers, model.end_layer = [None, None], 2
     path._prepare()
-    assert path.one_token is (marker if built else None)
+    assert (path.one_token is None) == bool(auxiliary)

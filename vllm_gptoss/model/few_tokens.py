@@ -175,8 +175,8 @@ class FewTokens:
         if why := next(filter(None, map(_cache_obstacle, self.layers)), None) or _compile(self.layers):
             _vllm.init_logger("vllm.gptoss").warning("layers: upstream from here on (%s)", why)
             self.layers = []
-        elif one_token.wished(self.config):
-            self.one_token = one_token.build(self.layers, self.config)
+        else:
+            self.one_token = one_token.build(self.layers, self.config, model.aux_hidden_state_layers)
 
     def __call__(
         self,
@@ -205,8 +205,7 @@ class FewTokens:
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         model = self.model
         assert self.layers
-        one = self.one_token if x.shape[0] == 1 and not model.aux_hidden_state_layers else None
-        if one is not None and (done := one(x, residual, positions, context)):
+        if x.shape[0] == 1 and self.one_token and (done := self.one_token(x, residual, positions, context)):
             return *done, []
         aux = model._maybe_add_hidden_state([], model.start_layer, x, residual)
         for index, layer in enumerate(self.layers, model.start_layer):

@@ -68,17 +68,14 @@ def _choose(model: Any, config: Any) -> choose.Choice[str]:
         return choose.Choice("upstream", why)
     if wish == "auto" and (why := _never_run(config)):
         return choose.Choice("upstream", f"never run by us with {why}; layers=gptoss tries it")
-    many = f"fused kernels for steps of up to {few_tokens.MAX_TOKENS} tokens"
-    if wish == "gptoss":
-        return choose.Choice("gptoss", f"{many}, one launch for one token")
-    return choose.Choice("gptoss", f"{many}; layers=gptoss also tries one launch for one token")
+    return choose.Choice("gptoss", f"fused kernels for steps of up to {few_tokens.MAX_TOKENS} tokens")
 
 
 def _never_run(config: Any) -> str | None:
     """What of this configuration the fused path was written for but has not been run with on a GPU."""
     parallel = config.parallel_config
-    if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
-        return "several GPUs"
-    if config.speculative_config is not None:
-        return "speculative decoding"
+    if parallel.tensor_parallel_size > 2 or parallel.pipeline_parallel_size > 1:
+        return "more than two GPUs, or a pipeline"
+    if config.speculative_config is not None and config.speculative_config.method != "ngram":
+        return "a draft model"
     return None

@@ -1,9 +1,8 @@
 """A step of one token in one launch: every layer of the model in `kernels/step.py`.
 
-`FewTokens` uses it where it can and `layers=gptoss` asks for it: its times were measured inside vLLM, its output was
-compared with the six launches' and with float64 outside only. The kernel's blocks wait for one another, so all of them
-must be on the GPU at once: nothing that waits for this rank may hold a multiprocessor meanwhile, which is why several
-ranks keep six launches a layer.
+`FewTokens` uses it where it can. The kernel's blocks wait for one another, so all of them must be on the GPU at once:
+nothing that waits for this rank may hold a multiprocessor meanwhile, which is why several ranks keep six launches a
+layer.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from vllm_gptoss import _vllm
 from vllm_gptoss.kernels import nvrtc, step
-from vllm_gptoss.settings import Settings
 from vllm_gptoss.spec import RMS_NORM_EPS, SWIGLU_ALPHA, SWIGLU_LIMIT
 
 if TYPE_CHECKING:
@@ -26,14 +24,14 @@ MIN_BLOCK = 16
 """Tokens of a cache block at least: attention reads 16 keys at a time, out of one block."""
 
 
-def wished(config: Any) -> bool:
-    """Whether `layers=gptoss` was asked for."""
-    return Settings.load(config.additional_config).layers == "gptoss"
+def obstacle(layers: Sequence[Layer], config: Any, auxiliary: Sequence[int] = ()) -> str | None:
+    """Why these layers cannot run in one launch, or None.
 
-
-def obstacle(layers: Sequence[Layer], config: Any) -> str | None:
-    """Why these layers cannot run in one launch, or None. config: the `VllmConfig` the model was built with."""
+    config: the `VllmConfig` the model was built with; auxiliary: layers whose input EAGLE3 reads.
+    """
     parallel = config.parallel_config
+    if auxiliary:
+        return "a draft model reads states between layers"
     if parallel.tensor_parallel_size > 1 or parallel.pipeline_parallel_size > 1:
         return "several GPUs share the model"
     for layer in layers:
@@ -48,9 +46,9 @@ def obstacle(layers: Sequence[Layer], config: Any) -> str | None:
     return None
 
 
-def build(layers: Sequence[Layer], config: Any) -> OneToken | None:
-    """The path, compiled; None, and one line that says why, where there is none."""
-    why = obstacle(layers, config)
+def build(layers: Sequence[Layer], config: Any, auxiliary: Sequence[int] = ()) -> OneToken | None:
+    """The path, compiled; None, and one line that says why, where there is none. Arguments as `obstacle`'s."""
+    why = obstacle(layers, config, auxiliary)
     if why is None:
         path = OneToken(layers)
         why = step.unsupported(path.step.shape)
