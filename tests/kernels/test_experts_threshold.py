@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_gptoss.kernels import dense, experts
+from vllm_gptoss.kernels import dense, experts, nvrtc
 from vllm_gptoss.quantization import method
 
 
@@ -48,3 +48,31 @@ def test_without_our_kernels_everything_is_upstreams(ran: list[str]) -> None:
 def test_the_layers_never_hand_the_experts_more_than_they_take() -> None:
     assert dense.MAX_TOKENS <= 78 // 4
     assert method.FEW_TOKENS <= experts.MAX_TOKENS
+
+
+def driver(status: int, value: int) -> Any:
+    def attribute(to: Any, which: int, device: int) -> int:
+        to._obj.value = value
+        return status
+
+    return SimpleNamespace(cuDeviceGetAttribute=attribute)
+
+
+@pytest.mark.parametrize(("status", "value", "shared"), [(0, 1, True), (0, 0, False), (1, 1, False)])
+def test_a_gpu_shared_by_mps_is_told_by_the_driver(
+    monkeypatch: pytest.MonkeyPatch, status: int, value: int, shared: bool
+) -> None:
+    """Two kernels whose blocks wait for one another would wait for ever; an old driver's error is no yes."""
+    monkeypatch.setattr(nvrtc, "_driver", lambda: driver(status, value))
+    assert nvrtc.shared_by_mps(0) is shared
+
+
+def test_experts_under_mps_stay_upstreams_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "_driver", lambda: driver(0, 1))
+    of = prepared(None)
+    moe = SimpleNamespace(has_bias=True)
+    for name, value in (("mxfp4_backend", method.Mxfp4MoeBackend.TRITON), ("moe", moe)):
+        object.__setattr__(of, name, value)
+    monkeypatch.setattr(method.GptOssExpertsMethod, "is_monolithic", True)
+    layer = SimpleNamespace(apply_router_weight_on_input=False, w13_weight=torch.zeros(1))
+    assert "MPS" in str(of._obstacle(layer))

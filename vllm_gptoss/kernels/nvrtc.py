@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+MPS_ENABLED = 133
+"""`CU_DEVICE_ATTRIBUTE_MPS_ENABLED` of cuda.h (CUDA 12.8)."""
 
 
 class NvrtcError(RuntimeError):
@@ -169,6 +171,20 @@ def _check(status: int, what: str) -> None:
         name = ctypes.c_char_p()
         _driver().cuGetErrorName(status, ctypes.byref(name))
         raise NvrtcError(f"{what}: {(name.value or b'unknown').decode()}")
+
+
+def shared_by_mps(device: int) -> bool:
+    """Whether other processes' kernels may run beside ours on this GPU: CUDA's Multi-Process Service is on.
+
+    Blocks that wait for one another then never all arrive if two such kernels hold half of the GPU each. Processes
+    without it take turns with the whole GPU. False where there is no driver, or one that does not know.
+    """
+    value = ctypes.c_int()
+    try:
+        driver = _driver()
+    except OSError:
+        return False
+    return not driver.cuDeviceGetAttribute(ctypes.byref(value), MPS_ENABLED, device) and bool(value.value)
 
 
 class Kernel:

@@ -11,6 +11,7 @@ from vllm.model_executor.layers.quantization.utils.mxfp4_utils import weight_mx_
 
 from vllm_gptoss import _vllm
 from vllm_gptoss.experts import sm90
+from vllm_gptoss.kernels import nvrtc
 from vllm_gptoss.kernels.experts import FewTokenExperts, Projection
 
 logger = _vllm.init_logger(__name__)
@@ -61,6 +62,8 @@ class GptOssExpertsMethod(GptOssMxfp4MoEMethod):
             return "this parallel configuration routes tokens between ranks"
         if layer.apply_router_weight_on_input:
             return "the router's weight is applied on the input"
+        if nvrtc.shared_by_mps(layer.w13_weight.device.index or 0):
+            return "MPS lets other processes' kernels run beside ours, whose blocks wait for one another"
         if not self.moe.has_bias:
             return "the experts have no bias"
         if not (sm90.scales_fit(layer.w13_weight_scale.data) and sm90.scales_fit(layer.w2_weight_scale.data)):
