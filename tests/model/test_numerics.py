@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_gptoss.bench import checkpoint, numerics, shapes, truth
+from vllm_gptoss.bench import checkpoint, numerics, shapes
 from vllm_gptoss.bench.numerics import Reading, verdict
 
 POSITIONS, TOKENS = 640, 12
@@ -125,22 +125,24 @@ def test_what_was_decoded_is_compared_up_to_the_first_difference() -> None:
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_plain_decode_is_read_from_real_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_decode_of_real_engines_is_compared_with_each_other_and_with_float64(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     checkpoint.write(dataclasses.replace(shapes.TINY, vocabulary=2048), tmp_path)
-    job = {"chunk": 1, "prompt": 8, "tensor_parallel": 1, "variant": "plugin", "options": {"enforce_eager": True}}
-    job |= {"model": str(tmp_path), "stream": numerics._stream(None, 2048, 2, 40)}
-    one, other = numerics._all([job, job], together=True)
-    assert [len(piece) for piece in one["decoded"]] == [32, 32]
-    pieces = numerics.cut({"plugin": one, "same": other}, job["stream"], 8)
-    assert len(one["likely"]) == len(one["top"]) == 64
-    assert one["likely"] == pytest.approx(other["likely"], abs=1e-3)
-    assert all(0 >= likely >= -30 for likely in one["likely"])
-    assert all(len(position) >= numerics.TOP for position in one["top"])
-    readings = {"plugin": numerics._reading(one), "same": numerics._reading(other)}
-    exact = Reading(**truth.read(tmp_path, pieces, 8, [top.keys() for top in readings["plugin"].top]))
-    near = numerics.from_truth(readings, exact, "plugin", 1.1)
-    assert near["within"]
-    assert 0 < near["means"]["plugin"] < 0.1, "bfloat16 against float64"
-    off = Reading(exact.likely, [{token: value + 0.1 for token, value in top.items()} for top in exact.top])
-    assert not numerics.from_truth({"plugin": off, "same": readings["same"]}, exact, "plugin", 1.1)["within"]
+    job = {"model": str(tmp_path), "chunk": 1, "prompt": 8, "tensor_parallel": 1}
+    job["stream"] = numerics._stream(None, 2048, 2, 40)
+    specs = [(name, "plugin", {"enforce_eager": True}) for name in ("plugin", "same", "again")]
+    found = numerics.compare(job, specs, together=True, exact=True, slack=1.1)
+    assert found["positions"] == 2 * 32
+    assert found["distances"]["plugin - same"]["mean"] < 1e-3, "the same numbers as seeds"
+    assert found["float64"]["within"]
+    assert 0 < found["float64"]["means"]["plugin"] < 0.1, "bfloat16 against float64"
+    assert found["nll"]["plugin"] == pytest.approx(found["float64"]["nll"], rel=0.01)
+
+
+def test_farther_from_float64_than_the_others_is_found() -> None:
+    exact = reading(0, 0.0)
+    near = {"plugin": reading(1, 0.01), "triton": reading(2, 0.01), "marlin": reading(3, 0.01)}
+    assert numerics.from_truth(near, exact, "plugin", 1.1)["within"]
+    assert not numerics.from_truth({**near, "plugin": reading(1, 0.015)}, exact, "plugin", 1.1)["within"]

@@ -285,6 +285,27 @@ def _reading(one: dict[str, Any]) -> Reading:
     return Reading(one["likely"], [{int(token): value for token, value in top.items()} for top in one["top"]])
 
 
+def compare(
+    job: dict[str, Any], specs: Sequence[tuple[str, str, dict[str, Any]]], together: bool, exact: bool, slack: float
+) -> dict[str, Any]:
+    """Has every variant of `specs` read the job's stream; the verdict on the first, and with `exact` float64's."""
+    read_by = _all([{**job, "variant": of, "options": options} for _, of, options in specs], together)
+    found = dict(zip((name for name, _, _ in specs), read_by, strict=True))
+    first, pieces = (
+        (job["prompt"], cut(found, job["stream"], job["prompt"])) if job["chunk"] == 1 else (1, job["stream"])
+    )
+    readings = {name: _reading(one) for name, one in found.items()}
+    candidate = specs[0][0]
+    result = verdict(readings, candidate, slack)
+    if exact:
+        wanted = [set().union(*tops) for tops in zip(*(reading.top for reading in readings.values()), strict=True)]
+        read = Reading(**truth.read(Path(job["model"]), pieces, first, wanted))
+        result["float64"] = from_truth(readings, read, candidate, slack)
+    result["positions"] = len(readings[candidate].likely)
+    result["paths"] = {name: one["paths"] for name, one in found.items()}
+    return result
+
+
 def main(
     shape: Annotated[str, typer.Option(help="random weights of this shape; 20b:6 is six layers")] = "20b:6",
     model: Annotated[Path | None, typer.Option(help="a checkpoint instead")] = None,
@@ -309,32 +330,10 @@ def main(
         if model is None:
             checkpoint.write(dataclasses.replace(shapes.shape(shape), vocabulary=VOCABULARY), directory)
         vocabulary = json.loads((directory / "config.json").read_text())["vocab_size"]
-        job: dict[str, Any] = {
-            "model": str(directory),
-            "chunk": chunk,
-            "prompt": prompt,
-            "tensor_parallel": tensor_parallel,
-        }
-        job["stream"] = _stream(stream, min(vocabulary, 190_000), sequences, tokens)
-        read_by = _all([{**job, "variant": of, "options": options} for _, of, options in specs], together)
-        found = dict(zip((name for name, _, _ in specs), read_by, strict=True))
-        pieces = cut(found, job["stream"], prompt) if chunk == 1 else job["stream"]
-        readings = {name: _reading(one) for name, one in found.items()}
-        if truth_:
-            wanted = [set().union(*tops) for tops in zip(*(reading.top for reading in readings.values()), strict=True)]
-            exact = Reading(**truth.read(directory, pieces, prompt if chunk == 1 else 1, wanted))
-    result = verdict(readings, specs[0][0], slack)
-    if truth_:
-        result["float64"] = from_truth(readings, exact, specs[0][0], slack)
-    result["positions"] = len(readings[specs[0][0]].likely)
-    result["paths"] = {name: one["paths"] for name, one in found.items()}
-    result |= {
-        "model": str(model or shape),
-        "chunk": chunk,
-        "prompt": prompt,
-        "tensor_parallel": tensor_parallel,
-        "command": sys.argv[1:],
-    }
+        same: dict[str, Any] = {"chunk": chunk, "prompt": prompt, "tensor_parallel": tensor_parallel}
+        job = {**same, "model": str(directory), "stream": _stream(stream, min(vocabulary, 190_000), sequences, tokens)}
+        result = compare(job, specs, together, truth_, slack)
+    result |= {"model": str(model or shape), **same, "command": sys.argv[1:]}
     text = json.dumps(result, indent=1)
     typer.echo(text)
     if out:
