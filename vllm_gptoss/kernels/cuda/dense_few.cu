@@ -316,7 +316,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(WARPS * 32 + 32, MIN_CTAS
                 mma_bf16(acc[u], part[0], part[NT - 1], k, w[2 * k], w[2 * k + 1]);
                 mma_bf16(odd, rest[0], rest[NT - 1], k, w[2 * k], w[2 * k + 1]);
               }
-#elif SPLIT && MODE == 0
+#elif SPLIT
               mma_bf16(k & 1 ? odd : acc[u], frag[p][b][0], rest[p][b], k, w[2 * k], w[2 * k + 1]);
 #else
               mma_bf16(k & 1 ? odd : acc[u], frag[p][b][0], frag[p][b][NT - 1], k, w[2 * k], w[2 * k + 1]);
