@@ -183,7 +183,7 @@ def main() -> None:
                     )
             del stock, up, down, ours, parts
     if options.out:
-        write(options.out, "kernels", rows)
+        write(options.out, rows)
 
 
 if __name__ == "__main__":

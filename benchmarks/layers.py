@@ -167,7 +167,7 @@ def main() -> None:
                     said = {k: f"{v['us']:.1f}" if isinstance(v, dict) else v for k, v in row.items()}
                     print(" ".join(f"{key}={value}" for key, value in said.items()), flush=True)
     if options.out:
-        write(options.out, "layers", rows)
+        write(options.out, rows)
 
 
 if __name__ == "__main__":

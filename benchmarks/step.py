@@ -192,7 +192,7 @@ def main() -> None:
         print({key: value for key, value in row.items() if key != "trace"}, flush=True)
         del made
     if options.out:
-        write(options.out, "step", rows)
+        write(options.out, rows)
 
 
 if __name__ == "__main__":

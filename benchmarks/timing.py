@@ -34,13 +34,13 @@ def microseconds(work: Callable[[], Any], launches: int, repeats: int = 20) -> f
     return statistics.median(times[2:])
 
 
-def write(path: str, script: str, rows: list[dict[str, Any]]) -> None:
-    """Rows with what produced them: GPU, torch, date and the command of `script`."""
+def write(path: str, rows: list[dict[str, Any]]) -> None:
+    """Rows with what produced them: GPU, torch, date and command."""
     result = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
-        "command": " ".join([f"python benchmarks/{script}.py", *sys.argv[1:]]),
+        "command": " ".join([f"python benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "rows": rows,
     }
     Path(path).write_text(json.dumps(result, indent=1) + "\n")

@@ -41,8 +41,7 @@ def wanted(model: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
     for tokens in ranks.sequences(SHAPE.vocabulary):
         x, aux = oracle.embedding[tokens], []
         for index, layer in enumerate(oracle.layers, 1):
-            x = x + reference.attention_block(x, layer, oracle.config, torch.arange(len(tokens)))
-            x = x + reference.mlp_block(x, layer, oracle.config)
+            x = reference.block(x, layer, oracle.config)
             aux += [x] if index in ranks.AUX else []
         found.append((reference.rms_norm(x, oracle.norm, oracle.config.rms_norm_eps), torch.stack(aux)))
     return found

@@ -17,25 +17,22 @@ rounds, and the spread (largest - smallest) / median. The same command again mea
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
-import os
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from vllm_gptoss.bench import memory, results, served, shapes, together
+from vllm_gptoss.bench import memory, results, served, shapes, together, worker
 from vllm_gptoss.bench.results import Results, ResultsError
 from vllm_gptoss.bench.worker import PLUGIN, Job
 
@@ -56,28 +53,13 @@ def lengths(text: str) -> list[tuple[int, int]]:
     return pairs
 
 
-@contextlib.contextmanager
-def process(
-    command: list[str], environment: dict[str, str], stdin: int | None = None
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A process with its own group, which does not outlive the block."""
-    made = subprocess.Popen(command, env=environment, stdin=stdin, stdout=sys.stderr, start_new_session=True)
-    try:
-        yield made
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(made.pid, signal.SIGKILL)
-        made.wait()
-
-
 def run_worker(job: Job) -> tuple[dict[str, Any], str]:
     """What one process measured, and how it failed (empty: it did not, or only ran out of time)."""
     with tempfile.TemporaryDirectory() as folder:
         path, why = Path(folder) / "result.json", ""
-        command = [sys.executable, "-m", "vllm_gptoss.bench.worker", json.dumps(dataclasses.asdict(job)), str(path)]
-        with memory.sampled() as samples, process(command, job.environment) as running:
+        with memory.sampled() as samples, worker.started(job, path) as process:
             try:
-                if code := running.wait(job.seconds + GRACE if job.seconds else None):
+                if code := process.wait(job.seconds + GRACE if job.seconds else None):
                     why = f"ended with {code}"
             except subprocess.TimeoutExpired:  # no failure: what it had not measured is measured by the next command
                 typer.echo(f"{job.model} {job.variant}: stopped, the time is up")
@@ -147,7 +129,7 @@ class Campaign:
     def run_together(self, jobs: Sequence[Job], rounds: int) -> bool:
         """Measures what `rounds` rounds of all jobs lack, on the GPU at the same time. False: not all of it."""
         jobs = [job for job in jobs if any(self.results.done(job, batch) < rounds for batch in job.batches)]
-        with together.started(jobs, process) as engines:
+        with together.started(jobs) as engines:
             able = [engine for engine in engines if self._answer(engine)]
             for round_ in range(rounds):
                 records: dict[str, dict[str, Any]] = {}

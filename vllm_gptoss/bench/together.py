@@ -11,13 +11,13 @@ import contextlib
 import dataclasses
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_gptoss.bench import worker
 from vllm_gptoss.bench.worker import Job
 
 POLL = 0.1
@@ -59,16 +59,13 @@ class Engine:
 
 
 @contextlib.contextmanager
-def started(
-    jobs: Sequence[Job], process: Callable[..., contextlib.AbstractContextManager[Any]]
-) -> Iterator[list[Engine]]:
-    """A process for every job; none outlives the block. process: `decode.process`."""
+def started(jobs: Sequence[Job]) -> Iterator[list[Engine]]:
+    """A process for every job; none outlives the block."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         engines = []
         for number, job in enumerate(jobs):
             job = dataclasses.replace(job, by_turns=True)
             path = folder / f"{number}.json"
-            command = [sys.executable, "-m", "vllm_gptoss.bench.worker", json.dumps(dataclasses.asdict(job)), str(path)]
-            engines.append(Engine(job, path, stack.enter_context(process(command, job.environment, subprocess.PIPE))))
+            engines.append(Engine(job, path, stack.enter_context(worker.started(job, path, subprocess.PIPE))))
         yield engines

@@ -6,27 +6,27 @@ on what it shares.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 
-def read(directory: Path, pieces: Sequence[Sequence[int]], first: int, wanted: Sequence[Collection[int]]) -> Any:
+def read(
+    directory: Path, pieces: Sequence[Sequence[int]], first: int, wanted: Sequence[Collection[int]]
+) -> dict[str, Any]:
     """`likely` and `top` of a `numerics.Reading`: float64's log-probabilities of every token from `first` on of every
     piece, given those before it, and of the tokens `wanted` there."""
     import torch
 
     from vllm_gptoss import reference
-    from vllm_gptoss.checkpoint.config import Config
+    from vllm_gptoss.checkpoint.check import read_config
 
-    config = Config.from_json(json.loads((directory / "config.json").read_text()))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     likely: list[float] = []
     top: list[dict[int, float]] = []
     with torch.no_grad():
         tensors = reference.read_tensors(directory, device)
-        states = reference.hidden_states_of(tensors, config, pieces, torch.float64)
+        states = reference.hidden_states_of(tensors, read_config(directory), pieces, torch.float64)
         head = tensors["lm_head.weight"].double()
         for tokens, hidden in zip(pieces, states, strict=True):
             logs = torch.log_softmax(reference.linear(hidden[first - 1 : -1], head), -1).cpu()

@@ -7,13 +7,16 @@ the engine is up and after every batch: a process that is stopped has not worked
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +268,19 @@ def busy_ns(intervals: Iterable[tuple[int, int]]) -> int:
         total += max(0, end - max(start, until))
         until = max(until, end)
     return total
+
+
+@contextlib.contextmanager
+def started(job: Job, result: Path, stdin: int | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """The process that runs `main` for a job, with its own group, which does not outlive the block."""
+    command = [sys.executable, "-m", __name__, json.dumps(dataclasses.asdict(job)), str(result)]
+    process = subprocess.Popen(command, env=job.environment, stdin=stdin, stdout=sys.stderr, start_new_session=True)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def main(job: str, result: str) -> None:
