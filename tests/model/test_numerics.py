@@ -63,6 +63,12 @@ def test_variants_carry_engine_arguments() -> None:
     )
 
 
+def test_a_rest_of_the_stream_that_is_all_prompt_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "ids.json").write_text(json.dumps(list(range(10))))
+    assert numerics._stream(tmp_path / "ids.json", 2048, 3, 4) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert numerics._stream(tmp_path / "ids.json", 2048, 3, 4, prompt=2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
 def test_random_weights_are_the_same_every_time(tmp_path: Path) -> None:
     small = dataclasses.replace(shapes.TINY, vocabulary=64)
     for name in "ab":

@@ -234,8 +234,8 @@ def from_truth(readings: dict[str, Reading], truth: Reading, candidate: str, sla
 # The command
 
 
-def _stream(path: Path | None, vocabulary: int, sequences: int, tokens: int) -> list[list[int]]:
-    """Random tokens, or a file's: a JSON list of ids, or text in o200k_harmony."""
+def _stream(path: Path | None, vocabulary: int, sequences: int, tokens: int, prompt: int = 1) -> list[list[int]]:
+    """Random tokens, or a file's: a JSON list of ids, or text in o200k_harmony; no rest that is all prompt."""
     if path is None:
         import numpy as np
 
@@ -247,7 +247,7 @@ def _stream(path: Path | None, vocabulary: int, sequences: int, tokens: int) -> 
 
         ids = encode(path.read_text())
     whole = [ids[at : at + tokens] for at in range(0, min(len(ids), sequences * tokens), tokens)]
-    return [part for part in whole if len(part) > 1]
+    return [part for part in whole if len(part) > prompt]
 
 
 def _variant(text: str) -> tuple[str, str, dict[str, Any]]:
@@ -331,7 +331,11 @@ def main(
             checkpoint.write(dataclasses.replace(shapes.shape(shape), vocabulary=VOCABULARY), directory)
         vocabulary = json.loads((directory / "config.json").read_text())["vocab_size"]
         same: dict[str, Any] = {"chunk": chunk, "prompt": prompt, "tensor_parallel": tensor_parallel}
-        job = {**same, "model": str(directory), "stream": _stream(stream, min(vocabulary, 190_000), sequences, tokens)}
+        job = {
+            **same,
+            "model": str(directory),
+            "stream": _stream(stream, min(vocabulary, 190_000), sequences, tokens, prompt),
+        }
         result = compare(job, specs, together, truth_, slack)
     result |= {"model": str(model or shape), **same, "command": sys.argv[1:]}
     text = json.dumps(result, indent=1)
