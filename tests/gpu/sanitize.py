@@ -66,13 +66,20 @@ def experts(parallel: list[int], counts: list[int]) -> None:
 
 
 def step(parallel: list[int], counts: list[int]) -> None:
-    """One layer of one token in one launch; `parallel` does not apply, it is for one GPU."""
+    """Layers of one token in one launch, one and three of them; `parallel` does not apply, it is for one GPU."""
+    import torch
+
     from tests.gpu import cases
     from tests.gpu.test_step import run
 
     for count in counts:
         for keys, window in ((1, 0), (200, 128), (700, 0), (3000, 0)):
             cases.step(run, *cases.layer(count, cases.C), keys, window=window)
+        up, down = cases.layer(count, cases.C)
+        layers = [cases.layer_tensors(up, down, window=window) for window in (128, 0, 128)]
+        caches, requests = [cases.filled_cache(16) for _ in layers], cases.request_of(200, 16)
+        cos_sin, positions = torch.randn(200, cases.HEAD, device="cuda"), torch.tensor([199], device="cuda")
+        run(layers, caches, cos_sin, cases.draw(1, cases.C), None, positions, requests)
         print(f"a whole step: {count} experts", flush=True)
 
 

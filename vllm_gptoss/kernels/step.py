@@ -32,7 +32,7 @@ THREADS = 32 * (WARPS + 1)
 ACTIVE = 4
 FLUSH, BUFFERS = 3, 4
 """Units of experts between two sums over the warps, and buffers of such sums: of step.cu."""
-STATIC = 568
+STATIC = 576
 """Bytes of `Shared` of step.cu that no shape changes, and its padding."""
 
 

@@ -120,7 +120,7 @@ struct Where {
 };
 
 struct Shared {
-  alignas(16) u64 bars[2 * BARS + 2 * BUFFERS];
+  alignas(16) u64 bars[2 * BARS + 2 * BUFFERS + 1];
   u32 starts[BARS];
   Item items[Q_EACH * 4];
   Where where[4];
@@ -150,7 +150,7 @@ struct Block {
   u8* ring;
   u8* xs;
   float *sums, *dense;
-  u32 full, empty, sums_full, sums_free;
+  u32 full, empty, sums_full, sums_free, chosen;  // mbarriers
   int tid, warp, lane, g, j;
   Cursor cursor;
   u32 flush;   // sums over the warps so far
@@ -158,7 +158,6 @@ struct Block {
 };
 
 __device__ __forceinline__ void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
-__device__ __forceinline__ void sync_all() { asm volatile("bar.sync 2, %0;" ::"n"(THREADS + 32) : "memory"); }
 
 __device__ __forceinline__ void mark(const Args& a, const Block& b, int layer, int what) {
 #ifdef TRACE
@@ -304,7 +303,8 @@ __device__ __forceinline__ void produce_experts(
     const Block& b, Producer& p, const u8* values, const u8* scales) {
   constexpr int UNITS = ROWS / 16, BYTES = 4 * K * 128;
   for (int choice = 0; choice < ACTIVE; ++choice) {
-    const long long expert = b.s->ids[choice];  // stays until this block has consumed all that is produced here
+    // Stays until this block has consumed all that is produced here; read by the lane whose arrivals say so.
+    const long long expert = __shfl_sync(~0u, b.lane == 0 ? b.s->ids[choice] : 0, 0);
     const int last = first_unit<UNITS>(choice, 1);
     for (int unit = first_unit<UNITS>(choice, 0); unit < last; ++unit) {
       const int tile = row_tile(unit, UNITS);
@@ -332,7 +332,7 @@ __device__ __forceinline__ void produce(const Args& a, Block& b, const Layer* la
     }
     for (int pair = share(O_PAIRS, blockIdx.x); pair < o_last; ++pair)
       produce_rows(b, p, y.w_out, pair * 2, 2, Q, O_PITCH);
-    sync_all();  // the choices are known
+    bar_wait(b.chosen, l & 1);
     produce_experts<2 * I, HB, SKU>(b, p, y.up_values, y.up_scales);
     produce_experts<C, IB, SKD>(b, p, y.down_values, y.down_scales);
   }
@@ -910,13 +910,13 @@ __device__ __forceinline__ void out(const Args& a, Block& b, const Layer& y, int
 #pragma unroll 1
   for (int u = 0; u < pairs; u += 8) {
     const int chunks = min(8, pairs - u);
-    u32 low = 0, high = 0;
-    for (int i = 0; i < chunks; ++i) {
+    // rows past the share are the first ones again: their rows of the product are not read
+    u32 low = next_chunk(b, O_CHUNK), high = low;
+    for (int i = 1; i < chunks; ++i) {
       const u32 here = next_chunk(b, O_CHUNK);
       low = b.g >> 1 == i ? here : low;
       high = (b.g >> 1) + 4 == i ? here : high;
     }
-    // rows past the share are whatever lies there: their rows of the product are not read
     const u8* from = b.ring + (b.g & 1) * O_PITCH + b.warp * 128 + b.j * 32;
     float c[4] = {}, odd[4] = {};
 #pragma unroll
@@ -984,6 +984,8 @@ __device__ __forceinline__ void choose_experts(const Args& a, Block& b, const fl
   for (int i = 0; i < EACH; ++i) f[i] = f[i] * norm + bias[i];
   choose<EACH, ACTIVE>(f, b.s->weights, b.s->ids, b.lane);
   if (b.lane == 0) b.s->scale = norm;
+  __syncwarp();
+  bar_arrive_warp(b.chosen, b.lane);
 }
 __device__ __forceinline__ int4 times_two_64(int4 v) {
   return make_int4(mul_bf16x2(v.x, TWO_64), mul_bf16x2(v.y, TWO_64), mul_bf16x2(v.z, TWO_64), mul_bf16x2(v.w, TWO_64));
@@ -1111,7 +1113,7 @@ __device__ __forceinline__ void up(const Args& a, Block& b, const Layer& y, cons
   if (mine) h = look16(late.hidden + column);
   if (b.warp == 0) choose_experts(a, b, bias, layer);
   if (mine) h = settle(h, late.hidden + column);
-  sync_all();  // the choices are known
+  sync_consumers();  // the choices are known
   mark(a, b, layer, 8);
   if (mine) {
     float nw[8], x[8];
@@ -1158,6 +1160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
   b.empty = b.full + 8 * BARS;
   b.sums_full = b.empty + 8 * BARS;
   b.sums_free = b.sums_full + 8 * BUFFERS;
+  b.chosen = b.sums_free + 8 * BUFFERS;
   b.tid = threadIdx.x;
   b.warp = b.tid >> 5;
   b.lane = b.tid & 31;
@@ -1173,6 +1176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1) decode_step(const 
       bar_init(b.sums_full + 8 * i, WARPS * SPEAKERS);
       bar_init(b.sums_free + 8 * i, SPEAKERS);
     }
+    bar_init(b.chosen, SPEAKERS);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
