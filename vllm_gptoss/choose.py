@@ -105,7 +105,7 @@ EXPERTS: Final[Mapping[Family, Sequence[Row]]] = {
     Family.HOPPER: (
         Row(
             "gptoss",
-            "1.5 to 2.5 times matmul_ogs up to 32 evenly routed tokens on one H200; matmul_ogs itself beyond",
+            "1.5 to 2.5 times matmul_ogs up to 32 evenly routed tokens on one H200, 1.2 up to 64; matmul_ogs beyond",
             tensor_parallel=(1, 2),
             lora=False,
             expert_parallel=False,

@@ -36,30 +36,53 @@ def prepared(layer: Layer) -> experts.FewTokenExperts:
     return experts.FewTokenExperts(up.projection, down.projection, ACTIVE, count, alpha=ALPHA, limit=LIMIT)
 
 
+def taking(layer: Layer, tokens: int) -> experts.FewTokenExperts:
+    """`prepared`, where it takes so many tokens."""
+    module = prepared(layer)
+    if module.max_tokens < tokens:
+        pytest.skip(f"on this GPU these kernels take up to {module.max_tokens} tokens")
+    return module
+
+
 @pytest.mark.parametrize("skewed", [False, True], ids=["uniform", "skewed"])
 def test_every_batch_matches_float64_and_repeats_bit_for_bit(layer: Layer, skewed: bool) -> None:
     module = prepared(layer)
-    assert module.max_tokens == min(experts.MAX_TOKENS, torch.cuda.get_device_properties(0).multi_processor_count // 4)
+    few = min(experts.FEW_TOKENS, torch.cuda.get_device_properties(0).multi_processor_count // 4)
+    assert module.max_tokens == (few if few < experts.FEW_TOKENS else experts.MAX_TOKENS)
     cases.experts(module, layer[1], layer[2], module.max_tokens, skewed)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("tokens", [1, 8, 28])
+@pytest.mark.parametrize("tokens", [1, 8, 28, 64])
 def test_logits_choose_and_weigh_as_topk_softmax(layer: Layer, tokens: int, dtype: torch.dtype) -> None:
-    cases.experts_by_logits(prepared(layer), layer[1], layer[2], tokens, dtype)
+    cases.experts_by_logits(taking(layer, tokens), layer[1], layer[2], tokens, dtype)
 
 
-def test_an_expert_parallel_rank_sums_only_its_own(layer: Layer) -> None:
+def test_a_block_whose_slots_do_not_fit_stages_them_one_after_another(layer: Layer) -> None:
+    """Some experts have 17 tokens, all others one or two: more slots than blocks, of 120b."""
+    (count, up, down), tokens = layer, 64
+    module = taking(layer, tokens)
+    ids = (torch.arange(tokens * ACTIVE, device="cuda").view(ACTIVE, tokens).T % (count - 5) + 5).contiguous()
+    for busy in range(5):
+        ids[busy * 11 : busy * 11 + 17, busy % ACTIVE] = busy
+    x, weights = cases.draw(tokens, C), torch.rand(tokens, ACTIVE, device="cuda")
+    wanted = cases.experts_oracle(x, ids, weights, up, down)
+    cases.experts_close(cases.run_experts(module, x, ids.int(), weights), wanted)
+
+
+@pytest.mark.parametrize("tokens", [8, 64])
+def test_an_expert_parallel_rank_sums_only_its_own(layer: Layer, tokens: int) -> None:
     count, up, down = layer
+    taking(layer, tokens)
     mapping = torch.full((2 * count,), -1, dtype=torch.int32, device="cuda")
     mapping[count:] = torch.arange(count, dtype=torch.int32, device="cuda")
     module = experts.FewTokenExperts(
         up.projection, down.projection, ACTIVE, 2 * count, alpha=ALPHA, limit=LIMIT, expert_map=mapping
     )
-    x = cases.draw(8, C)
-    ids = torch.stack([torch.randperm(2 * count, device="cuda")[:ACTIVE] for _ in range(8)])
+    x = cases.draw(tokens, C)
+    ids = torch.stack([torch.randperm(2 * count, device="cuda")[:ACTIVE] for _ in range(tokens)])
     ids[0] = torch.arange(ACTIVE)  # a token with no expert here
-    weights = torch.rand(8, ACTIVE, device="cuda")
+    weights = torch.rand(tokens, ACTIVE, device="cuda")
     out = cases.run_experts(module, x, ids.int(), weights)
     cases.experts_close(out, cases.experts_oracle(x, mapping[ids].long(), weights, up, down))
     assert not out[0].any()

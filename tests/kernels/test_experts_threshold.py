@@ -22,6 +22,16 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return sides
 
 
+def projections() -> tuple[experts.Projection, experts.Projection]:
+    """Up and down of 32 experts, hidden and intermediate 64."""
+
+    def bytes_of(rows: int) -> experts.Projection:
+        values, scales = torch.zeros(32, rows // 4, 128), torch.zeros(32, -(-rows // 256) * 8, 128)
+        return experts.Projection(values.byte(), scales.byte(), torch.zeros(32, rows))
+
+    return bytes_of(128), bytes_of(64)
+
+
 def prepared(few: Any) -> method.GptOssExpertsMethod:
     of = method.GptOssExpertsMethod.__new__(method.GptOssExpertsMethod)
     object.__setattr__(of, "few", few)
@@ -30,11 +40,15 @@ def prepared(few: Any) -> method.GptOssExpertsMethod:
 
 @pytest.mark.parametrize(
     ("multiprocessors", "most"),
-    [(132, 32), (114, 28), (78, 19)],
+    [(132, 64), (114, 28), (78, 19)],
     ids=["H100 SXM and H200", "H100 PCIe", "the smallest sm90 part"],
 )
-def test_few_tokens_are_ours_and_the_rest_upstreams(ran: list[str], multiprocessors: int, most: int) -> None:
-    of = prepared(SimpleNamespace(max_tokens=min(experts.MAX_TOKENS, multiprocessors // 4)))
+def test_few_tokens_are_ours_and_the_rest_upstreams(
+    ran: list[str], monkeypatch: pytest.MonkeyPatch, multiprocessors: int, most: int
+) -> None:
+    monkeypatch.setattr(experts, "_multiprocessors", lambda device: multiprocessors)
+    few = experts.FewTokenExperts(*projections(), 4, 32, alpha=1.0, limit=7.0)
+    of = prepared(few)
     for tokens, side in ((0, "upstream"), (1, "ours"), (most, "ours"), (most + 1, "upstream"), (4096, "upstream")):
         of.apply_monolithic(None, torch.empty(tokens, 64), torch.empty(tokens, 32))
         assert ran.pop() == side, tokens

@@ -55,7 +55,7 @@ def test_upstream_can_be_asked_for() -> None:
     [
         ({"parallel": {"tensor_parallel_size": 4}}, "more than two GPUs, or a pipeline"),
         ({"parallel": {"pipeline_parallel_size": 2}}, "more than two GPUs, or a pipeline"),
-        ({"speculative_config": SimpleNamespace(method="eagle3")}, "a draft model"),
+        ({"speculative_config": SimpleNamespace(method="draft_model")}, "drafts by draft_model"),
     ],
 )
 def test_what_was_never_run_is_only_done_when_asked_for(
@@ -72,7 +72,12 @@ def test_what_was_never_run_is_only_done_when_asked_for(
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"parallel": {"tensor_parallel_size": 2}}, {"speculative_config": SimpleNamespace(method="ngram")}],
+    [
+        {},
+        {"parallel": {"tensor_parallel_size": 2}},
+        {"speculative_config": SimpleNamespace(method="ngram")},
+        {"speculative_config": SimpleNamespace(method="eagle3")},
+    ],
 )
 def test_what_was_run_on_a_gpu_is_the_default(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
     monkeypatch.setattr(few_tokens, "obstacle", lambda model, config: None)

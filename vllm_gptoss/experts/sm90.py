@@ -19,8 +19,8 @@ MAX_SCALE = 192
 
 
 SAMPLE_ROWS = 512
-"""Rows whose layout is compared: two blocks of the scales' 256. The index maps work in int64, so a whole expert takes
-half a GiB at the moment when memory is fullest."""
+"""Rows whose layout is compared: two blocks of the scales' 256. Kept on the host: a tensor of ours, however
+small, beside the weights while upstream lays them out splits memory that upstream would take again."""
 
 
 class LayoutError(ValueError):
@@ -45,7 +45,7 @@ def storage(wrapped: Any, layout: str) -> Tensor:
 
 def sample(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """The first rows of the first expert as our index maps store them, to compare with what upstream stores."""
-    return mxfp4.hopper_values(blocks[:1, :SAMPLE_ROWS]), mxfp4.hopper_scales(scales[:1, :SAMPLE_ROWS])
+    return mxfp4.hopper_values(blocks[:1, :SAMPLE_ROWS].cpu()), mxfp4.hopper_scales(scales[:1, :SAMPLE_ROWS].cpu())
 
 
 def scales_fit(scales: Tensor) -> bool:
@@ -54,7 +54,7 @@ def scales_fit(scales: Tensor) -> bool:
 
 
 def _begins_with(stored: Tensor, wanted: Tensor) -> bool:
-    return bool(torch.equal(stored[:1, : wanted.shape[1]], wanted))
+    return bool(torch.equal(stored[:1, : wanted.shape[1]].cpu(), wanted))
 
 
 def prepare(

@@ -21,9 +21,12 @@ from torch import Tensor
 
 from vllm_gptoss.kernels import nvrtc
 
-MAX_TOKENS = 32
+FEW_TOKENS, MAX_TOKENS = 32, 64
+"""Up to how many tokens the narrow kernels (slots of 8 tokens) and the wide ones (slots of 16) are made for."""
 MAX_EXPERTS = 128
 SLOT_TOKENS = 8
+WIDE_ROWS = 24
+"""Activation rows that a block of a wide kernel stages at once: any slot's 16, or about three experts' at 64 tokens."""
 SHARED_LIMIT = 232_448
 """Dynamic shared memory a block may have on sm90, in bytes."""
 
@@ -94,12 +97,14 @@ def routing_mode(dtype: torch.dtype) -> tuple[int, int]:
     return modes[dtype]
 
 
-def shared_bytes(tuning: Tuning, tiles: int, rows: int, active: int = 4) -> int:
+def shared_bytes(tuning: Tuning, tiles: int, rows: int, active: int = 4, wide_experts: int = 0) -> int:
     """Dynamic shared memory of one block, mirroring the layout at the head of experts.cu.
 
-    tiles: C/64; rows: activation rows staged, see `staged_rows`.
+    tiles: C/64; rows: activation rows staged, see `staged_rows`; wide_experts: local experts of a wide kernel, else 0.
     """
-    meta = -(-(18 * MAX_TOKENS * active + 20 + 32 * tuning.warps) // 128) * 128
+    pairs = active * (MAX_TOKENS if wide_experts else FEW_TOKENS)
+    slots = (wide_experts + pairs // 16) * 18 if wide_experts else pairs * 10
+    meta = -(-(8 * pairs + slots + 20 + 32 * tuning.warps) // 128) * 128
     reduction = tuning.warps * 1024 * tuning.tiles if tuning.share > 1 else 0
     ring = tuning.warps * tuning.depth * tuning.tiles * (512 + 2 * 32)
     return meta + reduction + ring + rows * (tiles * 128 + 16)
@@ -115,7 +120,12 @@ def fitted(tuning: Tuning, tiles: int) -> Tuning:
 
 
 def staged_rows(which: str, tokens: int) -> tuple[int, int]:
-    """(rows staged in shared memory, rows kept apart for each slot; 0: every token once, used by all slots)."""
+    """(rows staged in shared memory, the kernel's `rows`).
+
+    `rows`: how many are kept apart for each slot, 0 for every token once, used by all slots; of a wide kernel all.
+    """
+    if tokens > FEW_TOKENS:
+        return WIDE_ROWS, WIDE_ROWS
     if which == "experts_up" and tokens <= SLOT_TOKENS:
         return tokens, 0
     each = min(tokens, SLOT_TOKENS)
@@ -132,9 +142,11 @@ def defines(
     routed: int,
     mode: tuple[int, int],
     mapped: bool,
+    tokens: int = FEW_TOKENS,
 ) -> dict[str, int | str]:
     """The macros that make experts.cu one kernel."""
     return {
+        "TOKENS": tokens,
         "KT": tiles,
         "NROWS": rows,
         "SKT": scale_pairs,
@@ -156,6 +168,7 @@ def defines(
 
 UP = Tuning(warps=16, share=1, tiles=1, depth=9, chunk=3, registers=72)
 DOWN = Tuning(warps=16, share=1, tiles=1, depth=9, chunk=3, registers=64)
+UP_WIDE, DOWN_WIDE = replace(UP, registers=128), replace(DOWN, registers=128)
 DOWN_FEWEST = Tuning(warps=12, share=2, tiles=1, depth=8, chunk=2, registers=80)
 """For up to `FEWEST_TOKENS`: a block has so few units that two warps share one."""
 FEWEST_TOKENS = 2
@@ -224,14 +237,21 @@ class FewTokenExperts:
         self.alpha, self.limit, self.expert_map, self.tuning = alpha, limit, expert_map, tuning
         self.device = up.values.device.index or 0
         # A block stages the activations of two slots, so slots (at most T * active) must not outnumber blocks.
-        self.max_tokens = min(MAX_TOKENS, _multiprocessors(self.device) // active)
-        self._launches: dict[tuple[str, tuple[int, int], bool], _Launch] = {}
+        # The wide kernels have no such bound; on a GPU with fewer multiprocessors nobody has measured them.
+        few = min(FEW_TOKENS, _multiprocessors(self.device) // active)
+        self.max_tokens = MAX_TOKENS if few == FEW_TOKENS else few
+        self._launches: dict[tuple[str, tuple[int, int], bool, bool], _Launch] = {}
+
+    def _tunings(self, tokens: int) -> tuple[Tuning, Tuning]:
+        if tokens > FEW_TOKENS:
+            return UP_WIDE, DOWN_WIDE
+        return self.tuning or (UP, DOWN_FEWEST if tokens <= FEWEST_TOKENS else DOWN)
 
     def _prepare(self, which: str, routing: torch.dtype, tokens: int) -> _Launch:
-        mode, fewest = routing_mode(routing), tokens <= FEWEST_TOKENS
-        key = (which, mode, fewest)
+        mode, wide = routing_mode(routing), tokens > FEW_TOKENS
+        key = (which, mode, tokens <= FEWEST_TOKENS, wide)
         if key not in self._launches:
-            up, down = self.tuning or (UP, DOWN_FEWEST if fewest else DOWN)
+            up, down = self._tunings(tokens)
             projection, tuning = (self.up, up) if which == "experts_up" else (self.down, down)
             tuning = fitted(tuning, projection.tiles)
             options = defines(
@@ -244,22 +264,29 @@ class FewTokenExperts:
                 self.routed,
                 mode,
                 self.expert_map is not None,
+                MAX_TOKENS if wide else FEW_TOKENS,
             )
-            shared = min(shared_bytes(tuning, projection.tiles, 2 * SLOT_TOKENS, self.active), SHARED_LIMIT)
-            kernel = _kernel(self.device, which, shared, tuning.registers, tuple(sorted(options.items())))
+            rows = WIDE_ROWS if wide else 2 * SLOT_TOKENS
+            shared = self._shared(tuning, projection, rows, wide)
+            kernel = _kernel(
+                self.device, which, min(shared, SHARED_LIMIT), tuning.registers, tuple(sorted(options.items()))
+            )
             grid = _multiprocessors(self.device)
             self._launches[key] = _Launch(which, kernel, tuning, grid, projection)
         return self._launches[key]
 
+    def _shared(self, tuning: Tuning, projection: Projection, rows: int, wide: bool) -> int:
+        return shared_bytes(tuning, projection.tiles, rows, self.active, projection.experts if wide else 0)
+
     def compile(self, routing: torch.dtype) -> None:
-        """Compiles and loads both kernels for a routing dtype; otherwise the first launch does."""
-        for tokens in (FEWEST_TOKENS, FEWEST_TOKENS + 1):
+        """Compiles and loads all kernels for a routing dtype; otherwise the first launch does."""
+        for tokens in {FEWEST_TOKENS, FEWEST_TOKENS + 1, self.max_tokens}:
             self._prepare("experts_up", routing, tokens)
             self._prepare("experts_down", routing, tokens)
         _parts(self.device, self.active * self.down.rows)
 
     def launch_up(self, x: Tensor, routing: Tensor, act: Tensor, *, dependent: bool = True) -> None:
-        """act[T * A, I] bf16 = SwiGLU of the up projection of x [T, hidden] bf16, T <= 32, on the current stream."""
+        """act[T * A, I] bf16 = SwiGLU of the up projection of x [T, hidden] bf16, T <= max_tokens."""
         run = self._prepare("experts_up", routing.dtype, x.shape[0])
         tensors = (self.up.values, self.up.scales, self.up.bias, x, routing, None, self.expert_map, act)
         numbers = (ctypes.c_float(self.alpha), ctypes.c_float(self.limit))
@@ -300,15 +327,15 @@ class FewTokenExperts:
             run.tuning.warps * 32,
             torch.cuda.current_stream(self.device).cuda_stream,
             [*pointers, ctypes.c_int(tokens), ctypes.c_int(rows), TWO_23, *numbers],
-            shared_bytes(run.tuning, run.projection.tiles, staged, self.active),
+            self._shared(run.tuning, run.projection, staged, tokens > FEW_TOKENS),
             dependent=dependent,
         )
 
     def __call__(self, x: Tensor, routing: Tensor, weights: Tensor | None, out: Tensor) -> None:
         """Runs both projections on the current stream.
 
-        x: [T, hidden] bf16, T <= 32; routing: [T, A] int32/int64 ids (global ids with an expert map, -1 skips) with
-        weights [T, A] f32, or [T, E] bf16/f32 router logits and None; out: [T, hidden] bf16.
+        x: [T, hidden] bf16, T <= max_tokens; routing: [T, A] int32/int64 ids (global ids with an expert map, -1 skips)
+        with weights [T, A] f32, or [T, E] bf16/f32 router logits and None; out: [T, hidden] bf16.
         """
         pairs = x.shape[0] * self.active
         act = torch.empty((pairs, self.up.rows // 2), dtype=torch.bfloat16, device=x.device)

@@ -76,6 +76,6 @@ def _never_run(config: Any) -> str | None:
     parallel = config.parallel_config
     if parallel.tensor_parallel_size > 2 or parallel.pipeline_parallel_size > 1:
         return "more than two GPUs, or a pipeline"
-    if config.speculative_config is not None and config.speculative_config.method != "ngram":
-        return "a draft model"
+    if config.speculative_config is not None and config.speculative_config.method not in ("ngram", "eagle3"):
+        return f"drafts by {config.speculative_config.method}"
     return None

@@ -4,22 +4,29 @@
 // HopperMXValueLayout and HopperMXScaleLayout put them (kernels/mxfp4.py has the index maps): for a tile of 16 rows
 // x 64 columns, one 16-byte load per lane is the A operand of four mma steps and one 4-byte load its scales.
 //
-// A unit of work is R tiles of 16 rows over all of K for one "slot": an expert and up to 8 of its tokens. Every block
+// A unit of work is R tiles of 16 rows over all of K for one "slot": an expert and up to SLOT of its tokens. Every block
 // computes the slots from the top-k ids itself, takes an equal share of consecutive units, and its groups of
 // WPU warps take units in turn, each warp a share of K. Weights stream through a ring in shared memory that is
 // private to each lane: cp.async in, 16-byte load out, no barrier.
 //
-// Compile-time: KT tiles of 64 columns, NROWS weight rows (multiple of 16), SKT column pairs of 32 in the scale
-// storage, EXPERTS local experts, ACTIVE experts per token, NWARPS, R, WPU warps per unit, DEPTH tiles in each warp's ring,
-// CHUNK tiles per cp.async group (divides DEPTH), MINBLOCKS per multiprocessor (caps the registers),
+// Up to 32 tokens a slot is 8 tokens and a block's share of the units touches two slots at most, whose activations are
+// staged at once. For up to 64 tokens (TOKENS = 64) a slot is 16 tokens, so that an expert's weights are decoded once for
+// two mma, and a block stages as many of its slots as fit, works on them, and stages the next.
+//
+// Compile-time: TOKENS at most, 32 or 64, KT tiles of 64 columns, NROWS weight rows (multiple of 16), SKT column pairs of
+// 32 in the scale storage, EXPERTS local experts, ACTIVE experts per token, NWARPS, R, WPU warps per unit, DEPTH tiles in
+// each warp's ring, CHUNK tiles per cp.async group (divides DEPTH), MINBLOCKS per multiprocessor (caps the registers),
 // LOGITS 1: the ids come as router logits [T, ROUTED] and are chosen here, ID64: ids are int64, MAPPED: expert map.
 
 #include "common.cuh"
 #include "bulk.cuh"
 #include "mxfp4.cuh"
 
-constexpr int MAX_TOKENS = 32;
-constexpr int MAX_PAIRS = MAX_TOKENS * ACTIVE;
+constexpr bool WIDE = TOKENS > 32;
+constexpr int SLOT_LOG = WIDE ? 4 : 3, SLOT = 1 << SLOT_LOG, HALVES = SLOT / 8;
+constexpr int MAX_PAIRS = TOKENS * ACTIVE;
+constexpr int MAX_SLOTS = WIDE ? EXPERTS + MAX_PAIRS / SLOT : MAX_PAIRS;
+static_assert(MAX_PAIRS <= 256, "pairs are numbered in bytes");
 constexpr int NT = NROWS / 16;               // row tiles of an expert
 constexpr int NU = NT / R;                   // units of a slot
 constexpr int KS = (KT + WPU - 1) / WPU;     // tiles of 64 columns per warp
@@ -39,6 +46,7 @@ constexpr int QUAD_BYTES = KT * 128;         // four weight rows
 constexpr u64 EXPERT_BYTES = (u64)(NROWS / 4) * QUAD_BYTES;
 constexpr int SCALE_ROWS = (NROWS + 255) / 256 * 8;
 constexpr u64 EXPERT_SCALE_BYTES = (u64)SCALE_ROWS * SKT * 64;
+static_assert(!WIDE || WPU == 1, "two halves of a slot are not exchanged between warps");
 static_assert(NWARPS % WPU == 0 && NROWS % 16 == 0 && NWARPS >= 4 && DEPTH % CHUNK == 0, "shape");
 static_assert(EXPERTS <= 128, "slots are found by one thread per expert, four warps");
 
@@ -53,9 +61,9 @@ struct Meta {
     float weights[MAX_PAIRS];
     int warp_sums[4];
     int slots;
-    u8 slot_expert[MAX_PAIRS];
-    u8 slot_count[MAX_PAIRS];
-    u8 slot_pair[MAX_PAIRS][8];
+    u8 slot_expert[MAX_SLOTS];
+    u8 slot_count[MAX_SLOTS];
+    u8 slot_pair[MAX_SLOTS][SLOT];
     u8 near[NWARPS][32];           // slot_expert again, each warp's own copy: known without a block barrier
 };
 constexpr int META_BYTES = (sizeof(Meta) + 127) / 128 * 128;
@@ -183,7 +191,7 @@ __device__ __forceinline__ int find_slots_near(
     return __popc(leaders);
 }
 
-// The slots of any number of pairs: experts in ascending order, 8 pairs at a time. Ends with a block barrier.
+// The slots of any number of pairs: experts in ascending order, SLOT pairs at a time. Ends with a block barrier.
 __device__ __forceinline__ int find_slots_far(
     Meta& m, const u8* routing, const float* weights, const int* map, int tokens, int thread) {
     const int pairs = tokens * ACTIVE, warp = thread >> 5, lane = thread & 31;
@@ -198,7 +206,7 @@ __device__ __forceinline__ int find_slots_far(
     if (warp < 4) {
         for (int i = 0; i < pairs; i++) count += m.ids[i] == thread;
         count = thread < EXPERTS ? count : 0;
-        slots = (count + 7) >> 3;
+        slots = (count + SLOT - 1) >> SLOT_LOG;
         before = slots;
         #pragma unroll
         for (int d = 1; d < 32; d <<= 1) {
@@ -220,12 +228,12 @@ __device__ __forceinline__ int find_slots_far(
         if (count) {
             for (int s = 0; s < slots; s++) {
                 m.slot_expert[before + s] = thread;
-                m.slot_count[before + s] = min(count - 8 * s, 8);
+                m.slot_count[before + s] = min(count - SLOT * s, SLOT);
             }
             int seen = 0;
             for (int i = 0; i < pairs; i++)
                 if (m.ids[i] == thread) {
-                    m.slot_pair[before + (seen >> 3)][seen & 7] = i;
+                    m.slot_pair[before + (seen >> SLOT_LOG)][seen & (SLOT - 1)] = i;
                     seen++;
                 }
         }
@@ -246,7 +254,7 @@ __device__ __forceinline__ Routing find_slots(
     choose(m, routing, map, tokens, warp, lane);
     __syncthreads();
 #endif
-    if (pairs <= 32) {
+    if (!WIDE && pairs <= 32) {
         const int slots = find_slots_near(m, routing, weights, map, pairs, warp, lane);
         if (slots >= 0) return {slots, m.near[warp]};
     }
@@ -358,15 +366,29 @@ __device__ __forceinline__ void put_all(
         put_piece(xs, p, ld_cg16(x + (u64)p * 16));
 }
 
-// The rows that this block's (at most two) slots read, one slot after another.
+// Rows staged before those of `slot`, if `first` is the first slot staged.
+__device__ __forceinline__ int rows_before(const Meta& m, int first, int slot, int rows) {
+    if (!WIDE) return (slot - first) * rows;
+    int before = 0;
+    for (int s = first; s < slot; s++) before += m.slot_count[s];
+    return before;
+}
+
+// The end of the slots of this block, from `first` on, that `rows` rows hold.
+__device__ __forceinline__ int slots_that_fit(const Work& w, const Meta& m, int first, int rows) {
+    const int end = (w.last - 1) / NU + 1;
+    int slot = first + 1, used = m.slot_count[first];
+    while (slot < end && (used += m.slot_count[slot]) <= rows) slot++;
+    return slot;
+}
+
+// The rows that slots `first` to `last` read, one slot after another.
 __device__ __forceinline__ void load_rows(
-    const Work& w, const Meta& m, u8* xs, const u8* __restrict__ x, int divisor, int rows, int thread) {
+    const Meta& m, u8* xs, const u8* __restrict__ x, int first, int last, int divisor, int rows, int thread) {
     constexpr int BATCH = 4;
-    if (w.first >= w.last) return;
-    const int first = w.first / NU, last = (w.last - 1) / NU;
     for (int slot = first; slot <= last; slot++) {
         const int pieces = m.slot_count[slot] * (KT * 8);
-        u8* to = xs + (slot - first) * rows * XSTRIDE;
+        u8* to = xs + rows_before(m, first, slot, rows) * XSTRIDE;
         for (int i = thread; i < pieces; i += BATCH * THREADS) {
             uint4 v[BATCH];
             #pragma unroll
@@ -382,12 +404,14 @@ __device__ __forceinline__ void load_rows(
     }
 }
 
-// The product of one unit's share of K, R x 16 rows x 8 tokens in c as mma lays them out, while the ring refills: from
-// the same unit, in its last turn from the next one. `turn` counts the ring's turns.
+// The product of one unit's share of K, R x 16 rows x 8 tokens in each of H halves of c as mma lays them out, while the
+// ring refills: from the same unit, in its last turn from the next one. `turn` counts the ring's turns.
+template <int H>
 __device__ __forceinline__ void multiply(
-    float (&c)[R][4], const Work& w, Source now, const Source& next, bool live, u32 xrow, int& turn, u32 two_23) {
+    float (&c)[HALVES][R][4], const Work& w, Source now, const Source& next, bool live, u32 (&xrow)[HALVES], int& turn,
+    u32 two_23) {
     #pragma unroll
-    for (int i = 0; i < 4 * R; i++) c[i >> 2][i & 3] = 0.f;
+    for (int i = 0; i < 4 * R * H; i++) c[i / (4 * R)][i / 4 % R][i & 3] = 0.f;
     int left = w.tiles;
     #pragma unroll 1
     for (int round = 0; round < ROUNDS; round++) {
@@ -409,33 +433,40 @@ __device__ __forceinline__ void multiply(
             #pragma unroll
             for (int k = ch * CHUNK; k < (ch + 1) * CHUNK; k++) {
                 if (EVEN || k < left) {
-                    u32 b[4], d[4];
-                    ldmatrix4(b, xrow + k * 128);
-                    ldmatrix4(d, xrow + k * 128 + 64);
+                    u32 b[H][4], d[H][4];
+                    #pragma unroll
+                    for (int h = 0; h < H; h++) {
+                        ldmatrix4(b[h], xrow[h] + k * 128);
+                        ldmatrix4(d[h], xrow[h] + k * 128 + 64);
+                    }
                     #pragma unroll
                     for (int r = 0; r < R; r++) {
                         const uint4 v = lds16(w.ring + (k * R + r) * 512);
                         const u32 s4 = lds4(scales + (k * R + r) * 32);
-                        group(c[r], v.x, v.y, scale<0>(s4, two_23), scale<1>(s4, two_23), b);
-                        group(c[r], v.z, v.w, scale<2>(s4, two_23), scale<3>(s4, two_23), d);
+                        #pragma unroll
+                        for (int h = 0; h < H; h++) {
+                            group(c[h][r], v.x, v.y, scale<0>(s4, two_23), scale<1>(s4, two_23), b[h]);
+                            group(c[h][r], v.z, v.w, scale<2>(s4, two_23), scale<3>(s4, two_23), d[h]);
+                        }
                     }
                 }
             }
             fetch(w, now, ahead, ch, (turn + 1) & 1, more);
         }
-        xrow += DEPTH * 128;
+        #pragma unroll
+        for (int h = 0; h < H; h++) xrow[h] += DEPTH * 128;
         left -= DEPTH;
         turn++;
     }
 }
 
 // Publishes a warp's share of a unit and waits for its group's. Buffers alternate: `done` counts the group's units.
-__device__ __forceinline__ float4* exchange(const float (&c)[R][4], const Work& w, float4* red, int done) {
+__device__ __forceinline__ float4* exchange(const float (&c)[HALVES][R][4], const Work& w, float4* red, int done) {
     float4* shares = red + ((done & 1) * NWARPS + w.group * WPU) * (R * 32);
     if (WPU > 1) {
         #pragma unroll
         for (int r = 0; r < R; r++)
-            shares[(w.part * R + r) * 32 + w.lane] = make_float4(c[r][0], c[r][1], c[r][2], c[r][3]);
+            shares[(w.part * R + r) * 32 + w.lane] = make_float4(c[0][r][0], c[0][r][1], c[0][r][2], c[0][r][3]);
         asm volatile("bar.sync %0, %1;" ::"r"(1 + w.group), "n"(WPU * 32) : "memory");
     }
     return shares;
@@ -466,12 +497,54 @@ __device__ __forceinline__ void sum_shares(float (&c)[4], const Work& w, const f
     u8* xs = smem + META_BYTES + RED_BYTES + RING_BYTES;                                              \
     const int thread = threadIdx.x;
 
-// This lane's ldmatrix row in the activations of `slot`; rows past the slot's tokens repeat row 0, unread later.
+// This lane's ldmatrix row in the activations of half `half` of `slot`, `first` being the first slot staged; rows past
+// the slot's tokens repeat row 0, unread later.
 __device__ __forceinline__ u32 row_address(
-    const Work& w, const Meta& m, const u8* xs, int slot, int divisor, int rows) {
-    const int n = (w.lane & 7) < m.slot_count[slot] ? w.lane & 7 : 0;
-    const int r = rows ? (slot - w.first / NU) * rows + n : m.slot_pair[slot][n] / divisor;
+    const Work& w, const Meta& m, const u8* xs, int first, int slot, int half, int divisor, int rows) {
+    const int n = half * 8 + (w.lane & 7) < m.slot_count[slot] ? half * 8 + (w.lane & 7) : 0;
+    const int r = WIDE || rows ? rows_before(m, first, slot, rows) + n : m.slot_pair[slot][n] / divisor;
     return smem_u32(xs) + r * XSTRIDE + w.part * KS * 128 + (w.lane >> 3) * 16;
+}
+
+// Where a group of warps is in its block's units.
+struct Progress {
+    int unit, done, turn;
+    Source now;  // of `unit`; its first turn of the ring is on its way
+};
+
+// The group's units before `until`, whose slots from `first` on are staged: finish(slot, first tile, done, c) for each.
+template <class Finish>
+__device__ __forceinline__ void work(
+    Progress& p, const Work& w, const Meta& m, const u8* xs, const u8* __restrict__ values,
+    const u8* __restrict__ scales, int first, int until, int divisor, int rows, u32 two_23, Finish finish) {
+    for (; p.unit < until; p.unit += NGROUPS, p.done++) {
+        const int slot = p.unit / NU, next = p.unit + NGROUPS;
+        Source then = p.now;
+        if (next < w.last) then = source(w, values, scales, next);
+        float c[HALVES][R][4];
+        u32 xrow[HALVES];
+        #pragma unroll
+        for (int h = 0; h < HALVES; h++) xrow[h] = row_address(w, m, xs, first, slot, h, divisor, rows);
+        if (WIDE && m.slot_count[slot] > 8) multiply<HALVES>(c, w, p.now, then, next < w.last, xrow, p.turn, two_23);
+        else multiply<1>(c, w, p.now, then, next < w.last, xrow, p.turn, two_23);
+        p.now = then;
+        finish(slot, (p.unit - slot * NU) * R, p.done, c);
+    }
+}
+
+// All of the group's units: slots are staged, as many as fit, and worked on.
+template <class Finish>
+__device__ __forceinline__ void work_wide(
+    Progress& p, const Work& w, const Meta& m, u8* xs, const u8* __restrict__ x, const u8* __restrict__ values,
+    const u8* __restrict__ scales, int divisor, int rows, u32 two_23, int thread, Finish finish) {
+    for (int slot = w.first / NU; slot * NU < w.last;) {
+        const int after = slots_that_fit(w, m, slot, rows);
+        __syncthreads();  // all warps have read what was staged before
+        load_rows(m, xs, x, slot, after - 1, divisor, rows, thread);
+        __syncthreads();
+        work(p, w, m, xs, values, scales, slot, min(w.last, after * NU), divisor, rows, two_23, finish);
+        slot = after;
+    }
 }
 
 // up: act[pair, I] = swiglu(w13[expert] x[token] + b13[expert]); gate and up rows are interleaved.
@@ -486,49 +559,53 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS) experts_up(
     Rows early;
     if (!rows) ask_all(early, x, tokens, thread);
     const Work w = share(find_slots(m, routing, nullptr, map, tokens, thread), ring, thread);
-    Source now = prefetch(w, values, scales);
-    if (rows) {
-        __syncthreads();
-        load_rows(w, m, xs, x, ACTIVE, rows, thread);
-    } else {
-        put_all(early, xs, x, tokens, thread);
-    }
-    __syncthreads();
-    int turn = 0, done = 0;
-    for (int unit = w.first + w.group; unit < w.last; unit += NGROUPS, done++) {
-        const int slot = unit / NU, next = unit + NGROUPS, first = (unit - slot * NU) * R;
-        Source then = now;
-        if (next < w.last) then = source(w, values, scales, next);
+    Progress p = {w.first + w.group, 0, 0, prefetch(w, values, scales)};
+    const auto finish = [&](int slot, int first, int done, float (&c)[HALVES][R][4]) {
         const int g = w.lane >> 2, t = w.lane & 3;
         const float* b = bias + (u64)w.experts[slot] * NROWS + g;
-        float c[R][4];
-        multiply(c, w, now, then, next < w.last, row_address(w, m, xs, slot, ACTIVE, rows), turn, two_23);
-        now = then;
         const float4* shares = exchange(c, w, red, done);
         #pragma unroll
         for (int r = 0; r < R; r++) {
             if (!finishes(w, done, r)) continue;
             const int tile = row_tile(first + r, NT);
             const float bias0 = b[tile * 16], bias8 = b[tile * 16 + 8];
-            sum_shares(c[r], w, shares, r);
-            c[r][0] += bias0; c[r][1] += bias0; c[r][2] += bias8; c[r][3] += bias8;
-            // Lanes of an even row hold gates, of the odd row above it ups: each finishes one of its two tokens.
-            const bool up = g & 1;
-            const float r0 = __shfl_xor_sync(~0u, up ? c[r][0] : c[r][1], 4);
-            const float r1 = __shfl_xor_sync(~0u, up ? c[r][2] : c[r][3], 4);
-            const int n = 2 * t + up;
-            if (n < m.slot_count[slot]) {
-                u16* out = act + (u64)m.slot_pair[slot][n] * (NROWS / 2) + tile * 8 + (g >> 1);
-                #pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    const float mine = h ? (up ? c[r][3] : c[r][2]) : (up ? c[r][1] : c[r][0]), other = h ? r1 : r0;
-                    const float gate = fminf(up ? other : mine, limit);
-                    const float lin = fminf(fmaxf(up ? mine : other, -limit), limit);
-                    out[4 * h] = to_bf16(gate / (1.f + __expf(-alpha * gate)) * (lin + 1.f));
+            sum_shares(c[0][r], w, shares, r);
+            #pragma unroll
+            for (int half = 0; half < HALVES; half++) {
+                if (half * 8 >= m.slot_count[slot]) break;
+                float (&d)[4] = c[half][r];
+                d[0] += bias0; d[1] += bias0; d[2] += bias8; d[3] += bias8;
+                // Lanes of an even row hold gates, of the odd row above it ups: each finishes one of its two tokens.
+                const bool up = g & 1;
+                const float r0 = __shfl_xor_sync(~0u, up ? d[0] : d[1], 4);
+                const float r1 = __shfl_xor_sync(~0u, up ? d[2] : d[3], 4);
+                const int n = half * 8 + 2 * t + up;
+                if (n < m.slot_count[slot]) {
+                    u16* out = act + (u64)m.slot_pair[slot][n] * (NROWS / 2) + tile * 8 + (g >> 1);
+                    #pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        const float mine = h ? (up ? d[3] : d[2]) : (up ? d[1] : d[0]), other = h ? r1 : r0;
+                        const float gate = fminf(up ? other : mine, limit);
+                        const float lin = fminf(fmaxf(up ? mine : other, -limit), limit);
+                        out[4 * h] = to_bf16(gate / (1.f + __expf(-alpha * gate)) * (lin + 1.f));
+                    }
                 }
             }
         }
+    };
+    if (WIDE) {
+        work_wide(p, w, m, xs, x, values, scales, ACTIVE, rows, two_23, thread, finish);
+        return;
     }
+    const int first = w.first / NU;
+    if (rows) {
+        __syncthreads();
+        if (w.first < w.last) load_rows(m, xs, x, first, (w.last - 1) / NU, ACTIVE, rows, thread);
+    } else {
+        put_all(early, xs, x, tokens, thread);
+    }
+    __syncthreads();
+    work(p, w, m, xs, values, scales, first, w.last, ACTIVE, rows, two_23, finish);
 }
 
 // A partial sum on its way to another block: any float but this NaN, which means "not there yet". The buffer is all
@@ -574,40 +651,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS) experts_down(
     PROLOGUE
     // Safe before the wait: `experts_up` launched us after its own wait, so the routing is complete and visible.
     const Work w = share(find_slots(m, routing, weights, map, tokens, thread), ring, thread);
-    Source now = prefetch(w, values, scales);
+    Progress p = {w.first + w.group, 0, 0, prefetch(w, values, scales)};
     pdl_wait();
     pdl_launch();
-    __syncthreads();
-    load_rows(w, m, xs, act, 1, rows, thread);
-    __syncthreads();
-    int turn = 0, done = 0;
-    for (int unit = w.first + w.group; unit < w.last; unit += NGROUPS, done++) {
-        const int slot = unit / NU, next = unit + NGROUPS, first = (unit - slot * NU) * R;
-        Source then = now;
-        if (next < w.last) then = source(w, values, scales, next);
+    const auto finish = [&](int slot, int first, int done, float (&c)[HALVES][R][4]) {
         const int g = w.lane >> 2, t = w.lane & 3;
         const float* b = bias + (u64)w.experts[slot] * NROWS + g;
-        float c[R][4];
-        multiply(c, w, now, then, next < w.last, row_address(w, m, xs, slot, 1, rows), turn, two_23);
-        now = then;
         const float4* shares = exchange(c, w, red, done);
         #pragma unroll
         for (int r = 0; r < R; r++) {
             if (!finishes(w, done, r)) continue;
             const int row = row_tile(first + r, NT) * 16 + g;
             const float bias0 = b[row - g], bias8 = b[row - g + 8];
-            sum_shares(c[r], w, shares, r);
+            sum_shares(c[0][r], w, shares, r);
             #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const int n = 2 * t + h;
-                if (n < m.slot_count[slot]) {
-                    const int pair = m.slot_pair[slot][n];
-                    u32* to = parts + (u64)pair * NROWS + row;
-                    give(to, (c[r][h] + bias0) * m.weights[pair]);
-                    give(to + 8, (c[r][2 + h] + bias8) * m.weights[pair]);
+            for (int half = 0; half < HALVES; half++)
+                #pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const int n = half * 8 + 2 * t + h;
+                    if (n < m.slot_count[slot]) {
+                        const int pair = m.slot_pair[slot][n];
+                        u32* to = parts + (u64)pair * NROWS + row;
+                        give(to, (c[half][r][h] + bias0) * m.weights[pair]);
+                        give(to + 8, (c[half][r][2 + h] + bias8) * m.weights[pair]);
+                    }
                 }
-            }
         }
+    };
+    if (WIDE) {
+        work_wide(p, w, m, xs, act, values, scales, 1, rows, two_23, thread, finish);
+    } else {
+        const int first = w.first / NU;
+        __syncthreads();
+        if (w.first < w.last) load_rows(m, xs, act, first, (w.last - 1) / NU, 1, rows, thread);
+        __syncthreads();
+        work(p, w, m, xs, values, scales, first, w.last, 1, rows, two_23, finish);
     }
     const int total = tokens * NROWS, each = (total + gridDim.x - 1) / gridDim.x;
     for (int i = thread; i < each; i += THREADS) {
