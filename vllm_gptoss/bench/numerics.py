@@ -23,7 +23,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -35,7 +34,7 @@ from typing import Annotated, Any
 import typer
 
 from vllm_gptoss.bench import checkpoint, shapes, truth
-from vllm_gptoss.bench.worker import Job, is_plugin, settings
+from vllm_gptoss.bench.worker import Job, is_plugin, put, settings
 
 TOP = 20
 """Log-probabilities per position, beside the token's own; vLLM's default limit."""
@@ -350,9 +349,7 @@ def main(
 
 def child(folder: Path) -> None:
     record = read(json.loads((folder / "job.json").read_text()))
-    part = folder / "reading.part"
-    part.write_text(json.dumps(record))
-    os.replace(part, folder / "reading.json")
+    put(folder / "reading.json", json.dumps(record))
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm_gptoss.bench import shapes
-from vllm_gptoss.bench.worker import Job, is_plugin
+from vllm_gptoss.bench.worker import Job, is_plugin, put
 
 SETTING = ("prompt", "output", "tensor_parallel", "skew", "eagle3", "served", "options")
 """Fields of a job that must be equal for two measurements to be compared."""
@@ -103,7 +102,7 @@ class Results:
         return new["rounds"]  # type: ignore[no-any-return]
 
     def write(self, path: Path) -> None:
-        """Writes beside and renames."""
+        """The whole file anew."""
         measured = [of for of in self.measurements if of["rounds"]]
         record = {
             **self.head,
@@ -113,9 +112,7 @@ class Results:
             "failures": self.failures,
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.part")
-        part.write_text(json.dumps(record, indent=1) + "\n")
-        os.replace(part, path)
+        put(path, json.dumps(record, indent=1) + "\n")
 
 
 def _groups(measurements: Iterable[dict[str, Any]]) -> list[tuple[str, dict[str, Any], dict[str, list[Any]]]]:

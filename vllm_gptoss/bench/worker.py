@@ -283,15 +283,18 @@ def started(job: Job, result: Path, stdin: int | None = None) -> Iterator[subpro
         process.wait()
 
 
+def put(path: Path, text: str) -> None:
+    """Writes beside and renames: whoever reads `path`, after whatever end of this process, sees all of a text."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text)
+    os.replace(part, path)
+
+
 def main(job: str, result: str) -> None:
     fields = json.loads(job)
     fields["batches"] = tuple(fields["batches"])
 
-    def save(record: dict[str, Any]) -> None:
-        Path(f"{result}.part").write_text(json.dumps(record))
-        os.replace(f"{result}.part", result)
-
-    measure(Job(**fields), save)
+    measure(Job(**fields), lambda record: put(Path(result), json.dumps(record)))
 
 
 if __name__ == "__main__":
