@@ -54,6 +54,24 @@ def test_few_tokens_are_ours_and_the_rest_upstreams(
         assert ran.pop() == side, tokens
 
 
+@pytest.mark.parametrize(("most", "made_for"), [(16, {32}), (64, {32, 64})])
+def test_the_start_compiles_what_is_needed_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, most: int, made_for: set[int]
+) -> None:
+    compiled: list[tuple[str, int]] = []
+
+    def kernel(device: int, name: str, shared: int, registers: int, options: tuple[tuple[str, int], ...]) -> None:
+        compiled.append((name, dict(options)["TOKENS"]))
+
+    monkeypatch.setattr(experts, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(experts, "_kernel", kernel)
+    monkeypatch.setattr(experts, "_parts", lambda device, width: None)
+    few = experts.FewTokenExperts(*projections(), 4, 32, alpha=1.0, limit=7.0)
+    few.compile(torch.bfloat16, most)
+    assert {tokens for _, tokens in compiled} == made_for
+    assert {name for name, _ in compiled} == {"experts_up", "experts_down"}
+
+
 def test_without_our_kernels_everything_is_upstreams(ran: list[str]) -> None:
     prepared(None).apply_monolithic(None, torch.empty(1, 64), torch.empty(1, 32))
     assert ran == ["upstream"]

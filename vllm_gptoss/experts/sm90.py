@@ -87,7 +87,7 @@ def prepare(
         experts = FewTokenExperts(up, down, active, routed, alpha=alpha, limit=limit, expert_map=expert_map)
     except ValueError as error:
         raise LayoutError(str(error)) from None
-    experts.compile(torch.bfloat16)
+    experts.compile(torch.bfloat16, experts.max_tokens)
     return experts
 
 

@@ -181,10 +181,9 @@ TWO_23 = ctypes.c_uint32(1 << 23)
 def _kernel(
     device: int, name: str, shared: int, registers: int, options: tuple[tuple[str, int | str], ...]
 ) -> nvrtc.Kernel:
+    macros = {**dict(options), "ONLY": 1 if name == "experts_up" else 2}
     with torch.cuda.device(device):
-        return nvrtc.load(nvrtc.source(SOURCE), "sm_90", dict(options), [f"--maxrregcount={registers}"]).kernel(
-            name, shared
-        )
+        return nvrtc.load(nvrtc.source(SOURCE), "sm_90", macros, [f"--maxrregcount={registers}"]).kernel(name, shared)
 
 
 @functools.cache
@@ -278,9 +277,9 @@ class FewTokenExperts:
     def _shared(self, tuning: Tuning, projection: Projection, rows: int, wide: bool) -> int:
         return shared_bytes(tuning, projection.tiles, rows, self.active, projection.experts if wide else 0)
 
-    def compile(self, routing: torch.dtype) -> None:
-        """Compiles and loads all kernels for a routing dtype; otherwise the first launch does."""
-        for tokens in {FEWEST_TOKENS, FEWEST_TOKENS + 1, self.max_tokens}:
+    def compile(self, routing: torch.dtype, most: int) -> None:
+        """Compiles and loads what 1 to `most` tokens need for a routing dtype; otherwise the first launch does."""
+        for tokens in {FEWEST_TOKENS, FEWEST_TOKENS + 1, most}:
             self._prepare("experts_up", routing, tokens)
             self._prepare("experts_down", routing, tokens)
         _parts(self.device, self.active * self.down.rows)

@@ -134,7 +134,7 @@ def _compile(layers: list[Layer]) -> str | None:
             for tokens in range(1, MAX_TOKENS + 1):
                 attention.compile_for(device, tokens, layer.block.attn.num_kv_heads, layer.window)
             if layer.experts is not None:
-                layer.experts.compile(torch.int32)
+                layer.experts.compile(torch.int32, MAX_TOKENS)
     except nvrtc.NvrtcError as error:
         return f"a kernel cannot be compiled: {error}"
     return None

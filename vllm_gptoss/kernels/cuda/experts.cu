@@ -16,7 +16,8 @@
 // Compile-time: TOKENS at most, 32 or 64, KT tiles of 64 columns, NROWS weight rows (multiple of 16), SKT column pairs of
 // 32 in the scale storage, EXPERTS local experts, ACTIVE experts per token, NWARPS, R, WPU warps per unit, DEPTH tiles in
 // each warp's ring, CHUNK tiles per cp.async group (divides DEPTH), MINBLOCKS per multiprocessor (caps the registers),
-// LOGITS 1: the ids come as router logits [T, ROUTED] and are chosen here, ID64: ids are int64, MAPPED: expert map.
+// LOGITS 1: the ids come as router logits [T, ROUTED] and are chosen here, ID64: ids are int64, MAPPED: expert map,
+// ONLY 1 or 2: the up or the down kernel alone, which halves the time to compile.
 
 #include "common.cuh"
 #include "bulk.cuh"
@@ -547,6 +548,7 @@ __device__ __forceinline__ void work_wide(
     }
 }
 
+#if ONLY != 2
 // up: act[pair, I] = swiglu(w13[expert] x[token] + b13[expert]); gate and up rows are interleaved.
 extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS) experts_up(
     const u8* __restrict__ values, const u8* __restrict__ scales, const float* __restrict__ bias,
@@ -608,6 +610,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS) experts_up(
     work(p, w, m, xs, values, scales, first, w.last, ACTIVE, rows, two_23, finish);
 }
 
+#endif
+#if ONLY != 1
 // A partial sum on its way to another block: any float but this NaN, which means "not there yet". The buffer is all
 // EMPTY between launches: whoever reads a partial sum puts EMPTY back. No fence, no counter: the value is the flag.
 constexpr u32 EMPTY = 0xFFFFFFFFu;
@@ -693,3 +697,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS) experts_down(
         if (at < total) out[at] = combine(m, parts, at / NROWS, at % NROWS);
     }
 }
+#endif
