@@ -65,11 +65,29 @@ def test_the_start_compiles_what_is_needed_and_nothing_else(
 
     monkeypatch.setattr(experts, "_multiprocessors", lambda device: 132)
     monkeypatch.setattr(experts, "_kernel", kernel)
-    monkeypatch.setattr(experts, "_parts", lambda device, width: None)
+    monkeypatch.setattr(experts, "partial_sums", lambda device, width: None)
     few = experts.FewTokenExperts(*projections(), 4, 32, alpha=1.0, limit=7.0)
     few.compile(torch.bfloat16, most)
     assert {tokens for _, tokens in compiled} == made_for
     assert {name for name, _ in compiled} == {"experts_up", "experts_down"}
+
+
+def test_nothing_of_ours_is_taken_while_upstream_lays_weights_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small tensor that lands in memory just freed keeps the next layer from taking it again."""
+    steps: list[str] = []
+    upstream = method.GptOssExpertsMethod.__mro__[1]
+    monkeypatch.setattr(upstream, "process_weights_after_loading", lambda *_: steps.append("laid out"))
+    monkeypatch.setattr(method.GptOssExpertsMethod, "_obstacle", lambda *_: None)
+    monkeypatch.setattr(method.GptOssExpertsMethod, "_projection", lambda *_: None)
+    for name in ("reserve", "sample", "prepare"):
+        monkeypatch.setattr(method.sm90, name, lambda *_, name=name, **__: steps.append(name))
+    of = prepared(None)
+    object.__setattr__(of, "moe", SimpleNamespace(experts_per_token=4, num_experts=32))
+    for name in ("w13_precision_config", "w2_precision_config"):
+        object.__setattr__(of, name, None)
+    weights = ("w13_weight", "w13_weight_scale", "w13_bias", "w2_weight", "w2_weight_scale", "w2_bias")
+    of.process_weights_after_loading(SimpleNamespace(expert_map=None, **{name: torch.zeros(1) for name in weights}))
+    assert steps == ["reserve", "sample", "sample", "laid out", "prepare"]
 
 
 def test_without_our_kernels_everything_is_upstreams(ran: list[str]) -> None:

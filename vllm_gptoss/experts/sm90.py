@@ -12,15 +12,14 @@ from torch import Tensor
 
 from vllm_gptoss import spec
 from vllm_gptoss.kernels import mxfp4
-from vllm_gptoss.kernels.experts import MAX_EXPERTS, FewTokenExperts, Projection
+from vllm_gptoss.kernels.experts import MAX_EXPERTS, FewTokenExperts, Projection, partial_sums
 
 MAX_SCALE = 192
 """Largest e8m0 code that the kernel's arithmetic holds, a factor of 2^65."""
 
 
 SAMPLE_ROWS = 512
-"""Rows whose layout is compared: two blocks of the scales' 256. Kept on the host: a tensor of ours, however
-small, beside the weights while upstream lays them out splits memory that upstream would take again."""
+"""Rows whose layout is compared: two blocks of the scales' 256. Kept on the host, see `reserve`."""
 
 
 class LayoutError(ValueError):
@@ -41,6 +40,18 @@ def storage(wrapped: Any, layout: str) -> Tensor:
     if data.dim() != 3 or not data.is_contiguous():
         raise LayoutError(f"{layout} of shape {list(data.shape)} and strides {data.stride()} is not [E, rows, bytes]")
     return data
+
+
+def reserve(down: Tensor, active: int) -> None:
+    """Takes what the kernels keep on the GPU, before upstream lays the first layer out.
+
+    Upstream frees a GiB and takes a GiB, layer by layer; a tensor of ours that lands in between, however small, can
+    split a freed block, and the peak of loading is a block higher.
+
+    down: the down projection's blocks as loaded, [E, hidden, I/2] u8; active: experts per token.
+    """
+    if down.is_cuda:
+        partial_sums(down.device.index or 0, active * down.shape[1])
 
 
 def sample(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:

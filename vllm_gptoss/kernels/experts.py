@@ -201,7 +201,7 @@ class _Launch:
 
 
 @functools.cache
-def _parts(device: int, width: int) -> Tensor:
+def partial_sums(device: int, width: int) -> Tensor:
     """Partial sums of `experts_down`, [MAX_TOKENS, width] of 32 bits, all ones: see EMPTY in experts.cu.
 
     One per device: launches of different layers follow one another on a stream, and each leaves it as it was. Two
@@ -282,7 +282,7 @@ class FewTokenExperts:
         for tokens in {FEWEST_TOKENS, FEWEST_TOKENS + 1, most}:
             self._prepare("experts_up", routing, tokens)
             self._prepare("experts_down", routing, tokens)
-        _parts(self.device, self.active * self.down.rows)
+        partial_sums(self.device, self.active * self.down.rows)
 
     def launch_up(self, x: Tensor, routing: Tensor, act: Tensor, *, dependent: bool = True) -> None:
         """act[T * A, I] bf16 = SwiGLU of the up projection of x [T, hidden] bf16, T <= max_tokens."""
@@ -308,7 +308,7 @@ class FewTokenExperts:
         run = self._prepare("experts_down", routing.dtype, out.shape[0])
         tensors = (self.down.values, self.down.scales, self.down.bias, act, routing, weights, self.expert_map)
         self._launch(
-            run, (*tensors, _parts(self.device, self.active * self.down.rows), out), out.shape[0], (), dependent
+            run, (*tensors, partial_sums(self.device, self.active * self.down.rows), out), out.shape[0], (), dependent
         )
 
     def _launch(

@@ -34,6 +34,7 @@ class GptOssExpertsMethod(GptOssMxfp4MoEMethod):
         obstacle = self._obstacle(layer)
         expected = None
         if obstacle is None:
+            sm90.reserve(layer.w2_weight.data, self.moe.experts_per_token)
             expected = (
                 sm90.sample(layer.w13_weight.data, layer.w13_weight_scale.data),
                 sm90.sample(layer.w2_weight.data, layer.w2_weight_scale.data),
