@@ -1,6 +1,6 @@
 """Each expert kernel alone, weights cold in L2, against the stock kernel it replaces: time, TB/s, share of the floor.
 
-    python benchmarks/kernels.py [--model 20b] [--tokens 1,2,4,8,16,32] [--tensor-parallel 1] [--out FILE]
+    python benchmarks/kernels.py [--model 20b] [--tokens 1,2,4,8,16,32,48,64] [--tensor-parallel 1] [--out FILE]
 
 Times are of CUDA graph replays, median of 20, each graph holding eight launches on different experts, so that no
 launch finds its weights in L2. `pair` is both projections chained with programmatic dependent launch, as a layer runs
@@ -151,7 +151,7 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="20b,120b")
-    parser.add_argument("--tokens", default="1,2,4,8,16,32")
+    parser.add_argument("--tokens", default="1,2,4,8,16,32,48,64")
     parser.add_argument("--tensor-parallel", default="1")
     parser.add_argument("--triton-kernels", default="", help="folder that holds the package triton_kernels")
     parser.add_argument("--out", default="")

@@ -49,7 +49,7 @@ def experts(parallel: list[int], counts: list[int]) -> None:
     import torch
 
     from tests.gpu import cases
-    from vllm_gptoss.kernels.experts import FEW_TOKENS, FewTokenExperts
+    from vllm_gptoss.kernels.experts import NARROW_TOKENS, FewTokenExperts
 
     for count in counts:
         for size in parallel:
@@ -57,7 +57,7 @@ def experts(parallel: list[int], counts: list[int]) -> None:
             module = FewTokenExperts(
                 up.projection, down.projection, cases.ACTIVE, count, alpha=cases.ALPHA, limit=cases.LIMIT
             )
-            for tokens in sorted({1, 2, 3, 8, 9, min(FEW_TOKENS, module.max_tokens), module.max_tokens}):
+            for tokens in sorted({1, 2, 3, 8, 9, min(NARROW_TOKENS, module.max_tokens), module.max_tokens}):
                 cases.experts_by_logits(module, up, down, tokens, torch.bfloat16)
             cases.experts(module, up, down, most=3, skewed=True)
             print(f"TP {size}: {count} experts", flush=True)

@@ -47,8 +47,8 @@ def taking(layer: Layer, tokens: int) -> experts.FewTokenExperts:
 @pytest.mark.parametrize("skewed", [False, True], ids=["uniform", "skewed"])
 def test_every_batch_matches_float64_and_repeats_bit_for_bit(layer: Layer, skewed: bool) -> None:
     module = prepared(layer)
-    few = min(experts.FEW_TOKENS, torch.cuda.get_device_properties(0).multi_processor_count // 4)
-    assert module.max_tokens == (few if few < experts.FEW_TOKENS else experts.MAX_TOKENS)
+    few = min(experts.NARROW_TOKENS, torch.cuda.get_device_properties(0).multi_processor_count // 4)
+    assert module.max_tokens == (few if few < experts.NARROW_TOKENS else experts.MAX_TOKENS)
     cases.experts(module, layer[1], layer[2], module.max_tokens, skewed)
 
 

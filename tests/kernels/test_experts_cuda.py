@@ -27,9 +27,9 @@ RANKS = [(intermediate, experts, experts) for intermediate in (2880, 1472, 768, 
 @pytest.mark.parametrize(("intermediate", "local", "routed"), [*RANKS, (2880, 16, 32)])
 def test_both_projections_compile_for_every_rank(intermediate: int, local: int, routed: int) -> None:
     shapes = [
-        (2 * intermediate, 2880, experts.UP, experts.FEW_TOKENS),
-        (2880, intermediate, experts.DOWN, experts.FEW_TOKENS),
-        (2880, intermediate, experts.DOWN_FEWEST, experts.FEW_TOKENS),
+        (2 * intermediate, 2880, experts.UP, experts.NARROW_TOKENS),
+        (2880, intermediate, experts.DOWN, experts.NARROW_TOKENS),
+        (2880, intermediate, experts.DOWN_FEWEST, experts.NARROW_TOKENS),
         (2 * intermediate, 2880, experts.UP_WIDE, experts.MAX_TOKENS),
         (2880, intermediate, experts.DOWN_WIDE, experts.MAX_TOKENS),
     ]
@@ -49,9 +49,9 @@ def test_every_routing_dtype_compiles(mode: tuple[int, int]) -> None:
 
 
 TUNINGS = [
-    ("experts_up", experts.UP, experts.FEW_TOKENS),
-    ("experts_down", experts.DOWN, experts.FEW_TOKENS),
-    ("experts_down", experts.DOWN_FEWEST, experts.FEW_TOKENS),
+    ("experts_up", experts.UP, experts.NARROW_TOKENS),
+    ("experts_down", experts.DOWN, experts.NARROW_TOKENS),
+    ("experts_down", experts.DOWN_FEWEST, experts.NARROW_TOKENS),
     ("experts_up", experts.UP_WIDE, experts.MAX_TOKENS),
     ("experts_down", experts.DOWN_WIDE, experts.MAX_TOKENS),
 ]
@@ -59,8 +59,8 @@ TUNINGS = [
 
 @pytest.mark.parametrize(("which", "tuning", "most"), TUNINGS)
 def test_shared_memory_fits_for_every_token_count(which: str, tuning: experts.Tuning, most: int) -> None:
-    wide = 128 if most > experts.FEW_TOKENS else 0
-    for tokens in range(experts.FEW_TOKENS + 1 if wide else 1, most + 1):
+    wide = 128 if most > experts.NARROW_TOKENS else 0
+    for tokens in range(experts.NARROW_TOKENS + 1 if wide else 1, most + 1):
         rows, _ = experts.staged_rows(which, tokens)
         assert experts.shared_bytes(tuning, 45, rows, 4, wide) <= experts.SHARED_LIMIT
 
@@ -70,7 +70,7 @@ def test_shared_memory_fits_for_every_token_count(which: str, tuning: experts.Tu
 def test_both_sides_lay_shared_memory_out_alike(which: str, tuning: experts.Tuning, most: int, local: int) -> None:
     """What the host asks for is what the kernel's own types take: a byte less would be read past its end."""
     macros = experts.defines(tuning, 5760, 45, 46, local, 4, local, (1, 0), False, most)
-    ours = experts.shared_bytes(tuning, 45, 1, 4, local if most > experts.FEW_TOKENS else 0)
+    ours = experts.shared_bytes(tuning, 45, 1, 4, local if most > experts.NARROW_TOKENS else 0)
     check = f"\nstatic_assert(META_BYTES + RED_BYTES + RING_BYTES + XSTRIDE == {ours});"
     options = [f"-D{k}={v}" for k, v in macros.items()]
     assert nvrtc.compile_cubin(nvrtc.source(experts.SOURCE) + check, "sm_90", options)

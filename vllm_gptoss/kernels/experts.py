@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vllm_gptoss.kernels import nvrtc
 
-FEW_TOKENS, MAX_TOKENS = 32, 64
+NARROW_TOKENS, MAX_TOKENS = 32, 64
 """Up to how many tokens the narrow kernels (slots of 8 tokens) and the wide ones (slots of 16) are made for."""
 MAX_EXPERTS = 128
 SLOT_TOKENS = 8
@@ -102,7 +102,7 @@ def shared_bytes(tuning: Tuning, tiles: int, rows: int, active: int = 4, wide_ex
 
     tiles: C/64; rows: activation rows staged, see `staged_rows`; wide_experts: local experts of a wide kernel, else 0.
     """
-    pairs = active * (MAX_TOKENS if wide_experts else FEW_TOKENS)
+    pairs = active * (MAX_TOKENS if wide_experts else NARROW_TOKENS)
     slots = (wide_experts + pairs // 16) * 18 if wide_experts else pairs * 10
     meta = -(-(8 * pairs + slots + 20 + 32 * tuning.warps) // 128) * 128
     reduction = tuning.warps * 1024 * tuning.tiles if tuning.share > 1 else 0
@@ -124,7 +124,7 @@ def staged_rows(which: str, tokens: int) -> tuple[int, int]:
 
     `rows`: how many are kept apart for each slot, 0 for every token once, used by all slots; of a wide kernel all.
     """
-    if tokens > FEW_TOKENS:
+    if tokens > NARROW_TOKENS:
         return WIDE_ROWS, WIDE_ROWS
     if which == "experts_up" and tokens <= SLOT_TOKENS:
         return tokens, 0
@@ -142,7 +142,7 @@ def defines(
     routed: int,
     mode: tuple[int, int],
     mapped: bool,
-    tokens: int = FEW_TOKENS,
+    tokens: int = NARROW_TOKENS,
 ) -> dict[str, int | str]:
     """The macros that make experts.cu one kernel."""
     return {
@@ -237,17 +237,17 @@ class FewTokenExperts:
         self.device = up.values.device.index or 0
         # A block stages the activations of two slots, so slots (at most T * active) must not outnumber blocks.
         # The wide kernels have no such bound; on a GPU with fewer multiprocessors nobody has measured them.
-        few = min(FEW_TOKENS, _multiprocessors(self.device) // active)
-        self.max_tokens = MAX_TOKENS if few == FEW_TOKENS else few
+        few = min(NARROW_TOKENS, _multiprocessors(self.device) // active)
+        self.max_tokens = MAX_TOKENS if few == NARROW_TOKENS else few
         self._launches: dict[tuple[str, tuple[int, int], bool, bool], _Launch] = {}
 
     def _tunings(self, tokens: int) -> tuple[Tuning, Tuning]:
-        if tokens > FEW_TOKENS:
+        if tokens > NARROW_TOKENS:
             return UP_WIDE, DOWN_WIDE
         return self.tuning or (UP, DOWN_FEWEST if tokens <= FEWEST_TOKENS else DOWN)
 
     def _prepare(self, which: str, routing: torch.dtype, tokens: int) -> _Launch:
-        mode, wide = routing_mode(routing), tokens > FEW_TOKENS
+        mode, wide = routing_mode(routing), tokens > NARROW_TOKENS
         key = (which, mode, tokens <= FEWEST_TOKENS, wide)
         if key not in self._launches:
             up, down = self._tunings(tokens)
@@ -263,7 +263,7 @@ class FewTokenExperts:
                 self.routed,
                 mode,
                 self.expert_map is not None,
-                MAX_TOKENS if wide else FEW_TOKENS,
+                MAX_TOKENS if wide else NARROW_TOKENS,
             )
             rows = WIDE_ROWS if wide else 2 * SLOT_TOKENS
             shared = self._shared(tuning, projection, rows, wide)
@@ -326,7 +326,7 @@ class FewTokenExperts:
             run.tuning.warps * 32,
             torch.cuda.current_stream(self.device).cuda_stream,
             [*pointers, ctypes.c_int(tokens), ctypes.c_int(rows), TWO_23, *numbers],
-            self._shared(run.tuning, run.projection, staged, tokens > FEW_TOKENS),
+            self._shared(run.tuning, run.projection, staged, tokens > NARROW_TOKENS),
             dependent=dependent,
         )
 
