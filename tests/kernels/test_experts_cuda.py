@@ -23,31 +23,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 RANKS = [(intermediate, experts, experts) for intermediate in (2880, 1472, 768, 384) for experts in (32, 128)]
 """Intermediate size, local and routed experts: 20b and 120b at TP 1, 2, 4, 8."""
 
-
-@pytest.mark.parametrize(("intermediate", "local", "routed"), [*RANKS, (2880, 16, 32)])
-def test_both_projections_compile_for_every_rank(intermediate: int, local: int, routed: int) -> None:
-    shapes = [
-        (2 * intermediate, 2880, experts.UP, experts.NARROW_TOKENS),
-        (2880, intermediate, experts.DOWN, experts.NARROW_TOKENS),
-        (2880, intermediate, experts.DOWN_FEWEST, experts.NARROW_TOKENS),
-        (2 * intermediate, 2880, experts.UP_WIDE, experts.MAX_TOKENS),
-        (2880, intermediate, experts.DOWN_WIDE, experts.MAX_TOKENS),
-    ]
-    for index, (rows, columns, tuning, most) in enumerate(shapes):
-        tuning = experts.fitted(tuning, columns // 64)
-        pairs = -(-columns // 128) * 2
-        macros = experts.defines(tuning, rows, columns // 64, pairs, local, 4, routed, (1, 0), local != routed, most)
-        only, name = (1, b"experts_up") if index in (0, 3) else (2, b"experts_down")
-        options = [*(f"-D{k}={v}" for k, v in {**macros, "ONLY": only}.items()), f"--maxrregcount={tuning.registers}"]
-        assert name in nvrtc.compile_cubin(nvrtc.source(experts.SOURCE), "sm_90", options)
-
-
-@pytest.mark.parametrize("mode", [(0, 0), (0, 1), (1, 0), (2, 0)])
-def test_every_routing_dtype_compiles(mode: tuple[int, int]) -> None:
-    macros = experts.defines(experts.UP, 5760, 45, 46, 32, 4, 32, mode, True)
-    assert nvrtc.compile_cubin(nvrtc.source(experts.SOURCE), "sm_90", [f"-D{k}={v}" for k, v in macros.items()])
-
-
 TUNINGS = [
     ("experts_up", experts.UP, experts.NARROW_TOKENS),
     ("experts_down", experts.DOWN, experts.NARROW_TOKENS),
@@ -55,6 +30,24 @@ TUNINGS = [
     ("experts_up", experts.UP_WIDE, experts.MAX_TOKENS),
     ("experts_down", experts.DOWN_WIDE, experts.MAX_TOKENS),
 ]
+
+
+@pytest.mark.parametrize(("intermediate", "local", "routed"), [*RANKS, (2880, 16, 32)])
+def test_both_projections_compile_for_every_rank(intermediate: int, local: int, routed: int) -> None:
+    for which, tuning, most in TUNINGS:
+        rows, columns = (2 * intermediate, 2880) if which == "experts_up" else (2880, intermediate)
+        tuning = experts.fitted(tuning, columns // 64)
+        pairs = -(-columns // 128) * 2
+        macros = experts.defines(tuning, rows, columns // 64, pairs, local, 4, routed, (1, 0), local != routed, most)
+        macros["ONLY"] = experts.ONLY[which]
+        options = [*(f"-D{k}={v}" for k, v in macros.items()), f"--maxrregcount={tuning.registers}"]
+        assert which.encode() in nvrtc.compile_cubin(nvrtc.source(experts.SOURCE), "sm_90", options)
+
+
+@pytest.mark.parametrize("mode", [(0, 0), (0, 1), (1, 0), (2, 0)])
+def test_every_routing_dtype_compiles(mode: tuple[int, int]) -> None:
+    macros = experts.defines(experts.UP, 5760, 45, 46, 32, 4, 32, mode, True)
+    assert nvrtc.compile_cubin(nvrtc.source(experts.SOURCE), "sm_90", [f"-D{k}={v}" for k, v in macros.items()])
 
 
 @pytest.mark.parametrize(("which", "tuning", "most"), TUNINGS)
@@ -72,7 +65,7 @@ def test_both_sides_lay_shared_memory_out_alike(which: str, tuning: experts.Tuni
     macros = experts.defines(tuning, 5760, 45, 46, local, 4, local, (1, 0), False, most)
     ours = experts.shared_bytes(tuning, 45, 1, 4, local if most > experts.NARROW_TOKENS else 0)
     check = f"\nstatic_assert(META_BYTES + RED_BYTES + RING_BYTES + XSTRIDE == {ours});"
-    options = [f"-D{k}={v}" for k, v in macros.items()]
+    options = [f"-D{k}={v}" for k, v in {**macros, "ONLY": experts.ONLY[which]}.items()]
     assert nvrtc.compile_cubin(nvrtc.source(experts.SOURCE) + check, "sm_90", options)
 
 

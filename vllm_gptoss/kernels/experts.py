@@ -31,6 +31,8 @@ SHARED_LIMIT = 232_448
 """Dynamic shared memory a block may have on sm90, in bytes."""
 
 SOURCE = Path(__file__).parent / "cuda" / "experts.cu"
+ONLY = {"experts_up": 1, "experts_down": 2}
+"""The macro that leaves one kernel of the source."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,7 @@ TWO_23 = ctypes.c_uint32(1 << 23)
 def _kernel(
     device: int, name: str, shared: int, registers: int, options: tuple[tuple[str, int | str], ...]
 ) -> nvrtc.Kernel:
-    macros = {**dict(options), "ONLY": 1 if name == "experts_up" else 2}
+    macros = {**dict(options), "ONLY": ONLY[name]}
     with torch.cuda.device(device):
         return nvrtc.load(nvrtc.source(SOURCE), "sm_90", macros, [f"--maxrregcount={registers}"]).kernel(name, shared)
 
@@ -248,6 +250,7 @@ class FewTokenExperts:
 
     def _prepare(self, which: str, routing: torch.dtype, tokens: int) -> _Launch:
         mode, wide = routing_mode(routing), tokens > NARROW_TOKENS
+        most = MAX_TOKENS if wide else NARROW_TOKENS
         key = (which, mode, tokens <= FEWEST_TOKENS, wide)
         if key not in self._launches:
             up, down = self._tunings(tokens)
@@ -263,10 +266,9 @@ class FewTokenExperts:
                 self.routed,
                 mode,
                 self.expert_map is not None,
-                MAX_TOKENS if wide else NARROW_TOKENS,
+                most,
             )
-            rows = WIDE_ROWS if wide else 2 * SLOT_TOKENS
-            shared = self._shared(tuning, projection, rows, wide)
+            shared = self._shared(tuning, projection, staged_rows(which, most)[0], wide)
             kernel = _kernel(
                 self.device, which, min(shared, SHARED_LIMIT), tuning.registers, tuple(sorted(options.items()))
             )
