@@ -104,16 +104,14 @@ def without_ids_and_times(body: str) -> str:
 
 def with_tokens_joined(stream: str) -> str:
     """Events that only carry on the one before, as one: a busy vLLM sends two tokens at once."""
-    out: list[str] = []
+    said: list[dict[str, Any]] = []
     for line in filter(None, stream.split("\n")):
-        event = json.loads(line[6:]) if line.startswith("data: {") else {}
-        before = json.loads(out[-1][6:]) if out and out[-1].startswith("data: {") else {}
-        if _goes_on(event) and _goes_on(before):
-            before["choices"][0]["delta"]["content"] += event["choices"][0]["delta"]["content"]
-            out[-1] = "data: " + json.dumps(before)
+        event = json.loads(line[6:]) if line.startswith("data: {") else {"line": line}
+        if said and _goes_on(event) and _goes_on(said[-1]):
+            said[-1]["choices"][0]["delta"]["content"] += event["choices"][0]["delta"]["content"]
         else:
-            out.append("data: " + json.dumps(event) if event else line)
-    return "\n".join(out)
+            said.append(event)
+    return "\n".join(event.get("line") or "data: " + json.dumps(event) for event in said)
 
 
 def _goes_on(event: dict[str, Any]) -> bool:
