@@ -141,6 +141,15 @@ def test_the_loader_still_tests_the_literal_quantisation_name(release: Release) 
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
+def test_flash_attention_plans_for_a_window_that_is_known_before_it_builds(release: Release) -> None:
+    """Why setting the builder's window is all that it takes to plan once per step."""
+    text = source(release, "vllm.v1.attention.backends.flash_attn")
+    assert "if self.aot_sliding_window is None:" in text
+    assert "self.aot_schedule and not fast_build" in text
+    assert "window_size=_maybe_symmetrize_window(self.aot_sliding_window, causal)" in text
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
 def test_harmony_is_switched_on_by_the_model_type(release: Release) -> None:
     """Why the model keeps its `model_type`."""
     text = source(release, "vllm.renderers.online_renderer")

@@ -32,6 +32,10 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
         self.few_tokens = few_tokens.FewTokens(self, vllm_config) if choice.value == "gptoss" else None
         announce.note("layers", choice)
         announce.note("attention", announce.attention_of(self, vllm_config))
+        if self.few_tokens is not None:
+            from vllm_gptoss.attention import sm90
+
+            sm90.plan_once(self, few_tokens.MAX_TOKENS)
         announce.note("KV cache", choose.kv_cache_dtype(device.detect(), vllm_config.cache_config.cache_dtype))
         announce.say()
 

@@ -1,0 +1,1 @@
+"""Attention backends, one file per GPU family."""

@@ -1,0 +1,67 @@
+"""FlashAttention 3 with its schedule made once per step, where it serves gpt-oss's layers (sm90).
+
+FA3 plans how it splits keys over the GPU. vLLM makes that plan ahead of a step, for all layers at once, only where
+every layer of the model has the same window (`_get_sliding_window_configs` of 0.33.0); gpt-oss alternates two, so each
+of its 24 or 36 layers launches the planner again. A metadata builder serves one group of the KV cache, though, and the
+layers of a group have one window: that is all this backend tells it.
+
+Covered: steps that upstream's layers run. Steps of few tokens have an attention of their own and need no plan.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionMetadataBuilder
+
+
+class GptOssFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
+    """Upstream's builder, planning for the window of its own layers."""
+
+    few = 0
+    """Steps of up to so many tokens get no plan."""
+    aot_sliding_window: tuple[int, int] | None
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        """As upstream's; the same size decides when a graph is captured and when it is replayed, padding included."""
+        if self.aot_sliding_window is None:
+            self.aot_sliding_window = self._window()
+        few = common_attn_metadata.num_actual_tokens <= self.few
+        return super().build(common_prefix_len, common_attn_metadata, fast_build or few)
+
+    def _window(self) -> tuple[int, int] | None:
+        """The window that all layers of this group share; None where they differ, and upstream then makes no plan."""
+        layers = self.vllm_config.compilation_config.static_forward_context
+        windows = {layers[name].impl.sliding_window for name in self.layer_names}
+        return windows.pop() if len(windows) == 1 else None
+
+
+@functools.cache
+def backend(few_tokens: int) -> type[FlashAttentionBackend]:
+    """Upstream's backend with our builder."""
+
+    class Builder(GptOssFlashAttentionMetadataBuilder):
+        few = few_tokens
+
+    class GptOssFlashAttentionBackend(FlashAttentionBackend):
+        @staticmethod
+        def get_builder_cls() -> type[GptOssFlashAttentionMetadataBuilder]:
+            return Builder
+
+    return GptOssFlashAttentionBackend
+
+
+def plan_once(model: Any, few: int) -> bool:
+    """Gives this backend to the layers of `model` that vLLM built for FlashAttention 3; whether there are any.
+
+    few: steps of up to so many tokens get no plan.
+    """
+    attention = [layer.attn.attn for layer in model.model.layers if hasattr(layer, "attn")]
+    ours = [layer for layer in attention if layer.attn_backend is FlashAttentionBackend]
+    if get_flash_attn_version() != 3:
+        return False
+    for layer in ours:
+        layer.attn_backend = backend(few)
+    return bool(ours)
