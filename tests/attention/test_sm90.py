@@ -20,7 +20,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def builder(*windows: tuple[int, int]) -> Any:
-    of = object.__new__(sm90.backend(16).get_builder_cls())
+    of = object.__new__(sm90.GptOssFlashAttentionBackend.get_builder_cls())
     layers = {str(index): SimpleNamespace(impl=SimpleNamespace(sliding_window=w)) for index, w in enumerate(windows)}
     of.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
     of.layer_names, of.aot_sliding_window = list(layers), None
@@ -67,7 +67,7 @@ def test_only_layers_that_vllm_built_for_flash_attention_3_get_it(
 ) -> None:
     monkeypatch.setattr(sm90, "get_flash_attn_version", lambda: version)
     of = model(FlashAttentionBackend, Other)
-    assert sm90.plan_once(of, 16) is given
+    assert sm90.plan_once(of) is given
     first, second = (layer.attn.attn.attn_backend for layer in of.model.layers[:2])
     assert (first is not FlashAttentionBackend) is given
     assert issubclass(first, FlashAttentionBackend)

@@ -5,30 +5,29 @@ every layer of the model has the same window (`_get_sliding_window_configs` of 0
 of its 24 or 36 layers launches the planner again. A metadata builder serves one group of the KV cache, though, and the
 layers of a group have one window: that is all this backend tells it.
 
-Covered: steps that upstream's layers run. Steps of few tokens have an attention of their own and need no plan.
+Covered: steps that upstream's layers run. Up to `MAX_TOKENS` tokens have an attention of their own and need no plan.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionMetadataBuilder
 
+from vllm_gptoss.kernels.dense import MAX_TOKENS
+
 
 class GptOssFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
     """Upstream's builder, planning for the window of its own layers."""
 
-    few = 0
-    """Steps of up to so many tokens get no plan."""
     aot_sliding_window: tuple[int, int] | None
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """As upstream's; the same size decides when a graph is captured and when it is replayed, padding included."""
         if self.aot_sliding_window is None:
             self.aot_sliding_window = self._window()
-        few = common_attn_metadata.num_actual_tokens <= self.few
+        few = common_attn_metadata.num_actual_tokens <= MAX_TOKENS
         return super().build(common_prefix_len, common_attn_metadata, fast_build or few)
 
     def _window(self) -> tuple[int, int] | None:
@@ -38,30 +37,21 @@ class GptOssFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         return windows.pop() if len(windows) == 1 else None
 
 
-@functools.cache
-def backend(few_tokens: int) -> type[FlashAttentionBackend]:
-    """Upstream's backend with our builder."""
+class GptOssFlashAttentionBackend(FlashAttentionBackend):
+    """Upstream's backend with our builder, under upstream's name."""
 
-    class Builder(GptOssFlashAttentionMetadataBuilder):
-        few = few_tokens
-
-    class GptOssFlashAttentionBackend(FlashAttentionBackend):
-        @staticmethod
-        def get_builder_cls() -> type[GptOssFlashAttentionMetadataBuilder]:
-            return Builder
-
-    return GptOssFlashAttentionBackend
+    @staticmethod
+    def get_builder_cls() -> type[GptOssFlashAttentionMetadataBuilder]:
+        """The builder above."""
+        return GptOssFlashAttentionMetadataBuilder
 
 
-def plan_once(model: Any, few: int) -> bool:
-    """Gives this backend to the layers of `model` that vLLM built for FlashAttention 3; whether there are any.
-
-    few: steps of up to so many tokens get no plan.
-    """
-    attention = [layer.attn.attn for layer in model.model.layers if hasattr(layer, "attn")]
-    ours = [layer for layer in attention if layer.attn_backend is FlashAttentionBackend]
+def plan_once(model: Any) -> bool:
+    """Gives this backend to the layers of `model` that vLLM built for FlashAttention 3; whether there are any."""
     if get_flash_attn_version() != 3:
         return False
+    attention = [layer.attn.attn for layer in model.model.layers if hasattr(layer, "attn")]
+    ours = [layer for layer in attention if layer.attn_backend is FlashAttentionBackend]
     for layer in ours:
-        layer.attn_backend = backend(few)
+        layer.attn_backend = GptOssFlashAttentionBackend
     return bool(ours)

@@ -35,7 +35,7 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
         if self.few_tokens is not None:
             from vllm_gptoss.attention import sm90
 
-            sm90.plan_once(self, few_tokens.MAX_TOKENS)
+            sm90.plan_once(self)
         announce.note("KV cache", choose.kv_cache_dtype(device.detect(), vllm_config.cache_config.cache_dtype))
         announce.say()
 
