@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from pathlib import Path
 
@@ -99,6 +100,15 @@ def test_an_unwritable_cache_costs_one_line(
     with caplog.at_level(logging.WARNING):
         assert nvrtc.cubin(SOURCE, "sm_90", ["-DN=3"])
     assert sum("not kept" in record.message for record in caplog.records) == 1
+
+
+def test_kernels_compiled_side_by_side_are_the_same_and_a_refusal_ends_none_of_the_others(cache: Path) -> None:
+    options = [[f"-DN={number}"] for number in range(6, 12)]
+    alone = [nvrtc.compile_cubin(SOURCE, "sm_90", each) for each in options]
+    broken = [functools.partial(nvrtc.cubin, SOURCE, "sm_90", [])]
+    with pytest.raises(nvrtc.NvrtcError, match="undefined"):
+        nvrtc.at_once([*broken, *(functools.partial(nvrtc.cubin, SOURCE, "sm_90", each) for each in options)])
+    assert {nvrtc._verified(entry.read_bytes()) for entry in cache.iterdir()} == set(alone)
 
 
 def test_options_and_source_make_different_entries(cache: Path) -> None:

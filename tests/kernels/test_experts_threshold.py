@@ -60,8 +60,8 @@ def test_the_start_compiles_what_is_needed_and_nothing_else(
 ) -> None:
     compiled: list[tuple[str, int]] = []
 
-    def kernel(device: int, name: str, shared: int, registers: int, options: tuple[tuple[str, int], ...]) -> None:
-        compiled.append((name, dict(options)["TOKENS"]))
+    def kernel(recipe: experts.Recipe) -> None:
+        compiled.append((recipe.name, int(dict(recipe.options)["TOKENS"])))
 
     monkeypatch.setattr(experts, "_multiprocessors", lambda device: 132)
     monkeypatch.setattr(experts, "_kernel", kernel)

@@ -163,8 +163,8 @@ def a_layer() -> Any:
 def test_every_kernel_of_the_path_is_compiled_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: set[Any] = set()
     monkeypatch.setattr(few_tokens.dense, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(few_tokens.dense, "_kernel", lambda device, plan: compiled.add(plan))
-    monkeypatch.setattr(few_tokens.attention, "_kernel", lambda device, plan: compiled.add(plan))
+    monkeypatch.setattr(few_tokens.dense, "kernel", lambda device, plan: compiled.add(plan))
+    monkeypatch.setattr(few_tokens.attention, "kernel", lambda device, plan: compiled.add(plan))
     assert few_tokens._compile([a_layer()]) is None
     for tokens in range(1, few_tokens.MAX_TOKENS + 1):
         for mode, rows, columns, top_k in (
@@ -181,5 +181,5 @@ def test_a_compiler_that_refuses_leaves_upstreams_layers(monkeypatch: pytest.Mon
         raise few_tokens.nvrtc.NvrtcError("libnvrtc was not found")
 
     monkeypatch.setattr(few_tokens.dense, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(few_tokens.dense, "_kernel", refuse)
+    monkeypatch.setattr(few_tokens.dense, "kernel", refuse)
     assert few_tokens._compile([a_layer()]) == "a kernel cannot be compiled: libnvrtc was not found"

@@ -82,20 +82,16 @@ class Args(ctypes.Structure):
 
 
 @functools.cache
-def _kernel(device: int, plan: Plan) -> nvrtc.Kernel:
-    import torch
-
-    with torch.cuda.device(device):
-        return nvrtc.load(nvrtc.source(SOURCE), "sm_90", plan.macros).kernel("attention_few", 0)
-
-
-def compile_for(device: int, tokens: int, kv_heads: int, window: int) -> None:
-    """Compiles and loads what `attend` needs for so many tokens.
+def kernel(device: int, plan: Plan) -> nvrtc.Kernel:
+    """The kernel of a plan, compiled and loaded.
 
     Raises:
         NvrtcError: the compiler or the driver refused.
     """
-    _kernel(device, plan(tokens, kv_heads, window))
+    import torch
+
+    with torch.cuda.device(device):
+        return nvrtc.load(nvrtc.source(SOURCE), "sm_90", plan.macros).kernel("attention_few", 0)
 
 
 def attend(
@@ -141,4 +137,4 @@ def attend(
         scale=scale * math.log2(math.e),
     )
     stream = torch.cuda.current_stream(q.device).cuda_stream
-    _kernel(q.device.index or 0, tuned)(tokens * kv_heads * tuned.splits, tuned.warps * 32, stream, [args])
+    kernel(q.device.index or 0, tuned)(tokens * kv_heads * tuned.splits, tuned.warps * 32, stream, [args])

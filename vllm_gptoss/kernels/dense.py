@@ -149,28 +149,23 @@ class Args(ctypes.Structure):
 
 
 @functools.cache
-def _kernel(device: int, plan: Plan) -> nvrtc.Kernel:
+def kernel(device: int, plan: Plan) -> nvrtc.Kernel:
+    """The kernel of a plan, compiled and loaded.
+
+    Raises:
+        NvrtcError: the compiler or the driver refused.
+    """
     import torch
 
     with torch.cuda.device(device):
         return nvrtc.load(nvrtc.source(SOURCE), "sm_90", plan.macros).kernel("dense_few", plan.shared_bytes)
 
 
-def compile_for(mode: Mode, weight: Tensor, tokens: int, top_k: int = 0) -> None:
-    """Compiles and loads what a launch with this weight [N, C] and so many tokens needs.
-
-    Raises:
-        NvrtcError: the compiler or the driver refused.
-    """
-    device = weight.device.index or 0
-    _kernel(device, plan(mode, *weight.shape, tokens, multiprocessors(device), top_k))
-
-
 def _launch(plan: Plan, args: Args, x: Tensor) -> None:
     import torch
 
     stream = torch.cuda.current_stream(x.device).cuda_stream
-    _kernel(x.device.index or 0, plan)(plan.grid, plan.block, stream, [args])
+    kernel(x.device.index or 0, plan)(plan.grid, plan.block, stream, [args])
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

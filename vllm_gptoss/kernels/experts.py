@@ -179,13 +179,23 @@ TWO_23 = ctypes.c_uint32(1 << 23)
 """`two_23` of experts.cu."""
 
 
-@functools.lru_cache(maxsize=256)
-def _kernel(
-    device: int, name: str, shared: int, registers: int, options: tuple[tuple[str, int | str], ...]
-) -> nvrtc.Kernel:
-    macros = {**dict(options), "ONLY": ONLY[name]}
-    with torch.cuda.device(device):
-        return nvrtc.load(nvrtc.source(SOURCE), "sm_90", macros, [f"--maxrregcount={registers}"]).kernel(name, shared)
+@dataclass(frozen=True)
+class Recipe:
+    """What one kernel is compiled from. shared: dynamic shared memory it is allowed, in bytes."""
+
+    device: int
+    name: str
+    shared: int
+    registers: int
+    options: tuple[tuple[str, int | str], ...]
+
+
+@functools.cache
+def _kernel(recipe: Recipe) -> nvrtc.Kernel:
+    macros = {**dict(recipe.options), "ONLY": ONLY[recipe.name]}
+    with torch.cuda.device(recipe.device):
+        module = nvrtc.load(nvrtc.source(SOURCE), "sm_90", macros, [f"--maxrregcount={recipe.registers}"])
+        return module.kernel(recipe.name, recipe.shared)
 
 
 @functools.cache
@@ -248,32 +258,36 @@ class FewTokenExperts:
             return UP_WIDE, DOWN_WIDE
         return self.tuning or (UP, DOWN_FEWEST if tokens <= FEWEST_TOKENS else DOWN)
 
-    def _prepare(self, which: str, routing: torch.dtype, tokens: int) -> _Launch:
-        mode, wide = routing_mode(routing), tokens > NARROW_TOKENS
+    def _of(self, which: str, tokens: int) -> tuple[Projection, Tuning]:
+        up, down = self._tunings(tokens)
+        projection, tuning = (self.up, up) if which == "experts_up" else (self.down, down)
+        return projection, fitted(tuning, projection.tiles)
+
+    def _recipe(self, which: str, routing: torch.dtype, tokens: int) -> Recipe:
+        projection, tuning = self._of(which, tokens)
+        wide = tokens > NARROW_TOKENS
         most = MAX_TOKENS if wide else NARROW_TOKENS
-        key = (which, mode, tokens <= FEWEST_TOKENS, wide)
+        options = defines(
+            tuning,
+            projection.rows,
+            projection.tiles,
+            projection.scales.shape[2] // 64,
+            projection.experts,
+            self.active,
+            self.routed,
+            routing_mode(routing),
+            self.expert_map is not None,
+            most,
+        )
+        shared = self._shared(tuning, projection, staged_rows(which, most)[0], wide)
+        return Recipe(self.device, which, min(shared, SHARED_LIMIT), tuning.registers, tuple(sorted(options.items())))
+
+    def _prepare(self, which: str, routing: torch.dtype, tokens: int) -> _Launch:
+        key = (which, routing_mode(routing), tokens <= FEWEST_TOKENS, tokens > NARROW_TOKENS)
         if key not in self._launches:
-            up, down = self._tunings(tokens)
-            projection, tuning = (self.up, up) if which == "experts_up" else (self.down, down)
-            tuning = fitted(tuning, projection.tiles)
-            options = defines(
-                tuning,
-                projection.rows,
-                projection.tiles,
-                projection.scales.shape[2] // 64,
-                projection.experts,
-                self.active,
-                self.routed,
-                mode,
-                self.expert_map is not None,
-                most,
-            )
-            shared = self._shared(tuning, projection, staged_rows(which, most)[0], wide)
-            kernel = _kernel(
-                self.device, which, min(shared, SHARED_LIMIT), tuning.registers, tuple(sorted(options.items()))
-            )
-            grid = _multiprocessors(self.device)
-            self._launches[key] = _Launch(which, kernel, tuning, grid, projection)
+            kernel = _kernel(self._recipe(which, routing, tokens))
+            projection, tuning = self._of(which, tokens)
+            self._launches[key] = _Launch(which, kernel, tuning, _multiprocessors(self.device), projection)
         return self._launches[key]
 
     def _shared(self, tuning: Tuning, projection: Projection, rows: int, wide: bool) -> int:
@@ -281,9 +295,10 @@ class FewTokenExperts:
 
     def compile(self, routing: torch.dtype, most: int) -> None:
         """Compiles and loads what 1 to `most` tokens need for a routing dtype; otherwise the first launch does."""
-        for tokens in {FEWEST_TOKENS, FEWEST_TOKENS + 1, most}:
-            self._prepare("experts_up", routing, tokens)
-            self._prepare("experts_down", routing, tokens)
+        wanted = [(which, routing, tokens) for which in ONLY for tokens in (FEWEST_TOKENS, FEWEST_TOKENS + 1, most)]
+        nvrtc.at_once(functools.partial(_kernel, recipe) for recipe in {self._recipe(*each) for each in wanted})
+        for each in wanted:
+            self._prepare(*each)
         partial_sums(self.device, self.active * self.down.rows)
 
     def launch_up(self, x: Tensor, routing: Tensor, act: Tensor, *, dependent: bool = True) -> None:

@@ -11,6 +11,8 @@ serving prefill, mixed batches in piecewise graphs and everything this path does
 
 from __future__ import annotations
 
+import functools
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,15 +126,26 @@ def _cache_obstacle(layer: Layer) -> str | None:
 def _compile(layers: list[Layer]) -> str | None:
     """Compiles every kernel that a step of 1 to `MAX_TOKENS` tokens may need; why that failed, or None."""
     device = layers[0].qkv_weight.device.index or 0
+    sms = dense.multiprocessors(device)
+    projections: set[dense.Plan] = set()
+    attentions: set[attention.Plan] = set()
+    for layer in layers:
+        top_k = layer.runner.moe_config.experts_per_token
+        for tokens in range(1, MAX_TOKENS + 1):
+            projections |= {
+                dense.plan(dense.Mode.QKV, *layer.qkv_weight.shape, tokens, sms),
+                dense.plan(dense.Mode.OUT, *layer.out_weight.shape, tokens, sms),
+                dense.plan(dense.Mode.ROUTER, *layer.gate_weight.shape, tokens, sms, top_k),
+            }
+            attentions.add(attention.plan(tokens, layer.block.attn.num_kv_heads, layer.window))
     try:
+        nvrtc.at_once(
+            [
+                *(functools.partial(dense.kernel, device, plan) for plan in projections),
+                *(functools.partial(attention.kernel, device, plan) for plan in attentions),
+            ]
+        )
         for layer in layers:
-            for tokens in (1, MAX_TOKENS):
-                dense.compile_for(dense.Mode.QKV, layer.qkv_weight, tokens)
-                dense.compile_for(dense.Mode.OUT, layer.out_weight, tokens)
-                top_k = layer.runner.moe_config.experts_per_token
-                dense.compile_for(dense.Mode.ROUTER, layer.gate_weight, tokens, top_k)
-            for tokens in range(1, MAX_TOKENS + 1):
-                attention.compile_for(device, tokens, layer.block.attn.num_kv_heads, layer.window)
             if layer.experts is not None:
                 layer.experts.compile(torch.int32, MAX_TOKENS)
     except nvrtc.NvrtcError as error:
@@ -172,11 +185,15 @@ class FewTokens:
         """Looks the layers up; an empty list where the cache that vLLM has made by now is not what the kernels read."""
         model = self.model
         self.layers = [self._look_up(model.layers[i]) for i in range(model.start_layer, model.end_layer)]
-        if why := next(filter(None, map(_cache_obstacle, self.layers)), None) or _compile(self.layers):
+        why = next(filter(None, map(_cache_obstacle, self.layers)), None)
+        if why is None:
+            with ThreadPoolExecutor(1) as beside:  # this one kernel takes as long as five of the others
+                path = beside.submit(one_token.build, self.layers, self.config, model.aux_hidden_state_layers)
+                why = _compile(self.layers)
+            self.one_token = path.result()
+        if why:
             _vllm.init_logger("vllm.gptoss").warning("layers: upstream from here on (%s)", why)
             self.layers = []
-        else:
-            self.one_token = one_token.build(self.layers, self.config, model.aux_hidden_state_layers)
 
     def __call__(
         self,
