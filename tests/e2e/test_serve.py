@@ -152,8 +152,17 @@ STORY = "Tell me a long story."
 async def test_a_client_that_leaves_stops_the_generation(
     served: Server, path: str, request_body: dict[str, object], whole: int
 ) -> None:
-    """An engine that goes on without a client would write all `whole` tokens."""
+    """An engine that goes on without a client writes all `whole` tokens every time; on a machine with other work one
+    may be through before it hears of it."""
     body = {"model": NAME, "temperature": 0, "stream": True} | request_body
+    written = [await written_once_left(served, path, body)]
+    while written[-1] > 0.9 * whole and len(written) < 5:
+        written.append(await written_once_left(served, path, body))
+    assert 0 < written[-1] < 0.9 * whole, written
+
+
+async def written_once_left(served: Server, path: str, body: dict[str, object]) -> float:
+    """Tokens that the engine generates for a client that leaves after 12 lines."""
     before = metric(served, "vllm:generation_tokens_total")
     async with (
         httpx.AsyncClient(timeout=60) as http,
@@ -170,7 +179,7 @@ async def test_a_client_that_leaves_stops_the_generation(
         assert time.monotonic() - left < 60
         written = now
         await asyncio.sleep(0.2)
-    assert 0 < written - before < 0.9 * whole
+    return written - before
 
 
 @pytest.mark.slow
