@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -253,18 +254,16 @@ class FewTokenExperts:
         self.max_tokens = MAX_TOKENS if few == NARROW_TOKENS else few
         self._launches: dict[tuple[str, tuple[int, int], bool, bool], _Launch] = {}
 
-    def _tunings(self, tokens: int) -> tuple[Tuning, Tuning]:
+    def _tuned(self, which: str, tokens: int) -> tuple[Projection, Tuning]:
         if tokens > NARROW_TOKENS:
-            return UP_WIDE, DOWN_WIDE
-        return self.tuning or (UP, DOWN_FEWEST if tokens <= FEWEST_TOKENS else DOWN)
-
-    def _of(self, which: str, tokens: int) -> tuple[Projection, Tuning]:
-        up, down = self._tunings(tokens)
+            up, down = UP_WIDE, DOWN_WIDE
+        else:
+            up, down = self.tuning or (UP, DOWN_FEWEST if tokens <= FEWEST_TOKENS else DOWN)
         projection, tuning = (self.up, up) if which == "experts_up" else (self.down, down)
         return projection, fitted(tuning, projection.tiles)
 
     def _recipe(self, which: str, routing: torch.dtype, tokens: int) -> Recipe:
-        projection, tuning = self._of(which, tokens)
+        projection, tuning = self._tuned(which, tokens)
         wide = tokens > NARROW_TOKENS
         most = MAX_TOKENS if wide else NARROW_TOKENS
         options = defines(
@@ -286,19 +285,22 @@ class FewTokenExperts:
         key = (which, routing_mode(routing), tokens <= FEWEST_TOKENS, tokens > NARROW_TOKENS)
         if key not in self._launches:
             kernel = _kernel(self._recipe(which, routing, tokens))
-            projection, tuning = self._of(which, tokens)
+            projection, tuning = self._tuned(which, tokens)
             self._launches[key] = _Launch(which, kernel, tuning, _multiprocessors(self.device), projection)
         return self._launches[key]
 
     def _shared(self, tuning: Tuning, projection: Projection, rows: int, wide: bool) -> int:
         return shared_bytes(tuning, projection.tiles, rows, self.active, projection.experts if wide else 0)
 
+    def loads(self, routing: torch.dtype, most: int) -> Iterator[tuple[Callable[[Recipe], nvrtc.Kernel], Recipe]]:
+        """Calls, some alike, that load the kernels of 1 to `most` tokens for a routing dtype: see `nvrtc.at_once`."""
+        for which in ONLY:
+            for tokens in (FEWEST_TOKENS, FEWEST_TOKENS + 1, most):
+                yield _kernel, self._recipe(which, routing, tokens)
+
     def compile(self, routing: torch.dtype, most: int) -> None:
         """Compiles and loads what 1 to `most` tokens need for a routing dtype; otherwise the first launch does."""
-        wanted = [(which, routing, tokens) for which in ONLY for tokens in (FEWEST_TOKENS, FEWEST_TOKENS + 1, most)]
-        nvrtc.at_once(functools.partial(_kernel, recipe) for recipe in {self._recipe(*each) for each in wanted})
-        for each in wanted:
-            self._prepare(*each)
+        nvrtc.at_once(self.loads(routing, most))
         partial_sums(self.device, self.active * self.down.rows)
 
     def launch_up(self, x: Tensor, routing: Tensor, act: Tensor, *, dependent: bool = True) -> None:

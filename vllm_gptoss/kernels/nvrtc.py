@@ -19,7 +19,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -264,12 +264,14 @@ def load(source: str, arch: str, defines: Mapping[str, int | str], options: Sequ
     return Module(cubin(source, arch, options))
 
 
-def at_once(loads: Iterable[Callable[[], object]]) -> None:
-    """Makes calls that compile and load, each on a thread: NVRTC works outside the interpreter's lock.
+def at_once(loads: Iterable[tuple[Callable[..., object], *tuple[Hashable, ...]]]) -> None:
+    """Makes calls that compile and load, each different one on a thread: NVRTC works outside the interpreter's lock.
+
+    loads: a function and its arguments.
 
     Raises:
         NvrtcError: what the first of them raised, once all have ended.
     """
     with ThreadPoolExecutor() as threads:
-        for load in [threads.submit(load) for load in loads]:
+        for load in [threads.submit(*load) for load in dict.fromkeys(loads)]:
             load.result()

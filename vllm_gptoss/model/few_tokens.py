@@ -11,7 +11,7 @@ serving prefill, mixed batches in piecewise graphs and everything this path does
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -123,31 +123,23 @@ def _cache_obstacle(layer: Layer) -> str | None:
     return why
 
 
+def _loads(layer: Layer) -> Iterator[tuple[Any, ...]]:
+    """The calls that load the kernels of a layer for steps of 1 to `MAX_TOKENS` tokens; many are alike."""
+    device = layer.qkv_weight.device.index or 0
+    sms, top_k = dense.multiprocessors(device), layer.runner.moe_config.experts_per_token
+    for tokens in range(1, MAX_TOKENS + 1):
+        yield dense.kernel, device, dense.plan(dense.Mode.QKV, *layer.qkv_weight.shape, tokens, sms)
+        yield dense.kernel, device, dense.plan(dense.Mode.OUT, *layer.out_weight.shape, tokens, sms)
+        yield dense.kernel, device, dense.plan(dense.Mode.ROUTER, *layer.gate_weight.shape, tokens, sms, top_k)
+        yield attention.kernel, device, attention.plan(tokens, layer.block.attn.num_kv_heads, layer.window)
+    if layer.experts is not None:
+        yield from layer.experts.loads(torch.int32, MAX_TOKENS)
+
+
 def _compile(layers: list[Layer]) -> str | None:
     """Compiles every kernel that a step of 1 to `MAX_TOKENS` tokens may need; why that failed, or None."""
-    device = layers[0].qkv_weight.device.index or 0
-    sms = dense.multiprocessors(device)
-    projections: set[dense.Plan] = set()
-    attentions: set[attention.Plan] = set()
-    for layer in layers:
-        top_k = layer.runner.moe_config.experts_per_token
-        for tokens in range(1, MAX_TOKENS + 1):
-            projections |= {
-                dense.plan(dense.Mode.QKV, *layer.qkv_weight.shape, tokens, sms),
-                dense.plan(dense.Mode.OUT, *layer.out_weight.shape, tokens, sms),
-                dense.plan(dense.Mode.ROUTER, *layer.gate_weight.shape, tokens, sms, top_k),
-            }
-            attentions.add(attention.plan(tokens, layer.block.attn.num_kv_heads, layer.window))
     try:
-        nvrtc.at_once(
-            [
-                *(functools.partial(dense.kernel, device, plan) for plan in projections),
-                *(functools.partial(attention.kernel, device, plan) for plan in attentions),
-            ]
-        )
-        for layer in layers:
-            if layer.experts is not None:
-                layer.experts.compile(torch.int32, MAX_TOKENS)
+        nvrtc.at_once(load for layer in layers for load in _loads(layer))
     except nvrtc.NvrtcError as error:
         return f"a kernel cannot be compiled: {error}"
     return None
