@@ -10,6 +10,7 @@ Not covered: textures, cooperative launches, clusters, linking of several source
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import glob
@@ -19,7 +20,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -207,12 +208,9 @@ class Kernel:
     def blocks_per_multiprocessor(self, threads: int, shared_bytes: int) -> int:
         """How many blocks of this size one multiprocessor holds at once."""
         count = ctypes.c_int()
-        _check(
-            _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(
-                ctypes.byref(count), self._function, threads, ctypes.c_size_t(shared_bytes)
-            ),
-            self.name,
-        )
+        asked = _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor
+        with self._module.current():
+            _check(asked(ctypes.byref(count), self._function, threads, ctypes.c_size_t(shared_bytes)), self.name)
         return count.value
 
     def __call__(
@@ -243,19 +241,39 @@ class Kernel:
         _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None), self.name)
 
 
+@functools.cache
+def _primary_context(device: int) -> ctypes.c_void_p:
+    """The context that the CUDA runtime, and so torch, uses on a device."""
+    ordinal, context = ctypes.c_int(), ctypes.c_void_p()
+    _check(_driver().cuDeviceGet(ctypes.byref(ordinal), device), f"cuDeviceGet {device}")
+    _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal), "cuDevicePrimaryCtxRetain")
+    return context
+
+
 class Module:
-    """A cubin loaded into the current CUDA context (torch's primary context of the current device)."""
+    """A cubin loaded on torch's current device; any thread may use it."""
 
     def __init__(self, image: bytes) -> None:
         import torch
 
-        torch.empty(1, device="cuda")  # makes torch's context current in this thread
+        self._context = _primary_context(torch.cuda.current_device())
         self.handle = ctypes.c_void_p()
-        _check(_driver().cuModuleLoadData(ctypes.byref(self.handle), image), "cuModuleLoadData")
+        with self.current():
+            _check(_driver().cuModuleLoadData(ctypes.byref(self.handle), image), "cuModuleLoadData")
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Makes the module's context current: a new thread has none, whatever torch's current device is there."""
+        _check(_driver().cuCtxPushCurrent_v2(self._context), "cuCtxPushCurrent")
+        try:
+            yield
+        finally:
+            _check(_driver().cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p())), "cuCtxPopCurrent")
 
     def kernel(self, name: str, shared_bytes: int) -> Kernel:
         """The kernel `name`, allowed `shared_bytes` of dynamic shared memory."""
-        return Kernel(self, name, shared_bytes)
+        with self.current():
+            return Kernel(self, name, shared_bytes)
 
 
 def load(source: str, arch: str, defines: Mapping[str, int | str], options: Sequence[str] = ()) -> Module:
