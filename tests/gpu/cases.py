@@ -3,8 +3,8 @@
 The kernel is an argument. `tests/gpu` passes the real ones; `tests/kernels/test_gpu_cases.py` passes their contracts in
 torch, and broken ones, so that the cases themselves are known to work where there is no GPU.
 
-Tolerances: bf16 has 8 bits of mantissa, so one rounding is 2^-9 = 2.0e-3 of a value at most and about 1.7e-3 in norm; a
-result that went through r roundings stays below r times that, one that was rounded once below the most.
+Tolerances: bf16 has 8 bits of mantissa, so one rounding is 2^-8 of a value at most and about 1.7e-3 in norm; a result
+that went through r roundings stays below r times that, one that was rounded once below `once`.
 """
 
 from __future__ import annotations
@@ -53,6 +53,11 @@ def error(got: Tensor, wanted: Tensor) -> float:
     return float((got.double() - wanted).norm() / wanted.norm())
 
 
+def once(wanted: Tensor) -> float:
+    """Bound of `error` after one rounding: 1.65e-3, five standard deviations of 1.46e-3 / sqrt(values) above it."""
+    return max(ONCE, ROUNDING + 7.3e-3 * wanted.numel() ** -0.5)
+
+
 def same(first: Tensor, second: Tensor) -> bool:
     """Equal to the bit, NaN included."""
     return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
@@ -91,13 +96,13 @@ def qkv_rope(kernel: Callable[..., None], parallel: int, tokens: int, cache_dtyp
     wq, wk, wv = product.split([heads * HEAD, kv_heads * HEAD, kv_heads * HEAD], dim=-1)
     wq, wk = (_rotate(t.unflatten(-1, (-1, HEAD)), cos_sin, positions) for t in (wq, wk))
     # v is rounded once, q and k once more after the rotation; more than 8 tokens also round their input
-    once, twice = (ONCE, 2 * ROUNDING) if tokens <= 8 else (2 * ROUNDING, 3 * ROUNDING)
+    twice = 2 * ROUNDING if tokens <= 8 else 3 * ROUNDING
     assert error(q, wq.flatten(1)) < twice
     written = slots >= 0
     at = slots[written]
     assert error(cache[at // BLOCK, :, at % BLOCK, :HEAD], wk[written]) < twice
     values = wv.unflatten(-1, (-1, HEAD))[written]
-    assert error(cache[at // BLOCK, :, at % BLOCK, HEAD:], values) < once
+    assert error(cache[at // BLOCK, :, at % BLOCK, HEAD:], values) < (once(values) if tokens <= 8 else 2 * ROUNDING)
     assert int((~cache.isnan()).any(-1).sum()) == len(at) * kv_heads, "a slot that is no token's was written"
     assert all(map(same, run(), (q, summed, cache)))
 
@@ -131,7 +136,7 @@ def router(kernel: Callable[..., None], experts: int, tokens: int) -> None:
     wanted_sum = (x.float() + residual.float()).bfloat16()
     wanted = _norm(wanted_sum, norm_weight)
     assert torch.equal(summed, wanted_sum)
-    assert error(normed, wanted) < ONCE
+    assert error(normed, wanted) < once(wanted)
     assert error(logits, wanted @ weight.double().T + bias.double()) < 2e-5, "the input is no bfloat16: 16 bits of it"
     best, best_ids = logits.double().topk(4, dim=-1)
     assert torch.equal(ids.long(), best_ids)
@@ -328,7 +333,8 @@ def step(
     at = int(requests.slots[0])
     written = cache[at // block, :, at % block]
     assert error(written[:, :HEAD], k[0]) < 2 * ROUNDING
-    assert error(written[:, HEAD:], v.unflatten(-1, (-1, HEAD))[0]) < ONCE
+    values = v.unflatten(-1, (-1, HEAD))[0]
+    assert error(written[:, HEAD:], values) < once(values)
     before[at // block, :, at % block] = written
     assert same(before, cache), "a slot that is not the token's was written"
     position = torch.arange(keys, device=DEVICE)
