@@ -54,7 +54,7 @@ def error(got: Tensor, wanted: Tensor) -> float:
 
 
 def once(wanted: Tensor) -> float:
-    """Bound of `error` after one rounding: 1.65e-3, five standard deviations of 1.46e-3 / sqrt(values) above it."""
+    """Bound of `error` after one rounding: its mean, 1.65e-3, and five times its spread, 1.46e-3 / sqrt(values)."""
     return max(ONCE, ROUNDING + 7.3e-3 * wanted.numel() ** -0.5)
 
 

@@ -7,15 +7,10 @@ import torch
 
 from tests.gpu import cases
 from tests.gpu.cases import ACTIVE, ALPHA, LIMIT, C, Weights
+from tests.gpu.marks import SM90
 from vllm_gptoss.kernels import experts
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs an sm90 GPU (H100, H200)",
-    ),
-]
+pytestmark = SM90
 
 Layer = tuple[int, Weights, Weights]
 

@@ -8,14 +8,10 @@ from torch import Tensor
 
 from tests.gpu import cases
 from tests.gpu.cases import BLOCK, HEAD, PARALLEL, C, draw, poison
+from tests.gpu.marks import SM90
 from vllm_gptoss.kernels import attention, dense
 
-if not torch.cuda.is_available():
-    pytest.skip("no GPU", allow_module_level=True)
-if torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("these kernels are made for sm_90", allow_module_level=True)
-
-pytestmark = pytest.mark.gpu
+pytestmark = SM90
 TOKENS = range(1, dense.MAX_TOKENS + 1)
 
 

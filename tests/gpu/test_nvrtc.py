@@ -9,15 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from tests.gpu.marks import SM90
 from vllm_gptoss.kernels import nvrtc
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs an sm90 GPU (H100, H200)",
-    ),
-]
+pytestmark = SM90
 
 SOURCE = 'extern "C" __global__ void fill(int *out) { out[threadIdx.x] = VALUE; }'
 

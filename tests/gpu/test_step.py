@@ -10,16 +10,12 @@ from torch import Tensor
 
 from tests.gpu import cases
 from tests.gpu.cases import ACTIVE, ALPHA, HEAD, LIMIT, C, Weights, draw, poison
+from tests.gpu.marks import SM90
 from vllm_gptoss import reference
 from vllm_gptoss.kernels import attention, dense, step
 from vllm_gptoss.kernels.experts import FewTokenExperts
 
-if not torch.cuda.is_available():
-    pytest.skip("no GPU", allow_module_level=True)
-if torch.cuda.get_device_capability() != (9, 0):
-    pytest.skip("these kernels are made for sm_90", allow_module_level=True)
-
-pytestmark = pytest.mark.gpu
+pytestmark = SM90
 EPS = 1e-5
 
 
