@@ -20,6 +20,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"made_up": 1}, "made_up"),
     ({"input": [IMAGE]}, "input[0].content[0]"),
     ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, "input[0].content[0].file_id"),
+    *(({"input": [{"role": "user", "content": [{"type": "input_file", "file_data": data}]}]},
+       "input[0].content[0].file_data") for data in ("a", "\x80", "/w==")),
     ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type"),
     ({"input": [{"type": "function_call", "name": "f", "call_id": "c"}]}, "input[0].arguments"),
     ({"input": [{"role": "robot", "content": ""}]}, "input[0].role"),

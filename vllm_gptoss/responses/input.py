@@ -6,7 +6,6 @@ What the API answered can be sent back as it is: every output item of this serve
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -189,7 +188,7 @@ def _input_file(part: Part, where: str) -> Part:
         raise unsupported(f"{where}.file_data", "only text files can be read")
     try:
         text = base64.b64decode(data, validate=True).decode("utf-8")
-    except (binascii.Error, UnicodeDecodeError):
+    except ValueError:
         raise unsupported(f"{where}.file_data", "only base64 of UTF-8 text can be read") from None
     if len(text) > MAX_FILE_BYTES:
         raise unsupported(f"{where}.file_data", f"files are at most {MAX_FILE_BYTES} characters")

@@ -7,7 +7,6 @@ API key cannot open what another was given, nor pass a reasoning item off as a c
 from __future__ import annotations
 
 import base64
-import binascii
 import os
 
 from cryptography.exceptions import InvalidTag
@@ -38,7 +37,7 @@ class Sealer:
         try:
             raw = base64.urlsafe_b64decode(sealed[len(PREFIX) :])
             opened = self._cipher.decrypt(raw[:_NONCE_BYTES], raw[_NONCE_BYTES:], f"{purpose}:{tenant}".encode())
-        except (binascii.Error, InvalidTag, ValueError):
+        except (InvalidTag, ValueError):
             return None
         return opened.decode()
 

@@ -129,6 +129,12 @@ for _ in range(40): display(Image(data=raw))
     assert "image dropped" in result.text
 
 
+@pytest.mark.parametrize("data", ["'a'", "'\x80'", "5"])
+async def test_an_image_that_is_none_is_a_note(provider: PythonProvider, data: str) -> None:
+    code = f"from IPython.display import display; display({{'image/png': {data}}}, raw=True); print('after')"
+    assert (await run_in(provider, code)).text.split("\n")[:2] == ["[image that could not be read]", "after"]
+
+
 @pytest.mark.parametrize(
     "code",
     ["import os; os.kill(os.getpid(), 9)", "import os; os._exit(3)", "import ctypes; ctypes.string_at(8)"],

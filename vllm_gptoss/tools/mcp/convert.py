@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import logging
 from collections.abc import Iterator
@@ -62,7 +61,7 @@ def _image(block: types.ImageContent) -> Content:
         return Text(f"[image, {block.mime_type}: left out, larger than {MAX_IMAGE_BYTES} bytes]")
     try:
         data = base64.b64decode(block.data, validate=True)
-    except binascii.Error:
+    except ValueError:
         return Text(f"[image, {block.mime_type}: left out, its data is not base64]")
     return Image(block.mime_type, data, alt=f"[image, {block.mime_type}]")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import re
 import struct
 from typing import Any
@@ -68,7 +67,7 @@ class OutputCollector:
         value = data[media_type]
         try:
             raw = value.encode() if media_type == "image/svg+xml" else base64.b64decode(value)
-        except (binascii.Error, AttributeError):
+        except (AttributeError, TypeError, ValueError):
             self._text("[image that could not be read]\n")
             return
         plain = str(data.get("text/plain", ""))[:200]
