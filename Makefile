@@ -4,26 +4,40 @@ VENV ?= .venv
 export GPTOSS_VENV := $(VENV)
 BIN := $(VENV)/bin
 
-.PHONY: demo serve test lint environment model clean
+WORKERS ?= 2
+PYTEST = "$(BIN)/python" -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
+COVERAGE ?=
+ifneq ($(COVERAGE),)
+PYTEST += --cov --cov-report=term:skip-covered
+endif
+
+.PHONY: demo serve test check soak lint environment environment-test model clean
 
 demo: environment       ## serve the bundled small gpt-oss with real vLLM and ask it a question
-	@$(BIN)/python -m demo.run
+	@"$(BIN)/python" -m demo.run
 
 serve: environment      ## the same server, kept running
-	@$(BIN)/python -m demo.run --keep
+	@"$(BIN)/python" -m demo.run --keep
 
-test: environment-test lint  ## everything that needs no GPU
-	@$(BIN)/python scripts/vllm_source.py
-	@$(BIN)/python -m pytest --cov --cov-report=term:skip-covered $(ARGS)
+test: environment-test lint  ## everything that needs no GPU; COVERAGE=1 counts lines too
+	@"$(BIN)/python" scripts/vllm_source.py
+	@$(PYTEST) --durations=40 --durations-min=5 $(ARGS)
+
+check: lint             ## what needs no engine: lint, types, and the tests that take seconds
+	@$(PYTEST) -m "not vllm and not serve and not slow and not soak and not gpu" $(ARGS)
+
+soak: environment-test  ## the long tests in full: a million streams, thousands of conversations
+	@GPTOSS_SOAK=1 "$(BIN)/python" -m pytest -m soak $(ARGS)
 
 lint: environment-test
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+	@"$(BIN)/ruff" check . && "$(BIN)/ruff" format --check . && "$(BIN)/mypy"
+	@"$(BIN)/clang-format" --dry-run --Werror $$(find vllm_gptoss/kernels/cuda -name '*.cu*')
 
 environment:
-	@$(PYTHON) scripts/environment.py demo
+	@"$(PYTHON)" scripts/environment.py demo
 
 environment-test:
-	@$(PYTHON) scripts/environment.py test
+	@"$(PYTHON)" scripts/environment.py test
 
 clean:                  ## remove what the above made, but not what they downloaded elsewhere
-	rm -rf $(VENV) $(VENV).underway .cache .coverage .mypy_cache .pytest_cache .ruff_cache
+	rm -rf "$(VENV)" "$(VENV).underway" .cache .coverage .mypy_cache .pytest_cache .ruff_cache

@@ -1,12 +1,15 @@
 """Each expert kernel alone, weights cold in L2, against the stock kernel it replaces: time, TB/s, share of the floor.
 
-    python benchmarks/kernels.py [--model 20b] [--tokens 1,2,4,8,16,32,48,64] [--tensor-parallel 1] [--out FILE]
+    python benchmarks/kernels.py [--model 20b] [--tokens 1,2,4,8,16,32,48,64] [--routing uniform,four] [--out FILE]
+        [--kernels chosen|few|many] [--tensor-parallel 1]
 
 Times are of CUDA graph replays, median of 20, each graph holding eight launches on different experts, so that no
 launch finds its weights in L2. `pair` is both projections chained with programmatic dependent launch, as a layer runs
 them. `stock` is vLLM's `matmul_ogs` with its routing kernels, from the `triton_kernels` that vLLM carries; pass
 `--triton-kernels FOLDER` to name another copy. The floor is the bytes of the active experts' weights and scales over
-4.3 TB/s, what a device-to-device copy moves on an H200.
+4.3 TB/s, what a device-to-device copy moves on an H200. Routings: `uniform`; `four`, all tokens to the same; `half`,
+half of the tokens have one expert in common; `zipf`, experts as often as one over their rank. `chosen` is what the
+plugin runs for so many tokens.
 """
 
 from __future__ import annotations
@@ -23,8 +26,9 @@ from timing import BYTES_PER_SECOND, microseconds, write
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from vllm_gptoss import spec
-from vllm_gptoss.kernels import mxfp4
+from vllm_gptoss.experts import mxfp4, sm90
 from vllm_gptoss.kernels.experts import FewTokenExperts, Projection
+from vllm_gptoss.kernels.experts_many import ManyTokenExperts
 
 LAUNCHES = 8
 
@@ -42,14 +46,19 @@ def projection(parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Projec
     return Projection(values, mxfp4.hopper_scales(scales), bias)
 
 
-def routings(tokens: int, experts: int, active: int, skewed: bool) -> list[torch.Tensor]:
-    """Router logits of each launch, [T, E] bf16: uniform, or all tokens to the same `active` experts."""
+def routings(tokens: int, experts: int, active: int, routing: str) -> list[torch.Tensor]:
+    """Router logits of each launch, [T, E] bf16."""
     g = torch.Generator(device="cuda").manual_seed(tokens)
     order = torch.randperm(experts, device="cuda", generator=g)
     out = []
     for launch in range(LAUNCHES):
         logits = torch.randn(tokens, experts, device="cuda", generator=g)
-        if skewed or tokens == 1:
+        if routing == "half":
+            logits[: tokens // 2, order[launch]] += 20
+        elif routing == "zipf":  # the largest of logits with Gumbel noise are a draw by their weights
+            noise = -torch.rand(tokens, experts, device="cuda", generator=g).clamp(1e-9, 1 - 1e-7).log().neg().log()
+            logits = noise - torch.arange(1, experts + 1, device="cuda").log()[order.roll(launch)]
+        elif routing == "four" or tokens == 1:
             logits[:, order[torch.arange(active, device="cuda") + active * launch % experts]] += 20
         out.append(logits.bfloat16())
     return out
@@ -109,16 +118,22 @@ class Stock:
 
 
 def measure(
-    model: spec.ModelSpec, tokens: int, rank: int, skewed: bool, stock: Stock | None, ours: FewTokenExperts
+    model: spec.ModelSpec,
+    tokens: int,
+    rank: int,
+    routing: str,
+    stock: Stock | None,
+    ours: FewTokenExperts | ManyTokenExperts,
 ) -> dict[str, Any]:
-    logits = routings(tokens, model.experts, model.active_experts, skewed)
+    logits = routings(tokens, model.experts, model.active_experts, routing)
     x = torch.randn(tokens, model.hidden, device="cuda").bfloat16()
     out, act = torch.empty_like(x), torch.zeros(tokens * model.active_experts, rank, device="cuda").bfloat16()
     active = statistics.mean(len(each.float().topk(model.active_experts)[1].unique()) for each in logits)
     up_bytes = active * 2 * rank * model.hidden * 17 / 32
     down_bytes = up_bytes / 2
     row: dict[str, Any] = {
-        "model": model.name, "tokens": tokens, "intermediate": rank, "skewed": skewed, "active_experts": active,
+        "model": model.name, "tokens": tokens, "intermediate": rank, "routing": routing,
+        "skewed": routing != "uniform", "path": type(ours).__name__, "active_experts": active,
         "floor_up_us": up_bytes / BYTES_PER_SECOND * 1e6, "floor_down_us": down_bytes / BYTES_PER_SECOND * 1e6,
         "up_us": microseconds(lambda: [ours.launch_up(x, each, act, dependent=False) for each in logits], LAUNCHES),
         "down_us": microseconds(
@@ -152,6 +167,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="20b,120b")
     parser.add_argument("--tokens", default="1,2,4,8,16,32,48,64")
+    parser.add_argument("--routing", default="uniform,four")
+    parser.add_argument("--kernels", default="chosen", choices=["chosen", "few", "many"])
     parser.add_argument("--tensor-parallel", default="1")
     parser.add_argument("--triton-kernels", default="", help="folder that holds the package triton_kernels")
     parser.add_argument("--out", default="")
@@ -171,17 +188,20 @@ def main() -> None:
             parts = weights(model.experts, 2 * rank, model.hidden, 1), weights(model.experts, model.hidden, rank, 2)
             stock = Stock(*parts, model.active_experts) if has_stock else None
             up, down = stock.projections() if stock else (projection(parts[0]), projection(parts[1]))
-            ours = FewTokenExperts(up, down, model.active_experts, model.experts, alpha=1.702, limit=7.0)
-            for skewed in (False, True):
+            few = FewTokenExperts(up, down, model.active_experts, model.experts, alpha=1.702, limit=7.0)
+            many = ManyTokenExperts(few)
+            for routing in options.routing.split(","):
                 for tokens in map(int, options.tokens.split(",")):
-                    if tokens > ours.max_tokens or (skewed and tokens == 1):
+                    chosen = sm90.kernels(few, many, tokens)
+                    ours = {"chosen": chosen, "few": few, "many": many}[options.kernels]
+                    if ours is None or tokens > ours.max_tokens or (routing != "uniform" and tokens == 1):
                         continue
-                    rows.append(row := measure(model, tokens, rank, skewed, stock, ours))
+                    rows.append(row := measure(model, tokens, rank, routing, stock, ours))
                     print(
                         " ".join(f"{k}={v:.2f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()),
                         flush=True,
                     )
-            del stock, up, down, ours, parts
+            del stock, up, down, few, many, chosen, ours, parts
     if options.out:
         write(options.out, rows)
 

@@ -23,10 +23,11 @@ from torch.nn.functional import linear
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from vllm_gptoss import spec
-from vllm_gptoss.kernels import attention, dense
+from vllm_gptoss.kernels.layer import LayerTensors, Requests
+from vllm_gptoss.model import chain
 
 CHAIN = 24
-HIDDEN, HEAD, BLOCK, EPS = spec.GPT_OSS_20B.hidden, 64, 16, spec.RMS_NORM_EPS
+HIDDEN, HEAD, BLOCK = spec.GPT_OSS_20B.hidden, 64, 16
 DEVICE = "cuda"
 
 
@@ -35,53 +36,63 @@ def draw(*shape: int, scale: float = 1.0) -> Tensor:
 
 
 class Layer:
-    """Weights and outputs of one layer of one rank, and its four launches."""
+    """Weights of one layer of one rank, a step's requests, and the four launches around the experts."""
 
     def __init__(self, tokens: int, parallel: int, experts: int, keys: int, window: int) -> None:
         self.heads, self.kv_heads, self.window = 64 // parallel, 8 // parallel, window
         width, rows = self.heads * HEAD, (self.heads + 2 * self.kv_heads) * HEAD
-        self.qkv, self.qkv_bias = draw(rows, HIDDEN, scale=HIDDEN**-0.5), draw(rows)
-        self.out, self.out_bias = draw(HIDDEN, width, scale=width**-0.5), draw(HIDDEN)
-        self.gate, self.gate_bias = draw(experts, HIDDEN, scale=HIDDEN**-0.5), draw(experts)
-        self.norm, self.sinks = draw(HIDDEN), draw(self.heads)
+        self.tensors = LayerTensors(
+            norm=draw(HIDDEN),
+            qkv_weight=draw(rows, HIDDEN, scale=HIDDEN**-0.5),
+            qkv_bias=draw(rows),
+            cos_sin=torch.randn(keys, HEAD, device=DEVICE),
+            sinks=draw(self.heads),
+            window=window,
+            out_weight=draw(HIDDEN, width, scale=width**-0.5),
+            out_bias=draw(HIDDEN),
+            post_norm=draw(HIDDEN),
+            router_weight=draw(experts, HIDDEN, scale=HIDDEN**-0.5),
+            router_bias=draw(experts),
+            active=4,
+            experts=None,
+        )
         width_of_table = -(-keys // BLOCK)
         self.cache = draw(tokens * width_of_table, self.kv_heads, BLOCK, 2 * HEAD)
-        table = torch.arange(tokens * width_of_table, device=DEVICE, dtype=torch.int32)
-        self.table = table.view(tokens, width_of_table)
-        self.lens = torch.full((tokens,), keys, device=DEVICE, dtype=torch.int32)
-        self.starts = torch.arange(tokens + 1, device=DEVICE, dtype=torch.int32)
-        self.positions = torch.full((tokens,), keys - 1, device=DEVICE, dtype=torch.int64)
-        self.slots = self.table[:, -1].long() * BLOCK + (keys - 1) % BLOCK
-        self.cos_sin = torch.randn(keys, HEAD, device=DEVICE)
-        self.q, self.attended = draw(tokens, width), draw(tokens, width)
-        self.summed, self.hidden, self.normed = (draw(tokens, HIDDEN) for _ in range(3))
-        self.weights = torch.empty(tokens, 4, device=DEVICE)
-        self.ids = torch.empty(tokens, 4, device=DEVICE, dtype=torch.int32)
-
-    def qkv_rope(self, x: Tensor, residual: Tensor) -> None:
-        dense.qkv_rope(
-            x, residual, self.norm, self.qkv, self.qkv_bias, self.positions, self.cos_sin, self.slots, self.cache,
-            self.q, self.summed, EPS,
-        )  # fmt: skip
-
-    def attend(self) -> None:
-        attention.attend(
-            self.q, self.cache, self.sinks, self.table, self.lens, self.starts, self.attended, HEAD**-0.5, self.window
+        table = torch.arange(tokens * width_of_table, device=DEVICE, dtype=torch.int32).view(tokens, width_of_table)
+        self.requests = Requests(
+            block_table=table,
+            seq_lens=torch.full((tokens,), keys, device=DEVICE, dtype=torch.int32),
+            query_start=torch.arange(tokens + 1, device=DEVICE, dtype=torch.int32),
+            slots=table[:, -1].long() * BLOCK + (keys - 1) % BLOCK,
         )
+        self.positions = torch.full((tokens,), keys - 1, device=DEVICE, dtype=torch.int64)
+        self.q, self.hidden = draw(tokens, width), draw(tokens, HIDDEN)
 
-    def out_proj(self) -> None:
-        dense.out_proj(self.attended, self.out, self.out_bias, self.summed, self.hidden)
+    def qkv_rope(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return chain.project(self.tensors, self.cache, self.requests, self.positions, x, residual)
+
+    def attend(self) -> Tensor:
+        return chain.attend(self.tensors, self.cache, self.requests, self.q)
+
+    def out_proj(self) -> Tensor:
+        return chain.output(self.tensors, self.q, self.hidden)
 
     def router(self) -> None:
-        dense.router(self.hidden, None, self.norm, self.gate, self.gate_bias, self.normed, self.weights, self.ids, EPS)
+        chain.route(self.tensors, self.hidden, None, keep_logits=False)
+
+    def without_experts(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The whole layer, its experts' output being what they read."""
+        arguments = (self.tensors, self.cache, self.requests, self.positions, x, residual)
+        return chain.layer(*arguments, others=lambda normed, logits: normed)
 
     def bytes_of(self, name: str) -> int:
-        keys = min(self.window or sys.maxsize, int(self.lens[0]))
+        lens = self.requests.seq_lens
+        keys = min(self.window or sys.maxsize, int(lens[0]))
         sizes = {
-            "qkv_rope": self.qkv.numel() * 2,
-            "attend": len(self.lens) * keys * self.kv_heads * 2 * HEAD * 2,
-            "out_proj": self.out.numel() * 2,
-            "router": self.gate.numel() * 2,
+            "qkv_rope": self.tensors.qkv_weight.numel() * 2,
+            "attend": len(lens) * keys * self.kv_heads * 2 * HEAD * 2,
+            "out_proj": self.tensors.out_weight.numel() * 2,
+            "router": self.tensors.router_weight.numel() * 2,
         }
         return sizes[name]
 
@@ -99,10 +110,10 @@ def stock_attention(flash: Callable[..., Any], layer: Layer) -> Any:
     """As vLLM's backend calls it for decode, keys and values apart, [blocks, block size, heads, 64]."""
     key, value = layer.cache.transpose(1, 2).split(HEAD, dim=-1)
     return flash(
-        layer.q.view(-1, layer.heads, HEAD), key, value, max_seqlen_q=1, cu_seqlens_q=layer.starts,
-        max_seqlen_k=int(layer.cos_sin.shape[0]), seqused_k=layer.lens, softmax_scale=HEAD**-0.5, causal=True,
-        window_size=[layer.window - 1, 0] if layer.window else [-1, -1], block_table=layer.table, s_aux=layer.sinks,
-        fa_version=3,
+        layer.q.view(-1, layer.heads, HEAD), key, value, max_seqlen_q=1, cu_seqlens_q=layer.requests.query_start,
+        max_seqlen_k=int(layer.tensors.cos_sin.shape[0]), seqused_k=layer.requests.seq_lens, softmax_scale=HEAD**-0.5,
+        causal=True, window_size=[layer.window - 1, 0] if layer.window else [-1, -1],
+        block_table=layer.requests.block_table, s_aux=layer.tensors.sinks, fa_version=3,
     )  # fmt: skip
 
 
@@ -119,9 +130,9 @@ def measure(tokens: int, parallel: int, experts: int, keys: int, window: int) ->
         "router": Layer.router,
     }
     stock: dict[str, Callable[[Layer], Any]] = {
-        "qkv_rope": lambda layer: linear(x, layer.qkv, layer.qkv_bias),
-        "out_proj": lambda layer: linear(layer.attended, layer.out, layer.out_bias),
-        "router": lambda layer: linear(x, layer.gate, layer.gate_bias),
+        "qkv_rope": lambda layer: linear(x, layer.tensors.qkv_weight, layer.tensors.qkv_bias),
+        "out_proj": lambda layer: linear(layer.q, layer.tensors.out_weight, layer.tensors.out_bias),
+        "router": lambda layer: linear(x, layer.tensors.router_weight, layer.tensors.router_bias),
     }
     if flash := flash_attention():
         stock["attend"] = lambda layer: stock_attention(flash, layer)
@@ -140,10 +151,7 @@ def measure(tokens: int, parallel: int, experts: int, keys: int, window: int) ->
     def chained() -> None:
         before, rest = x, residual
         for layer in layers:
-            layer.qkv_rope(before, rest)
-            for launch in (layer.attend, layer.out_proj, layer.router):
-                launch()
-            before, rest = layer.normed, layer.hidden
+            before, rest = layer.without_experts(before, rest)
 
     row["layer_us"] = microseconds(chained, CHAIN)
     return row

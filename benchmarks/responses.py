@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import uvloop
 
 HANDLERS = ("vllm", "gptoss")
 
@@ -157,7 +158,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        asyncio.run(serve(options.serve, options.model, options.port, options.tokens, options.rate))
+        uvloop.run(serve(options.serve, options.model, options.port, options.tokens, options.rate))
         return
     results: dict[str, list[dict[str, float]]] = {name: [] for name in HANDLERS}
     with contextlib.ExitStack() as stack:

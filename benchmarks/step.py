@@ -21,10 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from timing import BYTES_PER_SECOND, microseconds, write
 
 from vllm_gptoss import spec
-from vllm_gptoss.kernels import attention, dense, step
+from vllm_gptoss.kernels import dense, step
 from vllm_gptoss.kernels.experts import FewTokenExperts, Projection
+from vllm_gptoss.kernels.layer import LayerTensors, Requests
+from vllm_gptoss.model import chain
 
-EPS, HEAD, BLOCK = spec.RMS_NORM_EPS, 64, 16
+HEAD, BLOCK = 64, 16
 MODELS = {"20b": spec.GPT_OSS_20B, "120b": spec.GPT_OSS_120B}
 MARKS = (
     "wait for down, input", "q/k/v", "epilogue", "attend", "wait for attend", "out", "sums, router's share",
@@ -50,61 +52,46 @@ class Model:
     def __init__(self, model: spec.ModelSpec, layers: int, keys: int) -> None:
         hidden, heads, kv_heads = model.hidden, model.query_heads, model.kv_heads
         blocks = -(-keys // BLOCK)
+        cos_sin = torch.randn(keys, HEAD, device="cuda")
         self.layers = [
-            step.LayerTensors(
+            LayerTensors(
                 norm=draw(hidden),
                 qkv_weight=draw((heads + 2 * kv_heads) * HEAD, hidden, scale=hidden**-0.5),
                 qkv_bias=draw((heads + 2 * kv_heads) * HEAD),
+                cos_sin=cos_sin,
+                sinks=draw(heads),
+                window=0 if index % 2 else spec.WINDOW,
                 out_weight=draw(hidden, heads * HEAD, scale=(heads * HEAD) ** -0.5),
                 out_bias=draw(hidden),
                 post_norm=draw(hidden),
                 router_weight=draw(model.experts, hidden, scale=hidden**-0.5),
                 router_bias=draw(model.experts),
-                up=projection(model.experts, 2 * model.intermediate, hidden),
-                down=projection(model.experts, hidden, model.intermediate),
-                sinks=draw(heads),
-                window=0 if index % 2 else spec.WINDOW,
+                active=model.active_experts,
+                experts=FewTokenExperts(
+                    projection(model.experts, 2 * model.intermediate, hidden),
+                    projection(model.experts, hidden, model.intermediate),
+                    model.active_experts,
+                    model.experts,
+                    alpha=spec.SWIGLU_ALPHA,
+                    limit=spec.SWIGLU_LIMIT,
+                ),
             )
             for index in range(layers)
         ]
         self.caches = [draw(blocks, kv_heads, BLOCK, 2 * HEAD) for _ in range(layers)]
-        self.cos_sin = torch.randn(keys, HEAD, device="cuda")
-        self.step = step.Step(self.layers, self.cos_sin, eps=EPS, alpha=spec.SWIGLU_ALPHA, limit=spec.SWIGLU_LIMIT)
-        self.experts = [
-            FewTokenExperts(layer.up, layer.down, 4, model.experts, alpha=spec.SWIGLU_ALPHA, limit=spec.SWIGLU_LIMIT)
-            for layer in self.layers
-        ]
+        self.step = step.Step(self.layers, eps=spec.RMS_NORM_EPS)
         table = torch.arange(blocks, device="cuda", dtype=torch.int32)[None]
         lens = torch.tensor([keys], device="cuda", dtype=torch.int32)
         starts = torch.tensor([0, 1], device="cuda", dtype=torch.int32)
         self.positions = lens.long() - 1
-        self.requests = step.Requests(table, lens, starts, self.positions)
+        self.requests = Requests(table, lens, starts, self.positions)
         self.x = draw(1, hidden)
 
     def chain(self) -> tuple[Tensor, Tensor]:
         """Six launches a layer."""
         x, residual = self.x, None
-        requests = self.requests
-        for layer, cache, experts in zip(self.layers, self.caches, self.experts, strict=True):
-            q = torch.empty(1, layer.out_weight.shape[1], dtype=x.dtype, device=x.device)
-            attended, hidden, normed, out = torch.empty_like(q), *(torch.empty_like(x) for _ in range(3))
-            summed = x if residual is None else torch.empty_like(x)
-            dense.qkv_rope(
-                x, residual, layer.norm, layer.qkv_weight, layer.qkv_bias, self.positions, self.cos_sin,
-                requests.slots, cache, q, None if residual is None else summed, EPS,
-            )  # fmt: skip
-            attention.attend(
-                q, cache, layer.sinks, requests.block_table, requests.seq_lens, requests.query_start, attended,
-                HEAD**-0.5, layer.window,
-            )  # fmt: skip
-            dense.out_proj(attended, layer.out_weight, layer.out_bias, summed, hidden)
-            weights = torch.empty(1, 4, device=x.device)
-            ids = torch.empty(1, 4, device=x.device, dtype=torch.int32)
-            dense.router(
-                hidden, None, layer.post_norm, layer.router_weight, layer.router_bias, normed, weights, ids, EPS
-            )
-            experts(normed, ids, weights, out)
-            x, residual = out, hidden
+        for layer, cache in zip(self.layers, self.caches, strict=True):
+            x, residual = chain.layer(layer, cache, self.requests, self.positions, x, residual)
         assert residual is not None
         return x, residual
 
@@ -118,7 +105,8 @@ class Model:
         """What a step must read of the weights."""
         layer = self.layers[0]
         dense_bytes = 2 * (layer.qkv_weight.numel() + layer.out_weight.numel() + layer.router_weight.numel())
-        expert = sum(p.rows * p.tiles * 64 * (4 + 8 / 32) / 8 for p in (layer.up, layer.down))
+        assert layer.experts is not None
+        expert = sum(p.rows * p.tiles * 64 * (4 + 8 / 32) / 8 for p in (layer.experts.up, layer.experts.down))
         return len(self.layers) * (dense_bytes + step.ACTIVE * expert)
 
 

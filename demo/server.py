@@ -45,10 +45,14 @@ class Server:
         return f"{self.url}/v1"
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def reserved() -> socket.socket:
+    """A socket on a port that nobody else is given while it is open. It does not listen, so that a server that sets
+    SO_REUSEADDR, as vLLM's and uvicorn's do, can bind that port too; one only looked up may be taken before it is used.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 @contextlib.contextmanager
@@ -58,7 +62,7 @@ def serve(
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     port: int | None = None,
-    timeout: float = 240,
+    timeout: float = 400,
     progress: Callable[[float], None] = lambda seconds: None,
     base_arguments: Sequence[str] = ARGUMENTS,
 ) -> Iterator[Server]:
@@ -67,24 +71,25 @@ def serve(
     Raises:
         ServerError: it did not become healthy.
     """
-    port = port or free_port()
-    vllm = Path(sys.executable).with_name("vllm")
-    command = [str(vllm), "serve", str(model), "--host", "127.0.0.1", "--port", str(port), *base_arguments, *arguments]
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **ENVIRONMENT, **(environment or {})},
-            start_new_session=True,
-        )
-    server = Server(f"http://127.0.0.1:{port}", log, process)
-    try:
-        _wait(server, timeout, progress)
-        yield server
-    finally:
-        stop(process)
+    with reserved() as held:
+        port = port or int(held.getsockname()[1])
+        vllm = str(Path(sys.executable).with_name("vllm"))
+        where = ["--host", "127.0.0.1", "--port", str(port)]
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                [vllm, "serve", str(model), *where, *base_arguments, *arguments],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **ENVIRONMENT, **(environment or {})},
+                start_new_session=True,
+            )
+        server = Server(f"http://127.0.0.1:{port}", log, process)
+        try:
+            _wait(server, timeout, progress)
+            yield server
+        finally:
+            stop(process)
 
 
 def _wait(server: Server, timeout: float, progress: Callable[[float], None]) -> None:

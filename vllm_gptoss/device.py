@@ -18,7 +18,7 @@ class Device:
     """One kind of accelerator and how many there are.
 
     `arch` is `sm90`, `sm100`, … for NVIDIA, `gfx942`, … for AMD, the machine name (`x86_64`) for a CPU.
-    `memory_gib` is per device. `link` says how devices reach each other: `nvlink`, `pcie`, or None for one device.
+    `memory_gib` is per device.
     `features` are lower-case facts that choices depend on: `amx`, `avx512`, `avx2`.
     """
 
@@ -27,7 +27,6 @@ class Device:
     arch: str
     memory_gib: float
     count: int = 1
-    link: str | None = None
     features: frozenset[str] = field(default_factory=frozenset)
 
     def __str__(self) -> str:
@@ -49,16 +48,12 @@ def _nvidia() -> Device:
     import torch
 
     properties = torch.cuda.get_device_properties(0)
-    count = torch.cuda.device_count()
-    peers = count > 1 and torch.cuda.can_device_access_peer(0, 1)
     return Device(
         vendor="nvidia",
         name=properties.name,
         arch=f"sm{properties.major}{properties.minor}",
         memory_gib=properties.total_memory / 2**30,
-        count=count,
-        # Peer access over PCIe exists too: this is the optimistic reading, and only recipes use it.
-        link=None if count == 1 else "nvlink" if peers else "pcie",
+        count=torch.cuda.device_count(),
     )
 
 
@@ -66,14 +61,12 @@ def _amd() -> Device:
     import torch
 
     properties = torch.cuda.get_device_properties(0)
-    count = torch.cuda.device_count()
     return Device(
         vendor="amd",
         name=properties.name,
         arch=properties.gcnArchName.split(":")[0],
         memory_gib=properties.total_memory / 2**30,
-        count=count,
-        link=None if count == 1 else "xgmi",
+        count=torch.cuda.device_count(),
     )
 
 

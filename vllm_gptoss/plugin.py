@@ -15,7 +15,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from vllm_gptoss import _vllm, spec
+from vllm_gptoss import _vllm, parent_death, spec
 from vllm_gptoss.settings import Settings
 from vllm_gptoss.version import __version__
 
@@ -30,7 +30,7 @@ NAME = "gptoss"
 
 
 def _quantization() -> type:
-    from vllm_gptoss.quantization.config import GptOssQuantConfig
+    from vllm_gptoss.experts.config import GptOssQuantConfig
 
     return GptOssQuantConfig
 
@@ -45,6 +45,7 @@ REGISTRATIONS: tuple[tuple[str, Callable[[], None]], ...] = (
         f"quantization {spec.QUANTIZATION}",
         lambda: _vllm.register_quantization(spec.QUANTIZATION, _quantization),
     ),
+    ("the watch for a dead server", parent_death.watch),
 )
 """All that is registered with vLLM, in order. Each entry is idempotent: vLLM may load plugins more than once."""
 
@@ -133,6 +134,7 @@ class GptOssEndpoint:
 
     def __init__(self) -> None:
         self._parts: list[Any] = []
+        self._watch: Any = None
 
     def attach_router(self, app: Any) -> None:
         """Adds our routes, when the served model is gpt-oss; otherwise leaves the app as it is.
@@ -152,6 +154,11 @@ class GptOssEndpoint:
         """Starts what the routes need: the store and the tools."""
         for part in self._parts:
             await part.start(engine_client, state, args)
+        if self._parts:
+            from vllm_gptoss.loop_watch import LoopWatch
+
+            self._watch = LoopWatch()
+            self._watch.start()
 
 
 def _parts(settings: Settings) -> list[Any]:

@@ -236,7 +236,7 @@ def mxfp4_quantise(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class ReferenceLayer:
     """Rows are outputs: q [H·D, C]; k, v [K·D, C]; o [C, H·D]; gate_up [E, 2N, C]; down [E, C, N]."""
 
     window: int | None
@@ -265,12 +265,12 @@ class Model:
 
     config: Config
     embedding: Tensor
-    layers: tuple[Layer, ...]
+    layers: tuple[ReferenceLayer, ...]
     norm: Tensor
     head: Tensor
 
 
-def attention_block(x: Tensor, layer: Layer, config: Config, positions: Tensor) -> Tensor:
+def attention_block(x: Tensor, layer: ReferenceLayer, config: Config, positions: Tensor) -> Tensor:
     """Norm, q/k/v, RoPE, sink attention, output projection, no residual. x: [T, C]; returns [T, C]."""
     t = rms_norm(x, layer.attention_norm, config.rms_norm_eps)
     q = linear(t, layer.q, layer.q_bias).unflatten(-1, (config.query_heads, config.head_size))
@@ -281,7 +281,7 @@ def attention_block(x: Tensor, layer: Layer, config: Config, positions: Tensor) 
     return linear(out.flatten(-2), layer.o, layer.o_bias)
 
 
-def mlp_block(x: Tensor, layer: Layer, config: Config) -> Tensor:
+def mlp_block(x: Tensor, layer: ReferenceLayer, config: Config) -> Tensor:
     """Norm, router, experts, no residual. x: [T, C]; returns [T, C]."""
     t = rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
     weights, experts = route(t, layer.router, layer.router_bias, config.active_experts)
@@ -297,7 +297,7 @@ def mlp_block(x: Tensor, layer: Layer, config: Config) -> Tensor:
     )
 
 
-def block(x: Tensor, layer: Layer, config: Config) -> Tensor:
+def block(x: Tensor, layer: ReferenceLayer, config: Config) -> Tensor:
     """One layer with its residuals for one sequence from position 0. x: [T, C]; returns [T, C]."""
     x = x + attention_block(x, layer, config, torch.arange(len(x), device=x.device))
     return x + mlp_block(x, layer, config)
@@ -364,7 +364,7 @@ def read_tensors(directory: Path, device: str = "cpu") -> dict[str, Tensor]:
     return tensors
 
 
-def _layer(tensors: Mapping[str, Tensor], index: int, config: Config, dtype: torch.dtype) -> Layer:
+def _layer(tensors: Mapping[str, Tensor], index: int, config: Config, dtype: torch.dtype) -> ReferenceLayer:
     prefix = f"model.layers.{index}."
 
     def get(name: str) -> Tensor:
@@ -376,7 +376,7 @@ def _layer(tensors: Mapping[str, Tensor], index: int, config: Config, dtype: tor
             return get(f"mlp.experts.{name}").mT.contiguous()
         return mxfp4_dequantise(blocks, tensors[f"{prefix}mlp.experts.{name}_scales"], dtype)
 
-    return Layer(
+    return ReferenceLayer(
         window=config.windows[index],
         attention_norm=get("input_layernorm.weight"),
         q=get("self_attn.q_proj.weight"),

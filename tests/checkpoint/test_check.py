@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoint import tiny
+from tests.support import tiny
 from vllm_gptoss.checkpoint.check import CheckpointError, check, checked
 from vllm_gptoss.checkpoint.config import Config
 from vllm_gptoss.checkpoint.headers import INDEX

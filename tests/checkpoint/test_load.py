@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint import tiny
+from tests.support import tiny
 from vllm_gptoss.checkpoint.check import CheckpointError
 from vllm_gptoss.checkpoint.load import LoadCheck, local_directory
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.contract.source import Release, find, parameters, releases
-from vllm_gptoss.harmony.endpoint import CHAT_HANDLERS
+from vllm_gptoss._vllm.replaced import CHAT_HANDLERS
 
 RELEASES = releases()
 

@@ -22,7 +22,9 @@ ROOT = Path(__file__).parents[2]
 def test_every_step_is_recalled_token_for_token(model_dir: Path, plugins: str) -> None:
     """In a process of its own: an engine leaves threads and global state behind."""
     if not plugins and "amx" not in detect().features:
-        pytest.skip("this CPU has no AMX: stock vLLM has no MXFP4 kernel for it")
+        pytest.skip(
+            "this CPU has no AMX: stock vLLM has no MXFP4 kernel for it; docs/testing.md says where it passed last"
+        )
     environment = {**os.environ, "VLLM_PLUGINS": plugins, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "demo.verify", str(model_dir), "--fresh", "0"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580)

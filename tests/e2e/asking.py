@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from demo.server import NAME
-from tests.responses.events import check_response, stream
+from tests.support.responses.events import check_response, stream
 from vllm_gptoss.harmony import messages as harmony
 from vllm_gptoss.harmony.events import Channel
 from vllm_gptoss.harmony.prompt import render_message

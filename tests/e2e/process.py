@@ -27,7 +27,9 @@ class Held:
 
     @property
     def others(self) -> list[int]:
-        return sorted(set(self.children) - set(self.sandboxed))
+        """Servers over stdio, and what starts sandboxes and workers. Confined workers come and go."""
+        workers = {pid for pid, command in self.children.items() if "tools.confined import worker" in command}
+        return sorted(set(self.children) - set(self.sandboxed) - workers)
 
     @property
     def sandboxed(self) -> list[int]:

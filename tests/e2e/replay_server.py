@@ -1,14 +1,17 @@
-"""`python -m tests.e2e.replay_server TOOLS STORE`: our endpoint, its real tools, and a model that says what it is told.
+"""`python -m tests.e2e.replay_server TOOLS STORE`: our endpoint, its real tools, and an obedient model.
 
-A user's message is a JSON list: the turns that the model generates, control tokens spelled out. Prints its port.
+A user's message is a JSON list: the turns that the model generates, control tokens spelled out; `{users}` in them is
+the number of user messages that the model was shown. Prints its port. `/pause` says how long the event loop stood still
+at most since it was last asked.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import re
-import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +19,13 @@ import uvicorn
 from fastapi import FastAPI
 
 from demo.server import NAME
-from tests.sockets import listening
+from tests.support.loop_watch import watched
+from tests.support.sockets import listening
 from vllm_gptoss.harmony.tokens import END, encoding
-from vllm_gptoss.responses.config import ResponsesConfig
 from vllm_gptoss.responses.endpoint import ResponsesEndpoint
-from vllm_gptoss.responses.engine import ReplayEngine
-from vllm_gptoss.responses.toolset import Providers
+from vllm_gptoss.responses.options import ResponsesOptions
+from vllm_gptoss.responses.prompt.toolset import Providers
+from vllm_gptoss.responses.run.engine import ReplayEngine
 from vllm_gptoss.tools.server import ToolServer
 
 USER = encoding().encode("<|start|>user<|message|>", allowed_special="all")
@@ -31,8 +35,8 @@ TURN = re.compile(r" to=assistant(?:(?!<\|start\|>).)*<\|end\|><\|start\|>assist
 class Obedient(ReplayEngine):
     """Says the turn that comes next, and forgets what it was asked."""
 
-    def __init__(self) -> None:
-        super().__init__(self._next, chunk=16)
+    def __init__(self, rate: float | None) -> None:
+        super().__init__(self._next, rate=rate, chunk=1 if rate else 16)
 
     def _next(self, prompt: Sequence[int]) -> list[int]:
         self.prompts.clear()
@@ -42,7 +46,8 @@ class Obedient(ReplayEngine):
         end = prompt.index(END, header)
         script = encoding().decode(prompt[header + len(USER) : end])
         turn: str = json.loads(script)[len(TURN.findall(encoding().decode(prompt[end:])))]
-        said: list[int] = encoding().encode(turn, allowed_special="all")
+        users = sum(prompt[at : at + len(USER)] == USER for at in range(len(prompt)))
+        said: list[int] = encoding().encode(turn.replace("{users}", str(users)), allowed_special="all")
         return said
 
 
@@ -50,16 +55,35 @@ def models(name: str | None) -> tuple[str, Any]:
     return name or NAME, None
 
 
-async def main(tools: str, store: str) -> None:
-    endpoint, app = ResponsesEndpoint(ResponsesConfig(store=store)), FastAPI()
+async def main(tools: str, store: str, port: int, rate: float | None, clock: float) -> None:
+    right = time.time
+    time.time = lambda: right() + clock
+    endpoint, app = ResponsesEndpoint(ResponsesOptions(store=store)), FastAPI()
     endpoint.attach_router(app)
-    with listening() as listener:
+    async with watched() as watch:
+
+        @app.get("/pause")
+        async def pause() -> float:
+            longest, watch.longest = watch.longest, 0.0
+            return longest
+
+        await serve(endpoint, app, tools, port, rate)
+
+
+async def serve(endpoint: ResponsesEndpoint, app: FastAPI, tools: str, port: int, rate: float | None) -> None:
+    with listening(port) as listener:
         async with ToolServer.from_spec(tools) as server:
-            await endpoint.open(Obedient(), models, Providers(server.providers, server.remote))
+            await endpoint.open(Obedient(rate), models, Providers(server.providers, server.remote))
             print(listener.getsockname()[1], flush=True)
             await uvicorn.Server(uvicorn.Config(app, log_level="warning")).serve([listener])
             await endpoint.aclose()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("tools")
+    parser.add_argument("store")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--rate", type=float, help="tokens per second and stream")
+    parser.add_argument("--clock", type=float, default=0.0, help="seconds by which this host's clock is wrong")
+    asyncio.run(main(**vars(parser.parse_args())))

@@ -12,7 +12,7 @@ import pytest
 
 from demo.server import NAME, Server
 from tests.e2e.asking import PYTHON, SEARCH, Asker, calls, logs, mcp, metric, said
-from tests.e2e.mcp_servers import McpServers
+from tests.support.mcp_servers import McpServers
 
 pytestmark = [pytest.mark.vllm, pytest.mark.serve, pytest.mark.timeout(600)]
 

@@ -9,12 +9,12 @@ import pytest
 from openai.types.containers import FileListResponse
 
 from demo.server import Server
-from tests.conftest import PYTHON as OPTIONS
 from tests.e2e.asking import PYTHON, Asker, calls, logs, said, tokens_of_results
 from tests.e2e.process import held
-from tests.responses.events import check
+from tests.support.places import PYTHON as OPTIONS
+from tests.support.responses.events import check
 
-pytestmark = [pytest.mark.vllm, pytest.mark.serve, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.namespaces, pytest.mark.vllm, pytest.mark.serve, pytest.mark.timeout(600)]
 
 WARM = 2  # the default
 PNG = b"\x89PNG\r\n\x1a\n"

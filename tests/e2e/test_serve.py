@@ -189,7 +189,9 @@ def test_it_restarts_with_either_expert_path_and_answers_the_same(
 ) -> None:
     """Three restarts; not eager, so that torch.compile traces our method too."""
     if experts != "dequantize" and not _amx():
-        pytest.skip("vLLM's CPU MXFP4 kernel needs AMX, which this CPU lacks")
+        pytest.skip(
+            "vLLM's CPU MXFP4 kernel needs AMX, which this CPU lacks; docs/testing.md says where it passed last"
+        )
     arguments = ("--served-model-name", NAME, "--max-model-len", "2048", "--max-num-seqs", "4")
     environment = {"GPTOSS_EXPERTS": experts, "XDG_STATE_HOME": str(tmp_path)}
     with serve(model_dir, tmp_path / "log", (), environment, base_arguments=arguments) as server:

@@ -11,9 +11,9 @@ import openai
 import pytest
 
 from demo.server import NAME, Server
-from tests.conftest import PYTHON as OPTIONS
 from tests.e2e.asking import PYTHON, SEARCH, Asker, calls, logs, mcp, said
 from tests.e2e.process import Held, settled
+from tests.support.places import PYTHON as OPTIONS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.serve, pytest.mark.timeout(600)]
 
@@ -131,4 +131,6 @@ async def test_conversations_side_by_side_each_get_their_own_answer_and_leave_no
     await client.close()
     assert calm(after)
     assert after.descriptors <= before.descriptors + 8, "kernels that the first crowd had not yet made"
-    assert not re.search(r"ERROR .*(Task|never retrieved|Traceback)", served.log.read_text())
+    # vLLM's route of /v1/messages logs a request that it refuses with a traceback.
+    told = [line for line in served.log.read_text().splitlines() if "[api_router.py:" not in line]
+    assert not re.search(r"ERROR .*(Task|never retrieved|Traceback)", "\n".join(told))

@@ -1,6 +1,6 @@
 """One case per kernel: fresh random inputs, poisoned outputs, the kernel twice, all of it against the float64 oracle.
 
-The kernel is an argument. `tests/gpu` passes the real ones; `tests/kernels/test_gpu_cases.py` passes their contracts in
+The kernel is an argument. `tests/gpu` passes the real ones; `tests/gpu/test_cases.py` passes their contracts in
 torch, and broken ones, so that the cases themselves are known to work where there is no GPU.
 
 Tolerances: bf16 has 8 bits of mantissa, so one rounding is 2^-8 of a value at most and about 1.7e-3 in norm; a result
@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 
 from vllm_gptoss import reference
-from vllm_gptoss.kernels import mxfp4
+from vllm_gptoss.experts import mxfp4
 from vllm_gptoss.kernels import step as steps
-from vllm_gptoss.kernels.experts import Projection
+from vllm_gptoss.kernels.experts import FewTokenExperts, Projection
+from vllm_gptoss.kernels.layer import LayerTensors, Requests
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDING = 1.7e-3
 ONCE = 2**-9 * 1.01
 C, HEAD, BLOCK = 2880, 64, 16
-ACTIVE, ALPHA, LIMIT = 4, 1.702, 7.0
+ACTIVE, ALPHA, LIMIT, EPS = 4, 1.702, 7.0, 1e-5
 PARALLEL = (1, 2, 4, 8)
 INTERMEDIATE = (2880, 1472, 768, 384)
 """Of a rank at TP 1, 2, 4, 8: 2880 / TP, rounded up to 64 as vLLM does."""
@@ -259,6 +260,39 @@ def experts(module: Any, up: Weights, down: Weights, most: int, skewed: bool) ->
             assert same(out, run_experts(module, *part)), tokens
 
 
+ROUTINGS = ("uniform", "four", "half", "zipf")
+"""Evenly; all tokens to the same experts; half of them to one; experts as often as one over their rank."""
+
+
+def routing_logits(tokens: int, count: int, active: int, routed: str) -> Tensor:
+    """Router logits [T, E] bf16 of a routing of `ROUTINGS`."""
+    logits = -torch.log(-torch.log(torch.rand(tokens, count, device=DEVICE).clamp(1e-9, 1 - 1e-7)))
+    order = torch.randperm(count, device=DEVICE)
+    if routed == "four":
+        logits[:, order[:active]] += 30
+    elif routed == "half":
+        logits[: tokens // 2, order[0]] += 30
+    elif routed == "zipf":
+        logits[:, order] -= torch.arange(1, count + 1, device=DEVICE).log()
+    return logits.bfloat16()
+
+
+def experts_by_routing(module: Any, up: Weights, down: Weights, tokens: int, routed: str) -> None:
+    """One batch by logits of a routing, five times, each token against the oracle."""
+    count, hidden = up.blocks.shape[0], down.blocks.shape[1]
+    x, logits = draw(tokens, hidden), routing_logits(tokens, count, module.active, routed)
+    # ties fall to the lower expert here and to nothing in particular in torch.topk
+    order = logits.double() - torch.arange(count, device=DEVICE).double() * 1e-9
+    ids = order.topk(module.active)[1]
+    wanted = experts_oracle(x, ids, logits.double().gather(1, ids).softmax(-1).float(), up, down)
+    out = run_experts(module, x, logits, None)
+    experts_close(out, wanted, (tokens, routed))
+    worst = ((out.double() - wanted).norm(dim=1) / wanted.norm(dim=1)).max()
+    assert worst < 2**-7, (tokens, routed)
+    for _ in range(4):
+        assert same(out, run_experts(module, x, logits, None)), (tokens, routed)
+
+
 def experts_by_logits(module: Any, up: Weights, down: Weights, tokens: int, dtype: torch.dtype) -> None:
     """Router logits instead of ids: the best four, softmax over them."""
     count, hidden = up.blocks.shape[0], down.blocks.shape[1]
@@ -274,10 +308,10 @@ def filled_cache(blocks: int, block: int = BLOCK, strided: bool = False) -> Tens
     return cache.transpose(1, 2) if strided else cache
 
 
-def layer_tensors(up: Weights, down: Weights, *, window: int = 0) -> steps.LayerTensors:
+def layer_tensors(up: Weights, down: Weights, cos_sin: Tensor, *, window: int = 0) -> LayerTensors:
     """A layer of the whole model around the experts `up` and `down`."""
     experts, heads, kv_heads = up.blocks.shape[0], 64, 8
-    return steps.LayerTensors(
+    return LayerTensors(
         norm=draw(C),
         qkv_weight=draw((heads + 2 * kv_heads) * HEAD, C, scale=C**-0.5),
         qkv_bias=draw((heads + 2 * kv_heads) * HEAD),
@@ -286,18 +320,19 @@ def layer_tensors(up: Weights, down: Weights, *, window: int = 0) -> steps.Layer
         post_norm=draw(C),
         router_weight=draw(experts, C, scale=C**-0.5),
         router_bias=draw(experts),
-        up=up.projection,
-        down=down.projection,
+        cos_sin=cos_sin,
         sinks=draw(heads),
         window=window,
+        active=ACTIVE,
+        experts=FewTokenExperts(up.projection, down.projection, ACTIVE, experts, alpha=ALPHA, limit=LIMIT),
     )
 
 
-def request_of(keys: int, blocks: int, block: int = BLOCK) -> steps.Requests:
+def request_of(keys: int, blocks: int, block: int = BLOCK) -> Requests:
     """One request that decodes its token number `keys`, in blocks of no order."""
     table = torch.randperm(blocks, device=DEVICE)[None, : -(-keys // block)].int()
     last = keys - 1
-    return steps.Requests(
+    return Requests(
         table,
         torch.tensor([keys], device=DEVICE, dtype=torch.int32),
         torch.tensor([0, 1], device=DEVICE, dtype=torch.int32),
@@ -316,15 +351,14 @@ def step(
     strided: bool = False,
     first: bool = False,
 ) -> None:
-    """One layer in one launch: kernel(layers, caches, cos_sin, x, residual, positions, requests): experts, hidden."""
-    blocks = -(-keys // block) + 3
-    layer, cache = layer_tensors(up, down, window=window), filled_cache(blocks, block, strided)
+    """One layer in one launch: kernel(layers, caches, x, residual, positions, requests): experts, hidden."""
+    blocks, cos_sin, x = -(-keys // block) + 3, torch.randn(keys + 1, HEAD, device=DEVICE), draw(1, C)
+    layer, cache = layer_tensors(up, down, cos_sin, window=window), filled_cache(blocks, block, strided)
     requests = request_of(keys, blocks, block)
-    cos_sin, x = torch.randn(keys + 1, HEAD, device=DEVICE), draw(1, C)
     residual = None if first else draw(1, C)
     positions = torch.tensor([keys - 1], device=DEVICE)
     before = cache.clone()
-    out, hidden = kernel([layer], [cache], cos_sin, x, residual, positions, requests)
+    out, hidden = kernel([layer], [cache], x, residual, positions, requests)
 
     summed = x if residual is None else (x.float() + residual.float()).bfloat16()
     product = _norm(summed, layer.norm) @ layer.qkv_weight.double().T + layer.qkv_bias.double()
@@ -342,6 +376,7 @@ def step(
     attended = reference.sink_attention(
         q, rows[..., :HEAD], rows[..., HEAD:], layer.sinks.double(), window=window or None
     )
+    assert layer.out_bias is not None
     wanted = summed.double() + attended.flatten(1) @ layer.out_weight.double().T + layer.out_bias.double()
     assert error(hidden, wanted) < 2 * ROUNDING
 
@@ -349,7 +384,21 @@ def step(
     top, ids = (normed @ layer.router_weight.double().T + layer.router_bias.double()).topk(ACTIVE)
     # the experts read the norm rounded to bf16: one rounding more than `experts_close` knows of
     assert error(out, experts_oracle(normed, ids, top.softmax(-1), up, down)) < 2**-7
-    for got, again in zip(
-        (out, hidden), kernel([layer], [cache], cos_sin, x, residual, positions, requests), strict=True
-    ):
+    for got, again in zip((out, hidden), kernel([layer], [cache], x, residual, positions, requests), strict=True):
         assert same(got, again)
+
+
+def run_step(
+    layers: list[LayerTensors],
+    caches: list[Tensor],
+    x: Tensor,
+    residual: Tensor | None,
+    positions: Tensor,
+    requests: Requests,
+) -> tuple[Tensor, Tensor]:
+    """The real kernel, for `step`: all layers in one launch."""
+    made = steps.Step(layers, eps=EPS)
+    table = made.table([0] * len(layers), caches)
+    assert table is not None
+    result: tuple[Tensor, Tensor] = made(x, residual, positions, [requests], table)
+    return result

@@ -5,7 +5,7 @@ own cases. Needs an sm90 GPU and `compute-sanitizer` of a CUDA toolkit. Exit sta
 
 A warp tells the producer that it has read by one lane's arrival, after `__syncwarp`; racecheck counts that for this
 lane alone and calls every refill of the ring a race. For it the kernels are compiled so that every lane arrives
-(`SPEAKERS`, bulk.cuh): the same program, told in a way that the tool follows.
+(`SPEAKERS`, barriers.cuh): the same program, told in a way that the tool follows.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def experts(parallel: list[int], counts: list[int]) -> None:
     import torch
 
     from tests.gpu import cases
-    from vllm_gptoss.kernels.experts import NARROW_TOKENS, FewTokenExperts
+    from vllm_gptoss.kernels.experts import NARROW_TOKENS, WIDE_TOKENS, FewTokenExperts
+    from vllm_gptoss.kernels.experts_many import ManyTokenExperts
 
     for count in counts:
         for size in parallel:
@@ -57,9 +58,13 @@ def experts(parallel: list[int], counts: list[int]) -> None:
             module = FewTokenExperts(
                 up.projection, down.projection, cases.ACTIVE, count, alpha=cases.ALPHA, limit=cases.LIMIT
             )
-            for tokens in sorted({1, 2, 3, 8, 9, min(NARROW_TOKENS, module.max_tokens), module.max_tokens}):
+            for tokens in sorted(
+                {1, 2, 3, 8, 9, *(min(most, module.max_tokens) for most in (NARROW_TOKENS, WIDE_TOKENS, 96))}
+            ):
                 cases.experts_by_logits(module, up, down, tokens, torch.bfloat16)
             cases.experts(module, up, down, most=3, skewed=True)
+            for tokens, routed in ((40, "uniform"), (200, "half"), (512, "uniform")):
+                cases.experts_by_routing(ManyTokenExperts(module), up, down, tokens, routed)
             print(f"TP {size}: {count} experts", flush=True)
             del up, down, module
             torch.cuda.empty_cache()
@@ -70,16 +75,15 @@ def step(parallel: list[int], counts: list[int]) -> None:
     import torch
 
     from tests.gpu import cases
-    from tests.gpu.test_step import run
 
     for count in counts:
         for keys, window in ((1, 0), (200, 128), (700, 0), (3000, 0)):
-            cases.step(run, *cases.layer(count, cases.C), keys, window=window)
+            cases.step(cases.run_step, *cases.layer(count, cases.C), keys, window=window)
         up, down = cases.layer(count, cases.C)
-        layers = [cases.layer_tensors(up, down, window=window) for window in (128, 0, 128)]
-        caches, requests = [cases.filled_cache(16) for _ in layers], cases.request_of(200, 16)
         cos_sin, positions = torch.randn(200, cases.HEAD, device="cuda"), torch.tensor([199], device="cuda")
-        run(layers, caches, cos_sin, cases.draw(1, cases.C), None, positions, requests)
+        layers = [cases.layer_tensors(up, down, cos_sin, window=window) for window in (128, 0, 128)]
+        caches, requests = [cases.filled_cache(16) for _ in layers], cases.request_of(200, 16)
+        cases.run_step(layers, caches, cases.draw(1, cases.C), None, positions, requests)
         print(f"a whole step: {count} experts", flush=True)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,9 @@ from torch import Tensor
 from tests.gpu import cases
 from tests.gpu.cases import BLOCK, HEAD, PARALLEL, C, draw, poison
 from tests.gpu.marks import SM90
-from vllm_gptoss.kernels import attention, dense
+from vllm_gptoss.kernels import attention, dense, nvrtc
+from vllm_gptoss.kernels.layer import Requests
+from vllm_gptoss.model import chain
 
 pytestmark = SM90
 TOKENS = range(1, dense.MAX_TOKENS + 1)
@@ -54,55 +58,37 @@ def test_attention_with_sinks(
     cases.attention(attention.attend, 8 // parallel, window, lengths, queries, strided)
 
 
-def test_a_chain_in_a_graph_equals_the_same_calls_one_by_one() -> None:
+def test_a_chain_in_a_graph_equals_the_same_calls_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programmatic launches overlap inside a graph: a missing wait would show as a difference."""
     tokens = 4
-    x, norm_weight = draw(tokens, C), draw(C)
-    layers = [
-        (
-            draw(5120, C, scale=C**-0.5),
-            draw(5120),
-            draw(C, 4096, scale=1 / 64),
-            draw(C),
-            draw(64),
-            draw(32, C),
-            draw(32),
-        )
-        for _ in range(4)
-    ]
-    cos_sin = torch.randn(1024, HEAD, device="cuda")
+    x, cos_sin = draw(tokens, C), torch.randn(1024, HEAD, device="cuda")
+    up, down = cases.layer(32, C)
+    layers = [cases.layer_tensors(up, down, cos_sin, window=0 if index % 2 else 128) for index in range(4)]
     cache = draw(256, 8, BLOCK, 128)
     table = torch.arange(256, device="cuda", dtype=torch.int32).view(tokens, 64)
     lens = torch.tensor([5, 700, 128, 1000], device="cuda", dtype=torch.int32)
     starts = torch.arange(tokens + 1, device="cuda", dtype=torch.int32)
     positions = (lens - 1).long()
     slots = table[torch.arange(tokens, device="cuda"), positions // BLOCK].long() * BLOCK + positions % BLOCK
+    requests = Requests(table, lens, starts, slots)
 
-    def run(synchronise: bool) -> Tensor:
-        wait = torch.cuda.synchronize if synchronise else lambda: None
+    def run() -> Tensor:
         hidden, residual = x, None
-        for index, (qkv, qkv_bias, out_weight, out_bias, sinks, gate, gate_bias) in enumerate(layers):
-            q, attended, after, normed = (poison(tokens, width) for width in (4096, 4096, C, C))
-            summed = None if residual is None else poison(tokens, C)
-            dense.qkv_rope(
-                hidden, residual, norm_weight, qkv, qkv_bias, positions, cos_sin, slots, cache, q, summed, 1e-5
-            )
-            wait()
-            attention.attend(q, cache, sinks, table, lens, starts, attended, 0.125, 0 if index % 2 else 128)
-            wait()
-            dense.out_proj(attended, out_weight, out_bias, hidden if summed is None else summed, after)
-            wait()
-            weights = poison(tokens, 4, dtype=torch.float32)
-            ids = torch.zeros(tokens, 4, device="cuda", dtype=torch.int32)
-            dense.router(after, None, norm_weight, gate, gate_bias, normed, weights, ids, 1e-5)
-            wait()
-            hidden, residual = normed, after
+        for layer in layers:
+            hidden, residual = chain.layer(layer, cache, requests, positions, hidden, residual)
         return hidden
 
-    wanted = run(synchronise=True).clone()
+    def one_by_one(self: nvrtc.Kernel, *arguments: Any, **options: Any) -> None:
+        launch(self, *arguments, **options)
+        torch.cuda.synchronize()
+
+    launch = nvrtc.Kernel.__call__
+    with monkeypatch.context() as patched:
+        patched.setattr(nvrtc.Kernel, "__call__", one_by_one)
+        wanted = run().clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = run(synchronise=False)
+        got = run()
     for _ in range(20):
         graph.replay()
         torch.cuda.synchronize()

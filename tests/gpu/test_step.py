@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from tests.gpu import cases
-from tests.gpu.cases import ACTIVE, ALPHA, HEAD, LIMIT, C, Weights, draw, poison
+from tests.gpu.cases import ACTIVE, EPS, HEAD, C, Weights, draw, run_step
 from tests.gpu.marks import SM90
 from vllm_gptoss import reference
-from vllm_gptoss.kernels import attention, dense, step
-from vllm_gptoss.kernels.experts import FewTokenExperts
+from vllm_gptoss.kernels import step
+from vllm_gptoss.kernels.layer import LayerTensors, Requests
+from vllm_gptoss.model import chain
 
 pytestmark = SM90
-EPS = 1e-5
 
 
 @functools.cache
@@ -24,51 +24,38 @@ def experts(count: int) -> tuple[Weights, Weights]:
     return cases.layer(count, 2880)
 
 
-def run(
-    layers: list[step.LayerTensors],
-    caches: list[Tensor],
-    cos_sin: Tensor,
-    x: Tensor,
-    residual: Tensor | None,
-    positions: Tensor,
-    requests: step.Requests,
-) -> tuple[Tensor, Tensor]:
-    made = step.Step(layers, cos_sin, eps=EPS, alpha=ALPHA, limit=LIMIT)
-    table = made.table([0] * len(layers), caches)
-    assert table is not None
-    result: tuple[Tensor, Tensor] = made(x, residual, positions, [requests], table)
-    return result
-
-
 @pytest.mark.parametrize("window", [0, 128])
 @pytest.mark.parametrize("keys", [1, 15, 16, 17, 127, 128, 129, 130, 640, 1024, 1025, 7683, 20_000])
 def test_any_number_of_keys(keys: int, window: int) -> None:
-    cases.step(run, *experts(32), keys, window=window)
+    cases.step(run_step, *experts(32), keys, window=window)
 
 
 @pytest.mark.parametrize("block", [16, 32, 256])
 @pytest.mark.parametrize("strided", [False, True])
 def test_any_layout_of_the_cache(block: int, strided: bool) -> None:
-    cases.step(run, *experts(32), 700, block=block, strided=strided)
+    cases.step(run_step, *experts(32), 700, block=block, strided=strided)
 
 
 def test_the_120b_and_a_first_layer() -> None:
     for first in (True, False):
-        cases.step(run, *experts(128), 300, first=first)
+        cases.step(run_step, *experts(128), 300, first=first)
 
 
-def one_layer(layer: step.LayerTensors, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def a_layer(up: Weights, down: Weights) -> LayerTensors:
+    return cases.layer_tensors(up, down, torch.randn(32, HEAD, device="cuda"))
+
+
+def one_layer(layer: LayerTensors, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(experts' output, the norm they read, router logits) of token 20 of a request."""
     positions = torch.tensor([19], device="cuda")
-    cos_sin = torch.randn(32, HEAD, device="cuda")
-    out, hidden = run([layer], [cases.filled_cache(4)], cos_sin, x, None, positions, cases.request_of(20, 4))
+    out, hidden = run_step([layer], [cases.filled_cache(4)], x, None, positions, cases.request_of(20, 4))
     normed = reference.rms_norm(hidden.double(), layer.post_norm.double())
     return out, normed, normed @ layer.router_weight.double().T + layer.router_bias.double()
 
 
 def test_all_logits_alike_choose_the_first_experts() -> None:
     up, down = experts(32)
-    layer = cases.layer_tensors(up, down)
+    layer = a_layer(up, down)
     layer.router_weight.zero_()
     layer.router_bias.zero_()
     out, normed, _ = one_layer(layer, draw(1, C))
@@ -80,7 +67,8 @@ def test_all_logits_alike_choose_the_first_experts() -> None:
 def test_any_size_of_activations_is_routed(scale: float) -> None:
     """The logits are added up as fixed point, in units of the layer's input."""
     up, down = experts(32)
-    layer = cases.layer_tensors(up, down)
+    layer = a_layer(up, down)
+    assert layer.out_bias is not None
     layer.out_weight.mul_(scale)
     layer.out_bias.mul_(scale)
     out, normed, logits = one_layer(layer, draw(1, C, scale=scale))
@@ -88,35 +76,12 @@ def test_any_size_of_activations_is_routed(scale: float) -> None:
     assert cases.error(out, cases.experts_oracle(normed, ids, top.softmax(-1), up, down)) < 2**-7
 
 
-def chain(
-    layers: list[step.LayerTensors],
-    caches: list[Tensor],
-    cos_sin: Tensor,
-    x: Tensor,
-    positions: Tensor,
-    requests: list[step.Requests],
+def six_launches(
+    layers: list[LayerTensors], caches: list[Tensor], x: Tensor, positions: Tensor, requests: list[Requests]
 ) -> tuple[Tensor, Tensor]:
-    """Six launches a layer."""
     residual = None
     for index, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
-        mine = requests[index % 2]
-        q, attended, hidden, normed, out = (poison(1, width) for width in (4096, 4096, C, C, C))
-        summed = x if residual is None else poison(1, C)
-        dense.qkv_rope(
-            x, residual, layer.norm, layer.qkv_weight, layer.qkv_bias, positions, cos_sin, mine.slots, cache,
-            q, None if residual is None else summed, EPS,
-        )  # fmt: skip
-        attention.attend(
-            q, cache, layer.sinks, mine.block_table, mine.seq_lens, mine.query_start, attended, HEAD**-0.5,
-            layer.window,
-        )  # fmt: skip
-        dense.out_proj(attended, layer.out_weight, layer.out_bias, summed, hidden)
-        weights = poison(1, ACTIVE, dtype=torch.float32)
-        ids = torch.zeros(1, ACTIVE, device="cuda", dtype=torch.int32)
-        dense.router(hidden, None, layer.post_norm, layer.router_weight, layer.router_bias, normed, weights, ids, EPS)
-        run_experts = FewTokenExperts(layer.up, layer.down, ACTIVE, layer.up.experts, alpha=ALPHA, limit=LIMIT)
-        run_experts(normed, ids, weights, out)
-        x, residual = out, hidden
+        x, residual = chain.layer(layer, cache, requests[index % 2], positions, x, residual)
     assert residual is not None
     return x, residual
 
@@ -125,12 +90,12 @@ def test_a_model_in_one_launch_equals_six_a_layer_and_itself_in_a_graph() -> Non
     """Buffers alternate between layers, two kinds of layers have tables of their own, replays leave nothing behind."""
     up, down = experts(32)
     keys, blocks = 700, 48
-    layers = [cases.layer_tensors(up, down, window=0 if index % 2 else 128) for index in range(5)]
+    cos_sin, x, positions = torch.randn(keys, HEAD, device="cuda"), draw(1, C), torch.tensor([keys - 1], device="cuda")
+    layers = [cases.layer_tensors(up, down, cos_sin, window=0 if index % 2 else 128) for index in range(5)]
     caches = [cases.filled_cache(blocks) for _ in layers]
     requests = [cases.request_of(keys, blocks) for _ in range(2)]
-    cos_sin, x, positions = torch.randn(keys, HEAD, device="cuda"), draw(1, C), torch.tensor([keys - 1], device="cuda")
-    wanted = chain(layers, caches, cos_sin, x, positions, requests)
-    made = step.Step(layers, cos_sin, eps=EPS, alpha=ALPHA, limit=LIMIT)
+    wanted = six_launches(layers, caches, x, positions, requests)
+    made = step.Step(layers, eps=EPS)
     # a table of a cache that vLLM has given up meanwhile is not taken for the one of now
     assert made.table([index % 2 for index in range(5)], [cases.filled_cache(1) for _ in layers]) is not None
     table = made.table([index % 2 for index in range(5)], caches)

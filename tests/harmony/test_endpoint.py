@@ -89,6 +89,19 @@ def test_the_renderer_shows_our_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Reasoning: low" in prompt_of(renderer, make_request(reasoning_effort="xhigh"))  # --reasoning-effort-map
 
 
+@pytest.mark.parametrize("name", ["get weather", "a\nb", "", "x" * 300, "a<|message|>b", "a\u200bb"], ids=repr)
+def test_a_name_that_no_call_could_have_is_refused(name: str) -> None:
+    """A call of it would be lost: the parser reads a name up to the next blank."""
+    from vllm.exceptions import VLLMValidationError
+
+    tools = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("f", name)]
+    renderer = started_renderer(lambda *_: pytest.fail("upstream's prompt was asked for"))
+    with pytest.raises(VLLMValidationError, match="cannot be called") as refused:
+        prompt_of(renderer, make_request(tools=tools))
+    assert refused.value.parameter == "tools[1].function.name"
+    prompt_of(renderer, make_request(tools=[{"type": "function", "function": {"name": "größe.x/y-1"}}]))
+
+
 def test_prefilled_prompts_of_disaggregated_serving_stay_upstreams() -> None:
     renderer = started_renderer(lambda request, tools: ([], ["upstream's"]))
     request = make_request(kv_transfer_params={"prompt_token_ids": [1, 2]})

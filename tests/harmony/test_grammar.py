@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 
 from tests.harmony.streams import tokens
+from vllm_gptoss.harmony.events import EndedBy, MessageEnded
 from vllm_gptoss.harmony.grammar import EBNF, Call, FreeText, JSONArguments, Pattern, structural_tag
+from vllm_gptoss.harmony.held import Held
+from vllm_gptoss.harmony.offered import OfferedTools
+from vllm_gptoss.harmony.parser import HarmonyParser
 from vllm_gptoss.harmony.tokens import CALL, ENDOFTEXT, RETURN, VOCABULARY, encode, token_bytes
 
 xgrammar = pytest.importorskip("xgrammar")
@@ -19,6 +23,7 @@ CITY = {
     "required": ["city"],
     "additionalProperties": False,
 }
+LONG = {**CITY, "properties": {"city": {"type": "string", "minLength": 2}}}
 WEATHER = Call("functions.get_weather", JSONArguments(CITY))
 PYTHON = Call("python", FreeText())
 THINK = "<|channel|>analysis<|message|>Let me think.<|end|><|start|>assistant"
@@ -131,6 +136,53 @@ def test_the_answer_can_be_a_schema_and_calls_stay_possible() -> None:
     assert accepts(tag, '<|channel|>final <|constrain|>json<|message|>{"city": "Ulm"}<|return|>')
     assert accepts(tag, ASK)
     assert not accepts(tag, ANSWER)
+
+
+def test_nothing_but_reasoning_comes_before_an_answer_of_a_form() -> None:
+    """Chat, /v1/messages and `output_text` join what is said to the answer."""
+    tag = structural_tag([WEATHER], answer=JSONArguments(CITY))
+    answer = '<|channel|>final<|message|>{"city": "Ulm"}<|return|>'
+    assert accepts(tag, THINK + THINK + answer)
+    assert not accepts(tag, SAY + answer)
+    assert not accepts(structural_tag(answer=JSONArguments()), SAY + answer)
+
+
+@pytest.mark.parametrize("schema", [None, CITY, LONG])
+def test_no_control_token_stands_in_a_string(schema: Any) -> None:
+    """The parser reads `<|end|>` as the message's end: what the grammar lets through, it must be able to read."""
+    tag = structural_tag([Call("functions.get_weather", JSONArguments(schema))])
+    for name in ("<|end|>", "<|start|>", "<|channel|>", "<|message|>", "<|call|>", "<|return|>"):
+        assert not accepts(tag, ASK.replace("Ulm", f"Ulm{name}"))
+    head, tail = ASK.split("Ulm")
+    for text in ("a <| b |> c", "<|", "x<y", r"\u003c|end|>"):
+        assert accepts(tag, [*tokens(head), *encode(text), *tokens(tail)])
+
+
+COUNTED = [
+    {"type": "string", "maxLength": 40},
+    {"type": "string", "pattern": "^.{1,40}$"},
+    {"type": "string", "pattern": "^[A-Za-z <|>]{3,40}$"},
+]
+
+
+@pytest.mark.parametrize("city", COUNTED, ids=str)
+def test_what_a_count_lets_through_the_parser_reads_as_text(city: Any) -> None:
+    """A count has no room for what may not be spelled: the token passes, and the string goes on behind it."""
+    tag = structural_tag([Call("functions.get_weather", JSONArguments({**CITY, "properties": {"city": city}}))])
+    ids = tokens(ASK_FIRST.replace("Ulm", "Ulm<|end|>x"))
+    assert accepts(tag, ids)
+    parser = HarmonyParser(OfferedTools.of(functions=["get_weather"]), held=Held(calls=True))
+    events = parser.feed(ids)
+    (ended,) = [event for event in events if isinstance(event, MessageEnded)]
+    assert ended.text == '{"city": "Ulm<|end|>x"}'
+    assert ended.ended_by is EndedBy.CALL
+
+
+@pytest.mark.parametrize("city", COUNTED, ids=str)
+def test_a_count_holds_on_the_real_vocabulary(city: Any) -> None:
+    tag = structural_tag([Call("functions.get_weather", JSONArguments({**CITY, "properties": {"city": city}}))])
+    assert accepts(tag, ASK.replace("Ulm", "a long name of forty letters and no more"))
+    assert not accepts(tag, ASK.replace("Ulm", "a long name of forty letters and one more"))
 
 
 def test_function_level_leaves_arguments_free_but_an_object() -> None:

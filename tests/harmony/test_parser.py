@@ -16,6 +16,7 @@ from vllm_gptoss.harmony.events import (
     Repair,
     Repaired,
 )
+from vllm_gptoss.harmony.held import Held
 from vllm_gptoss.harmony.offered import OfferedTools
 from vllm_gptoss.harmony.parser import HarmonyParser
 from vllm_gptoss.harmony.tokens import RETURN
@@ -257,6 +258,30 @@ def test_a_character_split_over_tokens_comes_whole() -> None:
     texts = [e.text for token in ids for e in parser.feed([token]) if isinstance(e, ContentDelta)]
     assert "".join(texts) == "👩‍🚀!"
     assert "\ufffd" not in "".join(texts)
+
+
+HELD_CALL = f' to={WEATHER}<|channel|>commentary json<|message|>{{"a": "x\\"%sy"}}%s'
+
+
+@pytest.mark.parametrize("name", ["<|end|>", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"])
+def test_a_control_token_in_a_string_that_a_grammar_holds_is_text(name: str) -> None:
+    parser = HarmonyParser(TOOLS, held=Held(calls=True))
+    events = parser.feed(tokens(HELD_CALL % (name, "<|call|>"))) + parser.finish(False)
+    assert messages_of(events) == [(C, WEATHER, "json", f'{{"a": "x\\"{name}y"}}', CALL)]
+    answer = HarmonyParser(TOOLS, held=Held(answer=True))
+    events = answer.feed(tokens(f'<|channel|>final<|message|>["{name}"]<|return|>'))
+    assert messages_of(events) == [(F, None, None, f'["{name}"]', RET)]
+
+
+def test_outside_of_strings_and_at_stop_tokens_a_held_call_ends() -> None:
+    """An engine that does not keep to the grammar loses nothing by it."""
+    half = (HELD_CALL % ("", "<|call|>")).replace('y"}', "")
+    for text, ended_by in ((HELD_CALL % ("", "<|end|>"), END), (half, CALL)):
+        parser = HarmonyParser(TOOLS, held=Held(calls=True))
+        assert messages_of(parser.feed(tokens(text)))[0][4] is ended_by
+    for held in (Held(), Held(answer=True)):
+        events = HarmonyParser(TOOLS, held=held).feed(tokens(HELD_CALL % ("<|end|>", "<|call|>")))
+        assert messages_of(events)[0][3:] == ('{"a": "x\\"', END)
 
 
 def test_free_text_tools_get_no_empty_object() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -108,6 +109,15 @@ REPLAYS = {
         ASK.replace("<|call|>", "<|end|><|start|>assistant") + ASK,
         (None, None, [("get_weather", '{"city": "Ülm"}')] * 2),
     ),
+    "an answer in two parts": (
+        '<|channel|>final<|message|>{"a":<|end|><|start|>assistant<|channel|>final<|message|> 1}<|return|>',
+        (None, '{"a": 1}', []),
+    ),
+    "beyond the answer": ("<|channel|>final<|message|>b<|return|><|channel|>final<|message|>c", (None, "b", [])),
+    "a made-up result": (
+        ASK + "<|start|>functions.get_weather to=assistant<|channel|>commentary<|message|>sunny<|end|>",
+        (None, None, [("get_weather", '{"city": "Ülm"}')]),
+    ),
     "cut in a call": (ASK.split("Ülm")[0], (None, None, [("get_weather", '{"city": "')])),
     "cut in a header": (THINK + "<|channel|>fin", ("Let me think.", None, [])),
 }
@@ -124,6 +134,11 @@ def test_nothing_is_lost_whole_or_streamed(name: str) -> None:
 def test_tool_choice_none_makes_a_call_content() -> None:
     fields = {"tools": [WEATHER], "tool_choice": "none"}
     assert whole(ASK, **fields) == streamed(ASK, **fields) == (None, '{"city": "Ülm"}', [])
+
+
+def test_who_ignores_the_end_reads_on() -> None:
+    text = "<|channel|>final<|message|>b<|return|><|channel|>commentary<|message|>c<|end|>"
+    assert whole(text, ignore_eos=True) == streamed(text, ignore_eos=True) == (None, "b\nc", [])
 
 
 def test_hidden_reasoning_is_not_streamed_but_counted() -> None:
@@ -171,11 +186,26 @@ def adjusted(level: str = "function", **fields: Any) -> Any:
 def test_calls_are_constrained_at_function_level_only() -> None:
     tag = adjusted(tools=[WEATHER]).structured_outputs.structural_tag
     assert "functions.get_weather" in tag
-    assert '"city"' not in tag
-    assert '"city"' in adjusted("parameter", tools=[WEATHER]).structured_outputs.structural_tag
+    assert "city" not in tag
+    assert "city" in adjusted("parameter", tools=[WEATHER]).structured_outputs.structural_tag
     assert adjusted("auto", tools=[WEATHER]).structured_outputs is None
     strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
-    assert '"city"' in adjusted("auto", tools=[strict]).structured_outputs.structural_tag
+    assert "city" in adjusted("auto", tools=[strict]).structured_outputs.structural_tag
+
+
+def test_a_strict_schema_that_cannot_be_enforced_is_refused_by_name_and_another_is_let_be() -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    schema = {"type": "object", "properties": {"p": {"type": "string", "pattern": "(?<=a)b"}}}
+    function = {**WEATHER["function"], "parameters": schema}
+    with pytest.raises(VLLMValidationError, match="'get_weather': 'pattern'"):
+        adjusted(tools=[{**WEATHER, "function": {**function, "strict": True}}])
+    assert adjusted("parameter", tools=[{**WEATHER, "function": function}]).structured_outputs.structural_tag
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    assert adjusted(response_format=form).structured_outputs.structural_tag
+    form["json_schema"]["strict"] = True  # type: ignore[index]
+    with pytest.raises(VLLMValidationError, match="'n': 'pattern'"):
+        adjusted(response_format=form)
 
 
 def test_tool_choice_decides_which_calls_and_whether() -> None:
@@ -195,7 +225,7 @@ def test_a_response_format_becomes_the_final_message_and_stays_for_the_prompt() 
     response_format = {"type": "json_schema", "json_schema": {"name": "shape", "schema": schema}}
     request = adjusted(response_format=response_format, tools=[NOW])
     tag = json.loads(request.structured_outputs.structural_tag)
-    assert schema == next(_schemas(tag, schema))
+    assert any("::= integer" in grammar for grammar in _grammars(tag))
     assert request.response_format is None
     assert request.gptoss_response_format.name == "shape"
     for field, value in (("regex", "a+"), ("choice", ["a", "b"]), ("json_object", True), ("grammar", 'root ::= "a"')):
@@ -217,15 +247,15 @@ def test_upstreams_responses_requests_are_constrained_too() -> None:
     assert call.completed_message.recipient == "python"
 
 
-def _schemas(node: Any, wanted: Any) -> Any:
+def _grammars(node: Any) -> Iterator[str]:
     if isinstance(node, dict):
-        if node.get("json_schema") == wanted:
-            yield wanted
-        for value in node.values():
-            yield from _schemas(value, wanted)
+        if node.get("type") == "grammar":
+            yield node["grammar"]
+        for inner in node.values():
+            yield from _grammars(inner)
     elif isinstance(node, list):
-        for value in node:
-            yield from _schemas(value, wanted)
+        for inner in node:
+            yield from _grammars(inner)
 
 
 def test_install_twice_is_one_class_and_leaves_other_parsers_alone() -> None:

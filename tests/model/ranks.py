@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,19 +71,22 @@ def build(model: str, tensor: int, pipeline: int, layers: str = "upstream") -> t
 
 def states(built: Any, config: Any, layout: str) -> tuple[list[Tensor], list[Tensor]] | None:
     """Hidden and auxiliary states [layers, T, C] of every request in float32; None on ranks that do not end there."""
-    from tests.model import standins
-    from vllm_gptoss.model import few_tokens
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    from tests.support import standins
+    from vllm_gptoss import describe
+    from vllm_gptoss.model import chain, few_tokens
 
     inner = built.model.float()
-    path = few_tokens.FewTokens(built, config)
+    path = few_tokens.FewTokens(built, describe.configuration(config))
     modules = [inner.layers[index] for index in range(inner.start_layer, inner.end_layer)]
-    path.layers = [path._look_up(module) for module in modules]
-    for layer, module in zip(path.layers, modules, strict=True):
-        layer.experts = standins.Experts(module.mlp.experts.routed_experts)
-        kv_heads = layer.block.attn.num_kv_heads
-        layer.block.attn.kv_cache = torch.full((BLOCKS, kv_heads, BLOCK, 128), float("nan"))
-    few_tokens.dense = SimpleNamespace(qkv_rope=standins.qkv_rope, out_proj=standins.out_proj, router=standins.router)  # type: ignore[assignment]
-    few_tokens.attention = SimpleNamespace(attend=standins.attend)  # type: ignore[assignment]
+    path.places = [few_tokens.look_up(module, get_tensor_model_parallel_rank()) for module in modules]
+    for place, module in zip(path.places, modules, strict=True):
+        place.tensors = replace(place.tensors, experts=standins.Experts(module.mlp.experts.routed_experts))  # type: ignore[arg-type]
+        kv_heads = place.attention.num_kv_heads
+        place.attention.kv_cache = torch.full((BLOCKS, kv_heads, BLOCK, 128), float("nan"))
+    chain.dense = SimpleNamespace(qkv_rope=standins.qkv_rope, out_proj=standins.out_proj, router=standins.router)  # type: ignore[assignment]
+    chain.attention = SimpleNamespace(attend=standins.attend, HEAD=standins.HEAD)  # type: ignore[assignment]
     if layout == "tensor":
         inner.aux_hidden_state_layers = AUX
     tokens = sequences(config.model_config.get_vocab_size())
@@ -121,15 +125,15 @@ def _step(path: Any, config: Any, tokens: list[Tensor], step: list[tuple[int, in
         seq_lens=torch.tensor([a + n for _, a, n, _ in step]).int(),
         query_start_loc=torch.tensor([0, *(n for _, _, n, _ in step)]).cumsum(0).int(),
     )
-    names = [layer.name for layer in path.layers]
+    names = [place.name for place in path.places]
     of_layer, mapping = dict.fromkeys(names, metadata), dict.fromkeys(names, torch.tensor([*slots, -1]))
     with set_forward_context(of_layer, config, cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE, slot_mapping=mapping):
-        assert not path.takes(len(input_ids)), "a piecewise graph belongs to the compiled model"
+        assert not path.could_take(len(input_ids)), "a piecewise graph belongs to the compiled model"
     with (
         torch.inference_mode(),
         set_forward_context(of_layer, config, cudagraph_runtime_mode=CUDAGraphMode.FULL, slot_mapping=mapping),
     ):
-        assert path.takes(len(input_ids))
+        assert path.could_take(len(input_ids))
         if layout == "tensor":
             return path(input_ids, positions)
         return _pipeline_stage(path, input_ids, positions)
@@ -153,22 +157,23 @@ def experts_distance(model: str, tensor: int) -> float:
     from vllm.forward_context import set_forward_context
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
-    from tests.model import standins
-    from vllm_gptoss.model import few_tokens
+    from tests.support import standins
+    from vllm_gptoss.model import chain, few_tokens
 
     built, config = build(model, tensor, 1)
-    path = few_tokens.FewTokens(built, config)
-    few_tokens.dense = SimpleNamespace(router=standins.router)  # type: ignore[assignment]
+    chain.dense = SimpleNamespace(router=standins.router)  # type: ignore[assignment]
     module = built.model.layers[0]
-    layer = path._look_up(module)
-    layer.experts, layer.gate_weight = None, layer.gate_weight.clone()  # a CPU repacks linear weights
+    place = few_tokens.look_up(module, 0)
+    weight = place.tensors.router_weight.clone()  # a CPU repacks linear weights
+    tensors = replace(place.tensors, experts=None, router_weight=weight)
     with set_current_vllm_config(config):
         process_weights_after_loading(built, config.model_config, torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     x, residual = (torch.randn(5, built.model.norm.weight.shape[0], generator=generator).bfloat16() for _ in range(2))
     summed = torch.empty_like(x)
     with torch.inference_mode(), set_forward_context({}, config, num_tokens=5):
-        got = path._experts(layer, x, residual, summed)
+        routed = chain.route(tensors, x, residual, True, summed)
+        got = chain.experts(tensors, *routed, None, place.others)
         normed, wanted_sum = module.post_attention_layernorm(x.clone(), residual.clone())
         wanted = module.mlp(normed)
     assert torch.equal(summed, wanted_sum)

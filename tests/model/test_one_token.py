@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from vllm_gptoss.choose import Deployment
+from vllm_gptoss.device import Device
 from vllm_gptoss.kernels import nvrtc, step
 from vllm_gptoss.kernels.experts import Projection
+from vllm_gptoss.kernels.layer import LayerTensors
 from vllm_gptoss.model import few_tokens, one_token
+from vllm_gptoss.model.place import Place
+from vllm_gptoss.spec import GPT_OSS_20B, SWIGLU_ALPHA, SWIGLU_LIMIT
 
 COS_SIN = torch.zeros(8, 64)
-
-
-def config(**parallel: int) -> Any:
-    return SimpleNamespace(
-        parallel_config=SimpleNamespace(**{"tensor_parallel_size": 1, "pipeline_parallel_size": 1} | parallel)
-    )
+H200 = Device("nvidia", "NVIDIA H200", "sm90", 139.8)
 
 
 def projection(experts: int, rows: int, columns: int) -> Projection:
@@ -29,79 +31,70 @@ def projection(experts: int, rows: int, columns: int) -> Projection:
     return Projection(values, scales, torch.empty(1).expand(experts, rows))
 
 
-def layer(**changes: Any) -> Any:
-    """What is read of one layer of the 20b."""
-    experts = SimpleNamespace(active=4, expert_map=None, up=projection(32, 5760, 2880), down=projection(32, 2880, 2880))
-    attn = SimpleNamespace(kv_cache=torch.zeros(4, 8, 16, 128, dtype=torch.bfloat16))
-    fields = {
-        "name": "layers.0",
-        "block": SimpleNamespace(attn=attn),
-        "norm": torch.zeros(2880),
-        "post_norm": torch.zeros(2880),
-        "qkv_weight": torch.empty(1).expand(5120, 2880),
-        "qkv_bias": torch.zeros(5120),
-        "out_weight": torch.empty(1).expand(2880, 4096),
-        "out_bias": torch.zeros(2880),
-        "gate_weight": torch.zeros(32, 2880),
-        "gate_bias": torch.zeros(32),
-        "cos_sin": COS_SIN,
-        "sinks": torch.zeros(64),
-        "window": 128,
-        "experts": experts,
-    }
-    return SimpleNamespace(**{**fields, **changes})
+def place(name: str = "layers.0", window: int = 128, cache: torch.Tensor | None = None) -> Place:
+    """One layer of the 20b."""
+    tensors = LayerTensors(
+        norm=torch.zeros(2880),
+        qkv_weight=torch.empty(1).expand(5120, 2880),
+        qkv_bias=torch.zeros(5120),
+        cos_sin=COS_SIN,
+        sinks=torch.zeros(64),
+        window=window,
+        out_weight=torch.empty(1).expand(2880, 4096),
+        out_bias=torch.zeros(2880),
+        post_norm=torch.zeros(2880),
+        router_weight=torch.zeros(32, 2880),
+        router_bias=torch.zeros(32),
+        active=4,
+        experts=SimpleNamespace(  # type: ignore[arg-type]
+            active=4, expert_map=None, up=projection(32, 5760, 2880), down=projection(32, 2880, 2880),
+            alpha=SWIGLU_ALPHA, limit=SWIGLU_LIMIT,
+        ),
+    )  # fmt: skip
+    cache = torch.zeros(4, 8, 16, 128, dtype=torch.bfloat16) if cache is None else cache
+    return Place(name, tensors, SimpleNamespace(kv_cache=cache), None)
 
 
-def test_the_20b_on_one_gpu_has_no_obstacle() -> None:
-    layers = [layer(), layer(window=0)]
-    assert one_token.obstacle(layers, config()) is None
-    shape = one_token.OneToken(layers).step.shape
+ONE_GPU = Deployment(GPT_OSS_20B, own_experts=True, one_rotary_cache=True, auxiliary_states=False)
+
+
+def test_the_20b_is_the_shape_that_the_kernel_is_asked_for() -> None:
+    shape = one_token.OneToken([place(), place(window=0)]).step.shape
     assert shape == step.Shape(2, 2880, 64, 2880, 32, (46, 46))
     assert step.unsupported(shape) is None
 
 
-def test_states_that_a_draft_reads_keep_six_launches() -> None:
-    assert "draft model" in str(one_token.obstacle([layer(), layer()], config(), auxiliary=(2, 18, 33)))
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What vLLM's logger says."""
+    logging.getLogger("vllm").addHandler(caplog.handler)
+    with caplog.at_level(logging.INFO, logger="vllm"):
+        yield caplog
+    logging.getLogger("vllm").removeHandler(caplog.handler)
 
 
-SMALL_BLOCKS = SimpleNamespace(attn=SimpleNamespace(kv_cache=torch.zeros(4, 8, 8, 128)))
-
-
-@pytest.mark.parametrize(
-    ("changes", "parallel", "why"),
-    [
-        ({}, {"tensor_parallel_size": 2}, "several GPUs"),
-        ({}, {"pipeline_parallel_size": 2}, "several GPUs"),
-        ({"experts": None}, {}, "another backend"),
-        ({"experts": SimpleNamespace(expert_map=torch.zeros(32), active=4)}, {}, "mapped"),
-        ({"experts": SimpleNamespace(expert_map=None, active=2)}, {}, "not four"),
-        ({"cos_sin": torch.zeros(8, 64)}, {}, "rotary caches of their own"),
-        ({"block": SMALL_BLOCKS}, {}, "cache blocks of 8 tokens"),
-    ],
-)
-def test_what_keeps_six_launches_is_named(changes: dict[str, Any], parallel: dict[str, int], why: str) -> None:
-    assert why in str(one_token.obstacle([layer(), layer(**changes)], config(**parallel)))
+def test_what_keeps_six_launches_is_one_line(said: pytest.LogCaptureFixture) -> None:
+    assert one_token.build([place()], replace(ONE_GPU, auxiliary_states=True)) is None
+    assert "six launches each for one token too" in said.text
+    assert "a draft model reads states between layers" in said.text
 
 
 def test_a_kernel_that_cannot_be_compiled_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object) -> None:
         raise nvrtc.NvrtcError("libnvrtc was not found")
 
     monkeypatch.setattr(step, "compile_for", refuse)
-    logging.getLogger("vllm").addHandler(caplog.handler)
-    with caplog.at_level(logging.INFO, logger="vllm"):
-        assert one_token.build([layer(), layer()], config()) is None
-    logging.getLogger("vllm").removeHandler(caplog.handler)
-    assert "six launches each for one token too (the kernel cannot be compiled: libnvrtc was not found)" in caplog.text
+    assert one_token.build([place(), place()], ONE_GPU) is None
+    assert "six launches each for one token too (the kernel cannot be compiled: libnvrtc was not found)" in said.text
 
 
 class Recorded(one_token.OneToken):
     """The path that never finds a table, and what it asked for."""
 
-    def __init__(self, layers: list[Any]) -> None:
-        super().__init__(layers)
+    def __init__(self, places: list[Place]) -> None:
+        super().__init__(places)
         self.asked: list[tuple[list[int], list[int]]] = []
         self.step.table = self.table  # type: ignore[method-assign]
 
@@ -127,42 +120,39 @@ def context(kinds: int) -> Any:
 
 
 def test_layers_are_grouped_by_their_tables() -> None:
-    path = Recorded([layer(name=f"layers.{i}") for i in range(4)])
+    path = Recorded([place(f"layers.{i}") for i in range(4)])
     assert path(torch.zeros(1, 2880), None, torch.zeros(1), context(2)) is None, "no table: six launches"
     assert path.asked[0][0] == [0, 1, 0, 1]
 
 
 def test_a_cache_that_vllm_makes_anew_is_the_one_that_is_read() -> None:
     """vLLM profiles its graphs with a cache of a few blocks, gives it up and makes the real one."""
-    only = layer(block=SimpleNamespace(attn=SimpleNamespace(kv_cache=torch.zeros(1, 8, 16, 128))))
+    only = place(cache=torch.zeros(1, 8, 16, 128))
     path = Recorded([only])
     for _ in range(2):
         path(torch.zeros(1, 2880), None, torch.zeros(1), context(1))
-        assert path.asked[-1][1] == [only.block.attn.kv_cache.data_ptr()]
-        only.block.attn.kv_cache = torch.zeros(9, 8, 16, 128)
+        assert path.asked[-1][1] == [only.attention.kv_cache.data_ptr()]
+        only.attention.kv_cache = torch.zeros(9, 8, 16, 128)
     assert path.asked[0][1] != path.asked[1][1]
 
 
 def test_more_kinds_of_tables_than_the_kernel_takes_keep_six_launches_and_say_so_once(
-    caplog: pytest.LogCaptureFixture,
+    said: pytest.LogCaptureFixture,
 ) -> None:
-    path = Recorded([layer(name=f"layers.{i}") for i in range(8)])
-    logging.getLogger("vllm").addHandler(caplog.handler)
-    with caplog.at_level(logging.INFO, logger="vllm"):
-        for _ in range(2):
-            assert path(torch.zeros(1, 2880), None, torch.zeros(1), context(step.MAX_GROUPS + 1)) is None
-    logging.getLogger("vllm").removeHandler(caplog.handler)
+    path = Recorded([place(f"layers.{i}") for i in range(8)])
+    for _ in range(2):
+        assert path(torch.zeros(1, 2880), None, torch.zeros(1), context(step.MAX_GROUPS + 1)) is None
     assert path.asked == []
-    said = {id(record) for record in caplog.records if "one token (5 kinds of caches" in record.getMessage()}
-    assert len(said) == 1
+    lines = {id(record) for record in said.records if "one token (5 kinds of caches" in record.getMessage()}
+    assert len(lines) == 1
 
 
 @pytest.mark.parametrize(("tokens", "taken"), [(1, True), (2, False)])
 def test_only_steps_of_one_token_are_one_launch(tokens: int, taken: bool) -> None:
     calls = []
     model = SimpleNamespace(start_layer=0, _maybe_add_hidden_state=lambda aux, index, x, residual: aux)
-    path = few_tokens.FewTokens(SimpleNamespace(model=model), config())
-    path.layers = [layer()]
+    path = few_tokens.FewTokens(SimpleNamespace(model=model), ONE_GPU)
+    path.places = [place()]
     path.one_token = lambda *_: (calls.append("one"), (torch.ones(1), torch.ones(1)))[1]  # type: ignore[assignment, func-returns-value]
     path._layer = lambda *_: (calls.append("six"), (torch.ones(1), torch.ones(1)))[1]  # type: ignore[method-assign, func-returns-value]
     path._all_layers(torch.zeros(tokens, 4), None, torch.zeros(tokens), None)
@@ -174,12 +164,13 @@ def test_one_launch_is_taken_unless_a_draft_reads_between_layers(
     monkeypatch: pytest.MonkeyPatch, auxiliary: tuple[int, ...]
 ) -> None:
     """EAGLE3's auxiliary states lie where one launch cannot be looked into."""
-    monkeypatch.setattr(few_tokens, "_cache_obstacle", lambda layer: None)
-    monkeypatch.setattr(few_tokens, "_compile", lambda layers: None)
+    monkeypatch.setattr(few_tokens.device, "detect", lambda: H200)
+    monkeypatch.setattr(one_token.device, "detect", lambda: H200)
+    monkeypatch.setattr(few_tokens._vllm, "tensor_parallel_rank", lambda: 0)
+    monkeypatch.setattr(few_tokens.nvrtc, "at_once", lambda loads: None)
+    monkeypatch.setattr(few_tokens, "look_up", lambda found, rank: place())
     monkeypatch.setattr(one_token.step, "compile_for", lambda shape, device: None)
-    model = SimpleNamespace(layers=[], start_layer=0, end_layer=0, aux_hidden_state_layers=auxiliary)
-    path = few_tokens.FewTokens(SimpleNamespace(model=model), config())
-    monkeypatch.setattr(path, "_look_up", lambda found: layer())
-    model.layers, model.end_layer = [None, None], 2
-    path._prepare()
+    model = SimpleNamespace(layers=[None, None], start_layer=0, end_layer=2, aux_hidden_state_layers=auxiliary)
+    path = few_tokens.FewTokens(SimpleNamespace(model=model), Deployment(GPT_OSS_20B))
+    assert path.prepare("auto").value == "gptoss"
     assert (path.one_token is None) == bool(auxiliary)

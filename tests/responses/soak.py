@@ -18,13 +18,12 @@ import httpx
 import psutil
 from httpx_sse import connect_sse
 
-from tests.responses import fakes
-from tests.responses.conftest import MODEL, harmony, running
-from tests.responses.events import check_stream, stream
-from tests.responses.test_create import HELLO
-from tests.responses.test_tools import INTERPRETER, PYTHON
-from vllm_gptoss.responses.config import ResponsesConfig
-from vllm_gptoss.responses.engine import ReplayEngine
+from tests.support.responses import fakes
+from tests.support.responses.events import check_stream, stream
+from tests.support.responses.server import MODEL, harmony, running
+from tests.support.responses.turns import HELLO, INTERPRETER, PYTHON
+from vllm_gptoss.responses.options import ResponsesOptions
+from vllm_gptoss.responses.run.engine import ReplayEngine
 
 AT_ONCE = 8
 
@@ -49,7 +48,7 @@ def main(count: int) -> None:
     engine.prompts, engine.samplings = _Nothing(), _Nothing()
     tool.calls, tool.opened = _Nothing(), _Nothing()
     with tempfile.TemporaryDirectory() as folder:
-        config = ResponsesConfig(store=str(Path(folder) / "store.sqlite"))
+        config = ResponsesOptions(store=str(Path(folder) / "store.sqlite"))
         with (
             running(engine, config, [tool]) as server,
             server.http() as http,

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,43 +12,12 @@ import openai
 import pytest
 from agents.models.openai_responses import OpenAIResponsesWSModel
 
-from tests.conftest import CACHE
-from tests.responses.conftest import MODEL, Running, Start, harmony, text_of_prompt
-from tests.responses.forced import THINK, codex
+from tests.support.responses.codex import needs_codex, run_codex
+from tests.support.responses.forced import THINK, codex
+from tests.support.responses.server import MODEL, Running, Start, harmony, text_of_prompt
 
 ANSWERED = "to=assistant<|channel|>commentary"
 SUNNY = "<|channel|>final<|message|>It is sunny in Rome.<|return|>"
-
-CODEX = CACHE / "clients" / "node_modules" / ".bin" / "codex"
-needs_codex = pytest.mark.skipif(
-    not (CACHE / "clients" / "digest").exists() or shutil.which("node") is None,
-    reason="no npm clients: scripts/environment.py installs them where there is node",
-)
-
-
-def run_codex(url: str, model: str, folder: Path, *, websocket: bool) -> None:
-    """Codex CLI writes a file in `folder`, with a home of its own, through server-sent events or the WebSocket."""
-    for place in (folder, folder / "home", folder / "work"):
-        place.mkdir(exist_ok=True)
-    supports = f"supports_websockets={'true' if websocket else 'false'}"
-    provider = f'model_providers.gptoss={{name="gptoss",base_url="{url}/v1",wire_api="responses",{supports}}}'
-    command = [CODEX, "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
-    command += ["-c", provider, "-c", "model_provider=gptoss", "-m", model, "Write hello into hello.txt"]
-    environment = {**os.environ, "CODEX_HOME": str(folder / "home"), "RUST_LOG": "codex_otel=info"}
-    ran = subprocess.run(
-        command,
-        cwd=folder / "work",
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    assert (folder / "work" / "hello.txt").read_text() == "hello\n"
-    assert "I wrote hello." in ran.stdout
-    used = set(re.findall(r'event.name="codex\.(websocket_request|api_request)"', ran.stderr))
-    assert used == {"websocket_request" if websocket else "api_request"}, used
 
 
 @needs_codex
@@ -117,7 +82,7 @@ async def test_agents_sdk_hands_over_to_another_agent(start: Start) -> None:
 async def test_agents_sdk_uses_a_hosted_mcp_server_and_structured_output(start: Start) -> None:
     from pydantic import BaseModel
 
-    from tests.responses import fakes
+    from tests.support.responses import fakes
 
     class Weather(BaseModel):
         city: str

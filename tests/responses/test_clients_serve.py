@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from demo.server import NAME, Server, serve
-from tests.responses.test_clients import needs_codex, run_codex
+from tests.support.responses.codex import needs_codex, run_codex
 
 pytestmark = [pytest.mark.vllm, pytest.mark.serve, pytest.mark.timeout(600)]
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 def test_codex_completes_tasks_on_the_real_engine(model_dir: Path, tmp_path: Path) -> None:
     """Its own server, as the small model has not learned Codex's prompt: a logits processor forces the tokens."""
     log = tmp_path / "serve.log"
-    arguments = ["--logits-processors", "tests.responses.forced:ForcedCodex", "--max-num-seqs", "4"]
+    arguments = ["--logits-processors", "tests.support.responses.forced:ForcedCodex", "--max-num-seqs", "4"]
     environment = {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(tmp_path)}
     with serve(model_dir, log, arguments, environment) as server:
         run_codex(server.url, NAME, tmp_path / "sse", websocket=False)

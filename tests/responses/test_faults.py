@@ -8,10 +8,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +15,14 @@ import httpx
 import pytest
 from httpx_sse import connect_sse
 
-from tests.responses import fakes
-from tests.responses.conftest import MODEL, Running, Start, harmony
-from tests.responses.events import check_stream, stream
-from tests.responses.test_background import LONG
-from tests.responses.test_create import CALL, HELLO, WEATHER
-from tests.responses.test_tools import INTERPRETER, PYTHON
-from vllm_gptoss.responses import http
-from vllm_gptoss.tools.base import ToolCall, ToolResult
-
-
-def soon(what: Callable[[], bool], seconds: float = 1.0) -> float:
-    """Seconds until `what` is true; fails after `seconds`."""
-    began = time.monotonic()
-    while not what():
-        assert time.monotonic() - began < seconds, "it did not happen in time"
-        time.sleep(0.005)
-    return time.monotonic() - began
+from tests.support.responses import fakes
+from tests.support.responses.events import check_stream, stream
+from tests.support.responses.process import killable
+from tests.support.responses.server import MODEL, Running, Start, harmony
+from tests.support.responses.turns import CALL, HELLO, INTERPRETER, LONG, PYTHON, WEATHER
+from tests.support.waiting import soon
+from vllm_gptoss.responses.transport import event_stream
+from vllm_gptoss.tools.protocol import ToolCall, ToolResult
 
 
 def test_a_disconnect_stops_a_stream_within_a_second(start: Start) -> None:
@@ -168,7 +155,7 @@ def test_a_slow_reader_gets_everything(start: Start) -> None:
 
 
 def test_a_reader_that_takes_nothing_is_given_up(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "SEND_TIMEOUT", 0.5)
+    monkeypatch.setattr(event_stream, "SEND_TIMEOUT", 0.5)
     server = start("<|channel|>final<|message|>" + "lorem ipsum " * 30_000 + "<|return|>")
     body = json.dumps({"model": MODEL, "input": "hi", "stream": True, "store": False}).encode()
     head = f"POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
@@ -179,44 +166,6 @@ def test_a_reader_that_takes_nothing_is_given_up(start: Start, monkeypatch: pyte
         soon(lambda: server.engine.running == 1, 5)
         soon(lambda: server.engine.aborted == 1, 20)
     assert server.engine.running == 0
-
-
-SERVER = """
-import asyncio, sys
-from fastapi import FastAPI
-import uvicorn
-from tests.responses.conftest import Script, models
-from vllm_gptoss.responses.config import ResponsesConfig
-from vllm_gptoss.responses.endpoint import ResponsesEndpoint
-from vllm_gptoss.responses.engine import ReplayEngine
-from vllm_gptoss.responses.toolset import Providers
-async def main():
-    endpoint, app = ResponsesEndpoint(ResponsesConfig(store=sys.argv[1], heartbeat=0.5)), FastAPI()
-    endpoint.attach_router(app)
-    await endpoint.open(ReplayEngine(Script(sys.argv[3]), rate=float(sys.argv[4])), models, Providers())
-    server = uvicorn.Server(uvicorn.Config(app, port=int(sys.argv[2]), log_level="warning"))
-    await server.serve()
-asyncio.run(main())
-"""
-
-
-def killable(store: Path, text: str, rate: float) -> tuple[subprocess.Popen[bytes], httpx.Client]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    process = subprocess.Popen([sys.executable, "-c", SERVER, str(store), str(port), text, str(rate)])
-    client = httpx.Client(base_url=f"http://127.0.0.1:{port}/v1", timeout=30)
-
-    def up() -> bool:
-        assert process.poll() is None
-        try:
-            client.get("/")
-        except httpx.TransportError:
-            return False
-        return True
-
-    soon(up, 60)
-    return process, client
 
 
 def test_kill_9_loses_no_completed_response(start: Start, tmp_path: Path) -> None:

@@ -9,14 +9,13 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.responses import fakes
-from tests.responses.conftest import MODEL, Running, Script, Start, running
-from tests.responses.events import EVENT_TYPES, check, check_response, check_stream, stream
-from tests.responses.test_create import CALL, HELLO, WEATHER
-from tests.responses.test_tools import SEARCH
-from vllm_gptoss.responses.config import ResponsesConfig
-from vllm_gptoss.responses.engine import Chunk, ReplayEngine
+from tests.support.responses import fakes
+from tests.support.responses.events import EVENT_TYPES, check, check_response, check_stream, stream
+from tests.support.responses.server import MODEL, Running, Script, Start, running
+from tests.support.responses.turns import CALL, HELLO, SEARCH, WEATHER
 from vllm_gptoss.responses.errors import ApiError
+from vllm_gptoss.responses.options import ResponsesOptions
+from vllm_gptoss.responses.run.engine import Chunk, ReplayEngine
 
 HALF = "\ud83d"  # what JavaScript sends of an emoji that was cut in two
 
@@ -24,7 +23,7 @@ HALF = "\ud83d"  # what JavaScript sends of an emoji that was cut in two
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     store = tmp_path_factory.mktemp("hostile") / "store.sqlite"
-    with running(ReplayEngine(Script(HELLO)), ResponsesConfig(store=str(store)), [fakes.mcp()]) as server:
+    with running(ReplayEngine(Script(HELLO)), ResponsesOptions(store=str(store)), [fakes.mcp()]) as server:
         yield server
 
 

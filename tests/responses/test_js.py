@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from demo.server import NAME, Server
-from tests.conftest import CACHE
-from tests.responses.conftest import Start
-from tests.responses.scenes import SCENES, TERMINALS, Stage, providers, request
-from tests.responses.test_events import unparsed
+from tests.support.places import CACHE
+from tests.support.responses.events import unparsed
+from tests.support.responses.scenes import SCENES, TERMINALS, Stage, providers, request
+from tests.support.responses.server import Start
 
 CLIENTS = CACHE / "clients" / "node_modules"
 SOURCE = Path(__file__).parent / "js"

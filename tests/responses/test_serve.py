@@ -17,7 +17,7 @@ import pytest
 from httpx_sse import connect_sse
 
 from demo.server import NAME, Server
-from tests.responses.events import check_response, check_stream, read, stream
+from tests.support.responses.events import check_response, check_stream, read, stream
 
 pytestmark = [pytest.mark.vllm, pytest.mark.serve, pytest.mark.timeout(600)]
 
@@ -54,6 +54,16 @@ def test_the_plugin_answers_in_place_of_the_core_handler(http: httpx.Client) -> 
     assert said(response) == "The capital of France is Paris."
     assert response["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
     assert http.get(f"/responses/{response['id']}").json() == response
+
+
+def test_ignore_eos_and_a_routers_headers_reach_the_engine(http: httpx.Client) -> None:
+    http.headers.update({"X-data-parallel-rank": "0", "X-Session-ID": "s1", "X-Vllm-Priority": "0"})
+    response = ask(http, "What is the capital of France?", ignore_eos=True, max_output_tokens=150)
+    assert response["usage"]["output_tokens"] == 150
+    body = {"model": NAME, "input": "hi", "max_output_tokens": 4}
+    refused = http.post("/responses", json=body, headers={"X-data-parallel-rank": "7"})
+    assert refused.status_code == 400, refused.text
+    assert refused.headers["x-request-id"]
 
 
 def test_a_function_tool_round_trip(http: httpx.Client) -> None:

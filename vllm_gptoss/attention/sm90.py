@@ -5,7 +5,7 @@ every layer of the model has the same window (`_get_sliding_window_configs` of 0
 of its 24 or 36 layers launches the planner again. A metadata builder serves one group of the KV cache, though, and the
 layers of a group have one window: that is all this backend tells it.
 
-Covered: steps that upstream's layers run. Up to `MAX_TOKENS` tokens have an attention of their own and need no plan.
+Covered: steps that upstream's layers run. Up to `FUSED_TOKENS` tokens have an attention of their own and need no plan.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionMetadataBuilder
 
-from vllm_gptoss.kernels.dense import MAX_TOKENS
+from vllm_gptoss import aside
+from vllm_gptoss.choose.bands import FUSED_TOKENS
 
 
 class GptOssFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
@@ -26,8 +27,8 @@ class GptOssFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """As upstream's; the same size decides when a graph is captured and when it is replayed, padding included."""
         if self.aot_sliding_window is None:
-            self.aot_sliding_window = self._window()
-        few = common_attn_metadata.num_actual_tokens <= MAX_TOKENS
+            self.aot_sliding_window = aside.attempt("attention plan", "auto", self._window)
+        few = common_attn_metadata.num_actual_tokens <= FUSED_TOKENS
         return super().build(common_prefix_len, common_attn_metadata, fast_build or few)
 
     def _window(self) -> tuple[int, int] | None:

@@ -34,7 +34,7 @@ import typer
 
 from vllm_gptoss.bench import memory, results, served, shapes, together, worker
 from vllm_gptoss.bench.results import Results, ResultsError
-from vllm_gptoss.bench.worker import PLUGIN, Job
+from vllm_gptoss.bench.worker import PLUGIN, EngineRun
 
 STOCK = ("triton", "marlin", "humming")
 GRACE = 20.0
@@ -53,7 +53,7 @@ def lengths(text: str) -> list[tuple[int, int]]:
     return pairs
 
 
-def run_worker(job: Job) -> tuple[dict[str, Any], str]:
+def run_worker(job: EngineRun) -> tuple[dict[str, Any], str]:
     """What one process measured, and how it failed (empty: it did not, or only ran out of time)."""
     with tempfile.TemporaryDirectory() as folder:
         path, why = Path(folder) / "result.json", ""
@@ -70,7 +70,7 @@ def run_worker(job: Job) -> tuple[dict[str, Any], str]:
     return record, why
 
 
-def run_served(job: Job, tokenizer: Path | None) -> tuple[dict[str, Any], str]:
+def run_served(job: EngineRun, tokenizer: Path | None) -> tuple[dict[str, Any], str]:
     """As `run_worker`, through a server."""
     record: dict[str, Any] = {"rows": []}
     try:
@@ -96,7 +96,7 @@ class Campaign:
     def left(self) -> float:
         return self.budget - (time.monotonic() - self.began) if self.budget else float("inf")
 
-    def run(self, job: Job, round_: int) -> bool:
+    def run(self, job: EngineRun, round_: int) -> bool:
         """Measures what round `round_` of a job lacks. False: there was no time for it."""
         missing = tuple(batch for batch in job.batches if self.results.done(job, batch) <= round_)
         if not missing:
@@ -122,11 +122,11 @@ class Campaign:
         _say(job, record)
         return len(record["rows"]) == len(missing)
 
-    def _failed(self, job: Job, why: str) -> None:
+    def _failed(self, job: EngineRun, why: str) -> None:
         typer.echo(f"{job.model} {job.variant}: {why}", err=True)
         self.results.add_failure(job, why)
 
-    def run_together(self, jobs: Sequence[Job], rounds: int) -> bool:
+    def run_together(self, jobs: Sequence[EngineRun], rounds: int) -> bool:
         """Measures what `rounds` rounds of all jobs lack, on the GPU at the same time. False: not all of it."""
         jobs = [job for job in jobs if any(self.results.done(job, batch) < rounds for batch in job.batches)]
         with together.started(jobs) as engines:
@@ -142,7 +142,7 @@ class Campaign:
                             self._keep_turn(engine.job, found, records)
         return len(able) == len(jobs)
 
-    def _keep_turn(self, job: Job, found: dict[str, Any], records: dict[str, dict[str, Any]]) -> None:
+    def _keep_turn(self, job: EngineRun, found: dict[str, Any], records: dict[str, dict[str, Any]]) -> None:
         """Adds the last row of what an engine found to its record of this round."""
         row = found["rows"][-1]
         if job.variant not in records:
@@ -152,7 +152,7 @@ class Campaign:
         self.results.write(self.path)
         _say(job, {**found, "rows": [row]})
 
-    def _answer(self, engine: together.Engine) -> dict[str, Any] | None:
+    def _answer(self, engine: together.EngineProcess) -> dict[str, Any] | None:
         """What an engine has measured when asked; None, and why is said, where it will measure no more."""
         try:
             if (found := engine.answer(lambda: self.left() - GRACE)) is None:
@@ -163,7 +163,7 @@ class Campaign:
             return None
 
 
-def _say(job: Job, record: dict[str, Any]) -> None:
+def _say(job: EngineRun, record: dict[str, Any]) -> None:
     if not record["rows"]:
         return
     start = f"start {record['start_s']:.0f} s" if "start_s" in record else "beside others"
@@ -203,7 +203,7 @@ def main(
     for model in models.split(","):
         shapes.shape(model)
     groups = [
-        [Job(model, variant, sizes, prompt, output, *shared) for variant in variants.split(",")]
+        [EngineRun(model, variant, sizes, prompt, output, *shared) for variant in variants.split(",")]
         for prompt, output in lengths(lengths_)
         for model in models.split(",")
     ]

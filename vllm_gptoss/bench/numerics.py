@@ -34,7 +34,7 @@ from typing import Annotated, Any
 import typer
 
 from vllm_gptoss.bench import checkpoint, shapes, truth
-from vllm_gptoss.bench.worker import Job, is_plugin, put, settings
+from vllm_gptoss.bench.worker import EngineRun, is_plugin, put, settings
 
 TOP = 20
 """Log-probabilities per position, beside the token's own; vLLM's default limit."""
@@ -138,7 +138,7 @@ def paths(model: Any) -> dict[str, int]:
     """How many layers of a loaded model run our fused kernels, all in one launch, and our experts for few tokens."""
     few = getattr(model, "few_tokens", None)
     layers = [module for module in model.modules() if getattr(getattr(module, "quant_method", None), "few", None)]
-    fused = len(few.layers or ()) if few else 0
+    fused = len(few.places) if few else 0
     return {"fused_layers": fused, "one_launch": fused if few and few.one_token else 0, "own_experts": len(layers)}
 
 
@@ -272,7 +272,7 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "job.json").write_text(json.dumps(job))
         command = [sys.executable, "-m", "vllm_gptoss.bench.numerics", folder]
-        environment = {**Job("", job["variant"], ()).environment, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+        environment = {**EngineRun("", job["variant"], ()).environment, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
         done = subprocess.run(command, env=environment, stdout=sys.stderr, check=False)
         if done.returncode:
             raise typer.BadParameter(f"{job['variant']} ended with {done.returncode}")

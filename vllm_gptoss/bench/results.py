@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from vllm_gptoss.bench import shapes
-from vllm_gptoss.bench.worker import Job, is_plugin, put
+from vllm_gptoss.bench.worker import EngineRun, is_plugin, put
 
 SETTING = ("prompt", "output", "tensor_parallel", "skew", "eagle3", "served", "options")
 """Fields of a job that must be equal for two measurements to be compared."""
-_DEFAULTS = {field.name: field for field in dataclasses.fields(Job)}
+_DEFAULTS = {field.name: field for field in dataclasses.fields(EngineRun)}
 
 
 class ResultsError(ValueError):
     """A results file that cannot be used; the message says what to do."""
 
 
-def setting(of: Job | dict[str, Any]) -> dict[str, Any]:
+def setting(of: EngineRun | dict[str, Any]) -> dict[str, Any]:
     """How a job, or a measurement of a file, was served. The first published file names none: what was fixed then."""
-    if isinstance(of, Job):
+    if isinstance(of, EngineRun):
         return {name: getattr(of, name) for name in SETTING}
     found = of.get("setting", {})
     return {name: found[name] if name in found else _default(name) for name in SETTING}
@@ -81,16 +81,16 @@ class Results:
             if self.head and self.head[key] != head[key]:
                 raise ResultsError(f"{key} is {head[key]} here and {self.head[key]} in the file: use another --out")
 
-    def done(self, job: Job, batch: int) -> int:
+    def done(self, job: EngineRun, batch: int) -> int:
         """How many rounds of a job have measured `batch`."""
         rounds = self._rounds(job.model, job.variant, setting(job))
         return sum(any(row["batch"] == batch for row in one["rows"]) for one in rounds)
 
-    def add_run(self, job: Job, record: dict[str, Any]) -> None:
+    def add_run(self, job: EngineRun, record: dict[str, Any]) -> None:
         """Adds what one process measured."""
         self._rounds(job.model, job.variant, setting(job)).append(record)
 
-    def add_failure(self, job: Job, why: str) -> None:
+    def add_failure(self, job: EngineRun, why: str) -> None:
         self.failures.append({"model": job.model, "variant": job.variant, "setting": setting(job), "why": why})
 
     def _rounds(self, model: str, variant: str, of: dict[str, Any]) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from vllm_gptoss.bench.worker import Job, engine_options
+from vllm_gptoss.bench.worker import EngineRun, engine_options
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 NAME = "gpt-oss"
@@ -31,7 +31,7 @@ class ServedError(RuntimeError):
     """The server or the client ended; the message holds the end of what it said."""
 
 
-def measure(job: Job, tokenizer: Path | None, save: Callable[[dict[str, Any]], None]) -> None:
+def measure(job: EngineRun, tokenizer: Path | None, save: Callable[[dict[str, Any]], None]) -> None:
     """Serves one variant and measures every batch; `save` gets everything known so far, after every batch."""
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
@@ -60,7 +60,7 @@ def _tokenizer(directory: Path, tokenizer: Path | None) -> None:
         raise ServedError("served runs need gpt-oss's tokenizer: --tokenizer FOLDER with its tokenizer.json")
 
 
-def serve_arguments(job: Job, directory: Path) -> list[str]:
+def serve_arguments(job: EngineRun, directory: Path) -> list[str]:
     """`vllm serve` with what the in-process engine gets, and a tokenizer."""
     options = engine_options(job, directory)
     arguments = [str(directory), "--served-model-name", NAME]
@@ -76,7 +76,7 @@ def serve_arguments(job: Job, directory: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def _server(job: Job, directory: Path) -> Iterator[str]:
+def _server(job: EngineRun, directory: Path) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -118,7 +118,7 @@ def _healthy(url: str) -> bool:
         return False
 
 
-def _client(job: Job, directory: Path, url: str, batch: int) -> dict[str, Any]:
+def _client(job: EngineRun, directory: Path, url: str, batch: int) -> dict[str, Any]:
     command = [
         *_vllm(), "bench", "serve", "--backend", "openai", "--base-url", url, "--model", NAME,
         "--tokenizer", str(directory), "--dataset-name", "random", "--random-input-len", str(job.prompt),

@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from vllm_gptoss.bench import worker
-from vllm_gptoss.bench.worker import Job
+from vllm_gptoss.bench.worker import EngineRun
 
 POLL = 0.1
 """Seconds between two looks at what a process has written."""
 
 
 @dataclasses.dataclass
-class Engine:
+class EngineProcess:
     """One variant's process. `path`: what it writes; `asked`: batches that it was asked for so far."""
 
-    job: Job
+    job: EngineRun
     path: Path
     process: subprocess.Popen[bytes]
     asked: int = 0
@@ -59,7 +59,7 @@ class Engine:
 
 
 @contextlib.contextmanager
-def started(jobs: Sequence[Job]) -> Iterator[list[Engine]]:
+def started(jobs: Sequence[EngineRun]) -> Iterator[list[EngineProcess]]:
     """A process for every job; none outlives the block."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -67,5 +67,5 @@ def started(jobs: Sequence[Job]) -> Iterator[list[Engine]]:
         for number, job in enumerate(jobs):
             job = dataclasses.replace(job, by_turns=True)
             path = folder / f"{number}.json"
-            engines.append(Engine(job, path, stack.enter_context(worker.started(job, path, subprocess.PIPE))))
+            engines.append(EngineProcess(job, path, stack.enter_context(worker.started(job, path, subprocess.PIPE))))
         yield engines

@@ -26,7 +26,7 @@ PLUGIN = "plugin"
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class EngineRun:
     """What one process measures.
 
     variant: `plugin`, `plugin:layers=upstream;experts=triton` (settings of ours), or a name of vLLM's `--moe-backend`.
@@ -77,7 +77,7 @@ def settings(variant: str) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in own.split(";")) if own else {}
 
 
-def engine_options(job: Job, directory: Path) -> dict[str, Any]:
+def engine_options(job: EngineRun, directory: Path) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for a job; writes the configs that they name into `directory`."""
     model = shapes.shape(job.model)
     (directory / "config.json").write_text(json.dumps(shapes.model_config(model)))
@@ -112,7 +112,7 @@ def engine_options(job: Job, directory: Path) -> dict[str, Any]:
     return {**options, **job.options}
 
 
-def measure(job: Job, save: Callable[[dict[str, Any]], None]) -> None:
+def measure(job: EngineRun, save: Callable[[dict[str, Any]], None]) -> None:
     """Runs one job in this process; `save` gets everything known so far, after every batch."""
     if job.is_plugin:
         from vllm_gptoss.plugin import register
@@ -161,7 +161,7 @@ def _runner(engine: Any, prompt: int) -> Callable[[int, int], float]:
     return run
 
 
-def _row(engine: Any, job: Job, run: Callable[[int, int], float], batch: int) -> dict[str, Any]:
+def _row(engine: Any, job: EngineRun, run: Callable[[int, int], float], batch: int) -> dict[str, Any]:
     run(batch, min(8, job.output))
     tpots, prefills = [], []
     for _ in range(job.repeats):
@@ -271,7 +271,7 @@ def busy_ns(intervals: Iterable[tuple[int, int]]) -> int:
 
 
 @contextlib.contextmanager
-def started(job: Job, result: Path, stdin: int | None = None) -> Iterator[subprocess.Popen[bytes]]:
+def started(job: EngineRun, result: Path, stdin: int | None = None) -> Iterator[subprocess.Popen[bytes]]:
     """The process that runs `main` for a job, with its own group, which does not outlive the block."""
     command = [sys.executable, "-m", __name__, json.dumps(dataclasses.asdict(job)), str(result)]
     process = subprocess.Popen(command, env=job.environment, stdin=stdin, stdout=sys.stderr, start_new_session=True)
@@ -294,7 +294,7 @@ def main(job: str, result: str) -> None:
     fields = json.loads(job)
     fields["batches"] = tuple(fields["batches"])
 
-    measure(Job(**fields), lambda record: put(Path(result), json.dumps(record)))
+    measure(EngineRun(**fields), lambda record: put(Path(result), json.dumps(record)))
 
 
 if __name__ == "__main__":

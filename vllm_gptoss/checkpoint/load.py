@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from vllm_gptoss.checkpoint.check import T, Tables, check, checked
+from vllm_gptoss import aside
+from vllm_gptoss.checkpoint.check import CheckpointError, T, Tables, check, checked
 from vllm_gptoss.checkpoint.config import Config
 
 logger = logging.getLogger(__name__)
@@ -78,6 +79,9 @@ class LoadCheck:
             yield item
 
     def _check_headers(self) -> None:
+        aside.attempt("checkpoint check", "auto", self._check_files, meant=(CheckpointError,))
+
+    def _check_files(self) -> None:
         directory = local_directory(self.model, self.revision, self.download_dir)
         if directory is None:
             logger.info("headers of %s not checked: no local copy with safetensors files", self.model)

@@ -1,8 +1,8 @@
 """Every tensor of a gpt-oss checkpoint: its name on disk, its axes, its shape and dtypes.
 
-One table per format, over the axes below, so that the check of a file (`check`) and the arithmetic of who owns
-which rows (`shards`) read the same facts. Sources: the safetensors headers of openai/gpt-oss-20b (MXFP4), the names
-transformers' `GptOssForCausalLM` saves (BF16), and vLLM 0.32 and 0.33 `GptOssModel._load_weights_quark` (Quark).
+One table per format, over the axes below, which `check` compares files with. Sources: the safetensors headers of
+openai/gpt-oss-20b (MXFP4), the names transformers' `GptOssForCausalLM` saves (BF16), and vLLM 0.32 and 0.33
+`GptOssModel._load_weights_quark` (Quark).
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import importlib.util
 import json
 import os
 import subprocess
@@ -14,10 +15,15 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from vllm_gptoss import _vllm, choose, spec
+from packaging.requirements import Requirement
+
+from vllm_gptoss import _vllm, choose, describe, spec
 from vllm_gptoss.device import Device, detect
-from vllm_gptoss.doctor import variables
 from vllm_gptoss.plugin import endpoint_is_off
+from vllm_gptoss.recipes import check as rules
+from vllm_gptoss.recipes import find, load, variables
+from vllm_gptoss.recipes.deployment import choices
+from vllm_gptoss.recipes.probe import ProbeError, ask
 from vllm_gptoss.settings import Settings
 from vllm_gptoss.version import __version__
 
@@ -43,31 +49,43 @@ class Finding:
 
 Findings = Iterator[Finding]
 
+ABSENT = "not installed"
+
 TRITONS = {"triton", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu", "triton-nightly", "triton-rocm"}
 """Distributions that own the module `triton`."""
 
 
 def examine(model: Path | None = None, command: Sequence[str] = ()) -> list[Finding]:
-    """Runs every check, in the order of the report. `command` is a `vllm serve` line to judge, if one is given."""
-    probe = _probe()
-    checks: list[Callable[[], Findings]] = [
-        lambda: versions(probe),
-        lambda: active(probe),
-        settings_and_choices,
-        lambda: dead_variables(probe),
-        clashes,
-        toolkit,
-        python_tool,
-        lambda: serve_command(command),
-        lambda: checkpoint(model),
+    """Runs every check, in the order of the report. `command` is a `vllm serve` line to judge, if one is given.
+
+    Without vLLM or torch, what would ask them is left out: `packages` says that they are missing, once."""
+    has_torch = importlib.util.find_spec("torch") is not None
+    found = _probe() if _vllm.version() and has_torch else {}
+    checks: list[tuple[bool, Callable[[], Findings]]] = [
+        (True, packages),
+        (bool(_vllm.version()), lambda: versions(found)),
+        (bool(found), lambda: active(found)),
+        (has_torch, settings_and_choices),
+        (has_torch, recipes_here),
+        (True, lambda: dead_variables(found)),
+        (True, clashes),
+        (has_torch, toolkit),
+        (True, orphaned_engines),
+        (True, python_tool),
+        (True, lambda: serve_command(command)),
+        (bool(found) and bool(command), lambda: serve_line(command)),
+        (True, lambda: checkpoint(model)),
     ]
-    return [finding for check in checks for finding in _guarded(check)]
+    return [finding for applies, check in checks if applies for finding in _guarded(check)]
 
 
 def _guarded(check: Callable[[], Findings]) -> Findings:
     try:
         yield from check()
     except Exception as error:  # one broken check must not hide the others
+        if isinstance(error, ModuleNotFoundError) and any(packages()):  # which say what to do about it
+            yield Finding(Status.INFO, "doctor", f"a check was left out: {error}")
+            return
         yield Finding(
             Status.PROBLEM, "doctor", f"a check failed: {type(error).__name__}: {error}", "please report this"
         )
@@ -87,7 +105,35 @@ def _probe() -> dict[str, Any]:
     return found
 
 
-def versions(probe: dict[str, Any]) -> Findings:
+def packages() -> Findings:
+    """What is not installed and must be: vLLM, its torch, and what our own metadata requires."""
+    install = "pip install 'vllm>={},<{}'".format(*(".".join(map(str, bound)) for bound in _vllm.SUPPORTED))
+    if not _vllm.version():
+        yield Finding(Status.PROBLEM, "package vllm", "not installed", install)
+    if importlib.util.find_spec("torch") is None:
+        yield Finding(Status.PROBLEM, "package torch", "not installed", f"vLLM brings the torch it needs: {install}")
+    for requirement in _requirements():
+        found, wanted = _version(requirement.name), requirement.specifier
+        if found != ABSENT and wanted.contains(found, prereleases=True):
+            continue
+        detail = ABSENT if found == ABSENT else f"{found} is installed, {wanted} is needed"
+        fix = f"pip install '{requirement.name}{wanted}'"
+        yield Finding(Status.PROBLEM, f"package {requirement.name}", detail, fix)
+
+
+def _requirements() -> Iterator[Requirement]:
+    """Our own metadata's, without extras; none where we run from a folder that is not installed."""
+    try:
+        lines = importlib.metadata.requires("vllm-gptoss") or []
+    except importlib.metadata.PackageNotFoundError:
+        return
+    for line in lines:
+        requirement = Requirement(line)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            yield requirement
+
+
+def versions(found: dict[str, Any]) -> Findings:
     """vLLM in the supported range, and what else matters beside it."""
     version = _vllm.version()
     if why := _vllm.outside_range(version):
@@ -98,8 +144,8 @@ def versions(probe: dict[str, Any]) -> Findings:
     else:
         others = ", ".join(f"{name} {_version(name)}" for name in ("torch", "oss-harmony", "mcp"))
         yield Finding(Status.OK, "versions", f"vllm-gptoss {__version__}, vLLM {version}, {others}")
-    if "error" in probe:
-        yield Finding(Status.PROBLEM, "vLLM", probe["error"], "fix this first: the plugin cannot be active")
+    if "error" in found:
+        yield Finding(Status.PROBLEM, "vLLM", found["error"], "fix this first: the plugin cannot be active")
 
 
 def active(probe: dict[str, Any]) -> Findings:
@@ -133,25 +179,32 @@ def _inactive(probe: dict[str, Any]) -> str:
 def settings_and_choices() -> Findings:
     """The device, and what the tables choose for it."""
     settings = Settings.load()
-    device = detect()
+    device, deployment = detect(), choose.Deployment(spec.GPT_OSS_20B, aiter=describe.uses_aiter())
     yield Finding(Status.INFO, "device", f"{device}: {choose.family(device)} row" + (_unknown(device)))
     for model in (spec.GPT_OSS_20B, spec.GPT_OSS_120B):
         ranks = choose.tensor_parallel(device, model)
         yield Finding(Status.INFO, f"{model.name}: tensor parallel", str(ranks))
-    shape = choose.Shape()
+    yield Finding(Status.OK, "attention", str(choose.attention(device, deployment)))
     for what, table, wish in (
-        ("attention", choose.attention, "auto"),
+        ("layers", choose.layers, settings.layers),
         ("experts", choose.experts, settings.experts),
     ):
         try:
-            yield Finding(Status.OK, what, str(table(device, spec.GPT_OSS_20B, shape, wish)))
+            yield Finding(Status.OK, what, str(table(device, deployment, wish)))
         except choose.ChoiceError as error:
             yield Finding(Status.PROBLEM, what, str(error), f"change or unset GPTOSS_{what.upper()}")
     yield Finding(Status.OK, "KV cache", str(choose.kv_cache_dtype(device)))
 
 
+def recipes_here() -> Findings:
+    """Recipes for this machine, or for the nearest one."""
+    found = find.for_device(load.shipped(), detect())
+    many = f"{len(found.recipes)} for this machine" if not found.why else found.why
+    yield Finding(Status.INFO, "recipes", f"{many}: `vllm-gptoss recipe list --device auto`")
+
+
 def _unknown(device: Device) -> str:
-    return "; no table knows it, vLLM decides everything" if choose.family(device) is choose.Family.OTHER else ""
+    return "; no table knows it, vLLM decides everything" if choose.family(device) is choose.OTHER else ""
 
 
 def dead_variables(probe: dict[str, Any]) -> Findings:
@@ -177,11 +230,9 @@ def clashes() -> Findings:
             " from the network at start",
             "pip uninstall -y openai-harmony oss-harmony; pip install oss-harmony; install gpt-oss with --no-deps",
         )
-    else:
+    elif "oss-harmony" in present:
         yield Finding(Status.OK, "harmony", f"oss-harmony {_version('oss-harmony')} alone owns openai_harmony")
-    tritons = sorted(
-        present & {"triton", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu", "triton-nightly"}
-    )
+    tritons = sorted(present & TRITONS)
     if len(tritons) > 1:
         yield Finding(
             Status.PROBLEM,
@@ -243,6 +294,22 @@ def _number(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".") if part.isdigit())
 
 
+def orphaned_engines() -> Findings:
+    """Engines whose server is gone; one that keeps a GPU's memory makes the next start fail."""
+    from vllm_gptoss.doctor.orphans import orphans
+
+    found = list(orphans())
+    for orphan in found:
+        yield Finding(
+            Status.PROBLEM if orphan.gpu_memory else Status.WARNING,
+            "engine without a server",
+            f"{orphan}, and the server that started it is gone",
+            f"kill {orphan.pid}; if it is still there after ten seconds, kill -9 {orphan.pid}",
+        )
+    if not found:
+        yield Finding(Status.OK, "engines", "none runs on without its server")
+
+
 def python_tool() -> Findings:
     """How the python tool would hold programs here, tried for real (`docs/security.md`)."""
     from vllm_gptoss.tools.python import PythonOptions, tiers
@@ -279,14 +346,35 @@ def serve_command(command: Sequence[str]) -> Findings:
             yield Finding(Status.INFO, flag, f"{word} decides instead of the plugin's tables")
 
 
+def serve_line(command: Sequence[str]) -> Findings:
+    """A `vllm serve` line as this vLLM's own parser reads it: what `recipe check` finds, and what it chooses."""
+    environ = {**os.environ, **rules.variables_of(command)}
+    try:
+        release = ask([rules.words(command)])
+    except ProbeError as error:
+        yield Finding(Status.WARNING, "serve line", f"not judged: {error}")
+        return
+    troubles = rules.line(detect(), environ, [(release, release.parsed[0])])
+    for trouble in troubles:
+        if trouble.rule != "variables" or trouble.what.split()[-1] not in os.environ:  # those are said above
+            status = Status.PROBLEM if trouble.fatal else Status.WARNING
+            yield Finding(status, f"serve line: {trouble.rule}", trouble.what, trouble.remedy)
+    if any(trouble.fatal for trouble in troubles):
+        return
+    case = rules.case_of(release.parsed[0].values, detect(), environ)
+    for what, choice in choices(case.device, case.config, case.env, case.spec).items():
+        yield Finding(Status.OK, f"serve line: {what}", str(choice))
+
+
 def checkpoint(model: Path | None) -> Findings:
     """The headers of a local checkpoint, against what gpt-oss must have."""
     if model is None:
         return
-    from vllm_gptoss.checkpoint.check import CheckpointError, check
+    from vllm_gptoss.checkpoint.check import CheckpointError
+    from vllm_gptoss.checkpoint.check import check as check_files
 
     try:
-        check(model)
+        check_files(model)
     except CheckpointError as error:
         yield Finding(Status.PROBLEM, "checkpoint", str(error), "download it again, or name another directory")
     else:
@@ -297,4 +385,4 @@ def _version(distribution: str) -> str:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return ABSENT

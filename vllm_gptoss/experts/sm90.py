@@ -1,22 +1,30 @@
-"""Experts of one layer on sm90: our kernels for few tokens, over the weights that vLLM's `matmul_ogs` reads for many.
+"""Experts of one layer on sm90: our kernels up to some hundred tokens, over the weights that vLLM's `matmul_ogs` reads.
 
 `prepare` takes the weights after upstream has laid them out, so nothing is stored twice and prefill stays upstream's.
 """
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vllm_gptoss import spec
-from vllm_gptoss.kernels import mxfp4
-from vllm_gptoss.kernels.experts import MAX_EXPERTS, FewTokenExperts, Projection, partial_sums
-
-MAX_SCALE = 192
-"""Largest e8m0 code that the kernel's arithmetic holds, a factor of 2^65."""
-
+from vllm_gptoss.choose import bands
+from vllm_gptoss.experts import mxfp4
+from vllm_gptoss.kernels import nvrtc
+from vllm_gptoss.kernels.experts import (
+    MAX_TOKENS,
+    NARROW_TOKENS,
+    WIDE_TOKENS,
+    FewTokenExperts,
+    Projection,
+    partial_sums,
+    partial_tokens,
+)
+from vllm_gptoss.kernels.experts_many import ManyTokenExperts
 
 SAMPLED_VALUES, SAMPLED_SCALES = (slice(1), slice(32), slice(512)), (slice(1), slice(512), slice(32))
 """Experts, rows and bytes of a row whose layout is compared: two tiles of values, two blocks of scales. Few enough for
@@ -45,26 +53,23 @@ def storage(wrapped: Any, layout: str) -> Tensor:
     return data
 
 
-def reserve(down: Tensor, active: int) -> None:
+def reserve(down: Tensor, active: int, most: int) -> None:
     """Takes what the kernels keep on the GPU, before upstream lays the first layer out.
 
     Upstream frees a GiB and takes a GiB, layer by layer; a tensor of ours that lands in between, however small, can
     split a freed block, and the peak of loading is a block higher.
 
-    down: the down projection's blocks as loaded, [E, hidden, I/2] u8; active: experts per token.
+    down: the down projection's blocks as loaded, [E, hidden, I/2] u8; active: experts per token; most: tokens of the
+    largest step that the kernels will run.
     """
     if down.is_cuda:
-        partial_sums(down.device.index or 0, active * down.shape[1])
+        for tokens in {partial_tokens(1), partial_tokens(most)}:
+            partial_sums(down.device.index or 0, active * down.shape[1], tokens)
 
 
 def sample(blocks: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """A corner of the first expert as our index maps store it, to compare with what upstream stores."""
     return mxfp4.hopper_values(blocks[SAMPLED_VALUES].cpu()), mxfp4.hopper_scales(scales[SAMPLED_SCALES].cpu())
-
-
-def scales_fit(scales: Tensor) -> bool:
-    """Whether every e8m0 code of the tensor is one that the kernel's arithmetic holds."""
-    return int(scales.max()) <= MAX_SCALE
 
 
 def _begins_with(stored: Tensor, wanted: Tensor) -> bool:
@@ -77,35 +82,58 @@ def prepare(
     *,
     active: int,
     routed: int,
+    most: int = bands.EXPERT_TOKENS,
     alpha: float = spec.SWIGLU_ALPHA,
     limit: float = spec.SWIGLU_LIMIT,
     expert_map: Tensor | None = None,
     expected: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
-) -> FewTokenExperts:
-    """Wraps one layer's weights, and compiles its kernels for bfloat16 router logits.
+) -> tuple[FewTokenExperts, ManyTokenExperts | None]:
+    """Wraps one layer's weights, and compiles its kernels for bfloat16 router logits: for few tokens, for many.
 
+    The second is None where steps have at most 64 tokens, and on a GPU that has not the multiprocessors for all of the
+    first: nobody has measured it there.
+
+    most: tokens of the largest step that they will run.
     expected: `sample` of both projections before upstream laid them out; a mismatch means that upstream's layout has
     changed.
 
     Raises:
         LayoutError: the weights are not in the layout, or have a shape, that the kernels read.
     """
-    if up.experts > MAX_EXPERTS:
-        raise LayoutError(f"{up.experts} experts on one rank, at most {MAX_EXPERTS}")
     for projection, wanted in zip((up, down), expected or (None, None), strict=True):
         if wanted is not None and not (
             _begins_with(projection.values, wanted[0]) and _begins_with(projection.scales, wanted[1])
         ):
             raise LayoutError("upstream's Hopper layout is not the one these kernels read")
     try:
-        experts = FewTokenExperts(up, down, active, routed, alpha=alpha, limit=limit, expert_map=expert_map)
+        few = FewTokenExperts(up, down, active, routed, alpha=alpha, limit=limit, expert_map=expert_map)
     except ValueError as error:
         raise LayoutError(str(error)) from None
-    experts.compile(torch.bfloat16, experts.max_tokens)
-    return experts
+    many = ManyTokenExperts(few) if most > WIDE_TOKENS and few.max_tokens == MAX_TOKENS else None
+    loads = few.loads(torch.bfloat16, few_tokens(few) if many else min(most, few.max_tokens))
+    nvrtc.at_once(chain(loads, many.loads(torch.bfloat16) if many else ()))
+    for tokens in {partial_tokens(1), partial_tokens(most)}:
+        partial_sums(few.device, active * down.rows, tokens)
+    return few, many
 
 
-def apply(experts: FewTokenExperts, x: Tensor, router_logits: Tensor) -> Tensor:
+def few_tokens(few: FewTokenExperts) -> int:
+    """Tokens up to which the kernels for few run, where there are those for many."""
+    evenly = bands.MANY_PAIRS * few.routed // few.active
+    most: int = min(MAX_TOKENS, max(NARROW_TOKENS, evenly))
+    return most
+
+
+def kernels(
+    few: FewTokenExperts, many: ManyTokenExperts | None, tokens: int
+) -> FewTokenExperts | ManyTokenExperts | None:
+    """What runs a step of so many tokens, or None."""
+    if many is not None and few_tokens(few) < tokens <= many.max_tokens:
+        return many
+    return few if 0 < tokens <= few.max_tokens else None
+
+
+def apply(experts: FewTokenExperts | ManyTokenExperts, x: Tensor, router_logits: Tensor) -> Tensor:
     """The layer's output before any all-reduce, [T, hidden] bf16.
 
     x: [T, hidden] bf16, 1 <= T <= experts.max_tokens; router_logits: [T, E] bf16 or f32.

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from vllm_gptoss.harmony.events import Channel, ContentDelta, MessageEnded, MessageStarted
+from vllm_gptoss.harmony.held import NOTHING, Held
 from vllm_gptoss.harmony.messages import FUNCTIONS
 from vllm_gptoss.harmony.offered import OfferedTools
 from vllm_gptoss.harmony.parser import HarmonyParser
 from vllm_gptoss.harmony.stops import StopFinder
+from vllm_gptoss.harmony.tokens import CALL, RETURN
 
 
 @dataclass(slots=True)
@@ -52,7 +54,9 @@ class ChatReader:
 
     `stop` are the stop strings of the answer: reasoning and calls may contain them. What may be the beginning of one
     is held back. `stopped` is the one that ended the answer; `min_tokens` tokens come before any is looked for.
-    `counts`: whether repairs are counted, which a second reader of the same tokens must not do.
+    `counts`: whether repairs are counted, which a second reader of the same tokens must not do. `held`: what a grammar
+    holds of the turn. `reads_on`: whether the engine was told to go on after the model's last word; otherwise what it
+    says beyond is no part of the turn, least of all a tool's answer that it makes up.
     """
 
     def __init__(
@@ -63,15 +67,20 @@ class ChatReader:
         keeps_stop: bool = False,
         min_tokens: int = 0,
         counts: bool = True,
+        held: Held = NOTHING,
+        reads_on: bool = False,
     ) -> None:
         self.reasoning_tokens = 0
-        self._parser = HarmonyParser(tools, counts=counts)
+        self._parser = HarmonyParser(tools, counts=counts, held=held)
+        self._reads_on = reads_on
+        self._is_over = False
         self._stops = StopFinder(stop, keeps_stop=keeps_stop)
         self._unwatched = min_tokens if any(stop) else 0
         self._kind = _Kind.CONTENT
         self._calls = 0
         self._spoken = {_Kind.REASONING: False, _Kind.CONTENT: False}
         self._is_first_text = True
+        self._channel = self._channel_said = Channel.FINAL
 
     @property
     def stopped(self) -> str | None:
@@ -79,11 +88,20 @@ class ChatReader:
 
     def feed(self, token_ids: Sequence[int]) -> ChatDelta:
         delta = ChatDelta()
+        if not self._reads_on:
+            token_ids = self._until_end(token_ids)
         if self._unwatched:
             first, token_ids = token_ids[: self._unwatched], token_ids[self._unwatched :]
             self._read(delta, self._parser.feed(first))
             self._unwatched -= len(first)
         return self._read(delta, self._parser.feed(token_ids))
+
+    def _until_end(self, token_ids: Sequence[int]) -> Sequence[int]:
+        if self._is_over:
+            return ()
+        end = next((at for at, token in enumerate(token_ids, 1) if token in (RETURN, CALL)), None)
+        self._is_over = end is not None
+        return token_ids[:end]
 
     def finish(self) -> ChatDelta:
         """The end of generation. A message that no token ended was cut; its text is kept, without a stop string."""
@@ -104,6 +122,7 @@ class ChatReader:
 
     def _start(self, delta: ChatDelta, channel: Channel, recipient: str | None) -> None:
         self._is_first_text = True
+        self._channel = channel
         if recipient is not None:
             self._kind = _Kind.CALL
             delta.add_call(self._calls, recipient.removeprefix(FUNCTIONS + "."), "")
@@ -121,9 +140,12 @@ class ChatReader:
         if self._kind is _Kind.CALL:
             delta.add_call(self._calls - 1, None, text)
             return
-        if self._is_first_text and self._spoken[self._kind]:
-            text = "\n" + text  # a second message of its kind starts a line of its own
+        is_one_answer = self._kind is _Kind.CONTENT and self._channel is self._channel_said is Channel.FINAL
+        if self._is_first_text and self._spoken[self._kind] and not is_one_answer:
+            text = "\n" + text  # a second thought or remark starts a line of its own; an answer in two parts is one
         self._is_first_text = False
+        if self._kind is _Kind.CONTENT:
+            self._channel_said = self._channel
         self._spoken[self._kind] = True
         if self._kind is _Kind.REASONING:
             delta.reasoning += text

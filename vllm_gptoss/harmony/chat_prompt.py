@@ -7,19 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm_gptoss.harmony import messages as harmony
-from vllm_gptoss.harmony.messages import FUNCTIONS, Conversation, Effort, Message, ResponseFormat, ToolSpec
+from vllm_gptoss.harmony.messages import EFFORTS, FUNCTIONS, Conversation, Effort, Message, ResponseFormat, ToolSpec
 
 logger = logging.getLogger(__name__)
 
-_EFFORTS = {
-    "none": Effort.LOW,
-    "minimal": Effort.LOW,
-    "low": Effort.LOW,
-    "medium": Effort.MEDIUM,
-    "high": Effort.HIGH,
-    "xhigh": Effort.HIGH,
-    "max": Effort.HIGH,
-}
+MAX_NAME = 256
+"""Bytes of a tool's name: half of what a header may have."""
+
 _LAST = "\0"  # the key of the latest call; no id a client sends can be it
 _warned: set[str] = set()
 
@@ -40,10 +34,10 @@ def effort_of(value: str | None) -> Effort:
     """
     if value is None:
         return Effort.MEDIUM
-    if value not in _EFFORTS:
-        known = ", ".join(_EFFORTS)
+    if value not in EFFORTS:
+        known = ", ".join(EFFORTS)
         raise ChatInputError(f"reasoning_effort={value!r} is not one of {known}", "reasoning_effort")
-    effort = _EFFORTS[value]
+    effort = EFFORTS[value]
     if value != effort.value and value not in _warned:
         _warned.add(value)
         logger.warning("gpt-oss has no reasoning effort %r; %r is used (said once).", value, effort.value)
@@ -63,8 +57,10 @@ def conversation(
     The first message, if it is of role system or developer, becomes the developer message's instructions.
 
     Raises:
-        ChatInputError: a role, content part or tool result that has no place in a prompt.
+        ChatInputError: a role, content part, tool result or tool's name that has no place in a prompt.
     """
+    for index, tool in enumerate(tools):
+        _check_name(tool.name, f"tools[{index}].function.name")
     rest = list(enumerate(messages))
     instructions = None
     if rest and rest[0][1].get("role") in ("system", "developer"):
@@ -79,6 +75,20 @@ def conversation(
         harmony.Developer(instructions, (harmony.functions(tools),) if tools else (), response_format),
         history,
     )
+
+
+def _check_name(name: str, param: str) -> None:
+    """A call of another name would be lost: it stands in a header, whose words end at blanks and which is bounded."""
+    if not name or len(name.encode("utf-8", "replace")) > MAX_NAME or "<|" in name or any(map(_is_blank, name)):
+        raise ChatInputError(
+            f"The tool's name {name[:80]!r} cannot be called: give 1 to {MAX_NAME} bytes without blanks, control"
+            " characters and '<|'.",
+            param,
+        )
+
+
+def _is_blank(character: str) -> bool:
+    return not character.isprintable() or character.isspace()
 
 
 def _messages(message: Mapping[str, Any], index: int, names: dict[str, str]) -> Iterable[Message]:

@@ -7,6 +7,7 @@ vLLM's: `allowed_tools` becomes the tools it leaves, and its mode as the choice.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 from fastapi import FastAPI, Request
@@ -14,6 +15,9 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, create_model, model_validator
 
 from vllm_gptoss import _vllm
+from vllm_gptoss.harmony.enforce import compiling
+from vllm_gptoss.harmony.enforce.errors import NotEnforceableError
+from vllm_gptoss.harmony.vllm_constraint import schemas
 
 PATH = "/v1/chat/completions"
 
@@ -27,6 +31,9 @@ def replace_route(app: FastAPI) -> bool:
     body = body_class()
 
     async def create_chat_completion(request: Any, raw_request: Request) -> Any:
+        for schema in schemas(request):
+            with suppress(NotEnforceableError):  # what that means is said where the request is constrained
+                await compiling.prepare(schema)
         return await core.endpoint(request, raw_request)
 
     # FastAPI reads the body's type from here; it is made at run time, because its base is vLLM's.

@@ -12,8 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from vllm_gptoss import _vllm
+from vllm_gptoss._vllm import replaced
 from vllm_gptoss.harmony.chat_prompt import ChatInputError, conversation
 from vllm_gptoss.harmony.chat_route import replace_route
+from vllm_gptoss.harmony.grammar import GRAMMAR_BACKENDS
 from vllm_gptoss.harmony.messages import ToolSpec
 from vllm_gptoss.harmony.prompt import render
 from vllm_gptoss.harmony.vllm_constraint import RESPONSE_FORMAT
@@ -24,11 +26,6 @@ logger = logging.getLogger(__name__)
 
 TOOL_PARSER = "openai"
 REASONING_PARSER = "openai_gptoss"
-CHAT_HANDLERS = ("openai_serving_chat", "openai_serving_chat_batch", "anthropic_serving_messages")
-"""vLLM's handlers that read a model's output as chat does, by their names in the app's state."""
-
-GRAMMAR_BACKENDS = ("auto", "xgrammar")
-"""Structured output backends that know token-level structural tags."""
 
 
 class ChatCompletions:
@@ -64,31 +61,22 @@ class ChatCompletions:
             )
 
     async def start(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Gives vLLM's renderer our prompt, and its chat handlers our stop strings.
-
-        Both are attributes of those objects, which belong to this server.
-        """
+        """Gives vLLM's renderer our prompt, and its chat handlers our stop strings; see `_vllm/replaced.py`."""
         if not self._is_on:
             return
-        for name in CHAT_HANDLERS:
-            handler = getattr(state, name, None)
-            if handler is not None:
-                handler.engine_client = AnswerStops(handler.engine_client)
-        renderer = getattr(state, "online_renderer", None)
-        upstream = getattr(renderer, "_make_request_with_harmony", None)
-        if renderer is None or upstream is None:
-            logger.warning("vLLM's chat prompt stays: its renderer has no seam for ours.")
-        elif _vllm.harmony_environment()[1]:
+        replaced.watch_generation(state, AnswerStops)
+        if _vllm.harmony_environment()[1]:
             logger.warning("vLLM's chat prompt stays: VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS asks for its form.")
-        else:
-            renderer._make_request_with_harmony = chat_prompt_of(renderer, upstream)
+            return
+        renderer = getattr(state, "online_renderer", None)
+        if not replaced.use_chat_prompt(renderer, lambda upstream: chat_prompt_of(renderer, upstream)):
+            logger.warning("vLLM's chat prompt stays: its renderer has no seam for ours.")
 
 
 def chat_prompt_of(renderer: Any, upstream: Callable[..., Any]) -> Callable[..., Any]:
     """The renderer's step from a chat request to prompt tokens, with our prompt; same signature as `upstream`.
 
-    An attribute of that one object, because the step is a private method and the renderer is made by vLLM: 0.32 and
-    0.33 look it up on the object at every request.
+    0.32 and 0.33 look the step up on the renderer at every request.
     """
 
     def make_request(request: Any, should_include_tools: bool = True) -> tuple[list[Any], list[Any]]:

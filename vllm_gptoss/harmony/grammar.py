@@ -13,24 +13,33 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_gptoss.harmony.enforce.compiling import MAX_WHITESPACE, grammar_of
+from vllm_gptoss.harmony.enforce.json_grammar import any_object
 from vllm_gptoss.harmony.events import Channel
 from vllm_gptoss.harmony.tokens import CALL, END, FIRST_CONTROL
 
+GRAMMAR_BACKENDS = ("auto", "xgrammar")
+"""Structured output backends that know token-level structural tags."""
+
 MAX_PAUSES = 4
 """Messages before a call that must come: a model that does not want to call would else reason until it is cut."""
-
-MAX_WHITESPACE = 32
-"""Whitespace in a row inside JSON. Without a bound a model that is unsure writes blanks until it is cut; the bound
-costs 10 ms of compilation for a new set of tools (14 ms instead of 4 on two Xeon cores)."""
 
 _Format = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class JSONArguments:
-    """A JSON object; one of `schema` if that is given."""
+    """JSON of `schema`; any JSON object if none is given.
+
+    Raises `NotEnforceableError` when it becomes a grammar that cannot be written: see `enforce/compiling.py`.
+    """
 
     schema: Mapping[str, Any] | None = None
+
+
+def any_json(schema: Mapping[str, Any]) -> JSONArguments:
+    """What is left of a schema that cannot be enforced: JSON, an object where it asks for one."""
+    return JSONArguments() if schema.get("type") == "object" else JSONArguments({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +83,8 @@ def structural_tag(calls: Sequence[Call] = (), *, must_call: bool = False, answe
     """The constraint as JSON for `StructuredOutputsParams(structural_tag=…)`, or None if there is nothing to constrain.
 
     `calls` are the calls this request may make: those of a named or allowed choice only, none for choice "none".
-    `must_call` forbids answering without one. `answer` is what the final message must be, by default any text.
+    `must_call` forbids answering without one. `answer` is what the final message must be, by default any text; one of
+    a given form is the only text that is not reasoning.
     There is one call in a turn: `<|call|>` ends it, so parallel calls come in successive turns.
     """
     if not calls and answer is None:
@@ -84,7 +94,10 @@ def structural_tag(calls: Sequence[Call] = (), *, must_call: bool = False, answe
     ends = [_call(call) for call in calls]
     if not must_call:
         ends.append(_message("<|channel|>final", answer or FreeText()))
-    pause = _sequence(_text("<|channel|>"), _either(_text("analysis"), _text("commentary")), _text("<|message|>"))
+    # What is said before an answer of a given form would be joined to it: only thinking comes before one.
+    speaks = answer is None or isinstance(answer, FreeText)
+    channels = (_text("analysis"), _text("commentary")) if speaks else (_text("analysis"),)
+    pause = _sequence(_text("<|channel|>"), _either(*channels), _text("<|message|>"))
     pause["elements"] += [_FREE_TEXT, {"type": "token", "token": END}, _text("<|start|>assistant")]
     turn = _sequence(_up_to(MAX_PAUSES, pause) if must_call else {"type": "star", "content": pause}, _either(*ends))
     return json.dumps({"type": "structural_tag", "format": turn}, ensure_ascii=False)
@@ -115,13 +128,8 @@ _FREE_TEXT: _Format = {"type": "any_tokens", "exclude_tokens": list(range(FIRST_
 def _content(content: Content) -> _Format:
     match content:
         case JSONArguments(schema=schema):
-            # `<|end|>` can still match as seven characters of a JSON string. `excludes` would forbid it, but costs
-            # 0.1 s of compilation a spelling and switches minLength and maxLength off (xgrammar 0.2.8).
-            return {
-                "type": "json_schema",
-                "json_schema": dict(schema) if schema is not None else {"type": "object"},
-                "max_whitespace_cnt": MAX_WHITESPACE,
-            }
+            text = any_object(MAX_WHITESPACE) if schema is None else grammar_of(schema)
+            return {"type": "grammar", "grammar": text}
         case FreeText():
             return _FREE_TEXT
         case Pattern(regex=regex):

@@ -36,6 +36,18 @@ class Effort(StrEnum):
     HIGH = "high"
 
 
+EFFORTS: Mapping[str, Effort] = {
+    "none": Effort.LOW,
+    "minimal": Effort.LOW,
+    "low": Effort.LOW,
+    "medium": Effort.MEDIUM,
+    "high": Effort.HIGH,
+    "xhigh": Effort.HIGH,
+    "max": Effort.HIGH,
+}
+"""The APIs' words for effort, each as the nearest of the three. gpt-oss cannot be told not to reason."""
+
+
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
     """One callable. `parameters` is a JSON schema of type object; None or one without properties means no arguments."""

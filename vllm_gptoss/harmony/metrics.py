@@ -1,4 +1,4 @@
-"""Counts and logs what the parser had to repair."""
+"""Counts and logs what the parser had to repair; counts schemas that are not enforced."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ logger = logging.getLogger(__name__)
 
 REPAIRS = Counter(
     "gptoss_harmony_repairs", "Malformed Harmony output that was read anyway, by kind of repair.", ["kind"]
+)
+
+UNENFORCED = Counter(
+    "gptoss_unenforced_schemas", "Uses of a schema that no grammar holds, by the keyword that prevents it.", ["keyword"]
 )
 
 _logged: set[str] = set()

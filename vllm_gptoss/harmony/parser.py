@@ -5,7 +5,7 @@ format does not allow is read in the least surprising way and reported as a `Rep
 
 - `<|start|>` and `<|channel|>` begin a new message wherever they stand, if what follows can be a header;
 - text where a header should be is content once it can no longer be a header (see `header.MAX_PLAIN_WORDS`);
-- every other control token inside content is taken out of it.
+- every other control token inside content is taken out of it, but in a JSON string that a grammar holds it is text.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from enum import Enum, auto
 
 from vllm_gptoss.harmony import metrics
 from vllm_gptoss.harmony.events import (
+    Channel,
     ContentDelta,
     EndedBy,
     HarmonyEvent,
@@ -25,6 +26,7 @@ from vllm_gptoss.harmony.events import (
     Repaired,
 )
 from vllm_gptoss.harmony.header import MAX_SECTIONS, Ending, Header, Part, Section, read
+from vllm_gptoss.harmony.held import NOTHING, Held, OpenString
 from vllm_gptoss.harmony.offered import NO_TOOLS, OfferedTools
 from vllm_gptoss.harmony.tokens import (
     CALL,
@@ -41,6 +43,7 @@ from vllm_gptoss.harmony.tokens import (
 )
 
 _ENDS = {END: EndedBy.END, CALL: EndedBy.CALL, RETURN: EndedBy.RETURN, ENDOFTEXT: EndedBy.RETURN}
+_STOPS = frozenset({CALL, RETURN, ENDOFTEXT})
 _PARTS = {START: Part.ROLE, CHANNEL: Part.CHANNEL, CONSTRAIN: Part.CONSTRAIN}
 _LEADS = {"", "<|start|>", "<|channel|>", "<|constrain|>"}
 _Decoder = codecs.getincrementaldecoder("utf-8")
@@ -57,11 +60,14 @@ class HarmonyParser:
 
     `prefix` are header tokens that were forced into the prompt after that (`<|channel|>final<|message|>`, say): they
     are read first, their events come with the first `feed`, and positions count from after them. `counts`: whether
-    repairs are counted and logged.
+    repairs are counted and logged. `held`: what a grammar holds of this turn.
     """
 
-    def __init__(self, tools: OfferedTools = NO_TOOLS, prefix: Sequence[int] = (), *, counts: bool = True) -> None:
+    def __init__(
+        self, tools: OfferedTools = NO_TOOLS, prefix: Sequence[int] = (), *, counts: bool = True, held: Held = NOTHING
+    ) -> None:
         self._tools = tools
+        self._held = held
         self._counts = counts
         self._pieces = pieces()
         self._events: list[HarmonyEvent] = []
@@ -72,6 +78,8 @@ class HarmonyParser:
         self._index = -1
         self._recipient: str | None = None
         self._texts: list[str] = []
+        self._string: OpenString | None = None  # of a message that a grammar holds
+        self._string_seen = 0  # of its texts
         self._waiting = 0  # content tokens not yet in a delta, because their character is unfinished
         self._end = 0  # position after the last content token
         self._decoder = _Decoder("replace")
@@ -194,9 +202,16 @@ class HarmonyParser:
         self._index += 1
         self._recipient = header.recipient
         self._texts = []
+        self._string = OpenString() if self._is_held(header) else None
+        self._string_seen = 0
         self._has_message = True
         self._state = _State.CONTENT
         self._events.append(MessageStarted(self._index, header.channel, header.recipient, header.content_type, raw))
+
+    def _is_held(self, header: Header) -> bool:
+        if header.recipient is None:
+            return self._held.answer and header.channel is Channel.FINAL
+        return self._held.calls and self._tools.takes_json(header.recipient)
 
     def _close(self, ended_by: EndedBy, raw: str = "") -> None:
         self._flush()
@@ -217,7 +232,9 @@ class HarmonyParser:
     # Control tokens
 
     def _control(self, token: int) -> None:
-        if token in _ENDS:
+        if token not in _STOPS and self._is_in_held_string() and (name := control_name(token)):
+            self._add_bytes(name.encode(), [len(name)], self._position + 1)
+        elif token in _ENDS:
             self._end_token(token)
         elif self._state is _State.HEADER:
             self._control_in_header(token)
@@ -230,6 +247,12 @@ class HarmonyParser:
             self._control_in_header(token)
         else:
             self._repair(Repair.UNKNOWN_CONTROL_TOKEN, "between messages", control_name(token))
+
+    def _is_in_held_string(self) -> bool:
+        if self._string is None or self._state is not _State.CONTENT:
+            return False
+        new, self._string_seen = self._texts[self._string_seen :], len(self._texts)
+        return self._string.after("".join(new))
 
     def _end_token(self, token: int) -> None:
         if self._state is _State.HEADER:

@@ -20,7 +20,7 @@ from vllm_gptoss.harmony.messages import (
     ToolNamespace,
 )
 from vllm_gptoss.harmony.schema import function_type
-from vllm_gptoss.harmony.tokens import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, RETURN, START, encode
+from vllm_gptoss.harmony.tokens import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START, encode
 
 _CONSTRAIN = "<|constrain|>"
 
@@ -31,25 +31,9 @@ def render(conversation: Conversation) -> list[int]:
     Analysis before the last final message is left out, built-in tool calls and their results on that channel too.
     """
     ids = _preamble(conversation)
-    for message in _without_spent_analysis(conversation.messages):
+    for message in without_spent_analysis(conversation.messages):
         ids += render_message(message)
     return [*ids, START, *encode(Role.ASSISTANT.value)]
-
-
-def render_training(conversation: Conversation) -> list[int]:
-    """Token ids of a finished conversation, as a training example.
-
-    The last message ends in `<|return|>` if it is a final one. Analysis is kept in the last turn (after the last
-    user message), because the model has to learn it, and dropped before it as `render` does.
-    """
-    messages = conversation.messages
-    turn = 1 + max((i for i, m in enumerate(messages) if m.role is Role.USER), default=-1)
-    ids = _preamble(conversation)
-    for message in (*_without_spent_analysis(messages[:turn]), *messages[turn:]):
-        ids += render_message(message)
-    if messages and messages[-1].channel is Channel.FINAL:
-        ids[-1] = RETURN
-    return ids
 
 
 def render_message(message: Message) -> list[int]:
@@ -111,7 +95,8 @@ def _content_type(content_type: str) -> list[int]:
     return encode(f" {content_type}")
 
 
-def _without_spent_analysis(messages: Sequence[Message]) -> list[Message]:
+def without_spent_analysis(messages: Sequence[Message]) -> list[Message]:
+    """The messages that a prompt shows: analysis before the last final message is left out."""
     last_final = max((i for i, m in enumerate(messages) if m.channel is Channel.FINAL), default=-1)
     return [m for i, m in enumerate(messages) if i > last_final or m.channel is not Channel.ANALYSIS]
 

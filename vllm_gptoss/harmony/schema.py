@@ -35,12 +35,22 @@ def function_type(parameters: Mapping[str, Any] | None) -> str:
     return f"(_: {heading}{writer.type_of(parameters, '')}) => any"
 
 
+_LINE_BREAKS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
+"""Those that JSON lets stand in a string."""
+
+
 def literal(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    """`value` as JSON, in one line whatever it holds."""
+    return json.dumps(value, ensure_ascii=False).translate(_LINE_BREAKS)
 
 
 def _lines(text: Any) -> list[str]:
     return text.splitlines() if isinstance(text, str) else []
+
+
+def _one_line(text: str) -> str:
+    """`text` where a line must not end: a second one could pass for a heading of the prompt."""
+    return " ".join(text.split())
 
 
 def _is_object(schema: Mapping[str, Any]) -> bool:
@@ -123,7 +133,7 @@ class _Writer:
         return schema, seen
 
     def _name(self, ref: str) -> str:
-        return ref.rsplit("/", 1)[-1] if "/" in ref else str(self.root.get("title") or "Arguments")
+        return _one_line(ref.rsplit("/", 1)[-1] if "/" in ref else str(self.root.get("title") or "Arguments"))
 
     def _lookup(self, ref: str) -> Any:
         if not ref.startswith("#"):
@@ -176,7 +186,8 @@ class _Writer:
         for key, value in properties.items():
             lines.extend(self._property(key, value, key in required, indent, seen))
         for pattern, value in _mapping(schema.get("patternProperties")).items():
-            lines.append(f"{indent}[key: string]: {self.type_of(value, indent + _NEST, seen)}, // keys match {pattern}")
+            kind = self.type_of(value, indent + _NEST, seen)
+            lines.append(f"{indent}[key: string]: {kind}, // keys match {_one_line(pattern)}")
         if isinstance(extra := schema.get("additionalProperties"), Mapping) and extra:
             lines.append(f"{indent}[key: string]: {self.type_of(extra, indent + _NEST, seen)},")
         return "\n".join((*lines, indent + "}"))
@@ -219,7 +230,7 @@ class _Writer:
     def _comments(key: str, schema: Mapping[str, Any]) -> Iterator[str]:
         title = schema.get("title")
         if isinstance(title, str) and not _is_automatic_title(title, key):
-            yield title
+            yield _one_line(title)
             yield ""
         yield from _lines(schema.get("description"))
         if isinstance(examples := schema.get("examples"), list) and examples:
@@ -239,7 +250,7 @@ def _default(schema: Mapping[str, Any]) -> str:
     if "default" not in schema:
         return ""
     value = schema["default"]
-    bare = isinstance(value, str) and bool(schema.get("enum")) and "\n" not in value
+    bare = isinstance(value, str) and bool(schema.get("enum")) and len(value.splitlines()) < 2
     return f"default: {value if bare else literal(value)}"
 
 

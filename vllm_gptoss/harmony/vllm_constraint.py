@@ -13,6 +13,9 @@ from typing import Any
 
 from vllm_gptoss import _vllm
 from vllm_gptoss.harmony import grammar
+from vllm_gptoss.harmony.enforce import compiling
+from vllm_gptoss.harmony.enforce.errors import NotEnforceableError
+from vllm_gptoss.harmony.held import Held
 from vllm_gptoss.harmony.messages import FUNCTIONS, ResponseFormat
 from vllm_gptoss.harmony.offered import OfferedTools
 
@@ -27,6 +30,9 @@ _BUILT_IN = {
     "code_interpreter": ("python", frozenset[str]()),
     "container": ("container", frozenset({"exec", "feed_chars"})),
 }
+HELD = "gptoss_held"
+"""The request attribute that keeps what the grammar holds, for the parser."""
+
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
 
 
@@ -51,8 +57,9 @@ def constrain(request: Any, level: Any) -> Any:
     vllm = _vllm.harmony()
     level = level or vllm.ToolStrictLevel.AUTO
     params = request.extract_structured_outputs()
-    answer = _answer(params, vllm)
-    calls, must_call = _calls(request, level, vllm)
+    room = compiling.Room()
+    answer = _answer(request, params, vllm, room)
+    calls, must_call = _calls(request, level, vllm, room)
     if must_call and answer:
         logger.warning("tool_choice demands a call: the response format is not applied to this turn.")
     if answer is None and not calls and request.tools and request.tool_choice == "none" and level:
@@ -68,12 +75,13 @@ def constrain(request: Any, level: Any) -> Any:
     if hasattr(request, "response_format"):
         request.response_format = None
         setattr(request, RESPONSE_FORMAT, response_format)
+        setattr(request, HELD, Held(bool(calls), isinstance(answer, grammar.JSONArguments)))
     else:
         request.text = None
     return request
 
 
-def _answer(params: Any, vllm: Any) -> grammar.Content | None:
+def _answer(request: Any, params: Any, vllm: Any, room: compiling.Room) -> grammar.Content | None:
     if params is None:
         return None
     if params.json_object:
@@ -82,10 +90,28 @@ def _answer(params: Any, vllm: Any) -> grammar.Content | None:
     if found is None:
         return None
     schema = getattr(found, "json_schema", None)
-    return grammar.JSONArguments(schema) if isinstance(schema, Mapping) else grammar.Format(found.model_dump())
+    if not isinstance(schema, Mapping):
+        return grammar.Format(found.model_dump())
+    named = getattr(getattr(request, "response_format", None), "json_schema", None)
+    what = f"response_format '{getattr(named, 'name', 'json_schema')}'"
+    return _held(schema, what, getattr(named, "strict", None), room)
 
 
-def _calls(request: Any, level: Any, vllm: Any) -> tuple[list[grammar.Call], bool]:
+def _held(schema: Mapping[str, Any], what: str, strict: bool | None, room: compiling.Room) -> grammar.JSONArguments:
+    """JSON of `schema`, or what is left of it; vLLM's validation error where the client asked for strictness."""
+    try:
+        compiling.grammar_of(schema, room)
+    except NotEnforceableError as error:
+        if strict:
+            raise _vllm.harmony().ValidationError(
+                f"Invalid schema for {what}: {error}. Leave 'strict' out to allow any JSON."
+            ) from None
+        compiling.tell(what, error)
+        return grammar.any_json(schema)
+    return grammar.JSONArguments(schema)
+
+
+def _calls(request: Any, level: Any, vllm: Any, room: compiling.Room) -> tuple[list[grammar.Call], bool]:
     """The calls to constrain to, and whether one must come."""
     choice = request.tool_choice
     if not request.tools or choice == "none" or not vllm.is_strict():
@@ -102,7 +128,7 @@ def _calls(request: Any, level: Any, vllm: Any) -> tuple[list[grammar.Call], boo
     if not must_call and not is_strict and level == vllm.ToolStrictLevel.AUTO:
         return [], False
     pins_all = level == vllm.ToolStrictLevel.PARAMETER
-    calls = [grammar.Call(f"{FUNCTIONS}.{f.name}", _arguments(f, pins_all)) for f in functions]
+    calls = [grammar.Call(f"{FUNCTIONS}.{f.name}", _arguments(f, pins_all, room)) for f in functions]
     for tool in built_in:
         namespace, names = _BUILT_IN[tool.type]
         calls += [grammar.Call(f"{namespace}.{name}") for name in sorted(names)]
@@ -111,9 +137,22 @@ def _calls(request: Any, level: Any, vllm: Any) -> tuple[list[grammar.Call], boo
     return calls, must_call and bool(calls)
 
 
-def _arguments(function: Any, pins_all: bool) -> grammar.Content:
-    schema = getattr(function, "parameters", None)
-    return grammar.JSONArguments(schema if pins_all or getattr(function, "strict", None) else None)
+def _arguments(function: Any, pins_all: bool, room: compiling.Room) -> grammar.Content:
+    schema, strict = getattr(function, "parameters", None), getattr(function, "strict", None)
+    if not schema or not (pins_all or strict):
+        return grammar.JSONArguments()
+    return _held({"type": "object", **schema}, f"function '{function.name}'", strict, room)
+
+
+def schemas(request: Any) -> list[Mapping[str, Any]]:
+    """The schemas that `constrain` will hold a chat request to, for `compiling.prepare`."""
+    found = [
+        {"type": "object", **function.parameters}
+        for function in _functions(request.tools)
+        if getattr(function, "strict", None) and getattr(function, "parameters", None)
+    ]
+    answer = getattr(getattr(getattr(request, "response_format", None), "json_schema", None), "json_schema", None)
+    return [*found, *([answer] if isinstance(answer, Mapping) else [])]
 
 
 def _response_format(request: Any) -> ResponseFormat | None:

@@ -1,7 +1,7 @@
 """Our parser as vLLM's: the class that vLLM composes for gpt-oss.
 
 `ParserManager` takes `vllm.parser.harmony.HarmonyParser` by import and offers no registry for it (0.32 and 0.33), so
-`install` replaces that one attribute. Nothing but a gpt-oss model ever asks for it.
+`install` replaces that class. Nothing but a gpt-oss model ever asks for it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from typing import Any
 from openai_harmony import Message, Role
 
 from vllm_gptoss import _vllm
+from vllm_gptoss._vllm import replaced
 from vllm_gptoss.harmony.chat import CallDelta, ChatDelta, ChatReader
 from vllm_gptoss.harmony.events import Channel, ContentDelta, HarmonyEvent, MessageEnded, MessageStarted
+from vllm_gptoss.harmony.held import NOTHING
 from vllm_gptoss.harmony.offered import NO_TOOLS
 from vllm_gptoss.harmony.parser import HarmonyParser
-from vllm_gptoss.harmony.vllm_constraint import constrain, offered_tools
+from vllm_gptoss.harmony.vllm_constraint import HELD, constrain, offered_tools
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +88,8 @@ class GptOssParser:
             (stop,) if isinstance(stop, str) else stop,
             keeps_stop=bool(getattr(request, "include_stop_str_in_output", False)),
             min_tokens=getattr(request, "min_tokens", 0) or 0,
+            held=getattr(request, HELD, NOTHING),
+            reads_on=bool(getattr(request, "ignore_eos", False)),
         )
 
     def _count(self, reader: ChatReader, tokens: int) -> None:
@@ -95,7 +99,7 @@ class GptOssParser:
         """Tokens of analysis. Upstream also counts the arguments of calls."""
         if len(token_ids) == self._num_counted_tokens:
             return self._num_reasoning_tokens
-        reader = ChatReader(self._offered)
+        reader = ChatReader(self._offered, reads_on=True)
         reader.feed(token_ids)
         reader.finish()
         return reader.reasoning_tokens
@@ -187,13 +191,12 @@ def parser_class() -> type:
 def install() -> bool:
     """Makes vLLM compose our parser for gpt-oss; False, with one line said, if this vLLM has moved it.
 
-    Idempotent. Replaces one attribute, `vllm.parser.harmony.HarmonyParser`, because `ParserManager` imports it by name
-    at each use and has no registry hook; `tests/contract` holds both facts. Parsers of other models are not touched.
+    Idempotent. `_vllm/replaced.py` says what is replaced and why. Parsers of other models are not touched.
     """
     try:
         ours = parser_class()
     except (ImportError, AttributeError) as error:
         logger.warning("vLLM's Harmony parser stays: %s. Chat completions may lose malformed output.", error)
         return False
-    _vllm.harmony().module.HarmonyParser = ours
+    replaced.use_parser(ours)
     return True

@@ -13,6 +13,7 @@ from typing import Any
 
 from vllm_gptoss import _vllm
 from vllm_gptoss.harmony.chat import ChatReader
+from vllm_gptoss.harmony.held import Held
 from vllm_gptoss.harmony.messages import FUNCTIONS
 from vllm_gptoss.harmony.offered import OfferedTools
 
@@ -81,8 +82,14 @@ class _Watch:
     def _cut(self, choice: Any) -> None:
         reader = self._readers.get(choice.index)
         if reader is None:
+            is_held = bool(getattr(self._params.structured_outputs, "structural_tag", None))
             reader = self._readers[choice.index] = ChatReader(
-                _AnyFunction(), self._params.stop, min_tokens=self._params.min_tokens, counts=False
+                _AnyFunction(),
+                self._params.stop,
+                min_tokens=self._params.min_tokens,
+                counts=False,
+                held=Held(calls=is_held),
+                reads_on=self._params.ignore_eos,
             )
         kept = _until_stop(reader, choice.token_ids)
         if reader.stopped is not None:

@@ -1,6 +1,6 @@
 """Host side of `cuda/attention_few.cu`: attention with sinks for a step of few tokens, sm_90.
 
-Measured on: H200. Compiled for: sm_90. docs/kernels.md has the design and the numbers.
+docs/kernels/ has the design and the numbers, `choose/measured.py` says where it was measured.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ SOURCE = Path(__file__).parent / "cuda" / "attention_few.cu"
 GROUP = 8
 """Query heads per key/value head."""
 HEAD = 64
+LEAST_BLOCK = 16
+"""Tokens of the smallest cache block that vLLM makes for FlashAttention."""
 MAX_SPLITS = 8
 """Blocks of one cluster at most (the portable limit)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class AttentionPlan:
     """Compile-time macros of one launch. window: keys a token sees, itself included; 0: all."""
 
     splits: int
@@ -46,7 +48,7 @@ def unsupported(query_heads: int, kv_heads: int, head: int, block_size: int) -> 
     """Why this shape has no kernel, or None. block_size: tokens per block of the paged cache."""
     if head != HEAD:
         return f"head size {head}, not {HEAD}"
-    if query_heads != GROUP * kv_heads:
+    if query_heads != GROUP * kv_heads or not kv_heads:
         return f"{query_heads} query heads for {kv_heads} key/value heads, not {GROUP} each"
     if block_size & (block_size - 1):
         return f"cache blocks of {block_size} tokens, not a power of two"
@@ -54,17 +56,17 @@ def unsupported(query_heads: int, kv_heads: int, head: int, block_size: int) -> 
 
 
 @functools.cache
-def plan(tokens: int, kv_heads: int, window: int) -> Plan:
+def plan(tokens: int, kv_heads: int, window: int) -> AttentionPlan:
     """How the keys are shared out: enough blocks to cover the multiprocessors, not so many that they queue.
 
     A window of at most 128 keys is one chunk of 16 for each of 8 warps, so it is never split.
     """
     if 0 < window <= 128:
-        return Plan(1, 8, window)
+        return AttentionPlan(1, 8, window)
     splits = MAX_SPLITS
     while splits > 2 and splits * tokens * kv_heads > 128:
         splits //= 2
-    return Plan(splits, 8, window)
+    return AttentionPlan(splits, 8, window)
 
 
 class Args(ctypes.Structure):
@@ -82,7 +84,7 @@ class Args(ctypes.Structure):
 
 
 @functools.cache
-def kernel(device: int, plan: Plan) -> nvrtc.Kernel:
+def kernel(device: int, plan: AttentionPlan) -> nvrtc.Kernel:
     """The kernel of a plan, compiled and loaded.
 
     Raises:
@@ -104,7 +106,7 @@ def attend(
     out: Tensor,
     scale: float,
     window: int,
-    tuned: Plan | None = None,
+    tuned: AttentionPlan | None = None,
 ) -> None:
     """Causal attention of every token over the cached keys of its request, with one sink logit per query head.
 

@@ -1,7 +1,7 @@
 """Host side of `cuda/dense_few.cu`: projections of a step of at most 16 tokens, sm_90.
 
-Measured on: H200. Compiled for: sm_90. The plan (warps, stages, units per block) is a pure function of the shape, so it
-is tested without a GPU; see docs/kernels.md for the design and the numbers.
+The plan (warps, stages, units per block) is a pure function of the shape, so it is tested without a GPU.
+docs/kernels/ has the design and the numbers, `choose/measured.py` says where it was measured.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ UNIT = 8
 BLOCK = 64
 """Columns that one warp multiplies at a time; 2880 = 45 * 64."""
 SHARED_LIMIT = 227 * 1024
+FEWEST_MULTIPROCESSORS = 78
+"""Of the smallest sm_90 part: there a block has the most units."""
 HEAD = 64
 
 
@@ -38,7 +40,7 @@ class Mode(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DensePlan:
     """Compile-time macros and launch geometry of one projection."""
 
     mode: Mode
@@ -88,8 +90,10 @@ def multiprocessors(device: int) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def unsupported(mode: Mode, rows: int, columns: int) -> str | None:
-    """Why this shape has no plan, or None. rows = weight rows N, columns = C."""
+def unsupported(mode: Mode, rows: int, columns: int, top_k: int = 0) -> str | None:
+    """Why this shape has no plan, or None. rows = weight rows N, columns = C; top_k: of the router."""
+    if rows <= 0 or columns <= 0:
+        return f"{rows} rows of {columns} columns are no projection"
     if columns % BLOCK:
         return f"{columns} columns are not a multiple of {BLOCK}"
     if rows % UNIT or (mode is Mode.QKV and rows % HEAD):
@@ -98,6 +102,12 @@ def unsupported(mode: Mode, rows: int, columns: int) -> str | None:
         return f"{rows} experts are not a multiple of 32"
     if _warps(columns // BLOCK) is None:
         return f"{columns} columns do not divide among 8 to 16 warps"
+    if mode is Mode.ROUTER and top_k > min(rows, 32):
+        return f"{top_k} of {rows} experts a token, more than 32 or all"
+    for tokens in (8, MAX_TOKENS):
+        needs = _plan(mode, rows, columns, tokens, FEWEST_MULTIPROCESSORS, top_k).shared_bytes
+        if needs > SHARED_LIMIT:
+            return f"{rows} rows of {columns} columns need {needs} bytes of shared memory, there are {SHARED_LIMIT}"
     return None
 
 
@@ -106,7 +116,7 @@ def _warps(blocks: int) -> int | None:
 
 
 @functools.cache
-def plan(mode: Mode, rows: int, columns: int, tokens: int, sms: int, top_k: int = 0) -> Plan:
+def plan(mode: Mode, rows: int, columns: int, tokens: int, sms: int, top_k: int = 0) -> DensePlan:
     """The launch of one projection with weight [rows, columns] for `tokens` tokens on a GPU of `sms` multiprocessors.
 
     Raises:
@@ -114,8 +124,12 @@ def plan(mode: Mode, rows: int, columns: int, tokens: int, sms: int, top_k: int 
     """
     if not 1 <= tokens <= MAX_TOKENS:
         raise ValueError(f"1 to {MAX_TOKENS} tokens, got {tokens}")
-    if reason := unsupported(mode, rows, columns):
+    if reason := unsupported(mode, rows, columns, top_k):
         raise ValueError(reason)
+    return _plan(mode, rows, columns, tokens, sms, top_k)
+
+
+def _plan(mode: Mode, rows: int, columns: int, tokens: int, sms: int, top_k: int) -> DensePlan:
     blocks = columns // BLOCK
     warps = _warps(blocks)
     assert warps is not None
@@ -131,7 +145,7 @@ def plan(mode: Mode, rows: int, columns: int, tokens: int, sms: int, top_k: int 
     stages = max(1, min(units * (blocks // part), room // (UNIT * (part * 128 + 16))))
     # qkv's ring leaves no room for a second block anyway, so it may have all registers
     min_ctas = 2 if token_groups == 1 and mode is not Mode.QKV else 1
-    return Plan(mode, columns, rows, token_groups, part, warps, stages, units, grid, min_ctas, top_k)
+    return DensePlan(mode, columns, rows, token_groups, part, warps, stages, units, grid, min_ctas, top_k)
 
 
 class Args(ctypes.Structure):
@@ -149,7 +163,7 @@ class Args(ctypes.Structure):
 
 
 @functools.cache
-def kernel(device: int, plan: Plan) -> nvrtc.Kernel:
+def kernel(device: int, plan: DensePlan) -> nvrtc.Kernel:
     """The kernel of a plan, compiled and loaded.
 
     Raises:
@@ -161,7 +175,7 @@ def kernel(device: int, plan: Plan) -> nvrtc.Kernel:
         return nvrtc.load(nvrtc.source(SOURCE), "sm_90", plan.macros).kernel("dense_few", plan.shared_bytes)
 
 
-def _launch(plan: Plan, args: Args, x: Tensor) -> None:
+def _launch(plan: DensePlan, args: Args, x: Tensor) -> None:
     import torch
 
     stream = torch.cuda.current_stream(x.device).cuda_stream
@@ -185,7 +199,7 @@ def qkv_rope(
     q: Tensor,
     residual_out: Tensor | None,
     eps: float,
-    tuned: Plan | None = None,
+    tuned: DensePlan | None = None,
 ) -> None:
     """q = RoPE(norm(x + residual) Wq^T + b); k (rotated) and v of the same go into the paged cache.
 
@@ -232,7 +246,7 @@ def out_proj(
     bias: Tensor | None,
     residual: Tensor | None,
     out: Tensor,
-    tuned: Plan | None = None,
+    tuned: DensePlan | None = None,
 ) -> None:
     """out = x W^T + bias + residual.
 
@@ -265,7 +279,7 @@ def router(
     eps: float,
     residual_out: Tensor | None = None,
     logits: Tensor | None = None,
-    tuned: Plan | None = None,
+    tuned: DensePlan | None = None,
 ) -> None:
     """normed = norm(x + residual); logits = normed W^T + b; ids, weights = top-A of the logits, softmax over those.
 

@@ -1,12 +1,8 @@
 """MXFP4 experts for few tokens on sm90: two launches from router logits (or top-k ids) to the combined output.
 
-`experts.cu` holds the kernels and their comments, docs/kernels.md the design and its numbers. The weights are read as
+`experts.cu` holds the kernels and their comments, docs/kernels/ the design and its numbers. The weights are read as
 triton_kernels' Hopper layouts store them, so vLLM's own `matmul_ogs` runs the larger batches on the same bytes.
-
-| architecture | state |
-|---|---|
-| sm90 | measured on one H200 |
-| others | not made for: `experts_triton.py` |
+Compiled for sm_90; `choose/families.py` says where it was measured.
 """
 
 from __future__ import annotations
@@ -16,17 +12,22 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from vllm_gptoss.kernels import nvrtc
 
-NARROW_TOKENS, MAX_TOKENS = 32, 64
-"""Up to how many tokens the narrow kernels (slots of 8 tokens) and the wide ones (slots of 16) are made for."""
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+NARROW_TOKENS, WIDE_TOKENS, MAX_TOKENS = 32, 64, 256
+"""Up to how many tokens kernels are compiled for: narrow ones (slots of 8 tokens), wide ones (slots of 16), sparse ones
+(the same, pairs sorted: many experts with few tokens each)."""
 MAX_EXPERTS = 128
 SLOT_TOKENS = 8
-WIDE_ROWS = 24
+PARTIAL_TOKENS = 512
+"""Tokens that partial sums are kept for beyond `WIDE_TOKENS`: what `experts_many.py` takes, with the same buffer."""
+WIDE_ROWS, SPARSE_ROWS = 24, 22
 """Activation rows that a block of a wide kernel stages at once: any slot's 16, or about three experts' at 64 tokens."""
 SHARED_LIMIT = 232_448
 """Dynamic shared memory a block may have on sm90, in bytes."""
@@ -78,6 +79,8 @@ class Projection:
 
     def check(self) -> None:
         """Raises ValueError where a shape or stride is not what the kernel was compiled for."""
+        import torch
+
         experts, quads, width = self.values.shape
         if width % 128 or quads % 4 or experts > MAX_EXPERTS:
             raise ValueError(f"values [{experts}, {quads}, {width}]: at most 128 experts, rows of 16, columns of 64")
@@ -94,20 +97,31 @@ class Projection:
 
 def routing_mode(dtype: torch.dtype) -> tuple[int, int]:
     """(LOGITS, ID64) of the kernel for a routing dtype: int32 or int64 ids, bfloat16 or float32 logits."""
+    import torch
+
     modes = {torch.int32: (0, 0), torch.int64: (0, 1), torch.bfloat16: (1, 0), torch.float32: (2, 0)}
     if dtype not in modes:
         raise ValueError(f"routing must be int32 or int64 ids, or bfloat16 or float32 logits, not {dtype}")
     return modes[dtype]
 
 
-def shared_bytes(tuning: Tuning, tiles: int, rows: int, active: int = 4, wide_experts: int = 0) -> int:
+def compiled_for(tokens: int) -> int:
+    """The most tokens of the kernel that runs `tokens`."""
+    return next(most for most in (NARROW_TOKENS, WIDE_TOKENS, MAX_TOKENS) if tokens <= most)
+
+
+def shared_bytes(
+    tuning: Tuning, tiles: int, rows: int, active: int = 4, wide_experts: int = 0, most: int = WIDE_TOKENS
+) -> int:
     """Dynamic shared memory of one block, mirroring the layout at the head of experts.cu.
 
-    tiles: C/64; rows: activation rows staged, see `staged_rows`; wide_experts: local experts of a wide kernel, else 0.
+    tiles: C/64; rows: activation rows staged, see `staged_rows`; wide_experts: local experts of a wide kernel, else 0;
+    most: tokens that such a kernel is compiled for.
     """
-    pairs = active * (MAX_TOKENS if wide_experts else NARROW_TOKENS)
-    slots = (wide_experts + pairs // 16) * 18 if wide_experts else pairs * 10
-    meta = -(-(8 * pairs + slots + 20 + 32 * tuning.warps) // 128) * 128
+    pairs = active * (most if wide_experts else NARROW_TOKENS)
+    slots = (wide_experts + pairs // 16) * (34 if pairs > 256 else 18) if wide_experts else pairs * 10
+    sorting = 128 if wide_experts and most > WIDE_TOKENS else 1
+    meta = -(-(-(-(8 * pairs + slots + 20 + 32 * tuning.warps + sorting) // 4) * 4) // 128) * 128
     reduction = tuning.warps * 1024 * tuning.tiles if tuning.share > 1 else 0
     ring = tuning.warps * tuning.depth * tuning.tiles * (512 + 2 * 32)
     return meta + reduction + ring + rows * (tiles * 128 + 16)
@@ -128,7 +142,8 @@ def staged_rows(which: str, tokens: int) -> tuple[int, int]:
     `rows`: how many are kept apart for each slot, 0 for every token once, used by all slots; of a wide kernel all.
     """
     if tokens > NARROW_TOKENS:
-        return WIDE_ROWS, WIDE_ROWS
+        rows = WIDE_ROWS if tokens <= WIDE_TOKENS else SPARSE_ROWS
+        return rows, rows
     if which == "experts_up" and tokens <= SLOT_TOKENS:
         return tokens, 0
     each = min(tokens, SLOT_TOKENS)
@@ -179,6 +194,34 @@ FEWEST_TOKENS = 2
 TWO_23 = ctypes.c_uint32(1 << 23)
 """`two_23` of experts.cu."""
 
+MAX_SCALE = 192
+"""Largest e8m0 code that the kernel's arithmetic holds, a factor of 2^65."""
+
+
+def unsupported(hidden: int, intermediate: int, experts: int, active: int) -> str | None:
+    """Why a rank with these experts has no kernel, or None. intermediate, experts: this rank's, padding included."""
+    if hidden % 64 or intermediate % 64 or not hidden or not intermediate:
+        return f"experts of {hidden} x {intermediate} are not multiples of 64"
+    if not 1 <= experts <= MAX_EXPERTS:
+        return f"{experts} experts on one rank, not 1 to {MAX_EXPERTS}"
+    if not 1 <= active <= 4:
+        return f"{active} experts a token, not 1 to 4"
+    for tuning, which, columns, tokens in (
+        (UP, "experts_up", hidden, NARROW_TOKENS),
+        (DOWN, "experts_down", intermediate, NARROW_TOKENS),
+        (DOWN_FEWEST, "experts_down", intermediate, FEWEST_TOKENS),
+        (UP_WIDE, "experts_up", hidden, WIDE_TOKENS),
+        (DOWN_WIDE, "experts_down", intermediate, WIDE_TOKENS),
+        (UP_WIDE, "experts_up", hidden, MAX_TOKENS),
+        (DOWN_WIDE, "experts_down", intermediate, MAX_TOKENS),
+    ):
+        wide = experts if tokens > NARROW_TOKENS else 0
+        rows, _ = staged_rows(which, tokens)
+        needs = shared_bytes(fitted(tuning, columns // 64), columns // 64, rows, active, wide, tokens)
+        if needs > SHARED_LIMIT:
+            return f"{which} of {columns} columns needs {needs} bytes of shared memory, there are {SHARED_LIMIT}"
+    return None
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -193,6 +236,8 @@ class Recipe:
 
 @functools.cache
 def _kernel(recipe: Recipe) -> nvrtc.Kernel:
+    import torch
+
     macros = {**dict(recipe.options), "ONLY": ONLY[recipe.name]}
     with torch.cuda.device(recipe.device):
         module = nvrtc.load(nvrtc.source(SOURCE), "sm_90", macros, [f"--maxrregcount={recipe.registers}"])
@@ -200,7 +245,10 @@ def _kernel(recipe: Recipe) -> nvrtc.Kernel:
 
 
 @functools.cache
-def _multiprocessors(device: int) -> int:
+def multiprocessors(device: int) -> int:
+    """How many blocks of a whole multiprocessor run at once."""
+    import torch
+
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -213,14 +261,21 @@ class _Launch:
     projection: Projection
 
 
-@functools.cache
-def partial_sums(device: int, width: int) -> Tensor:
-    """Partial sums of `experts_down`, [MAX_TOKENS, width] of 32 bits, all ones: see EMPTY in experts.cu.
+def partial_tokens(tokens: int) -> int:
+    """Rows of the partial sums that a step of `tokens` uses: 3 MB, or 24 where more than 64 tokens run here."""
+    return WIDE_TOKENS if tokens <= WIDE_TOKENS else PARTIAL_TOKENS
 
-    One per device: launches of different layers follow one another on a stream, and each leaves it as it was. Two
-    streams must not run these kernels at the same time.
+
+@functools.cache
+def partial_sums(device: int, width: int, tokens: int) -> Tensor:
+    """Partial sums of `experts_down`, [tokens, width] of 32 bits, all ones: see EMPTY in combine.cuh.
+
+    One per device and `partial_tokens`: launches of different layers follow one another on a stream, and each leaves
+    it as it was. Two streams must not run these kernels at the same time.
     """
-    return torch.full((MAX_TOKENS, width), -1, dtype=torch.int32, device=f"cuda:{device}")
+    import torch
+
+    return torch.full((tokens, width), -1, dtype=torch.int32, device=f"cuda:{device}")
 
 
 class FewTokenExperts:
@@ -248,11 +303,17 @@ class FewTokenExperts:
         self.up, self.down, self.active, self.routed = up, down, active, routed
         self.alpha, self.limit, self.expert_map, self.tuning = alpha, limit, expert_map, tuning
         self.device = up.values.device.index or 0
-        # A block stages the activations of two slots, so slots (at most T * active) must not outnumber blocks.
-        # The wide kernels have no such bound; on a GPU with fewer multiprocessors nobody has measured them.
-        few = min(NARROW_TOKENS, _multiprocessors(self.device) // active)
-        self.max_tokens = MAX_TOKENS if few == NARROW_TOKENS else few
-        self._launches: dict[tuple[str, tuple[int, int], bool, bool], _Launch] = {}
+        self._launches: dict[tuple[str, tuple[int, int], bool, int], _Launch] = {}
+
+    @functools.cached_property
+    def max_tokens(self) -> int:
+        """Tokens of a step at most.
+
+        A block stages the activations of two slots, so slots (at most T * active) must not outnumber blocks. The wide
+        kernels have no such bound; on a GPU with fewer multiprocessors nobody has measured them.
+        """
+        few = min(NARROW_TOKENS, multiprocessors(self.device) // self.active)
+        return MAX_TOKENS if few == NARROW_TOKENS else few
 
     def _tuned(self, which: str, tokens: int) -> tuple[Projection, Tuning]:
         if tokens > NARROW_TOKENS:
@@ -264,8 +325,7 @@ class FewTokenExperts:
 
     def _recipe(self, which: str, routing: torch.dtype, tokens: int) -> Recipe:
         projection, tuning = self._tuned(which, tokens)
-        wide = tokens > NARROW_TOKENS
-        most = MAX_TOKENS if wide else NARROW_TOKENS
+        most = compiled_for(tokens)
         options = defines(
             tuning,
             projection.rows,
@@ -278,30 +338,31 @@ class FewTokenExperts:
             self.expert_map is not None,
             most,
         )
-        shared = self._shared(tuning, projection, staged_rows(which, most)[0], wide)
+        shared = self._shared(tuning, projection, staged_rows(which, most)[0], most)
         return Recipe(self.device, which, min(shared, SHARED_LIMIT), tuning.registers, tuple(sorted(options.items())))
 
     def _prepare(self, which: str, routing: torch.dtype, tokens: int) -> _Launch:
-        key = (which, routing_mode(routing), tokens <= FEWEST_TOKENS, tokens > NARROW_TOKENS)
+        key = (which, routing_mode(routing), tokens <= FEWEST_TOKENS, compiled_for(tokens))
         if key not in self._launches:
             kernel = _kernel(self._recipe(which, routing, tokens))
             projection, tuning = self._tuned(which, tokens)
-            self._launches[key] = _Launch(which, kernel, tuning, _multiprocessors(self.device), projection)
+            self._launches[key] = _Launch(which, kernel, tuning, multiprocessors(self.device), projection)
         return self._launches[key]
 
-    def _shared(self, tuning: Tuning, projection: Projection, rows: int, wide: bool) -> int:
-        return shared_bytes(tuning, projection.tiles, rows, self.active, projection.experts if wide else 0)
+    def _shared(self, tuning: Tuning, projection: Projection, rows: int, most: int) -> int:
+        wide = projection.experts if most > NARROW_TOKENS else 0
+        return shared_bytes(tuning, projection.tiles, rows, self.active, wide, most)
 
     def loads(self, routing: torch.dtype, most: int) -> Iterator[tuple[Callable[[Recipe], nvrtc.Kernel], Recipe]]:
         """Calls, some alike, that load the kernels of 1 to `most` tokens for a routing dtype: see `nvrtc.at_once`."""
         for which in ONLY:
-            for tokens in (FEWEST_TOKENS, FEWEST_TOKENS + 1, most):
+            for tokens in (FEWEST_TOKENS, FEWEST_TOKENS + 1, min(most, WIDE_TOKENS), most):
                 yield _kernel, self._recipe(which, routing, tokens)
 
     def compile(self, routing: torch.dtype, most: int) -> None:
         """Compiles and loads what 1 to `most` tokens need for a routing dtype; otherwise the first launch does."""
         nvrtc.at_once(self.loads(routing, most))
-        partial_sums(self.device, self.active * self.down.rows)
+        partial_sums(self.device, self.active * self.down.rows, partial_tokens(most))
 
     def launch_up(self, x: Tensor, routing: Tensor, act: Tensor, *, dependent: bool = True) -> None:
         """act[T * A, I] bf16 = SwiGLU of the up projection of x [T, hidden] bf16, T <= max_tokens."""
@@ -326,9 +387,8 @@ class FewTokenExperts:
         """
         run = self._prepare("experts_down", routing.dtype, out.shape[0])
         tensors = (self.down.values, self.down.scales, self.down.bias, act, routing, weights, self.expert_map)
-        self._launch(
-            run, (*tensors, partial_sums(self.device, self.active * self.down.rows), out), out.shape[0], (), dependent
-        )
+        parts = partial_sums(self.device, self.active * self.down.rows, partial_tokens(out.shape[0]))
+        self._launch(run, (*tensors, parts, out), out.shape[0], (), dependent)
 
     def _launch(
         self,
@@ -338,6 +398,8 @@ class FewTokenExperts:
         numbers: tuple[ctypes.c_float, ...],
         dependent: bool,
     ) -> None:
+        import torch
+
         staged, rows = staged_rows(run.which, tokens)
         pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
         run.kernel(
@@ -345,7 +407,7 @@ class FewTokenExperts:
             run.tuning.warps * 32,
             torch.cuda.current_stream(self.device).cuda_stream,
             [*pointers, ctypes.c_int(tokens), ctypes.c_int(rows), TWO_23, *numbers],
-            self._shared(run.tuning, run.projection, staged, tokens > NARROW_TOKENS),
+            self._shared(run.tuning, run.projection, staged, compiled_for(tokens)),
             dependent=dependent,
         )
 
@@ -355,57 +417,9 @@ class FewTokenExperts:
         x: [T, hidden] bf16, T <= max_tokens; routing: [T, A] int32/int64 ids (global ids with an expert map, -1 skips)
         with weights [T, A] f32, or [T, E] bf16/f32 router logits and None; out: [T, hidden] bf16.
         """
+        import torch
+
         pairs = x.shape[0] * self.active
         act = torch.empty((pairs, self.up.rows // 2), dtype=torch.bfloat16, device=x.device)
         self.launch_up(x, routing, act)
         self.launch_down(act, routing, weights, out)
-
-
-_LIBRARY = torch.library.Library("vllm_gptoss", "FRAGMENT")
-_LIBRARY.define(
-    "mxfp4_experts(Tensor x, Tensor routing, Tensor? weights, Tensor up_values, Tensor up_scales, Tensor up_bias,"
-    " Tensor down_values, Tensor down_scales, Tensor down_bias, Tensor? expert_map, int active, int routed,"
-    " float alpha, float limit) -> Tensor"
-)
-_plans: dict[int, FewTokenExperts] = {}
-
-
-def _mxfp4_experts(
-    x: Tensor,
-    routing: Tensor,
-    weights: Tensor | None,
-    up_values: Tensor,
-    up_scales: Tensor,
-    up_bias: Tensor,
-    down_values: Tensor,
-    down_scales: Tensor,
-    down_bias: Tensor,
-    expert_map: Tensor | None,
-    active: int,
-    routed: int,
-    alpha: float,
-    limit: float,
-) -> Tensor:
-    plan = _plans.get(up_values.data_ptr())
-    if plan is None or plan.down.values.data_ptr() != down_values.data_ptr():
-        plan = FewTokenExperts(
-            Projection(up_values, up_scales, up_bias),
-            Projection(down_values, down_scales, down_bias),
-            active,
-            routed,
-            alpha=alpha,
-            limit=limit,
-            expert_map=expert_map,
-        )
-        _plans[up_values.data_ptr()] = plan
-    out = torch.empty_like(x)
-    plan(x, routing, weights, out)
-    return out
-
-
-_LIBRARY.impl("mxfp4_experts", _mxfp4_experts, "CUDA")
-
-
-@torch.library.register_fake("vllm_gptoss::mxfp4_experts")
-def _(x: Tensor, *_: object) -> Tensor:
-    return torch.empty_like(x)

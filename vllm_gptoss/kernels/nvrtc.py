@@ -37,10 +37,10 @@ class NvrtcError(RuntimeError):
 
 
 def cache_directory() -> Path:
-    """Where cubins are kept: `$GPTOSS_CACHE`, else `vllm_gptoss` in the user's cache directory."""
+    """Where cubins are kept: `$GPTOSS_CACHE`, else `vllm-gptoss` in the user's cache directory."""
     if own := os.environ.get("GPTOSS_CACHE"):
         return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm_gptoss"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-gptoss"
 
 
 @functools.cache
@@ -72,10 +72,24 @@ def version() -> tuple[int, int]:
 
 
 def source(path: Path) -> str:
-    """A kernel's source with what it includes from beside it, as one text: the cache's key is then all of it."""
-    return re.sub(
-        r'^#include "(.+)"\n', lambda line: (path.parent / line[1]).read_text(), path.read_text(), flags=re.MULTILINE
-    )
+    """A kernel's source with what it includes, each header once, as one text: the cache's key is then all of it.
+
+    Includes are looked up beside the file that names them. Compiler messages name the file and line they are about.
+    """
+    seen = {path.resolve()}
+
+    def text(file: Path) -> str:
+        def included(line: re.Match[str]) -> str:
+            header = (file.parent / line[1]).resolve()
+            if header in seen:
+                return "\n"
+            seen.add(header)
+            following = line.string.count("\n", 0, line.end()) + 1
+            return f'#line 1 "{header.name}"\n{text(header)}#line {following} "{file.name}"\n'
+
+        return re.sub(r'^#include "(.+)"\n', included, file.read_text(), flags=re.MULTILINE)
+
+    return text(path)
 
 
 def compile_cubin(source: str, arch: str, options: Sequence[str] = ()) -> bytes:

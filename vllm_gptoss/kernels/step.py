@@ -1,7 +1,7 @@
 """Host side of `cuda/step.cu`: all layers of a decode step of one token in one launch, sm_90.
 
-Measured on: H200. Compiled for: sm_90. The plan is a pure function of the shape, so it is tested without a GPU;
-docs/kernels.md has the design and the numbers.
+The plan is a pure function of the shape, so it is tested without a GPU; docs/kernels/ has the design and the numbers,
+`choose/measured.py` says where it was measured.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING
 from vllm_gptoss.kernels import nvrtc
 from vllm_gptoss.kernels.attention import GROUP, HEAD
 from vllm_gptoss.kernels.dense import BLOCK, SHARED_LIMIT, multiprocessors
+from vllm_gptoss.kernels.layer import Group, Layer, LayerTensors, Requests
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from vllm_gptoss.kernels.experts import Projection
 
 SOURCE = Path(__file__).parent / "cuda" / "step.cu"
 
@@ -29,9 +28,17 @@ MAX_GROUPS = 4
 """Sets of block tables and lengths that the layers of one step may use: `groups` of step.cu's Args."""
 WARPS = 15
 THREADS = 32 * (WARPS + 1)
+MAX_HIDDEN = 4 * BLOCK * WARPS
+"""A warp keeps its columns of a staged row in registers, four blocks at most."""
+MULTIPROCESSORS = 132
+"""Of the GPUs it was measured on."""
 ACTIVE = 4
 FLUSH, BUFFERS = 3, 4
 """Units of experts between two sums over the warps, and buffers of such sums: of step.cu."""
+MIN_BLOCK = 16
+"""Tokens of a cache block at least: attention reads 16 keys at a time, out of one block."""
+SCRATCH = (8 * 8 * 68 + 128) * 4
+"""Bytes that attention takes of the staged row and the sums: eight warps' heads of 64 sums, maxima and totals."""
 STATIC = 576
 """Bytes of `Shared` of step.cu that no shape changes, and its padding."""
 
@@ -49,8 +56,10 @@ class Shape:
     """Column pairs of 32 in the stored scales of the up and the down projection."""
 
 
-def unsupported(shape: Shape) -> str | None:
-    """Why this shape has no kernel, or None."""
+def unsupported(shape: Shape, sms: int = MULTIPROCESSORS) -> str | None:
+    """Why this shape has no kernel on a GPU of `sms` multiprocessors, or None."""
+    if not shape.layers or not shape.hidden or not shape.query_heads:
+        return "there is no layer"
     if shape.hidden % (BLOCK * WARPS):
         return f"hidden size {shape.hidden} does not divide among {WARPS} warps of {BLOCK} columns"
     if shape.intermediate != shape.hidden:
@@ -59,11 +68,22 @@ def unsupported(shape: Shape) -> str | None:
         return f"{shape.experts} experts, not 32, 64 or 128"
     if shape.query_heads % GROUP:
         return f"{shape.query_heads} query heads are not a multiple of {GROUP}"
+    if shape.hidden > MAX_HIDDEN or shape.query_heads > GROUP * min(sms, 64):
+        return f"hidden size {shape.hidden} with {shape.query_heads} query heads is too large"
+    made = plan(shape, sms)
+    if made.staged + made.sums < SCRATCH:
+        return f"hidden size {shape.hidden} leaves attention {made.staged + made.sums} bytes of scratch, not {SCRATCH}"
+    # `out` waits for eight chunks of two rows before it gives one back, and a wrap leaves one empty; up reads one unit
+    # of 16 rows while the next arrives
+    blocks = shape.hidden // BLOCK
+    least = max(9 * 2 * (2 * shape.query_heads * HEAD + 16), 2 * blocks * (4 * 128 + 64))
+    if made.ring < least:
+        return f"{shape.layers} layers leave a ring of {made.ring} bytes of shared memory, it takes {least}"
     return None
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StepPlan:
     """Compile-time macros and launch geometry. ring, sums, staged: bytes of dynamic shared memory."""
 
     shape: Shape
@@ -104,7 +124,7 @@ class Plan:
 
 
 @functools.cache
-def plan(shape: Shape, sms: int) -> Plan:
+def plan(shape: Shape, sms: int) -> StepPlan:
     """The launch on a GPU of `sms` multiprocessors: the ring takes what the rest of shared memory leaves."""
     kv_heads = shape.query_heads // GROUP
     units = -(-(shape.query_heads + 2 * kv_heads) * 8 // sms)
@@ -115,28 +135,7 @@ def plan(shape: Shape, sms: int) -> Plan:
     static = STATIC + units * 128 + 8 * pairs + ctypes.sizeof(Layer) * shape.layers
     static = -(-static // 128) * 128  # the dynamic part begins at a multiple of 128
     ring = (SHARED_LIMIT - static - staged - sums) // 128 * 128
-    return Plan(shape, sms, ring, sums, staged, max(1, sms // kv_heads))
-
-
-class Layer(ctypes.Structure):
-    """`struct Layer` of step.cu, field for field."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("norm", "w_qkv", "b_qkv", "w_out", "b_out", "post_norm")),
-        *((name, ctypes.c_void_p) for name in ("w_router", "b_router", "up_values", "up_scales", "up_bias")),
-        *((name, ctypes.c_void_p) for name in ("down_values", "down_scales", "down_bias", "sinks", "kv")),
-        *((name, ctypes.c_longlong) for name in ("kv_block", "kv_head", "kv_token")),
-        *((name, ctypes.c_int) for name in ("window", "group", "block_shift", "unused")),
-    ]
-
-
-class Group(ctypes.Structure):
-    """`struct Group` of step.cu, field for field."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("block_table", "seq_lens", "query_start", "slots")),
-        *((name, ctypes.c_longlong) for name in ("table_stride", "requests")),
-    ]
+    return StepPlan(shape, sms, ring, sums, staged, max(1, sms // kv_heads))
 
 
 class Args(ctypes.Structure):
@@ -153,80 +152,8 @@ class Args(ctypes.Structure):
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class LayerTensors:
-    """One layer on one rank that holds all of it.
-
-    norm, post_norm: [C] bf16; qkv_weight: [(H + 2K) * 64, C] bf16; out_weight: [C, H * 64] bf16; router_weight: [E, C]
-    bf16, each with its bias; up, down: the experts; sinks: [H] bf16; window: keys a token sees, itself included, 0 for
-    all.
-    """
-
-    norm: Tensor
-    qkv_weight: Tensor
-    qkv_bias: Tensor
-    out_weight: Tensor
-    out_bias: Tensor
-    post_norm: Tensor
-    router_weight: Tensor
-    router_bias: Tensor
-    up: Projection
-    down: Projection
-    sinks: Tensor
-    window: int
-
-    def record(self, group: int, cache: Tensor) -> Layer:
-        """What the kernel reads of it. cache: [blocks, K, block size, 128] bf16, K at 0, V at 64."""
-        return Layer(
-            norm=self.norm.data_ptr(),
-            w_qkv=self.qkv_weight.data_ptr(),
-            b_qkv=self.qkv_bias.data_ptr(),
-            w_out=self.out_weight.data_ptr(),
-            b_out=self.out_bias.data_ptr(),
-            post_norm=self.post_norm.data_ptr(),
-            w_router=self.router_weight.data_ptr(),
-            b_router=self.router_bias.data_ptr(),
-            up_values=self.up.values.data_ptr(),
-            up_scales=self.up.scales.data_ptr(),
-            up_bias=self.up.bias.data_ptr(),
-            down_values=self.down.values.data_ptr(),
-            down_scales=self.down.scales.data_ptr(),
-            down_bias=self.down.bias.data_ptr(),
-            sinks=self.sinks.data_ptr(),
-            kv=cache.data_ptr(),
-            kv_block=cache.stride(0),
-            kv_head=cache.stride(1),
-            kv_token=cache.stride(2),
-            window=self.window,
-            group=group,
-            block_shift=cache.shape[2].bit_length() - 1,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Requests:
-    """What one group of layers reads of the step: block_table [R, *] int32, seq_lens [R] int32, query_start [R + 1]
-    int32, slots [>= 1] int64 (negative: not written). The token is the only one of the first request that has any."""
-
-    block_table: Tensor
-    seq_lens: Tensor
-    query_start: Tensor
-    slots: Tensor
-
-    def record(self) -> Group:
-        """What the kernel reads of it."""
-        return Group(
-            block_table=self.block_table.data_ptr(),
-            seq_lens=self.seq_lens.data_ptr(),
-            query_start=self.query_start.data_ptr(),
-            slots=self.slots.data_ptr(),
-            table_stride=self.block_table.stride(0),
-            requests=self.seq_lens.shape[0],
-        )
-
-
 @functools.cache
-def _kernel(device: int, plan: Plan, trace: int = 0) -> nvrtc.Kernel:
+def _kernel(device: int, plan: StepPlan, trace: int = 0) -> nvrtc.Kernel:
     import torch
 
     macros = plan.macros | ({"TRACE": trace} if trace else {})
@@ -248,20 +175,20 @@ def compile_for(shape: Shape, device: int) -> None:
 class Step:
     """The layers of a model in order, ready to launch."""
 
-    def __init__(
-        self, layers: Sequence[LayerTensors], cos_sin: Tensor, *, eps: float, alpha: float, limit: float
-    ) -> None:
+    def __init__(self, layers: Sequence[LayerTensors], *, eps: float) -> None:
         first = layers[0]
-        self.layers, self.cos_sin = list(layers), cos_sin
-        self.eps, self.alpha, self.limit = eps, alpha, limit
-        self.device = cos_sin.device.index or 0
+        assert first.experts is not None
+        self.layers, self.eps, self.cos_sin = list(layers), eps, first.cos_sin
+        self.alpha, self.limit = first.experts.alpha, first.experts.limit
+        self.device = self.cos_sin.device.index or 0
+        up, down = first.experts.up, first.experts.down
         self.shape = Shape(
             len(layers),
             first.norm.shape[0],
             first.out_weight.shape[1] // HEAD,
-            first.down.tiles * BLOCK,
-            first.up.experts,
-            (first.up.scales.shape[2] // 64, first.down.scales.shape[2] // 64),
+            down.tiles * BLOCK,
+            up.experts,
+            (up.scales.shape[2] // 64, down.scales.shape[2] // 64),
         )
         self._tables: dict[tuple[int, ...], Tensor] = {}
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM as UpstreamGptOssForCausalLM
 
-from vllm_gptoss import announce, choose, device
+from vllm_gptoss import announce, aside, choose, describe, device
 from vllm_gptoss.checkpoint.load import LoadCheck
-from vllm_gptoss.model import few_tokens
-from vllm_gptoss.settings import Settings, SettingsError
+from vllm_gptoss.model.few_tokens import FewTokens
+from vllm_gptoss.settings import Settings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,17 +27,12 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
 
     def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self.load_check = LoadCheck(vllm_config)
-        choice = _choose(self, vllm_config)
-        self.few_tokens = few_tokens.FewTokens(self, vllm_config) if choice.value == "gptoss" else None
-        announce.note("layers", choice)
-        announce.note("attention", announce.attention_of(self, vllm_config))
-        if self.few_tokens is not None:
-            from vllm_gptoss.attention import sm90
-
-            sm90.plan_once(self)
-        announce.note("KV cache", choose.kv_cache_dtype(device.detect(), vllm_config.cache_config.cache_dtype))
-        announce.say()
+        self.layers_wish = Settings.load(vllm_config.additional_config).layers
+        self.load_check = aside.attempt("checkpoint check", "auto", lambda: LoadCheck(vllm_config))
+        few = aside.attempt("layers", self.layers_wish, lambda: set_up(self, vllm_config))
+        self.few_tokens = few if aside.together("layers", few is not None) else None
+        self.is_prepared = False
+        aside.attempt("start-up line", "auto", announce.say)
 
     def forward(
         self,
@@ -47,39 +42,46 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
         inputs_embeds: Tensor | None = None,
     ) -> Any:
         """Hidden states [T, C] bf16 (or intermediate tensors, or with EAGLE3's auxiliary states), as upstream."""
-        if self.few_tokens is not None and self.few_tokens.takes(positions.shape[0]):
-            return self.few_tokens(input_ids, positions, intermediate_tensors, inputs_embeds)
+        if self.few_tokens is not None and self.few_tokens.could_take(positions.shape[0]):
+            out = self._few(input_ids, positions, intermediate_tensors, inputs_embeds)
+            if out is not None:
+                return out
+            self.few_tokens = None
         return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+    def _few(self, *step: Any) -> Any:
+        """The fused path's answer; None where it has found a reason to step aside, for good."""
+        few, wish = self.few_tokens, self.layers_wish
+        assert few is not None
+        if not self.is_prepared:
+            choice = aside.attempt("layers", wish, lambda: few.prepare(wish))
+            if not aside.together("layers", choice is not None):
+                return None
+            self.is_prepared = True
+        return aside.attempt("layers", wish, lambda: few(*step))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Loads as upstream does; a missing, cut or wrongly shaped tensor is a `CheckpointError` with its name."""
-        loaded: set[str] = super().load_weights(self.load_check(weights))
+        loaded: set[str] = super().load_weights(self.load_check(weights) if self.load_check else weights)
         return loaded
 
 
-def _choose(model: Any, config: Any) -> choose.Choice[str]:
-    """`gptoss` for the fused path, `upstream` otherwise.
+def set_up(model: Any, config: Any) -> FewTokens | None:
+    """The fused path, where it is chosen. Notes what was chosen for the start-up line.
 
     Raises:
-        SettingsError: `layers=gptoss` was asked for where it cannot run.
+        ChoiceError: `layers=gptoss` was asked for where it cannot run.
     """
-    wish = Settings.load(config.additional_config).layers
-    if wish == "upstream":
-        return choose.Choice("upstream", "asked for")
-    if why := few_tokens.obstacle(model, config):
-        if wish == "gptoss":
-            raise SettingsError(f"layers=gptoss cannot run here: {why}; use layers=auto")
-        return choose.Choice("upstream", why)
-    if wish == "auto" and (why := _never_run(config)):
-        return choose.Choice("upstream", f"never run by us with {why}; layers=gptoss tries it")
-    return choose.Choice("gptoss", f"fused kernels for steps of up to {few_tokens.MAX_TOKENS} tokens")
+    here = device.detect()
+    deployment = describe.built_model(describe.configuration(config), model)
+    choice = choose.layers(here, deployment, Settings.load(config.additional_config).layers)
+    announce.note("layers", choice)
+    announce.note("attention", choose.attention(here, deployment))
+    announce.note("KV cache", choose.kv_cache_dtype(here, deployment.kv_cache_dtype))
+    if choice.value != "gptoss":
+        return None
+    from vllm_gptoss.attention import sm90
 
-
-def _never_run(config: Any) -> str | None:
-    """What of this configuration the fused path was written for but has not been run with on a GPU."""
-    parallel = config.parallel_config
-    if parallel.tensor_parallel_size > 2 or parallel.pipeline_parallel_size > 1:
-        return "more than two GPUs, or a pipeline"
-    if config.speculative_config is not None and config.speculative_config.method not in ("ngram", "eagle3"):
-        return f"drafts by {config.speculative_config.method}"
-    return None
+    few = FewTokens(model, deployment)
+    sm90.plan_once(model)
+    return few

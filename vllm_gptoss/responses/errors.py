@@ -41,7 +41,13 @@ def not_found(kind: str, identifier: str, param: str | None = None) -> ApiError:
     return ApiError(message, param=param, code=f"{kind.lower().replace(' ', '_')}_not_found", status=404)
 
 
+def id_taken(identifier: str) -> ApiError:
+    """For a `request_id` that the client has used before."""
+    return ApiError(f"The id '{identifier}' is taken.", param="request_id", code="invalid_value")
+
+
 def store_failed(error: Exception) -> ApiError:
+    """A `StoreError` as the client hears it: 503."""
     return ApiError(str(error), code="store_failed", status=503, kind="server_error")
 
 
@@ -52,3 +58,7 @@ def internal(error: Exception) -> ApiError:
 
 class EngineError(Exception):
     """Generation failed through no fault of the request."""
+
+
+class RetiredKeyError(Exception):
+    """Sealed with a key that this server does not have (any more)."""

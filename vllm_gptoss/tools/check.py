@@ -12,16 +12,21 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_gptoss.tools.base import Namespace, SessionOptions, ToolCall, ToolError, ToolKind, ToolResult
-from vllm_gptoss.tools.browser.provider import BrowserProvider
 from vllm_gptoss.tools.config import ToolConfigError
-from vllm_gptoss.tools.mcp.provider import McpProvider
-from vllm_gptoss.tools.metrics import CountedProvider
+from vllm_gptoss.tools.protocol import (
+    Namespace,
+    SessionOptions,
+    ToolCall,
+    ToolError,
+    ToolKind,
+    ToolProvider,
+    ToolResult,
+)
 from vllm_gptoss.tools.server import ToolServer
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CheckRow:
     """What one tool did."""
 
     name: str
@@ -34,7 +39,7 @@ class Row:
     isolation: str = ""  # how the python tool holds programs, and what that means
 
 
-async def check_tools(spec: str) -> list[Row]:
+async def check_tools(spec: str) -> list[CheckRow]:
     """Starts the tools of `spec` and calls each once.
 
     Raises:
@@ -44,24 +49,23 @@ async def check_tools(spec: str) -> list[Row]:
         return list(await asyncio.gather(*(_row(provider) for provider in server.providers)))
 
 
-async def _row(provider: CountedProvider) -> Row:
+async def _row(provider: ToolProvider) -> CheckRow:
     namespace = next(iter(provider.namespaces()), None)
     if provider.unavailable or namespace is None:
-        return Row(provider.name, "?", "", "", 0.0, provider.unavailable or "it offers nothing")
+        return CheckRow(provider.name, "?", "", "", 0.0, provider.unavailable or "it offers nothing")
     tools = ", ".join(tool.name for tool in namespace.tools) or namespace.name
     began = time.monotonic()
     try:
         what, result = await _call(provider, namespace)
     except Exception as error:
-        return Row(namespace.name, namespace.kind, tools, "open", 0.0, f"{type(error).__name__}: {error}")
+        return CheckRow(namespace.name, namespace.kind, tools, "open", 0.0, f"{type(error).__name__}: {error}")
     seconds = time.monotonic() - began
     problem = f"{result.error.type}: {result.error.message}" if result and result.error else None
-    note = provider.inner.no_search if isinstance(provider.inner, BrowserProvider) else None
-    isolation = str(getattr(provider.inner, "tier", ""))
-    return Row(namespace.name, namespace.kind, tools, what, seconds, None if note else problem, note, isolation)
+    note, isolation = provider.note, provider.isolation
+    return CheckRow(namespace.name, namespace.kind, tools, what, seconds, None if note else problem, note, isolation)
 
 
-async def _call(provider: CountedProvider, namespace: Namespace) -> tuple[str, ToolResult | None]:
+async def _call(provider: ToolProvider, namespace: Namespace) -> tuple[str, ToolResult | None]:
     call = _harmless(provider, namespace)
     if call is None:
         return "listed (no tool is marked read-only and free of arguments; name one under `check`)", None
@@ -80,22 +84,20 @@ def _wrong(text: str) -> ToolError:
     return ToolError("tool_failed", f"expected 42, got {text[:80]!r}")
 
 
-def _harmless(provider: CountedProvider, namespace: Namespace) -> ToolCall | None:
+def _harmless(provider: ToolProvider, namespace: Namespace) -> ToolCall | None:
     if namespace.kind is ToolKind.PYTHON:
         return ToolCall("check", namespace.name, None, "print(6 * 7)")
     if namespace.kind is ToolKind.BROWSER:
         return ToolCall("check", namespace.name, "search", json.dumps({"query": "test", "topn": 1}))
-    inner = provider.inner
-    wanted = inner.config.check if isinstance(inner, McpProvider) else None
-    if wanted:
-        return ToolCall("check", namespace.name, str(wanted.get("tool")), json.dumps(wanted.get("arguments") or {}))
+    if trial := provider.trial():
+        return ToolCall("check", namespace.name, *trial)
     for tool in namespace.tools:
         if tool.annotations.get("readOnlyHint") and not (tool.parameters or {}).get("required"):
             return ToolCall("check", namespace.name, tool.name, "{}")
     return None
 
 
-def table(rows: list[Row]) -> Table:
+def table(rows: list[CheckRow]) -> Table:
     """The rows as a table for people."""
     view = Table("tool", "kind", "offers", "called", "seconds", "result", title="Tools")
     for row in rows:
@@ -124,7 +126,7 @@ def check(
         raise typer.Exit(2) from None
     if as_json:
         for row in rows:
-            typer.echo(json.dumps({name: getattr(row, name) for name in Row.__slots__}))
+            typer.echo(json.dumps({name: getattr(row, name) for name in CheckRow.__slots__}))
     else:
         Console().print(table(rows))
     if any(row.problem for row in rows):

@@ -62,6 +62,14 @@ class ToolsPlan:
     requests: RemoteConfig = field(default_factory=RemoteConfig)
     max_running_calls: int = 64
 
+    @property
+    def names(self) -> frozenset[str]:
+        """The names that the operator gave out: no server takes one of them by calling itself so."""
+        builtin = {"python": self.python, "browser": self.browser}
+        return frozenset(
+            [*(label for label, _ in self.mcp if label), *(n for n, tool in builtin.items() if tool is not None)]
+        )
+
 
 def parse_spec(spec: str, environ: Mapping[str, str] = os.environ) -> ToolsPlan:
     """The plan that `spec` describes.
@@ -95,18 +103,18 @@ def _add(plan: ToolsPlan, part: str) -> ToolsPlan:
         return _merge(plan, load(Path(part)), part)
     elif part.startswith("stdio:"):
         try:
-            servers.append(("", from_command(part.removeprefix("stdio:"))))
+            servers.append(("", from_command(part.removeprefix("stdio:"), kind="mcp")))
         except ValueError as error:
             raise ToolConfigError(f"{part!r}: {error}") from error
     elif part.startswith(("http://", "https://")):
-        servers.append(("", _checked(part, url=part)))
+        servers.append(("", _checked(part, url=part, kind="mcp")))
     else:
         servers.append(("", _host_and_port(part)))
     return ToolsPlan(python, browser, servers, plan.requests, plan.max_running_calls)
 
 
 def _host_and_port(part: str) -> McpServerConfig:
-    """Upstream's form: an MCP server over SSE at `http://host:port/sse`."""
+    """Upstream's form: an MCP server over SSE at `http://host:port/sse`. It alone may be `python` by its own word."""
     try:
         port = urlsplit(f"//{part}").port
     except ValueError:

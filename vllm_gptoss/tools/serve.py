@@ -27,7 +27,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 
-from vllm_gptoss.tools.base import (
+from vllm_gptoss.tools.config import ToolConfigError
+from vllm_gptoss.tools.gate import GatedProvider
+from vllm_gptoss.tools.protocol import (
     Content,
     Image,
     Namespace,
@@ -37,10 +39,8 @@ from vllm_gptoss.tools.base import (
     ToolKind,
     ToolResult,
 )
-from vllm_gptoss.tools.config import ToolConfigError
-from vllm_gptoss.tools.metrics import CountedProvider
 from vllm_gptoss.tools.server import ToolServer
-from vllm_gptoss.version import __version__
+from vllm_gptoss.tools.version import VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ _CODE = {"type": "object", "properties": {"code": {"type": "string"}}, "required
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def tool_server(provider: CountedProvider) -> Server[Any]:
+def tool_server(provider: GatedProvider) -> Server[Any]:
     """`provider`'s namespace as an MCP server, its state kept by `conversation`."""
     namespace = next(iter(provider.namespaces()))
 
@@ -73,7 +73,7 @@ def tool_server(provider: CountedProvider) -> Server[Any]:
 
     server: Server[Any] = Server(
         namespace.name,
-        version=__version__,
+        version=VERSION,
         instructions=namespace.description,
         on_list_tools=list_tools,
         on_call_tool=call_tool,
@@ -130,7 +130,7 @@ def _block(part: Content) -> types.TextContent | types.ImageContent:
     return types.TextContent(type="text", text=text)
 
 
-def http_app(providers: Sequence[CountedProvider], host: str) -> Starlette:
+def http_app(providers: Sequence[GatedProvider], host: str) -> Starlette:
     """Every tool over streamable HTTP and SSE. On the loopback, other Host and Origin headers are refused."""
     security = None
     if host in _LOOPBACK:
@@ -172,7 +172,7 @@ def _sse(server: Server[Any], prefix: str, security: TransportSecuritySettings |
     ]
 
 
-async def run_stdio(provider: CountedProvider) -> None:
+async def run_stdio(provider: GatedProvider) -> None:
     """Serves one tool on stdin and stdout until stdin ends."""
     server = tool_server(provider)
     async with stdio_server() as (read, write):

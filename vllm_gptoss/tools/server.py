@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -13,15 +12,15 @@ from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
-from vllm_gptoss.tools.base import Namespace, SessionOptions, ToolProvider
 from vllm_gptoss.tools.browser.guard import Guard, host_matches, literal
 from vllm_gptoss.tools.browser.page import estimate_tokens
 from vllm_gptoss.tools.browser.provider import BrowserProvider
 from vllm_gptoss.tools.config import ToolConfigError, ToolsPlan, first_problem, parse_spec
+from vllm_gptoss.tools.gate import GatedProvider, Slots
 from vllm_gptoss.tools.mcp.provider import McpProvider
 from vllm_gptoss.tools.mcp.settings import McpServerConfig, checked_headers
 from vllm_gptoss.tools.mcp.transport import Dialer
-from vllm_gptoss.tools.metrics import CountedProvider, CountedSession, Gate
+from vllm_gptoss.tools.protocol import Namespace, SessionOptions, ToolProvider, ToolSession
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +56,7 @@ class ToolServer:
     def __init__(self, providers: Sequence[ToolProvider], plan: ToolsPlan | None = None) -> None:
         self.plan = plan or ToolsPlan()
         limit = self.plan.max_running_calls
-        self._all = [CountedProvider(p, Gate(limit), backstop_s=_backstop(p)) for p in providers]
+        self._all = [GatedProvider(each, Slots(min(limit, each.at_once or limit))) for each in providers]
         self._reported: set[str] = set()
 
     @classmethod
@@ -70,10 +69,11 @@ class ToolServer:
         options = options or ToolServerOptions()
         environ = os.environ if options.environ is None else options.environ
         plan = parse_spec(spec, environ)
+        taken = plan.names
         providers: list[ToolProvider] = [
-            McpProvider(label, config, Dialer(config, environ=environ)) for label, config in plan.mcp
+            McpProvider(label, config, Dialer(config, environ=environ), taken=taken) for label, config in plan.mcp
         ]
-        # Last, so that a server called `python` or `browser` takes a built-in tool's place.
+        # Last, so that a server that the operator labels `python` or `browser` takes a built-in tool's place.
         if plan.python is not None:
             providers.append(_python(plan.python))
         if plan.browser is not None:
@@ -117,7 +117,7 @@ class ToolServer:
                 logger.error("tool %s did not close", provider.name, exc_info=error)
 
     @property
-    def providers(self) -> Sequence[CountedProvider]:
+    def providers(self) -> Sequence[GatedProvider]:
         """Every configured provider, available or not. Of two that offer one namespace, the first counts."""
         return self._all
 
@@ -133,30 +133,6 @@ class ToolServer:
                     logger.warning("two tools are called %s; the first configured server is used", namespace.name)
         return list(found.values())
 
-    def lookup(self, name: str) -> CountedProvider | None:
-        """The provider of the namespace `name`: an available one if there is any."""
-        having = [p for p in self._all if name == p.name or name in (n.name for n in p.namespaces())]
-        return next((p for p in having if not p.unavailable), having[0] if having else None)
-
-    async def open(self, name: str, conversation_id: str, options: SessionOptions) -> CountedSession:
-        """The tool `name` as the conversation sees it.
-
-        Raises:
-            KeyError: no tool has that name.
-        """
-        provider = self.lookup(name)
-        if provider is None:
-            raise KeyError(f"no tool is called {name}; there are: {', '.join(p.name for p in self._all)}")
-        return await provider.open(conversation_id, options)
-
-    async def forget(self, conversation_id: str) -> None:
-        """Drops what every tool keeps for the conversation: pages, variables, files."""
-        for provider in self._all:
-            forget = getattr(provider.inner, "forget", None)
-            dropped = forget(conversation_id) if forget else None
-            if inspect.isawaitable(dropped):
-                await dropped
-
     def offers(self) -> list[Offer]:
         """Every configured tool, with what it offers or why it is off."""
         rows = []
@@ -167,7 +143,7 @@ class ToolServer:
             rows.append(Offer(provider.name, kind, tools or [provider.name], provider.unavailable))
         return rows
 
-    async def remote(self, tool: Mapping[str, Any]) -> CountedProvider:
+    async def remote(self, tool: Mapping[str, Any]) -> GatedProvider:
         """The MCP server that a request's `mcp` tool names by `server_url`, connected; the caller closes it.
 
         `authorization` and `headers` live in this provider alone and end with it.
@@ -197,7 +173,7 @@ class ToolServer:
         )
         dialer = Dialer(config, guard, headers, environ={})
         inner = McpProvider(str(tool.get("server_label") or ""), config, dialer)
-        provider = CountedProvider(inner, backstop_s=_backstop(inner), public=False)
+        provider = GatedProvider(inner, public=False)
         try:
             await provider.start()
         except BaseException:
@@ -228,13 +204,6 @@ class ToolServer:
         )
 
 
-def _backstop(provider: ToolProvider) -> float:
-    """Seconds after which a call is given up whatever the tool says: the tool's own limits and half a minute."""
-    settings: Any = getattr(provider, "options", None) or getattr(provider, "config", None)
-    names = ("timeout_s", "queue_s", "start_timeout_s", "connect_timeout_s", "interrupt_grace_s")
-    return 30.0 + sum(float(getattr(settings, name, 0.0)) for name in names) if settings else 120.0
-
-
 def _python(options: Mapping[str, Any]) -> ToolProvider:
     """The python tool, or a stand-in that says why there is none.
 
@@ -251,21 +220,18 @@ def _python(options: Mapping[str, Any]) -> ToolProvider:
         raise ToolConfigError(first_problem(error, "python")) from error
 
 
-class _Missing:
+class _Missing(ToolProvider):
     """A configured tool that cannot be there."""
+
+    name = ""
+    unavailable: str | None = None
 
     def __init__(self, name: str, reason: str) -> None:
         self.name = name
-        self.unavailable: str | None = reason
-
-    async def start(self) -> None:
-        return None
+        self.unavailable = reason
 
     def namespaces(self) -> Sequence[Namespace]:
         return ()
 
-    async def open(self, conversation_id: str, options: SessionOptions) -> Any:
+    async def open(self, conversation_id: str, options: SessionOptions) -> ToolSession:
         raise RuntimeError(self.unavailable)
-
-    async def aclose(self) -> None:
-        return None

@@ -15,10 +15,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from tests.tools.servers import running
-from vllm_gptoss.tools.base import SessionOptions, ToolCall, ToolResult
+from tests.support.servers import running
 from vllm_gptoss.tools.browser.backends import API_BACKENDS, BackendError
 from vllm_gptoss.tools.browser.provider import BrowserConfig, BrowserProvider, choose_backend
+from vllm_gptoss.tools.protocol import SessionOptions, ToolCall, ToolResult
 
 KEY = "sk-very-secret"
 QUERY = "pump curves"

@@ -13,7 +13,7 @@ import httpx2
 import pytest
 
 from vllm_gptoss.tools.browser.backends import API_BACKENDS, BackendError
-from vllm_gptoss.tools.browser.fetch import Fetcher, FetchError, Limits
+from vllm_gptoss.tools.browser.fetch import Fetcher, FetchError, FetchLimits
 from vllm_gptoss.tools.browser.guard import DeniedError, Guard, GuardedTransport, check_scheme, refusal
 from vllm_gptoss.tools.mcp.transport import GuardedTransport2
 
@@ -54,7 +54,7 @@ def fetcher(
     names: dict[str, list[list[str]]], pages: dict[str, httpx.Response | str], **options: bool
 ) -> tuple[Fetcher, Wire]:
     wire = Wire(pages)
-    return Fetcher(Guard(resolver=Names(names)), Limits(max_bytes=10_000), transport=wire, **options), wire
+    return Fetcher(Guard(resolver=Names(names)), FetchLimits(max_bytes=10_000), transport=wire, **options), wire
 
 
 @pytest.mark.parametrize(

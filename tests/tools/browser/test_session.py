@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from vllm_gptoss.tools.base import BrowserAction, SessionOptions, Source, ToolCall, ToolResult
+from vllm_gptoss.tools.browser.page import Link, Page
 from vllm_gptoss.tools.browser.provider import BrowserConfig, BrowserProvider
 from vllm_gptoss.tools.browser.session import BrowserSession
+from vllm_gptoss.tools.browser.state import State
+from vllm_gptoss.tools.protocol import BrowserAction, SessionOptions, Source, ToolCall, ToolResult
 
 DOCUMENTS = Path(__file__).parent / "documents"
 DAM = "https://dams.example/velmora"
@@ -158,8 +160,6 @@ async def test_pages_belong_to_one_conversation_and_outlive_a_response() -> None
     assert other.source(0) is None
     again = await provider.open("alice", SessionOptions())
     assert (await do(again, "find", pattern="87")).text.startswith("[1] Find results")
-    provider.forget("alice")
-    assert (await provider.open("alice", SessionOptions())).source(0) is None
     await provider.aclose()
 
 
@@ -237,6 +237,40 @@ async def test_a_long_conversation_keeps_citations_and_bounds_memory(monkeypatch
     assert "too long ago" in (await do(session, "find", cursor=0, pattern="x")).text
     assert (await do(session, "find", cursor=5, pattern="87")).error is None
     await provider.aclose()
+
+
+async def test_pages_of_all_conversations_have_a_limit_together(tmp_path: Path) -> None:
+    """Of whoever holds most, the longest unused loses its pages first; what the model looks at is fetched again."""
+    (tmp_path / "long.txt").write_text("word " * 60_000)
+    provider = BrowserProvider(BrowserConfig(documents=tmp_path, cache_mib=8), environ={})
+    await provider.start()
+
+    async def open_page(owner: str, conversation: str) -> None:
+        session = await provider.open(conversation, SessionOptions(owner=owner))
+        assert (await do(session, "open", id="file:///long.txt")).error is None
+        await session.aclose()
+
+    await open_page("modest", "m")
+    for number in range(30):
+        await open_page("greedy", f"g{number}")
+    assert sum(state.size for state in provider._states.values()) <= 8 << 20
+    assert provider._states["m"].dropped == 0
+    assert provider._states["g0"].dropped == 1
+    assert provider._states["g29"].dropped == 0
+    session = await provider.open("g0", SessionOptions(owner="greedy"))
+    assert (await do(session, "find", pattern="word")).error is None
+    await session.aclose()
+    await provider.aclose()
+
+
+async def test_links_count_as_text_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_gptoss.tools.browser.state.MAX_BYTES", 1 << 20)
+    state = State()
+    for number in range(4):
+        links = [Link(f"http://a.example/{number}/" + "x" * 8000, "l") for _ in range(100)]
+        state.add(Page(f"http://a.example/{number}", "t", "short", links))
+    assert state.dropped == 3
+    assert state.size < 1 << 20
 
 
 async def test_a_missing_folder_turns_the_tool_off_with_the_reason(tmp_path: Path) -> None:

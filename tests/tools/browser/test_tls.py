@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from tests.tools.servers import running
+from tests.support.servers import running
 from vllm_gptoss.tools.browser.fetch import Fetcher
 from vllm_gptoss.tools.browser.guard import Guard, GuardedTransport
 from vllm_gptoss.tools.mcp.provider import McpProvider

@@ -16,13 +16,13 @@ import pytest
 from fastapi import FastAPI
 from mcp.server.mcpserver import MCPServer
 
-from tests.tools.servers import EXAMPLE, example, running
+from tests.support.servers import EXAMPLE, example, running, session_of
 from vllm_gptoss.harmony.tokens import encoding
-from vllm_gptoss.responses.config import ResponsesConfig
 from vllm_gptoss.responses.endpoint import ResponsesEndpoint
-from vllm_gptoss.responses.engine import ReplayEngine
-from vllm_gptoss.responses.toolset import Providers, needs_approval
-from vllm_gptoss.tools.base import SessionOptions, ToolCall
+from vllm_gptoss.responses.options import ResponsesOptions
+from vllm_gptoss.responses.prompt.toolset import Providers, needs_approval
+from vllm_gptoss.responses.run.engine import ReplayEngine
+from vllm_gptoss.tools.protocol import ToolCall
 from vllm_gptoss.tools.server import ToolServer, ToolServerOptions
 
 DOCUMENTS = Path(__file__).parent.parent / "browser" / "documents"
@@ -52,7 +52,7 @@ def final(text: str) -> str:
 
 @asynccontextmanager
 async def api(model: Model, tools: ToolServer, store: str = "off") -> AsyncIterator[httpx.AsyncClient]:
-    endpoint = ResponsesEndpoint(ResponsesConfig(store=store))
+    endpoint = ResponsesEndpoint(ResponsesOptions(store=store))
     app = FastAPI()
     endpoint.attach_router(app)
     async with tools:
@@ -279,7 +279,7 @@ async def test_a_client_that_leaves_stops_the_call_on_the_server(streams: bool, 
     note = f"left-{streams}"
     tools = ToolServer.from_spec(url, ToolServerOptions(environ={}))
     async with api(Model(call("example.hang", json.dumps({"note": note})), final("Never.")), tools) as client:
-        session = await tools.open("example", "other", SessionOptions())
+        session = await session_of(tools, "example", "other")
 
         async def noted() -> str:
             return (await session.call(ToolCall("1", "example", "seen", json.dumps({"note": note})))).text

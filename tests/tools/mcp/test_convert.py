@@ -5,8 +5,8 @@ from __future__ import annotations
 import mcp_types as types
 import pytest
 
-from vllm_gptoss.tools.base import Text
 from vllm_gptoss.tools.mcp.convert import to_result
+from vllm_gptoss.tools.protocol import Text
 
 
 @pytest.mark.parametrize("data", ["a", "\x80", "*"])

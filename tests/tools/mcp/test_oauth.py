@@ -19,11 +19,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tests.tools.servers import running
-from vllm_gptoss.tools.base import SessionOptions, ToolCall
+from tests.support.servers import running
 from vllm_gptoss.tools.mcp.provider import McpProvider
 from vllm_gptoss.tools.mcp.settings import McpServerConfig
 from vllm_gptoss.tools.mcp.transport import Dialer
+from vllm_gptoss.tools.protocol import SessionOptions, ToolCall
 
 ENVIRON = {"ID": "client-1", "SECRET": "s3cret"}
 
@@ -161,6 +161,27 @@ async def test_refused_credentials_turn_the_tool_off_and_go_nowhere_else(wrong: 
         assert issuer.issued == []
         assert issuer.refused == (1 if wrong == "secret" else 0)  # credentials of another issuer are not sent at all
         await vault.aclose()
+
+
+async def test_a_401_makes_us_ask_nobody_but_the_server_and_its_issuer() -> None:
+    asked: list[str] = []
+
+    async def inside(request: Request) -> Response:
+        asked.append(f"{request.method} {request.url.path}")
+        return JSONResponse({"resource": f"{request.base_url}mcp", "authorization_servers": [str(request.base_url)]})
+
+    async with running(Starlette(routes=[Route("/{path:path}", inside, methods=["GET", "POST"])])) as elsewhere:
+
+        async def refuse(request: Request) -> Response:
+            where = f'Bearer resource_metadata="{elsewhere}/latest/meta-data"'
+            return JSONResponse({}, 401, {"WWW-Authenticate": where})
+
+        async with running(Starlette(routes=[Route("/{path:path}", refuse, methods=["GET", "POST"])])) as url:
+            vault = provider(f"{url}/mcp", "http://127.0.0.1:1/", ENVIRON)
+            await vault.start()
+            assert asked == []
+            assert "not its issuer's" in str(vault.unavailable)
+            await vault.aclose()
 
 
 async def test_a_refresh_token_opens_it_too_and_its_replacements_are_kept(caplog: pytest.LogCaptureFixture) -> None:

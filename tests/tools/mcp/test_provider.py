@@ -17,12 +17,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tests.tools.mcp.example_server import PNG, build
-from tests.tools.servers import EXAMPLE, example, running
-from vllm_gptoss.tools.base import Image, SessionOptions, Text, ToolCall, ToolKind, ToolResult
+from tests.support.example_server import PNG, build
+from tests.support.servers import EXAMPLE, example, running
 from vllm_gptoss.tools.mcp.provider import McpProvider, McpSession, namespace_name, tool_names
 from vllm_gptoss.tools.mcp.settings import LABEL, McpServerConfig
 from vllm_gptoss.tools.mcp.transport import Dialer
+from vllm_gptoss.tools.protocol import Image, SessionOptions, Text, ToolCall, ToolKind, ToolResult
 
 TRANSPORTS = ["stdio", "sse", "streamable_http"]
 
@@ -345,7 +345,8 @@ async def test_a_tool_whose_name_the_model_cannot_write_is_offered_under_one_it_
     ("said", "name"),
     [
         ("my server!", "my_server"), ("functions", "mcp_functions"), ("assistant", "mcp_assistant"), ("3d", "mcp_3d"),
-        ("\u30c4\u30fc\u30eb", "mcp"), ("", "mcp"), ("python", "python"), ("x" * 300, "x" * 128), ("-a-", "mcp_-a-"),
+        ("\u30c4\u30fc\u30eb", "mcp"), ("", "mcp"), ("python", "mcp_python"),
+        ("x" * 300, "x" * 128), ("-a-", "mcp_-a-"),
         ("a<|end|>b", "a_end_b"), ("git.hub", "git_hub"),
     ],
 )  # fmt: skip

@@ -11,15 +11,14 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from tests.tools.servers import example, running
-from vllm_gptoss.tools.base import SessionOptions, ToolCall, ToolResult
+from tests.support.servers import example, running
 from vllm_gptoss.tools.config import RemoteConfig, ToolsPlan
 from vllm_gptoss.tools.mcp.provider import McpProvider
-from vllm_gptoss.tools.metrics import CountedSession
+from vllm_gptoss.tools.protocol import SessionOptions, ToolCall, ToolResult, ToolSession
 from vllm_gptoss.tools.server import NotAllowedError, ToolServer
 
 
-async def do(session: CountedSession, namespace: str, tool: str | None, arguments: str) -> ToolResult:
+async def do(session: ToolSession, namespace: str, tool: str | None, arguments: str) -> ToolResult:
     return await session.call(ToolCall("call_1", namespace, tool, arguments))
 
 

@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from vllm_gptoss.tools.base import SessionOptions, ToolCall, ToolResult
-from vllm_gptoss.tools.python import PythonOptions, PythonProvider
+from tests.support.notebooks import started
+from vllm_gptoss.tools.protocol import ToolResult
+from vllm_gptoss.tools.python import PythonProvider
 
 Run = Callable[..., Awaitable[ToolResult]]
-
-
-async def run_in(provider: PythonProvider, code: str, conversation: str = "") -> ToolResult:
-    session = await provider.open(conversation or secrets.token_hex(4), SessionOptions())
-    try:
-        return await session.call(ToolCall("call", "python", None, code))
-    finally:
-        await session.aclose()
-
-
-async def started(**options: object) -> PythonProvider:
-    provider = PythonProvider(PythonOptions.model_validate(options))
-    await provider.start()
-    assert provider.unavailable is None, provider.unavailable
-    return provider
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from vllm_gptoss.tools.base import File, Image, SessionOptions, Text, ToolCall
+from tests.support.notebooks import run_in, started
+from vllm_gptoss.tools.protocol import File, Image, SessionOptions, Text, ToolCall
 from vllm_gptoss.tools.python import PythonOptions, PythonProvider
-
-from .conftest import run_in, started
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "security.md"
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
 
 
 async def test_prompt_says_what_the_model_was_trained_on(provider: PythonProvider) -> None:

@@ -15,14 +15,13 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.conftest import CACHE
-from vllm_gptoss.tools.base import File, Image
+from tests.support.notebooks import run_in, started
+from tests.support.places import CACHE
 from vllm_gptoss.tools.check import check_tools
+from vllm_gptoss.tools.protocol import File, Image
 from vllm_gptoss.tools.python import PythonOptions, PythonProvider
 from vllm_gptoss.tools.sandbox import interpreter, portable
 from vllm_gptoss.tools.sandbox.launcher import SandboxError
-
-from .conftest import run_in, started
 
 ROOT = Path(__file__).resolve().parents[3]
 OPTIONS = {
@@ -241,7 +240,7 @@ async def test_everything_is_gone_when_the_provider_closes() -> None:
 
 SERVER = """
 import asyncio, sys
-from tests.tools.python.conftest import run_in, started
+from tests.support.notebooks import run_in, started
 async def main():
     provider = await started(launcher='portable', warm=0)
     await run_in(provider, 'open("/mnt/data/left", "w").write("x")', 'c')
@@ -297,7 +296,7 @@ WITHOUT_NAMESPACES = """
 import asyncio, logging, os, sys
 from vllm_gptoss.tools.sandbox import linux
 from vllm_gptoss.tools.python import PythonOptions, PythonProvider
-from tests.tools.python.conftest import run_in
+from tests.support.notebooks import run_in
 logging.basicConfig(format='%(message)s', stream=sys.stdout)
 uid, gid = os.getuid(), os.getgid()
 linux.unshare(linux.CLONE_NEWUSER)
@@ -314,6 +313,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.namespaces
 async def test_it_is_chosen_where_nobody_may_make_namespaces(provider: PythonProvider) -> None:
     """In a user namespace that allows no further one, as a hardened host would."""
     done = await asyncio.to_thread(
@@ -326,14 +326,16 @@ async def test_it_is_chosen_where_nobody_may_make_namespaces(provider: PythonPro
     assert "namespaces: OSError: [Errno 28] unshare" in line
 
 
+@pytest.mark.namespaces
 async def test_it_is_not_chosen_where_namespaces_work() -> None:
     provider = await started(warm=0, preload=[])
     try:
-        assert provider.tier.startswith(("namespaces: ", "bubblewrap: "))
+        assert provider.isolation.startswith(("namespaces: ", "bubblewrap: "))
     finally:
         await provider.aclose()
 
 
+@pytest.mark.namespaces
 async def test_a_wrong_option_is_not_covered_up_by_another_tier() -> None:
     provider = PythonProvider(PythonOptions(packages=("sklearn", "surely_not_installed"), preload=(), warm=0))
     await provider.start()

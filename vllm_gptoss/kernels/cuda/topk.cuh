@@ -5,7 +5,8 @@ __device__ __forceinline__ u32 ordered(float f) {
   const u32 u = __float_as_uint(f);
   return u ^ ((u >> 31) ? 0xffffffffu : 0x80000000u);
 }
-// One warp: the PICKS largest of 32 * EACH logits, lane * EACH + i in f[i] (lower index wins a tie), softmax over them.
+// One warp: the PICKS largest of 32 * EACH logits, lane * EACH + i in f[i] (lower index wins a
+// tie), softmax over them.
 template <int EACH, int PICKS>
 __device__ __forceinline__ void choose(const float (&f)[EACH], float* weights, int* ids, int lane) {
   float top = 0.f, sum = 0.f, mine = 0.f;
@@ -15,9 +16,16 @@ __device__ __forceinline__ void choose(const float (&f)[EACH], float* weights, i
   for (int i = 0; i < EACH; ++i) v[i] = ordered(f[i]);
 #pragma unroll
   for (int k = 0; k < PICKS; ++k) {
-    u32 best = v[0]; float value = f[0]; int at = 0;
+    u32 best = v[0];
+    float value = f[0];
+    int at = 0;
 #pragma unroll
-    for (int i = 1; i < EACH; ++i) if (v[i] > best) { best = v[i]; value = f[i]; at = i; }
+    for (int i = 1; i < EACH; ++i)
+      if (v[i] > best) {
+        best = v[i];
+        value = f[i];
+        at = i;
+      }
     const u32 most = __reduce_max_sync(~0u, best);
     const int owner = __ffs(__ballot_sync(~0u, best == most)) - 1;
     value = __shfl_sync(~0u, value, owner);
@@ -25,9 +33,16 @@ __device__ __forceinline__ void choose(const float (&f)[EACH], float* weights, i
     if (k == 0) top = value;
     const float e = __expf(value - top);
     sum += e;
-    if (lane == k) { mine = e; id = owner * EACH + at; }
+    if (lane == k) {
+      mine = e;
+      id = owner * EACH + at;
+    }
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) if (lane == owner && i == at) v[i] = 0;
+    for (int i = 0; i < EACH; ++i)
+      if (lane == owner && i == at) v[i] = 0;
   }
-  if (lane < PICKS) { weights[lane] = mine / sum; ids[lane] = id; }
+  if (lane < PICKS) {
+    weights[lane] = mine / sum;
+    ids[lane] = id;
+  }
 }

@@ -46,8 +46,15 @@ class DeniedError(Exception):
 
 
 async def system_resolver(host: str, port: int) -> Sequence[str]:
-    """The addresses that the operating system gives for `host`."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    """The addresses that the operating system gives for `host`.
+
+    Raises:
+        OSError: it gives none, or `host` is no name that it could be asked for.
+    """
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # an empty label, or one over 63 characters
+        raise OSError(f"no host's name: {error}") from error
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
@@ -178,7 +185,7 @@ def check_scheme(url: str) -> None:
     """
     try:
         parts = urlsplit(url)
-        host, _, _ = parts.hostname, parts.port, httpx.URL(url)
+        host, _, _ = parts.hostname, parts.port, httpx.URL(url).host  # which decodes `xn--` or raises UnicodeError
     except (ValueError, httpx.InvalidURL) as error:
         raise DeniedError(f"not a valid URL: {error}") from None
     if parts.scheme not in ("http", "https"):
@@ -198,8 +205,8 @@ async def send_judged(guard: Guard, request: Any, inner: Any, unreachable: Seque
         DeniedError: the address must not be reached; nothing was sent.
     """
     url = request.url
-    host, port = url.host, url.port or (443 if url.scheme == "https" else 80)
     check_scheme(str(url))
+    host, port = url.host, url.port or (443 if url.scheme == "https" else 80)
     try:
         addresses = await guard.addresses(host, port)
     except OSError as error:
@@ -272,6 +279,7 @@ class GuardedTransport(httpx.AsyncBaseTransport):
         Raises:
             DeniedError: the address must not be reached; nothing was sent.
         """
+        check_scheme(str(request.url))
         proxy = proxy_of(request.url.scheme, request.url.host) if self._use_proxies else None
         if proxy is None:
             response: httpx.Response = await send_judged(self._guard, request, self._inner, _UNREACHABLE)

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urljoin, urlsplit
 
 from bs4 import BeautifulSoup, Comment, Tag, XMLParsedAsHTMLWarning
+from bs4.element import NavigableString
 from markdown_it import MarkdownIt
 from markdownify import MarkdownConverter
 
@@ -18,6 +19,10 @@ from vllm_gptoss.tools.browser.page import Link, Page, domain_of, link_text, neu
 
 MAX_CHARS = 1_000_000
 """Longer documents are cut: parsing is Python and holds a worker thread, 2.3 s for a million characters."""
+
+MAX_LINKS = 10_000
+MAX_URL = 8192
+"""What follows of a page's links is only text. Each link may be as long as the page's base and itself together."""
 
 warnings.filterwarnings("ignore", category=XMLParsedAsHTMLWarning)  # XHTML is read as HTML, and well enough
 
@@ -27,8 +32,10 @@ _DROPPED = ["script", "style", "noscript", "template", "svg", "math", "iframe", 
 _HIDDEN = re.compile(r"display:\s*none|visibility:\s*hidden", re.IGNORECASE)
 _UNNAMED_IMAGES = re.compile(r"(\[Image \d+\] ?)+")
 _SCRIPT = re.compile(r"[\w-]+")
-_BLANKS = re.compile(r"\n(?:[ \t]*\n)+")
-_TRAILING = re.compile(r"[ \t]+$", re.MULTILINE)
+_NUMBERS = ("start", "colspan", "rowspan")
+_NUMBER = re.compile(r"[0-9]{1,4}")
+_BLANKS = re.compile(r"\n{2,}")
+_SPACES = re.compile(r"[\t ]{2,}")
 
 
 class PageError(Exception):
@@ -56,6 +63,11 @@ class _Converter(MarkdownConverter):  # type: ignore[misc]
     def process_text(self, el: Any, parent_tags: set[str] | None = None) -> str:
         """Text nodes, with entities already decoded: brackets become neutral, line breaks outside `pre` are spaces."""
         parent: Any = super()
+        if "pre" not in (parent_tags or ()) and _SPACES.search(el):
+            # markdownify looks for a line break behind every blank of a run: quadratic. One blank shows the same.
+            short = NavigableString(_SPACES.sub(" ", el))
+            el.replace_with(short)
+            el = short
         text = neutral(parent.process_text(el, parent_tags=parent_tags))
         return text if "pre" in (parent_tags or ()) or not text.strip() else text.replace("\n", " ")
 
@@ -66,7 +78,7 @@ class _Converter(MarkdownConverter):  # type: ignore[misc]
         if not label or not href or href.startswith("#") or _UNNAMED_IMAGES.fullmatch(label):
             return text
         target = _absolute(self.base, href)
-        if target is None:
+        if target is None or len(self.links) >= MAX_LINKS:
             return text
         number = self._numbers.setdefault(target, len(self.links))
         if number == len(self.links):
@@ -89,6 +101,8 @@ class _Converter(MarkdownConverter):  # type: ignore[misc]
 
 
 def _absolute(base: str, href: str) -> str | None:
+    if len(base) + len(href) > MAX_URL:
+        return None
     try:
         target = urljoin(base, href)
         scheme = urlsplit(target).scheme
@@ -105,6 +119,10 @@ def _prune(soup: BeautifulSoup) -> None:
     for tag in soup.find_all(_is_hidden):
         if not tag.decomposed:
             tag.decompose()
+    for tag in soup.find_all(["ol", "td", "th"]):
+        for name in _NUMBERS:  # markdownify takes `²`, which is no int, for one, and any length
+            if tag.has_attr(name) and not _NUMBER.fullmatch(str(tag[name])):
+                del tag[name]
 
 
 def _is_hidden(tag: Any) -> bool:
@@ -126,8 +144,13 @@ def _title(soup: BeautifulSoup, url: str) -> str:
 
 
 def tidy(text: str) -> str:
-    """`text` without trailing blanks or runs of empty lines."""
-    return _BLANKS.sub("\n\n", _TRAILING.sub("", text)).strip()
+    """`text` without trailing blanks or runs of empty lines; `[ \\t]+$` would be quadratic in a run of blanks."""
+    return _BLANKS.sub("\n\n", "\n".join(line.rstrip(" \t") for line in text.split("\n"))).strip()
+
+
+def cut_text(text: str) -> str:
+    """`text` up to `MAX_CHARS`, with a note where that is not all."""
+    return text if len(text) <= MAX_CHARS else text[:MAX_CHARS] + _CUT
 
 
 def with_url(url: str, text: str) -> str:

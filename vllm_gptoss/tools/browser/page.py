@@ -10,7 +10,7 @@ import re
 import textwrap
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from urllib.parse import quote, unquote, urlsplit
 
 WIDTH = 80
@@ -62,6 +62,13 @@ class Page:
     def lines(self) -> list[str]:
         """The display lines, without their numbers."""
         return [line for line, _ in self.wrapped]
+
+
+def under_url(page: Page) -> Page:
+    """`page` under the `URL:` line that opens every page gpt-oss was trained on. Wraps only that line anew."""
+    head = [*wrap(f"\nURL: {page.url}")]
+    text = f"\nURL: {page.url}\n{page.text}"
+    return replace(page, text=text, _cache={"lines": [*head, *page.wrapped]})
 
 
 def neutral(text: str) -> str:
@@ -123,6 +130,7 @@ class Viewer:
         end = self._end(lines, start, num_lines)
         body = "\n".join(f"L{start + i}: {line}" for i, line in enumerate(lines[start:end]))
         title = page.title + (f" ({shorten(unquote(page.url))})" if page.url else "")
+        title = " ".join(neutral(title).split())  # a line break in it would forge a display, brackets a citation
         return f"[{cursor}] {title}\n**viewing lines [{start} - {end - 1}] of {len(lines) - 1}**\n\n{body}"
 
     def _end(self, lines: Sequence[str], start: int, num_lines: int) -> int:
@@ -207,5 +215,6 @@ __all__ = [
     "neutral",
     "shorten",
     "strip_links",
+    "under_url",
     "wrap",
 ]

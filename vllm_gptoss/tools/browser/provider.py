@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,14 +13,14 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
-from vllm_gptoss.harmony.builtin import BROWSER
-from vllm_gptoss.tools.base import Namespace, SessionOptions, ToolDefinition, ToolKind
 from vllm_gptoss.tools.browser.backends import API_BACKENDS, ApiBackend, Backend, BackendError, Offline
-from vllm_gptoss.tools.browser.fetch import AGENT, Fetcher, Limits
+from vllm_gptoss.tools.browser.fetch import AGENT, Fetcher, FetchLimits
 from vllm_gptoss.tools.browser.guard import Guard, host_entry
 from vllm_gptoss.tools.browser.page import Viewer, estimate_tokens
 from vllm_gptoss.tools.browser.session import BrowserSession, Places
 from vllm_gptoss.tools.browser.state import State
+from vllm_gptoss.tools.confined import ConfinedError, pool
+from vllm_gptoss.tools.protocol import BROWSER, Namespace, SessionOptions, ToolProvider
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class BrowserConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    backend: Literal["auto", "offline", "fetch", "searxng", "brave", "tavily", "exa", "youcom"] = "auto"
+    backend: str = "auto"
     documents: Path | None = Field(
         default=None, description="folder of html, md, txt and pdf files that the model may search"
     )
@@ -50,6 +50,14 @@ class BrowserConfig(BaseModel):
     timeout_s: float = Field(default=20.0, gt=0)
     idle_s: float = Field(default=3600.0, gt=0, description="when a conversation's pages are forgotten")
     max_conversations: int = Field(default=1000, gt=0)
+    cache_mib: int = Field(default=1024, gt=0, description="what the pages of all conversations may take together")
+
+    @field_validator("backend")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in (known := ("auto", "offline", "fetch", *API_BACKENDS)):
+            raise ValueError(f"there is no backend {name!r}, only {', '.join(known)}")
+        return name
 
     @field_validator("allow_hosts")
     @classmethod
@@ -67,10 +75,11 @@ def choose_backend(config: BrowserConfig, environ: Mapping[str, str]) -> str:
     return "offline"
 
 
-class BrowserProvider:
-    """Implements `tools.base.ToolProvider`. `count_tokens` is the model's tokenizer, if the server has it at hand."""
+class BrowserProvider(ToolProvider):
+    """Pages from the web and from a folder. `count_tokens` is the model's tokenizer, if the server has it at hand."""
 
-    name = "browser"
+    name = BROWSER.name
+    unavailable: str | None = "not started"
 
     def __init__(
         self,
@@ -89,8 +98,6 @@ class BrowserProvider:
         self._fetcher = fetcher or self._make_fetcher()
         self._states: OrderedDict[str, State] = OrderedDict()
         self._open: dict[str, int] = {}
-        self._namespace = _namespace()
-        self.unavailable: str | None = "not started"
 
     def _make_web(self, environ: Mapping[str, str]) -> ApiBackend | None:
         cls = API_BACKENDS.get(self.backend)
@@ -104,12 +111,12 @@ class BrowserProvider:
         config = self._config
         if config.open_with != "fetch":
             return None
-        limits = Limits(max_bytes=config.max_bytes, timeout_s=config.timeout_s)
+        limits = FetchLimits(max_bytes=config.max_bytes, timeout_s=config.timeout_s)
         guard = Guard(config.allow_hosts)
         return Fetcher(guard, limits, agent=config.user_agent, respect_robots=config.respect_robots)
 
     @property
-    def no_search(self) -> str | None:
+    def note(self) -> str | None:
         """Why `search` finds nothing here though `open` works, or None."""
         if self._web or self._index:
             return None
@@ -119,6 +126,11 @@ class BrowserProvider:
     async def start(self) -> None:
         """Indexes the documents and checks the backend; `unavailable` says what is missing."""
         self.unavailable = None
+        try:
+            await pool().start()
+        except ConfinedError as error:
+            self.unavailable = f"no process can be had that reads pages: {error}"
+            return
         backends: Sequence[Backend | None] = (self._index, self._web)
         for backend in backends:
             if backend is None:
@@ -138,19 +150,16 @@ class BrowserProvider:
 
     def namespaces(self) -> Sequence[Namespace]:
         """`browser`, as gpt-oss was trained on it."""
-        return (self._namespace,)
+        return (BROWSER,)
 
     async def open(self, conversation_id: str, options: SessionOptions) -> BrowserSession:
         """The browser of `conversation_id`; an empty id gets one of its own that ends with the session."""
         viewer = Viewer(_VIEW_TOKENS.get(options.search_context_size, 1024), self._count)
         places = Places(self._web, self._index, self._fetcher)
-        state = self._state(conversation_id, [call["recall"] for call in options.past if _is_display(call)])
+        past = [call["recall"] for call in options.past if _is_display(call)]
+        state = self._state(conversation_id, past, options.owner)
         close = partial(self._closed, conversation_id) if conversation_id else (lambda: None)
-        return BrowserSession(self._namespace, places, viewer, state, options, close)
-
-    def forget(self, conversation_id: str) -> None:
-        """Drops a conversation's pages."""
-        self._states.pop(conversation_id, None)
+        return BrowserSession(BROWSER, places, viewer, state, options, close)
 
     async def aclose(self) -> None:
         """Closes backends and connections, and forgets every conversation."""
@@ -159,11 +168,12 @@ class BrowserProvider:
                 await part.aclose()
         self._states.clear()
 
-    def _state(self, conversation_id: str, past: Sequence[Mapping[str, Any]]) -> State:
+    def _state(self, conversation_id: str, past: Sequence[Mapping[str, Any]], owner: str) -> State:
         if not conversation_id:
             return State()
         self._evict()
-        kept = self._states.get(conversation_id, State())
+        self._keep_memory()
+        kept = self._states.get(conversation_id, State(owner=owner))
         self._states[conversation_id] = state = kept.agreeing(past)
         if state is not kept:
             logger.info("browser: a conversation's pages were shown by another process; they are opened anew on demand")
@@ -180,6 +190,30 @@ class BrowserProvider:
             self._open.pop(conversation_id, None)
         if state := self._states.get(conversation_id):
             state.used_at = time.monotonic()
+        self._keep_memory()
+
+    def _keep_memory(self) -> None:
+        """Of whoever holds most, the longest unused conversation loses its oldest displays first."""
+        held: Counter[str] = Counter()
+        for state in self._states.values():
+            held[state.owner] += state.size
+        while held.total() > self._config.cache_mib << 20:
+            able = [
+                (name, state)
+                for name, state in self._states.items()
+                if len(state.pages) - state.dropped > self._last(name)
+            ]
+            if not able:
+                return
+            most = max(held[state.owner] for _, state in able)
+            _, state = next((name, state) for name, state in able if held[state.owner] == most)
+            held[state.owner] -= state.size
+            state.drop()
+            held[state.owner] += state.size
+
+    def _last(self, name: str) -> int:
+        """How many displays of a conversation are spared: of one that is in use, the last."""
+        return 1 if name in self._open else 0
 
     def _evict(self) -> None:
         limit = time.monotonic() - self._config.idle_s
@@ -193,8 +227,3 @@ class BrowserProvider:
 
 def _is_display(call: Mapping[str, Any]) -> bool:
     return str(call.get("recipient", "")).startswith(f"{BROWSER.name}.") and "links" in (call.get("recall") or ())
-
-
-def _namespace() -> Namespace:
-    tools = [ToolDefinition(tool.name, tool.description, tool.parameters) for tool in BROWSER.tools]
-    return Namespace(BROWSER.name, ToolKind.BROWSER, BROWSER.description, tools)

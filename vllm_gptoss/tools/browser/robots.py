@@ -1,4 +1,4 @@
-"""robots.txt, asked once per site and honoured: RFC 9309, parsed by Protego."""
+"""robots.txt, asked once per site and honoured: RFC 9309, parsed in a confined worker (`robots_txt`)."""
 
 from __future__ import annotations
 
@@ -8,20 +8,29 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from protego import Protego
+from vllm_gptoss.tools.browser.reader import Body
+from vllm_gptoss.tools.browser.robots_txt import verdict
+from vllm_gptoss.tools.confined import BusyError, ConfinedError, Limit, Refused, pool
 
-Fetch = Callable[[str], Awaitable[tuple[int, str]]]
+Fetch = Callable[[str], Awaitable[tuple[int, Body]]]
 """url -> (status, body); raises what the HTTP client raises."""
 
 _TTL_S = 3600.0
 _MAX_SITES = 512
 _MAX_DELAY_S = 5.0
+_MAX_KEPT = 16 << 20
+"""Characters of rules of all sites together."""
+
+_LIMIT = Limit(seconds=10.0, cpu_s=3, memory=256 << 20, answer=2 << 20)
+_ERRORS = "the site's robots.txt cannot be read because the site has errors; try again later"
+_UNREADABLE = "the site's robots.txt cannot be read within its limits"
 
 
 @dataclass(slots=True)
 class _Site:
-    rules: Protego | None  # None: the site is unreachable, everything is disallowed (RFC 9309, 2.3.1.4)
     expires: float
+    body: Body | None = None  # as it came, until a worker has said what of it is kept; empty: all is allowed
+    refused: str = ""  # why nothing of it may be fetched (RFC 9309, 2.3.1.4)
     next_at: float = 0.0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -37,11 +46,23 @@ class Robots:
     async def refusal(self, origin: str, url: str) -> str | None:
         """Why `url` of `origin` (`scheme://host:port`) may not be fetched, or None once its crawl delay has passed."""
         site = await self._site(origin)
-        if site.rules is None:
-            return "the site's robots.txt cannot be read because the site has errors; try again later"
-        if not site.rules.can_fetch(url, self._agent):
+        if site.refused:
+            return site.refused
+        if site.body is None:
+            return None
+        try:
+            said = await pool().run(
+                verdict, site.body.data, _LIMIT, encoding=site.body.encoding, agent=self._agent, url=url
+            )
+        except (ConfinedError, Refused):
+            site.refused, site.body = _UNREADABLE, None
+            return site.refused
+        except BusyError as error:
+            return f"its robots.txt waits to be read: {error}"
+        site.body = Body(said.rules.encode()) if said.rules else None
+        if not said.allowed:
             return "the site's robots.txt does not allow it"
-        delay = min(float(site.rules.crawl_delay(self._agent) or 0.0), _MAX_DELAY_S)
+        delay = min(said.delay_s, _MAX_DELAY_S)
         if delay > 0:
             async with site.lock:
                 await asyncio.sleep(max(0.0, site.next_at - time.monotonic()))
@@ -52,11 +73,17 @@ class Robots:
         site = self._sites.get(origin)
         if site is None or site.expires < time.monotonic():
             status, body = await self._fetch(f"{origin}/robots.txt")
-            rules = None if status >= 500 else Protego.parse(body if status < 300 else "")
             # A site with errors is asked again after a minute, not an hour.
-            site = _Site(rules, time.monotonic() + (_TTL_S if rules else 60.0))
+            site = _Site(time.monotonic() + (_TTL_S if status < 500 else 60.0))
+            site.refused = _ERRORS if status >= 500 else ""
+            site.body = body if status < 300 and body.data else None
             self._sites[origin] = site
         self._sites.move_to_end(origin)
-        while len(self._sites) > _MAX_SITES:
-            self._sites.popitem(last=False)
+        self._evict()
         return site
+
+    def _evict(self) -> None:
+        kept = sum(len(site.body.data) for site in self._sites.values() if site.body)
+        while len(self._sites) > 1 and (len(self._sites) > _MAX_SITES or kept > _MAX_KEPT):
+            _, oldest = self._sites.popitem(last=False)
+            kept -= len(oldest.body.data) if oldest.body else 0

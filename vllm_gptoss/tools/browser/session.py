@@ -2,44 +2,45 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_gptoss.tools.base import (
+from vllm_gptoss.tools.browser.backends import Backend, BackendError, Hit, Query
+from vllm_gptoss.tools.browser.fetch import Fetcher, FetchError, domain_allowed
+from vllm_gptoss.tools.browser.guard import DeniedError
+from vllm_gptoss.tools.browser.markup import PageError
+from vllm_gptoss.tools.browser.page import (
+    Link,
+    Page,
+    UsageError,
+    Viewer,
+    link_text,
+    neutral,
+    shorten,
+    wrap,
+)
+from vllm_gptoss.tools.browser.reader import Reader
+from vllm_gptoss.tools.browser.state import State, recalled
+from vllm_gptoss.tools.protocol import (
     BrowserAction,
     Namespace,
     SessionOptions,
     Source,
     Text,
     ToolCall,
-    ToolError,
     ToolResult,
+    ToolSession,
+    failed,
 )
-from vllm_gptoss.tools.browser.backends import Backend, BackendError, Hit, Query
-from vllm_gptoss.tools.browser.fetch import Fetcher, FetchError, domain_allowed
-from vllm_gptoss.tools.browser.guard import DeniedError
-from vllm_gptoss.tools.browser.page import (
-    Link,
-    Page,
-    UsageError,
-    Viewer,
-    find_page,
-    link_text,
-    neutral,
-    shorten,
-    wrap,
-)
-from vllm_gptoss.tools.browser.state import State, recalled
 
 logger = logging.getLogger(__name__)
 
 _SNIPPET_CHARS = {"low": 150, "medium": 400, "high": 1000}
 _RESULTS = {"low": 5, "medium": 10, "high": 20}
-_LONG_CHARS = 20_000
+_PATTERN_CHARS = 1000
 _LOOK_BACK = 4  # lines shown above the one that a `find` match links to
 
 
@@ -52,8 +53,8 @@ class Places:
     fetcher: Fetcher | None
 
 
-class BrowserSession:
-    """One conversation's browser. Implements `tools.base.ToolSession`."""
+class BrowserSession(ToolSession):
+    """One conversation's browser."""
 
     def __init__(
         self,
@@ -69,6 +70,7 @@ class BrowserSession:
         self._state = state
         self._options = options
         self._on_close = on_close
+        self._reader = Reader()
         web = options.external_web_access
         self._places = places if web else Places(None, places.index, None)
         self._calls: dict[str, Callable[[Mapping[str, Any]], Awaitable[ToolResult]]] = {
@@ -86,22 +88,22 @@ class BrowserSession:
         """Runs `call`; what went wrong comes back as text with an error."""
         run = self._calls.get(call.tool or "")
         if run is None:
-            return _failed("unknown_tool", f"Unknown function: {call.tool}. There are search, open and find.")
+            return failed("unknown_tool", f"Unknown function: {call.tool}. There are search, open and find.")
         try:
             arguments = json.loads(call.arguments or "{}")
         except ValueError as error:
-            return _failed("invalid_arguments", f"The arguments are not JSON: {error}")
+            return failed("invalid_arguments", f"The arguments are not JSON: {error}")
         if not isinstance(arguments, dict):
-            return _failed("invalid_arguments", "The arguments must be a JSON object")
+            return failed("invalid_arguments", "The arguments must be a JSON object")
         async with self._state.lock:
             try:
                 return await run(arguments)
             except UsageError as error:
-                return _failed("invalid_arguments", str(error))
+                return failed("invalid_arguments", str(error))
             except DeniedError as error:
-                return _failed("denied", str(error))
+                return failed("denied", str(error))
             except (BackendError, FetchError) as error:
-                return _failed("tool_failed", shorten(str(error)))
+                return failed("tool_failed", shorten(str(error)))
 
     def source(self, cursor: int, line: int | None = None) -> Source | None:
         """The page behind `【cursor†L…】`. In search results, which are no page, the result that `line` belongs to."""
@@ -134,8 +136,6 @@ class BrowserSession:
         self._on_close()
 
     async def _show(self, page: Page, start: int, num_lines: int, action: BrowserAction) -> ToolResult:
-        if len(page.text) > _LONG_CHARS:
-            await asyncio.to_thread(lambda: page.wrapped)  # about 1 s per million characters, kept with the page
         text = self._viewer.show(page, len(self._state.pages), start, num_lines)  # raises before the page counts
         cursor = self._state.add(page)
         return ToolResult([Text(text)], action=action, recall=recalled(cursor, page))
@@ -249,7 +249,12 @@ class BrowserSession:
         if page.listing:
             raise UsageError("Cannot run `find` on search results page or find results page")
         page = await self._held(cursor, page)
-        found = await asyncio.to_thread(find_page, page, pattern)
+        if len(pattern) > _PATTERN_CHARS:
+            raise UsageError(f"`pattern` must not be longer than {_PATTERN_CHARS} characters")
+        try:
+            found = await self._reader.find(page, pattern)
+        except PageError as error:
+            raise FetchError(str(error)) from None
         action = BrowserAction("find_in_page", url=page.source_url or page.url, pattern=pattern)
         return await self._show(found, 0, -1, action)
 
@@ -278,7 +283,3 @@ def _number(arguments: Mapping[str, Any], name: str, default: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
         raise UsageError(f"`{name}` should be an integer, not `{value!r}`")
     return int(value)
-
-
-def _failed(kind: str, message: str) -> ToolResult:
-    return ToolResult([Text(message)], error=ToolError(kind, message))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,9 +11,14 @@ from typing import Any
 from vllm_gptoss.tools.browser.page import Link, Page, UsageError
 
 MAX_PAGES = 500
-MAX_CHARS = 20_000_000
+MAX_BYTES = 64 << 20
+"""Of all displays of a conversation. A display's text counts thrice: it is kept as lines too."""
+
 MAX_LINKS = 500
 """Links of a display that outlive its process; about 50 kB where a page has that many."""
+
+
+_OF_A_LINK = 200  # bytes beside its texts
 
 
 @dataclass(slots=True)
@@ -24,25 +30,32 @@ class State:
 
     pages: list[Page] = field(default_factory=list)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    owner: str = ""
     used_at: float = 0.0
-    chars: int = 0
+    size: int = 0  # bytes
     dropped: int = 0
     absent: set[int] = field(default_factory=set)
 
     def add(self, page: Page) -> int:
         """The cursor of `page`, newly shown."""
         if not any(page is old for old in self.pages[self.dropped :]):
-            self.chars += len(page.text)
+            self.size += size_of(page)
         self.pages.append(page)
         while self.dropped < len(self.pages) - 1 and (
-            self.chars > MAX_CHARS or len(self.pages) - self.dropped > MAX_PAGES
+            self.size > MAX_BYTES or len(self.pages) - self.dropped > MAX_PAGES
         ):
-            old = self.pages[self.dropped]
-            if not any(old is other for other in self.pages[self.dropped + 1 :]):
-                self.chars -= len(old.text)
-            self.pages[self.dropped] = Page(old.url, old.title, "", source_url=old.source_url)
-            self.dropped += 1
+            self.drop()
         return len(self.pages) - 1
+
+    def drop(self) -> None:
+        """Takes the oldest display's text and links away; its source stays."""
+        old = self.pages[self.dropped]
+        if not any(old is other for other in self.pages[self.dropped + 1 :]):
+            self.size -= size_of(old)
+        self.pages[self.dropped] = Page(old.url, old.title, "", source_url=old.source_url, listing=old.listing)
+        if self.dropped == len(self.pages) - 1:  # the one that the model looks at is fetched again
+            self.absent.add(self.dropped)
+        self.dropped += 1
 
     def page(self, cursor: int) -> Page:
         """
@@ -57,7 +70,7 @@ class State:
             raise UsageError(
                 f"Cursor `{cursor}` is out of range. Available cursor indices: [0 - {len(self.pages) - 1}]."
             )
-        if cursor < self.dropped:
+        if cursor < self.dropped and cursor not in self.absent:
             raise UsageError(f"Cursor `{cursor}` is too long ago; open its URL again: {self.pages[cursor].source_url}")
         return self.pages[cursor]
 
@@ -69,7 +82,7 @@ class State:
         told = {int(memo["cursor"]): memo for memo in past}
         if all(cursor < len(self.pages) and _is(self.pages[cursor], memo) for cursor, memo in told.items()):
             return self
-        new = State(used_at=self.used_at)
+        new = State(owner=self.owner, used_at=self.used_at)
         for cursor in range(max(told) + 1):
             own = self.pages[cursor] if cursor < len(self.pages) else None
             memo = told.get(cursor)
@@ -81,6 +94,12 @@ class State:
                 new.add(_page(memo) if memo else Page("", "", ""))
                 new.absent.add(cursor)
         return new
+
+
+def size_of(page: Page) -> int:
+    """Bytes of memory, roughly."""
+    links = sum(len(link.url) + len(link.title) + _OF_A_LINK for link in page.links)
+    return 3 * sys.getsizeof(page.text) + links
 
 
 def recalled(cursor: int, page: Page) -> dict[str, Any]:

@@ -31,6 +31,7 @@ _FIRST_DELAY_S = 0.5
 _LAST_DELAY_S = 60.0
 _CLOSE_S = 8.0  # the stdio transport alone may take 3 x 2 s to end a stubborn process
 _MAX_PAGES = 100
+_LISTING_EVERY_S = 1.0
 _UNANSWERED = 2
 """Timeouts in a row after which a stdio process counts as stuck: unlike HTTP, one blocked pipe blocks every call."""
 
@@ -91,6 +92,7 @@ class Connection:
         self._ended = asyncio.Event()
         self._settled = asyncio.Event()  # an attempt has succeeded or failed
         self._tried_at = 0.0
+        self._listed_at = 0.0
         self._unanswered = 0
         self._closing = False
         self._reported: str | None = None  # the last problem logged; the same one is not logged again
@@ -220,7 +222,8 @@ class Connection:
         except TimeoutError:
             self.problem = f"no connection within {self._dialer.config.connect_timeout_s:.0f} s"
         except Exception as error:
-            self.problem = describe(error) + ("" if was_up else self._hint())
+            self.problem = describe(error)
+            self.problem += "" if was_up else self._hint()
         finally:
             self._client = None
         self._report(was_up)
@@ -229,7 +232,7 @@ class Connection:
         return was_up
 
     def _hint(self) -> str:
-        if not self._dialer.refused:
+        if not self._dialer.refused or "HTTP" in str(self.problem):
             return ""
         status = self._dialer.refused[-1]
         return f" (HTTP {status}{': check its credentials' if status in (401, 403) else ''})"
@@ -253,6 +256,9 @@ class Connection:
         try:
             while not self._ended.is_set():
                 await self._changed.wait()
+                if (early := _LISTING_EVERY_S - (time.monotonic() - self._listed_at)) > 0:
+                    with contextlib.suppress(TimeoutError):  # a server may say so a thousand times a second
+                        await asyncio.wait_for(self._ended.wait(), early)
                 self._changed.clear()
                 if not self._ended.is_set():
                     await self._list(client)
@@ -291,6 +297,7 @@ class Connection:
                 break
         else:
             logger.warning("mcp %s: only the first %d pages of tools are read", self.label, _MAX_PAGES)
+        self._listed_at = time.monotonic()
         info = client.server_info
         self.listing = Listing(
             (info.name if info else "") or self.label,

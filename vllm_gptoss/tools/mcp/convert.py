@@ -10,7 +10,7 @@ from typing import Any
 
 import mcp_types as types
 
-from vllm_gptoss.tools.base import Content, Image, Text, ToolError, ToolResult
+from vllm_gptoss.tools.protocol import Content, Image, Text, ToolError, ToolResult
 
 logger = logging.getLogger(__name__)
 

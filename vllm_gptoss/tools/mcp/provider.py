@@ -8,24 +8,13 @@ import json
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from mcp import MCPError
 
-from vllm_gptoss.tools.base import (
-    BrowserAction,
-    Namespace,
-    SessionOptions,
-    Source,
-    Text,
-    ToolCall,
-    ToolDefinition,
-    ToolError,
-    ToolKind,
-    ToolResult,
-)
+from vllm_gptoss.tools.mcp.answers import HTTP_ERROR
 from vllm_gptoss.tools.mcp.connection import (
     Connection,
     Listing,
@@ -36,8 +25,23 @@ from vllm_gptoss.tools.mcp.connection import (
     origin,
 )
 from vllm_gptoss.tools.mcp.convert import to_result
-from vllm_gptoss.tools.mcp.settings import LABEL, RESERVED, McpServerConfig
+from vllm_gptoss.tools.mcp.settings import McpServerConfig
 from vllm_gptoss.tools.mcp.transport import Dialer
+from vllm_gptoss.tools.protocol import (
+    LABEL,
+    RESERVED,
+    BrowserAction,
+    Namespace,
+    SessionOptions,
+    Source,
+    ToolCall,
+    ToolDefinition,
+    ToolKind,
+    ToolProvider,
+    ToolResult,
+    ToolSession,
+    failed,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +52,13 @@ _DISPLAY = re.compile(r"\[(\d+)\] (.*?)(?: \((\S+)\))?\n\*\*viewing lines \[")
 _OPENS = {"search": "search", "open": "open_page", "find": "find_in_page"}
 
 
-def namespace_name(text: str) -> str:
-    """What a server calls itself, as a name that the model can address and a request can give as `server_label`."""
+def namespace_name(text: str, taken: Collection[str] = RESERVED) -> str:
+    """What a server calls itself, as a name that the model can address and a request can give as `server_label`.
+
+    taken: names that mean something else here
+    """
     name = _NOT_A_NAME.sub("_", text).strip("_")[:_MAX_NAME] or "mcp"
-    reserved = name in RESERVED and name not in (ToolKind.PYTHON, ToolKind.BROWSER)
-    return f"mcp_{name}"[:_MAX_NAME] if reserved or not LABEL.fullmatch(name) else name
+    return f"mcp_{name}"[:_MAX_NAME] if name in taken or not LABEL.fullmatch(name) else name
 
 
 def tool_names(tools: Sequence[str]) -> dict[str, str]:
@@ -68,16 +74,17 @@ def tool_names(tools: Sequence[str]) -> dict[str, str]:
     return names
 
 
-class McpProvider:
-    """Implements `tools.base.ToolProvider`.
+class McpProvider(ToolProvider):
+    """`label` is the namespace's name; empty means what the server calls itself first, unless that is `taken`.
 
-    `label` is the namespace's name; empty means what the server calls itself, as upstream's `--tool-server host:port`.
+    A third party that could choose its name freely would become the python tool one day and be sent code.
     """
 
-    honours_web_options = False  # MCP has no words for `filters` and `external_web_access` of a `web_search` tool
-
-    def __init__(self, label: str, config: McpServerConfig, dialer: Dialer | None = None) -> None:
+    def __init__(
+        self, label: str, config: McpServerConfig, dialer: Dialer | None = None, *, taken: Collection[str] = ()
+    ) -> None:
         self.config = config
+        self._taken = {*taken, *(RESERVED if config.kind == "mcp" else RESERVED - {*ToolKind})}
         self._label = label
         self._dialer = dialer or Dialer(config)
         self._connection = Connection(
@@ -90,7 +97,9 @@ class McpProvider:
     @property
     def name(self) -> str:
         """The namespace's name, or what was configured while the server has not answered."""
-        return self._namespace.name if self._namespace else self._label or namespace_name(self._connection.label)
+        if self._namespace:
+            return self._namespace.name
+        return self._label or namespace_name(self._connection.label, self._taken)
 
     @property
     def unavailable(self) -> str | None:
@@ -112,6 +121,16 @@ class McpProvider:
         kind = self._namespace.kind if self._namespace else ToolKind.MCP
         return self.config.wire == "sse" or (kind is not ToolKind.MCP and self.config.wire != "stdio")
 
+    @property
+    def honours_web_options(self) -> bool:
+        """False: MCP has no words for `filters` and `external_web_access` of a `web_search` tool."""
+        return False
+
+    @property
+    def longest_call_s(self) -> float:
+        """Connecting and the call."""
+        return self.config.timeout_s + self.config.connect_timeout_s
+
     async def start(self) -> None:
         """Makes the first attempt to connect; later ones go on in the background."""
         await self._connection.start()
@@ -123,6 +142,11 @@ class McpProvider:
     def needs_approval(self, tool: str) -> bool:
         """Whether the operator wants a person to agree before each call of `tool`."""
         return self.config.needs_approval(self.own_names.get(tool, tool))
+
+    def trial(self) -> tuple[str, str] | None:
+        """What the server's `check` names."""
+        wanted = self.config.check
+        return (str(wanted.get("tool")), json.dumps(wanted.get("arguments") or {})) if wanted else None
 
     async def open(self, conversation_id: str, options: SessionOptions) -> McpSession:
         """The server as `conversation_id` sees it. Nothing is sent before the first call."""
@@ -154,13 +178,13 @@ class McpProvider:
         return Connection(self.name, dialer, reconnect=False)
 
     def _listed(self, listing: Listing) -> None:
-        label = self._label or namespace_name(listing.name)
+        label = self._label or self._first_name(listing.name)
         kind = self._kind(label)
         allowed = self.config.allowed_tools
         offered = [tool for tool in listing.tools if allowed is None or tool.name in allowed]
         self.own_names = tool_names([tool.name for tool in offered])
         by_own = {tool.name: tool for tool in reversed(offered)}  # of two with one name, the first
-        tools = [_definition(name, by_own[own], listing, kind) for name, own in self.own_names.items()]
+        tools = tuple(_definition(name, by_own[own], listing, kind) for name, own in self.own_names.items())
         if renamed := [f"{own!r} as {name}" for name, own in self.own_names.items() if own != name]:
             logger.info("mcp %s: tools are offered under other names: %s", label, ", ".join(renamed))
         missing = set(allowed or ()) - set(by_own)
@@ -169,10 +193,24 @@ class McpProvider:
         self._namespace = Namespace(label, kind, listing.instructions, tools)
         logger.info("mcp %s: %d tools over %s, protocol %s", label, len(tools), self.config.wire, listing.protocol)
 
+    def _first_name(self, said: str) -> str:
+        name = namespace_name(said, self._taken)
+        if self._namespace is None or self._namespace.name == name:
+            return name
+        logger.warning("mcp %s: the server now calls itself %r; its first name stays", self._namespace.name, said)
+        return self._namespace.name
+
     def _kind(self, name: str) -> ToolKind:
         if self.config.kind != "auto":
             return ToolKind(self.config.kind)
         return ToolKind(name) if name in (ToolKind.PYTHON, ToolKind.BROWSER) else ToolKind.MCP
+
+
+def _refusal(error: MCPError) -> str:
+    """The type of a refused call's error."""
+    data = error.error.data
+    status = data.get("http_status") if error.error.code == HTTP_ERROR and isinstance(data, dict) else None
+    return "denied" if status in (401, 403) else "unavailable" if status in (429, 503) else "tool_failed"
 
 
 def opaque(conversation_id: str) -> str:
@@ -188,8 +226,8 @@ def _definition(name: str, tool: Any, listing: Listing, kind: ToolKind) -> ToolD
     return ToolDefinition(name, tool.description or "", tool.input_schema, in_prompt, annotations)
 
 
-class McpSession:
-    """One conversation's calls to an MCP server. Implements `tools.base.ToolSession`."""
+class McpSession(ToolSession):
+    """One conversation's calls to an MCP server."""
 
     def __init__(self, provider: McpProvider, conversation_id: str, options: SessionOptions) -> None:
         self._provider = provider
@@ -213,21 +251,21 @@ class McpSession:
         try:
             tool, arguments = self._request(call)
         except ValueError as error:
-            return _failed("invalid_arguments", str(error))
+            return failed("invalid_arguments", str(error))
         meta = {"client_id": opaque(self._conversation)} if self._conversation else {}
         try:
             connection = await self._connection()
             answer = await connection.call(self._provider.own_names.get(tool, tool), arguments, meta, config.timeout_s)
         except UnavailableError as error:
-            return _failed("unavailable", f"The server of this tool cannot be reached: {error}. Nothing was run.")
+            return failed("unavailable", f"The server of this tool cannot be reached: {error}. Nothing was run.")
         except LostError as error:
-            return _failed("tool_failed", f"The connection to the tool broke ({error}). The call may have run.")
+            return failed("tool_failed", f"The connection to the tool broke ({error}). The call may have run.")
         except SlowError as error:
-            return _failed("timeout", f"The tool gave {error} and was told to stop.")
+            return failed("timeout", f"The tool gave {error} and was told to stop.")
         except MCPError as error:
-            return _failed("tool_failed", f"The tool's server refused the call: {error.error.message}")
+            return failed(_refusal(error), f"The tool's server refused the call: {error.error.message}")
         except RuntimeError as error:  # the SDK's word for results that break the tool's own output schema
-            return _failed("tool_failed", f"The tool's answer was not valid: {error}")
+            return failed("tool_failed", f"The tool's answer was not valid: {error}")
         result = to_result(answer, config.max_output_chars)
         return self._browsed(call, arguments, result)
 
@@ -305,10 +343,6 @@ def _code_call(tools: Sequence[ToolDefinition], code: str) -> tuple[str, dict[st
     properties = (tool.parameters or {}).get("properties", {})
     name = "code" if "code" in properties else next(iter(properties), "code")
     return tool.name, {name: code}
-
-
-def _failed(kind: str, message: str) -> ToolResult:
-    return ToolResult([Text(message)], error=ToolError(kind, message))
 
 
 __all__ = ["McpProvider", "McpSession", "describe", "namespace_name", "opaque"]

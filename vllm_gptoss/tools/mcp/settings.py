@@ -12,14 +12,10 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from vllm_gptoss.tools.protocol import LABEL, RESERVED
+
 Approval = Literal["always", "never"]
 Transport = Literal["auto", "streamable_http", "sse", "stdio"]
-
-RESERVED = frozenset({"functions", "python", "browser", "container", "assistant", "user", "system", "developer"})
-"""Names that mean something else in a Harmony header."""
-
-LABEL = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
-"""A namespace that the model can address, and so a `server_label`."""
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
@@ -136,7 +132,7 @@ class McpServerConfig(BaseModel):
         return rules == "always"
 
 
-def from_command(line: str) -> McpServerConfig:
+def from_command(line: str, **values: Any) -> McpServerConfig:
     """The stdio server that `line` starts, split as a shell would.
 
     Raises:
@@ -145,7 +141,7 @@ def from_command(line: str) -> McpServerConfig:
     words = shlex.split(line)
     if not words:
         raise ValueError("stdio: needs a command")
-    return McpServerConfig(command=words[0], args=words[1:])
+    return McpServerConfig(command=words[0], args=words[1:], **values)
 
 
 def check_name(name: str, kind: str = "auto") -> None:

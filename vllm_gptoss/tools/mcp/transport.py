@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import ssl
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -18,18 +21,20 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp_types import Implementation
 
 from vllm_gptoss.tools.browser.guard import Guard, check_for_proxy, proxy_of, send_judged
+from vllm_gptoss.tools.confined.content import ACCEPT_ENCODING
+from vllm_gptoss.tools.mcp.answers import explained, patient, without_broken_tools
+from vllm_gptoss.tools.mcp.bounds import MAX_ANSWER_BYTES, bound
+from vllm_gptoss.tools.mcp.events import EventsClient
 from vllm_gptoss.tools.mcp.oauth import Tokens, authentication
 from vllm_gptoss.tools.mcp.settings import McpServerConfig, bearer, expand
-from vllm_gptoss.version import __version__
+from vllm_gptoss.tools.version import NAME, VERSION
 
-_INFO = Implementation(name="vllm-gptoss", version=__version__)
+_INFO = Implementation(name=NAME, version=VERSION)
 _UNREACHABLE = (httpx2.ConnectError, httpx2.ConnectTimeout)
 _READ_S = 300.0
 """Seconds an event stream may be silent."""
 
-
-MAX_ANSWER_BYTES = 16 << 20
-"""One answer over streamable HTTP: an image of 10 MB fits in base64; what is larger breaks the connection."""
+_RELAY = str(Path(__file__).with_name("relay.py"))
 
 
 class GuardedTransport2(httpx2.AsyncBaseTransport):
@@ -108,10 +113,13 @@ class Dialer:
 
     def _process(self) -> StdioServerParameters:
         config = self.config
+        env = {name: expand(value, self.environ) for name, value in config.env.items()}
+        _check_command(config, env)
+        arguments = [expand(arg, self.environ) for arg in config.args]
         return StdioServerParameters(
-            command=config.command,
-            args=[expand(arg, self.environ) for arg in config.args],
-            env={name: expand(value, self.environ) for name, value in config.env.items()},
+            command=sys.executable,
+            args=["-I", _RELAY, str(MAX_ANSWER_BYTES), config.command, *arguments],
+            env=env,
             cwd=config.cwd,
         )
 
@@ -121,17 +129,32 @@ class Dialer:
         timeout: httpx2.Timeout | None = None,
         auth: httpx2.Auth | None = None,
     ) -> httpx2.AsyncClient:
-        return httpx2.AsyncClient(
-            headers=headers,
+        kind = EventsClient if self.config.wire == "sse" else httpx2.AsyncClient
+        return kind(
+            headers={"Accept-Encoding": ACCEPT_ENCODING, **(headers or {})},
             timeout=timeout or 30.0,
             auth=auth,
             verify=_trust(self.config.ca_file),
             transport=GuardedTransport2(self.guard) if self.guard else None,
-            event_hooks={"response": [_bound, self._note]},
+            event_hooks={"request": [self._keep_to_issuer], "response": [bound, patient, self._note, explained]},
         )
 
+    async def _keep_to_issuer(self, request: httpx2.Request) -> None:
+        """A server's 401 says where its OAuth metadata lies. It could name any address that this process reaches.
+
+        Raises:
+            ConnectError: `request` is neither for the server or the issuer, nor for the token endpoint that the
+                issuer's own metadata names, which is the only one that gets a form.
+        """
+        if self.config.oauth is None or _is_form(request):
+            return
+        known = [httpx2.URL(url) for url in (expand(self.config.url, self.environ), self.config.oauth.issuer)]
+        if not any(_same_origin(request.url, url) for url in known):
+            raise httpx2.ConnectError(f"the server asks for a request to {request.url}, which is not its issuer's")
+
     async def _note(self, response: httpx2.Response) -> None:
-        if response.status_code >= 400:
+        # 405 for a GET is how a server says that it has no stream of its own.
+        if response.status_code >= 400 and (response.status_code, response.request.method) != (405, "GET"):
             self.refused[:] = [*self.refused[-9:], response.status_code]
 
     @asynccontextmanager
@@ -145,6 +168,25 @@ class Dialer:
             yield await stack.enter_async_context(transport)
 
 
+def _is_form(request: httpx2.Request) -> bool:
+    kind: str = request.headers.get("content-type", "")
+    return request.method == "POST" and kind.startswith("application/x-www-form-urlencoded")
+
+
+def _same_origin(one: httpx2.URL, other: httpx2.URL) -> bool:
+    ports = {"http": 80, "https": 443}
+    mine, theirs = ((url.scheme, url.host, url.port or ports.get(url.scheme)) for url in (one, other))
+    return bool(mine == theirs)
+
+
+def _check_command(config: McpServerConfig, env: Mapping[str, str]) -> None:
+    """Raises FileNotFoundError where the relay would find no such program."""
+    relative = "/" in config.command and not os.path.isabs(config.command)
+    command = os.path.join(config.cwd or ".", config.command) if relative else config.command
+    if shutil.which(command, path=env.get("PATH")) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), config.command)
+
+
 def _trust(ca_file: Path | None) -> ssl.SSLContext | bool:
     if ca_file is None:
         return True
@@ -153,32 +195,8 @@ def _trust(ca_file: Path | None) -> ssl.SSLContext | bool:
     return context
 
 
-async def _bound(response: httpx2.Response) -> None:
-    """Event streams are bounded by the `mcp` package, event by event; other bodies are not."""
-    if not response.headers.get("content-type", "").startswith("text/event-stream"):
-        response.stream = _Bounded(response.stream)
-
-
-class _Bounded(httpx2.AsyncByteStream):
-    """A body that ends with an error where it is too large to be a tool's answer."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        read = 0
-        async for chunk in self._inner:
-            read += len(chunk)
-            if read > MAX_ANSWER_BYTES:
-                raise httpx2.ReadError(f"the answer is larger than {MAX_ANSWER_BYTES} bytes")
-            yield chunk
-
-    async def aclose(self) -> None:
-        await self._inner.aclose()
-
-
 class _Watched:
-    """A read stream that says when it ends."""
+    """A read stream that says when it ends, and whose listings of tools hold only those that are well-formed."""
 
     def __init__(self, stream: Any, on_end: Callable[[], None]) -> None:
         self._stream = stream
@@ -190,7 +208,7 @@ class _Watched:
 
     async def receive(self) -> Any:
         try:
-            return await self._stream.receive()
+            return without_broken_tools(await self._stream.receive())
         except Exception:
             self._on_end()
             raise
@@ -200,7 +218,7 @@ class _Watched:
 
     async def __anext__(self) -> Any:
         try:
-            return await self._stream.__anext__()
+            return without_broken_tools(await self._stream.__anext__())
         except StopAsyncIteration:
             self._on_end()
             raise

@@ -1,7 +1,6 @@
 """The python tool: options, provider. Needs jupyter_client and pyzmq; ipykernel runs in the cage."""
 
-from .files import StoredFile
 from .options import PythonOptions
 from .provider import PythonProvider, PythonSession
 
-__all__ = ["PythonOptions", "PythonProvider", "PythonSession", "StoredFile"]
+__all__ = ["PythonOptions", "PythonProvider", "PythonSession"]

@@ -1,24 +1,29 @@
 """Talks to a kernel in a cage: Jupyter's messages over ZeroMQ's protocol on unix sockets, read with suspicion.
 
 Whatever the confined program sends is bounded in size and number, signed with a key (which the program can find),
-parsed as JSON and never unpickled. Protocol: jupyter-client.readthedocs.io/en/stable/messaging.html, version 5.4.
+parsed as JSON and never unpickled: small messages here, large ones in a confined worker (`messages`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from jupyter_client.session import Session
 
+from vllm_gptoss.tools.confined import BusyError, ConfinedError, Limit, Refused, pool
+
+from .messages import KernelMessage, MalformedError, read, read_message
 from .zmtp import ProtocolError, ZmtpConnection
 
 _SHELL, _IOPUB = 1, 2  # as in `payload`
-_THREAD_ABOVE = 256 << 10  # bytes; parsing a larger message would stall the event loop by more than about a millisecond
-
-Message = dict[str, Any]
+_HERE = 64 << 10  # bytes; reading a larger message would stall the event loop by more than about two milliseconds
+_FRAME_COST = 256  # bytes that a frame counts beside its own: reading one of two bytes takes as long
+_MAX_MALFORMED = 100  # the kernel's protocol code sends none
+LIMIT = Limit(seconds=20.0, cpu_s=5, memory=512 << 20, payload=128 << 20, answer=64 << 20)
+"""Of reading one message."""
 
 
 class KernelError(Exception):
@@ -28,17 +33,23 @@ class KernelError(Exception):
 class KernelClient:
     """One kernel; `connect` makes it."""
 
-    def __init__(self, session: Session, shell: ZmtpConnection, iopub: ZmtpConnection, max_total: int) -> None:
+    def __init__(
+        self, session: Session, shell: ZmtpConnection, iopub: ZmtpConnection, max_total: int, keep: int
+    ) -> None:
         self._session = session
         self._shell = shell
         self._iopub = iopub
         self._max_total = max_total
+        self._keep = keep
+        self._total = 0
+        self._malformed = 0
 
     @classmethod
     async def connect(
-        cls, directory: int, name: str, key: str, *, max_message: int, max_total: int, timeout_s: float
+        cls, directory: int, name: str, key: str, *, max_message: int, max_total: int, keep: int, timeout_s: float
     ) -> KernelClient:
-        """`directory`: descriptor of the directory with the kernel's sockets, `name` their prefix; sizes in bytes.
+        """`directory`: descriptor of the directory with the kernel's sockets, `name` their prefix; sizes in bytes;
+        `keep`: characters of either end of a text that are kept.
 
         Returns when both channels carry messages. Raises KernelError.
         """
@@ -50,7 +61,7 @@ class KernelClient:
             async with asyncio.timeout(timeout_s):
                 opened.append(await ZmtpConnection.connect(f"{prefix}-{_SHELL}", "DEALER", max_message))
                 opened.append(await ZmtpConnection.connect(f"{prefix}-{_IOPUB}", "SUB", max_message))
-                client = cls(Session(key=key.encode(), username="server"), opened[0], opened[1], max_total)
+                client = cls(Session(key=key.encode(), username="server"), opened[0], opened[1], max_total, keep)
                 await client._greet()
                 return client
         except BaseException as error:
@@ -63,7 +74,7 @@ class KernelClient:
     async def _greet(self) -> None:
         request = await self._send("kernel_info_request", {})
         await self._reply(request)
-        while (await self._receive(self._iopub))[0]["msg_type"] not in ("iopub_welcome", "status"):
+        while (await self._receive(self._iopub)).kind not in ("iopub_welcome", "status"):
             pass
 
     async def _send(self, kind: str, content: dict[str, Any]) -> str:
@@ -72,52 +83,57 @@ class KernelClient:
         await self._shell.send([bytes(f) for f in self._session.serialize(message)])
         return str(message["header"]["msg_id"])
 
-    async def _receive(self, connection: ZmtpConnection) -> tuple[Message, int]:
-        """The next well-formed message and its size in bytes."""
+    async def _receive(self, connection: ZmtpConnection) -> KernelMessage:
+        """The next well-formed message. Raises KernelError for too many bytes, and too much that is no message."""
         while True:
             frames = await connection.receive()
-            size = sum(len(f) for f in frames)
-            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):
-                _, parts = self._session.feed_identities(frames)
-                if size > _THREAD_ABOVE:
-                    return await asyncio.to_thread(self._session.deserialize, parts), size
-                return self._session.deserialize(parts), size
-            # else not signed, replayed or not JSON: not from the kernel's protocol code
+            self._total += sum(len(frame) + _FRAME_COST for frame in frames)
+            if self._total > self._max_total:
+                raise KernelError(f"the kernel sent more than {self._max_total} bytes")
+            try:
+                return await self._read(frames)
+            except (MalformedError, Refused):  # not signed or not JSON: not from the kernel's protocol code
+                self._malformed += 1
+                if self._malformed > _MAX_MALFORMED:
+                    raise KernelError("the kernel sends what are no messages") from None
 
-    async def _reply(self, msg_id: str) -> Message:
+    async def _read(self, frames: list[bytes]) -> KernelMessage:
+        if sum(map(len, frames)) <= _HERE:
+            return read(frames, self._session.key, self._keep)
+        try:
+            packed = msgspec.msgpack.encode(frames)
+            return await pool().run(read_message, packed, LIMIT, key=self._session.key, keep=self._keep)
+        except (ConfinedError, BusyError) as error:
+            raise KernelError(f"the kernel sent a message that cannot be read: {error}") from error
+
+    async def _reply(self, msg_id: str) -> KernelMessage:
         while True:
-            message, _ = await self._receive(self._shell)
-            if message["parent_header"].get("msg_id") == msg_id:
+            message = await self._receive(self._shell)
+            if message.parent == msg_id:
                 return message
 
-    async def execute(self, code: str, on_output: Callable[[str, Message], None]) -> Message:
-        """Runs `code` as one cell. `on_output` gets each output's type and content. Returns the reply's content.
+    async def execute(self, code: str, on_output: Callable[[KernelMessage], None]) -> KernelMessage:
+        """Runs `code` as one cell. `on_output` gets each output. Returns the reply.
 
         Raises KernelError when the kernel sends more than it may.
         """
         content = {"code": code, "silent": False, "store_history": True, "user_expressions": {}}
+        self._total = self._malformed = 0
         try:
             msg_id = await self._send("execute_request", content | {"allow_stdin": False, "stop_on_error": False})
             await self._outputs(msg_id, on_output)
-            reply: Message = (await self._reply(msg_id))["content"]
-            return reply
+            return await self._reply(msg_id)
         except ProtocolError as error:
             raise KernelError(str(error)) from error
 
-    async def _outputs(self, msg_id: str, on_output: Callable[[str, Message], None]) -> None:
-        total = 0
+    async def _outputs(self, msg_id: str, on_output: Callable[[KernelMessage], None]) -> None:
         while True:
-            message, size = await self._receive(self._iopub)
-            total += size
-            if total > self._max_total:
-                raise KernelError(f"the kernel sent more than {self._max_total} bytes")
-            if message["parent_header"].get("msg_id") != msg_id:
+            message = await self._receive(self._iopub)
+            if message.parent != msg_id:
                 continue
-            kind, body = message["msg_type"], message["content"]
-            if kind == "status" and body.get("execution_state") == "idle":
+            if message.kind == "status" and message.content["state"] == "idle":
                 return
-            with contextlib.suppress(AttributeError, TypeError, KeyError, ValueError):  # malformed content
-                on_output(kind, body)
+            on_output(message)
 
     async def aclose(self) -> None:
         await self._shell.aclose()

@@ -9,11 +9,12 @@ import secrets
 import time
 from typing import Any
 
-from vllm_gptoss.tools.base import Content, File, Text, ToolError, ToolResult
+from vllm_gptoss.tools.protocol import Content, File, Text, ToolError, ToolResult
 from vllm_gptoss.tools.sandbox.launcher import SandboxError
 
-from .client import KernelError, Message
+from .client import KernelError
 from .files import FileStore
+from .messages import KernelMessage
 from .options import PythonOptions
 from .output import OutputCollector
 from .pool import Kernel, KernelPool
@@ -35,9 +36,12 @@ async def _first(a: asyncio.Future[Any], b: asyncio.Future[Any], timeout_s: floa
 class Container:
     """`run` is called once at a time. `lost` is what the model has to be told at its next call."""
 
-    def __init__(self, pool: KernelPool, store: FileStore, options: PythonOptions, lost: str = "") -> None:
+    def __init__(
+        self, pool: KernelPool, store: FileStore, options: PythonOptions, lost: str = "", owner: str = ""
+    ) -> None:
         self.id = f"cntr_{secrets.token_hex(16)}"
         self.lost = lost
+        self.owner = owner
         self.memory = 0  # bytes held between calls
         self.closed = False  # no call may start any more
         self.last_used = time.monotonic()
@@ -69,6 +73,11 @@ class Container:
             except SandboxError as error:  # the cage itself went away under the call
                 await uninterrupted(self.discard(""))
                 message = f"The python sandbox is gone: {error}. {_ALL_LOST}"
+                return self._result([Text(f"[{message}]")], ToolError("tool_failed", message))
+            except Exception:  # a bug of ours: whatever it is, the program must not run on unwatched
+                logger.exception("a python call failed outside its contract; its sandbox is closed")
+                await uninterrupted(self.discard(""))
+                message = f"The python tool failed and its sandbox was closed. {_ALL_LOST}"
                 return self._result([Text(f"[{message}]")], ToolError("tool_failed", message))
             finally:
                 self.last_used = time.monotonic()
@@ -133,7 +142,7 @@ class Container:
         return self._result(contents or [Text("(no output)")], error)
 
     async def _outcome(
-        self, kernel: Kernel, running: asyncio.Task[Message], outputs: OutputCollector
+        self, kernel: Kernel, running: asyncio.Task[KernelMessage], outputs: OutputCollector
     ) -> tuple[ToolError | None, str]:
         """Waits for the end of the call, whichever it is: (error, note for the model)."""
         death = kernel.sandbox.death
@@ -149,22 +158,22 @@ class Container:
                 return self._died(*death.result())
             await self._kill_kernel(kernel, "protocol")
             return ToolError("resource_limit", str(error)), f"[{error}. The kernel was stopped. {_VARIABLES_LOST}]"
-        if any(p.get("source") == "ask_exit" for p in reply.get("payload", ())):
+        if reply.content.get("exits"):
             await self._kill_kernel(kernel, "exit")
             return None, f"[The code asked the notebook to exit. {_VARIABLES_LOST}]"
-        if outputs.error is not None or reply.get("status") == "error":
-            name, value = outputs.error or (str(reply.get("ename"))[:200], str(reply.get("evalue"))[:2000])
+        if outputs.error is not None or reply.content.get("failed"):
+            name, value = outputs.error or (reply.content.get("ename"), reply.content.get("evalue"))
             return ToolError("tool_failed", f"{name}: {value}"), ""
         return None, ""
 
-    async def _timed_out(self, kernel: Kernel, running: asyncio.Task[Message]) -> tuple[ToolError, str]:
+    async def _timed_out(self, kernel: Kernel, running: asyncio.Task[KernelMessage]) -> tuple[ToolError, str]:
         message = f"Execution timed out after {self._options.timeout_s:g} seconds."
         if await self._interrupt(kernel, running):
             return ToolError("timeout", message), f"[{message} It was interrupted; variables are kept.]"
         await self._kill_kernel(kernel, "timeout")
         return ToolError("timeout", message), f"[{message} It did not stop and was killed. {_VARIABLES_LOST}]"
 
-    async def _interrupt(self, kernel: Kernel, running: asyncio.Task[Message]) -> bool:
+    async def _interrupt(self, kernel: Kernel, running: asyncio.Task[KernelMessage]) -> bool:
         await kernel.sandbox.interrupt()
         done = await _first(running, kernel.sandbox.death, self._options.interrupt_grace_s)
         return running in done and running.exception() is None
@@ -184,6 +193,8 @@ class Container:
             "inodes": f"{o.inodes} files",
             "processes": f"{o.processes} processes",
             "descriptors": f"{o.limits().all_open_files} open files",
+            "mappings": f"{o.limits().mappings} memory mappings",
+            "locks": f"{o.limits().locks} locks on files",
         }
         if reason in limits:
             message = f"The python kernel was killed: it used more than {limits[reason]}."
@@ -195,7 +206,7 @@ class Container:
         )
         return ToolError("tool_failed", message), f"[{message} {_VARIABLES_LOST}]"
 
-    async def _stop_cancelled(self, kernel: Kernel, running: asyncio.Task[Message]) -> None:
+    async def _stop_cancelled(self, kernel: Kernel, running: asyncio.Task[KernelMessage]) -> None:
         """After a cancelled call nothing runs any more; the next call is told."""
         cancelled = "The previous python call was cancelled."
         try:
@@ -224,7 +235,7 @@ class Container:
         name = path.encode(errors="replace").decode()
         try:
             fd = await kernel.sandbox.open_file(path)
-            return await self._store.put(self.id, name, fd, self._options.max_file_mib << 20)
+            return await self._store.put(self.id, name, fd, self._options.max_file_mib << 20, self.owner)
         except (ValueError, OSError, SandboxError) as error:
             return Text(f"[{name} cannot be downloaded: {error}]")
 

@@ -78,7 +78,13 @@ async def connect(options: PythonOptions, sandbox: Sandbox | HostProcess) -> Ker
     limit = options.max_message_mib << 20
     try:
         return await KernelClient.connect(
-            sandbox.directory, name, key, max_message=limit + (1 << 20), max_total=8 * limit, timeout_s=_CONNECT_S
+            sandbox.directory,
+            name,
+            key,
+            max_message=limit + (1 << 20),
+            max_total=8 * limit,
+            keep=options.max_output_chars,
+            timeout_s=_CONNECT_S,
         )
     except KernelError as error:
         raise SandboxError(str(error)) from error

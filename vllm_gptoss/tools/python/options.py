@@ -80,4 +80,5 @@ class PythonOptions(BaseModel):
             processes=self.processes,
             open_files=self.open_files,
             cpus=self.cpus,
+            shared_memory=self.cgroup is not None,
         )

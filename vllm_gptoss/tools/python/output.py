@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import base64
-import re
 import struct
-from typing import Any
 
-from vllm_gptoss.tools.base import Content, Image, Text
+from vllm_gptoss.tools.protocol import Content, Image, Text
 
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_IMAGE_TYPES = ("image/png", "image/jpeg", "image/gif", "image/webp", "image/svg+xml")
-_TEXT_TYPES = ("text/plain", "text/markdown", "text/latex", "application/json", "text/html")
+from .messages import DISPLAYS, KernelMessage
+
 _TAIL_SHARE = 4  # of a truncated text the last quarter stays: that is where a traceback names the error
 
 
@@ -27,50 +24,39 @@ class OutputCollector:
         self._clear_next = False
         self.error: tuple[str, str] | None = None
 
-    def add(self, kind: str, body: dict[str, Any]) -> None:
-        """Takes one iopub message. Raises on malformed content, which the caller drops."""
+    def add(self, message: KernelMessage) -> None:
+        """Takes one output of the kernel."""
+        kind, content = message.kind, message.content
         if kind == "clear_output":
-            self._clear_next = bool(body.get("wait"))
+            self._clear_next = bool(content["wait"])
             if not self._clear_next:
                 self._parts.clear()
             return
-        if kind in ("stream", "display_data", "execute_result", "update_display_data") and self._clear_next:
+        if (kind == "stream" or kind in DISPLAYS) and self._clear_next:
             self._parts.clear()
             self._clear_next = False
-        if kind == "stream":
-            self._text(str(body["text"]))
-        elif kind in ("display_data", "execute_result", "update_display_data"):
-            self._bundle(body["data"])
-        elif kind == "error":
-            self.error = str(body["ename"])[:200], str(body["evalue"])[:2000]
-            self._text("\n".join(str(line) for line in body["traceback"]) + "\n")
+        if kind == "error":
+            self.error = str(content["ename"]), str(content["evalue"])
+        if "image" in content:
+            self._image(str(content["media_type"]), str(content["image"]), str(content["plain"]))
+        elif "text" in content:
+            self._text(str(content["text"]), int(str(content["length"])))
 
-    def _text(self, text: str) -> None:
-        text = _ANSI.sub("", text)
+    def _text(self, text: str, length: int = 0) -> None:
         if not self._parts or isinstance(self._parts[-1], Image):
             self._parts.append(_Printed(self._max_chars))
         last = self._parts[-1]
         if isinstance(last, _Printed):
-            last.add(text)
+            last.add(text, length or len(text))
 
-    def _bundle(self, data: dict[str, Any]) -> None:
-        for media_type in _IMAGE_TYPES:
-            if media_type in data:
-                self._image(media_type, data)
-                return
-        for media_type in _TEXT_TYPES:
-            if media_type in data:
-                self._text(str(data[media_type]) + "\n")
-                return
-
-    def _image(self, media_type: str, data: dict[str, Any]) -> None:
-        value = data[media_type]
+    def _image(self, media_type: str, value: str, plain: str) -> None:
         try:
             raw = value.encode() if media_type == "image/svg+xml" else base64.b64decode(value)
-        except (AttributeError, TypeError, ValueError):
+        except ValueError:
+            raw = b""
+        if not raw:
             self._text("[image that could not be read]\n")
             return
-        plain = str(data.get("text/plain", ""))[:200]
         if self._images >= self._max_images or len(raw) > self._max_image_bytes:
             self._text(f"[image dropped ({len(raw)} bytes): {plain}]\n")
             return
@@ -105,8 +91,9 @@ class _Printed:
         self._tail = ""
         self.length = 0
 
-    def add(self, text: str) -> None:
-        self.length += len(text)
+    def add(self, text: str, length: int) -> None:
+        """`length`: of the text before its middle was dropped."""
+        self.length += length
         room = self._limit - len(self._head)
         self._head += text[:room]
         if len(text) > room:

@@ -46,6 +46,7 @@ class KernelPool:
         self._alive = 0  # handed out and not yet gone
         self._freed = asyncio.Condition()
         self._refill: asyncio.Task[None] | None = None
+        self._retired: list[Any] = []
         self._closed = False
         self._waiting = 0
         self._leaving = 0  # being evicted for somebody who waits
@@ -65,10 +66,18 @@ class KernelPool:
             if self._choice is not None and self._choice.launcher.alive:
                 return self._choice.launcher
             if self._choice is not None:
-                logger.warning("the python tool's launcher died; starting another")
-                await self._choice.launcher.aclose()
+                await self._retire(self._choice.launcher)
             self._choice = await choose(self._options)
             return self._choice.launcher
+
+    async def _retire(self, launcher: Any) -> None:
+        """Gives up a launcher that makes no cages any more. One that hangs stays, for those it made live in it."""
+        if launcher.hung:
+            logger.warning("the python tool's launcher answers no more; starting another")
+            self._retired.append(launcher)
+            return
+        logger.warning("the python tool's launcher died; starting another")
+        await launcher.aclose()
 
     @property
     def choice(self) -> Choice | None:
@@ -164,5 +173,5 @@ class KernelPool:
         for kernel in self._warm:
             await kernel.aclose()
         self._warm.clear()
-        if self._choice is not None:
-            await self._choice.launcher.aclose()
+        for launcher in (*self._retired, *([self._choice.launcher] if self._choice else [])):
+            await launcher.aclose()

@@ -7,23 +7,26 @@ is text, and a reply counts only with the id of its request.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from vllm_gptoss.tools.confined import BusyError, ConfinedError, Refused, pool
 from vllm_gptoss.tools.sandbox.launcher import SandboxError
 from vllm_gptoss.tools.sandbox.portable import PortableLauncher, PortableProcess, Streams
 
-from .client import KernelError, Message
+from .client import LIMIT, KernelError
+from .messages import KernelMessage, MalformedError, read_frame, read_pair, reduced
 from .options import PythonOptions
 
 _GUEST, _INSIDE = Path(__file__).parent / "guest", "/usr/lib/notebook"
 _PROGRAM = f"import sys; sys.path.append({_INSIDE!r}); import notebook; notebook.main()"
 _FRAME = b"\x1e"
-_THREAD_ABOVE = 256 << 10  # bytes, as in `client`
+_HERE = 64 << 10  # bytes, as in `client`
+_LINE_COST = 256
+_AT_ONCE = 64
 _MAX_MEMORY = (4 << 30) - (1 << 16)  # what 32 bits can address
 _CANNOT = {
     "python": "it brings its own interpreter",
@@ -56,7 +59,7 @@ async def connect(options: PythonOptions, process: PortableProcess) -> PortableC
         "required": [*options.packages, *preload],
     }
     streams = await process.start(limit + (1 << 20))
-    client = PortableClient(streams, 8 * limit)
+    client = PortableClient(streams, 8 * limit, options.max_output_chars)
     try:
         async with asyncio.timeout(options.start_timeout_s):
             await client.greet(settings)
@@ -72,9 +75,11 @@ async def connect(options: PythonOptions, process: PortableProcess) -> PortableC
 class PortableClient:
     """`client.KernelClient` for the notebook in `guest`."""
 
-    def __init__(self, streams: Streams, max_total: int) -> None:
+    def __init__(self, streams: Streams, max_total: int, keep: int) -> None:
         self._streams = streams
         self._max_total = max_total
+        self._keep = keep
+        self._lines = 0
 
     async def _send(self, value: dict[str, Any]) -> None:
         try:
@@ -83,8 +88,8 @@ class PortableClient:
         except OSError as error:
             raise KernelError("the interpreter is gone") from error
 
-    async def _receive(self) -> tuple[bytes, str, Any, int]:
-        """Text beside the frames, the next frame's kind (empty for none) and body, and the bytes of both."""
+    async def _receive(self) -> tuple[bytes, KernelMessage | None, int]:
+        """Text beside the frames, the next frame, and what both cost in bytes."""
         try:
             line = await self._streams.reader.readuntil(b"\n")
         except asyncio.LimitOverrunError as error:
@@ -92,13 +97,21 @@ class PortableClient:
         except (asyncio.IncompleteReadError, OSError) as error:
             words = error.partial if isinstance(error, asyncio.IncompleteReadError) else b""
             raise KernelError(f"the interpreter ended {words.decode(errors='replace')[-500:]}".strip()) from error
+        self._lines += 1
+        if self._lines % _AT_ONCE == 0:  # what is buffered is read without a pause
+            await asyncio.sleep(0)
         text, mark, frame = line.partition(_FRAME)
-        if mark:
-            with contextlib.suppress(ValueError, TypeError, RecursionError):
-                parse = asyncio.to_thread(json.loads, frame) if len(frame) > _THREAD_ABOVE else None
-                kind, body = await parse if parse else json.loads(frame)
-                return text, str(kind), body, len(line)
-        return line, "", None, len(line)
+        cost = len(line) + _LINE_COST
+        if not mark:
+            return line, None, cost
+        try:
+            if len(frame) <= _HERE:
+                return text, read_pair(frame, self._keep), cost
+            return text, await pool().run(read_frame, frame, LIMIT, keep=self._keep), cost
+        except (MalformedError, Refused):
+            return line, None, cost
+        except (ConfinedError, BusyError) as error:
+            raise KernelError(f"the kernel sent a frame that cannot be read: {error}") from error
 
     async def greet(self, settings: dict[str, Any]) -> None:
         """Waits until the notebook takes cells. Raises KernelError with its last words."""
@@ -106,31 +119,32 @@ class PortableClient:
         words = b""
         while len(words) < self._max_total:
             try:
-                text, kind, _, _ = await self._receive()
+                text, message, _ = await self._receive()
             except KernelError as error:
                 raise KernelError(f"{error}: {words.decode(errors='replace').strip()[-500:]}") from error
             words += text
-            if kind == "ready":
+            if message is not None and message.kind == "ready":
                 return
         raise KernelError("it does not stop talking")
 
-    async def execute(self, code: str, on_output: Callable[[str, Message], None]) -> Message:
+    async def execute(self, code: str, on_output: Callable[[KernelMessage], None]) -> KernelMessage:
         """Runs `code` as one cell, as `client.KernelClient` does. Raises KernelError."""
         request = secrets.token_hex(8)
         await self._send({"id": request, "code": code})
         total = 0
         while True:
-            text, kind, body, size = await self._receive()
-            total += size
+            text, message, cost = await self._receive()
+            total += cost
             if total > self._max_total:
                 raise KernelError(f"the kernel sent more than {self._max_total} bytes")
             if text:
-                on_output("stream", {"name": "stdout", "text": text.decode(errors="replace")})
-            with contextlib.suppress(AttributeError, TypeError, KeyError, ValueError):  # malformed
-                if kind == "reply" and body["id"] == request:
-                    reply: Message = dict(body["content"])
-                    return reply
-                on_output(kind, body)
+                printed = {"text": text.decode(errors="replace")}
+                on_output(reduced("stream", "", printed, self._keep))
+            if message is not None and message.kind == "reply":
+                if message.parent == request:
+                    return message
+            elif message is not None:
+                on_output(message)
 
     async def aclose(self) -> None:
         self._streams.close()

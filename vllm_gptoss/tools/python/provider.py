@@ -1,4 +1,4 @@
-"""The `python` tool: a stateful notebook per conversation, behind the contract of `tools/base`."""
+"""The `python` tool: a stateful notebook per conversation, behind the contract of `tools/protocol`."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ import json
 import logging
 import secrets
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
-from vllm_gptoss.tools.base import Namespace, SessionOptions, Source, Text, ToolCall, ToolError, ToolKind, ToolResult
+from vllm_gptoss.tools.protocol import (
+    Namespace,
+    SessionOptions,
+    StoredFile,
+    ToolCall,
+    ToolProvider,
+    ToolResult,
+    ToolSession,
+    failed,
+    python_namespace,
+)
 from vllm_gptoss.tools.sandbox.launcher import SandboxError
 
 from .container import Container
-from .files import FileStore, StoredFile
+from .files import FileStore
 from .options import PythonOptions
 from .pool import KernelPool
 from .tasks import uninterrupted
 
 logger = logging.getLogger(__name__)
 
-# openai_harmony.ToolNamespaceConfig.python(), the text gpt-oss was trained on; only the timeout is ours to change.
-_DESCRIPTION = (
-    "Use this tool to execute Python code in your chain of thought. The code will not be shown to the user. This tool"
-    " should be used for internal reasoning, but not for code that is intended to be visible to the user (e.g. when"
-    " creating plots, tables, or files).\n\n"
-    "When you send a message containing Python code to python, it will be executed in a stateful Jupyter notebook"
-    " environment. python will respond with the output of the execution or time out after {timeout:.1f} seconds. The"
-    " drive at '/mnt/data' can be used to save and persist user files. Internet access for this session is UNKNOWN."
-    " Depends on the cluster."
-)
 _IDLE_LOST = (
     "[The python session was closed after a long time unused. All variables and all files in /mnt/data are lost.]"
 )
@@ -44,7 +44,7 @@ _REMEMBERED = 10_000  # conversations whose loss is still to be told
 _MAX_CODE = 1 << 20  # characters
 
 
-class PythonProvider:
+class PythonProvider(ToolProvider):
     """State belongs to the conversation id and outlives its sessions until it is unused for `idle_s` or makes room."""
 
     def __init__(self, options: PythonOptions | None = None, name: str = "python") -> None:
@@ -62,19 +62,33 @@ class PythonProvider:
 
     @property
     def name(self) -> str:
+        """`python`, unless another name was given."""
         return self._name
 
     @property
     def unavailable(self) -> str | None:
+        """Why no program can run here, or None."""
         return self._unavailable
 
     @property
-    def tier(self) -> str:
-        """How programs are isolated, and what that means; empty while the tool is off."""
+    def isolation(self) -> str:
+        """The tier and what it means; empty while the tool is off."""
         choice = self._pool.choice if self._pool is not None and self._unavailable is None else None
         return f"{choice.tier.name}: {choice.tier.what}" if choice else ""
 
+    @property
+    def longest_call_s(self) -> float:
+        """Waiting for a kernel, starting it, the call, and the end of a call that does not stop."""
+        o = self.options
+        return o.queue_s + o.start_timeout_s + o.timeout_s + o.interrupt_grace_s
+
+    @property
+    def at_once(self) -> int | None:
+        """A kernel each."""
+        return self.options.max_conversations
+
     async def start(self) -> None:
+        """Finds a way to isolate programs, tries it, and warms kernels up."""
         self._pool = KernelPool(self.options, self._evict_idle)
         started = time.monotonic()
         try:
@@ -86,28 +100,28 @@ class PythonProvider:
             return
         self._unavailable = None
         self._sweeper = asyncio.create_task(self._sweep())
-        logger.info("tool %s is ready after %.1f s (%s)", self._name, time.monotonic() - started, self.tier)
+        logger.info("tool %s is ready after %.1f s (%s)", self._name, time.monotonic() - started, self.isolation)
 
     def namespaces(self) -> Sequence[Namespace]:
-        description = _DESCRIPTION.format(timeout=self.options.timeout_s)
-        return (Namespace(self._name, ToolKind.PYTHON, description, ()),)
+        """`python`, as gpt-oss was trained on it."""
+        return (python_namespace(self.options.timeout_s, self._name),)
 
     async def open(self, conversation_id: str, options: SessionOptions) -> PythonSession:
         """The conversation's notebook; with an empty id, one that nobody shares and that ends with the session."""
         ran_before = any(call.get("recipient") == self._name for call in options.past)
         if conversation_id and ran_before and conversation_id not in self._containers:
             self._remember_loss(conversation_id, self._lost.get(conversation_id, _ELSEWHERE))
-        return PythonSession(self, conversation_id)
+        return PythonSession(self, conversation_id, options.owner)
 
-    async def run(self, conversation_id: str, code: str) -> ToolResult:
+    async def run(self, conversation_id: str, code: str, owner: str = "") -> ToolResult:
         """Runs a cell in the conversation's notebook, which is made if need be."""
         if self._unavailable is not None or self._pool is None:
             reason = self._unavailable or "not started"
-            return ToolResult([Text(f"[python is unavailable: {reason}]")], ToolError("unavailable", reason))
+            return failed("unavailable", reason, f"[python is unavailable: {reason}]")
         container = self._containers.get(conversation_id)
         if container is None:
             lost = self._lost.pop(conversation_id, "")
-            container = Container(self._pool, self._store, self.options, lost)
+            container = Container(self._pool, self._store, self.options, lost, owner)
             self._containers[conversation_id] = container
         try:
             return await container.run(code)
@@ -128,13 +142,16 @@ class PythonProvider:
         """A file that a call left in /mnt/data, with its bytes; None if it is unknown or no longer kept."""
         return await self._store.read(container_id, file_id)
 
-    def list_files(self, container_id: str) -> list[StoredFile]:
+    def list_files(self, container_id: str) -> Sequence[StoredFile]:
+        """What calls left in /mnt/data and is still kept."""
         return self._store.list(container_id)
 
     def _idle(self) -> list[str]:
-        """Conversations with a kernel and no call, the longest unused first."""
-        idle = [(c.last_used, key) for key, c in self._containers.items() if c.alive and not c.lock.locked()]
-        return [key for _, key in sorted(idle)]
+        """Conversations with a kernel and no call: first those of the owner who has most, the longest unused first."""
+        alive = {key: c for key, c in self._containers.items() if c.alive}
+        held = Counter(c.owner for c in alive.values())
+        idle = (key for key, c in alive.items() if not c.lock.locked())
+        return sorted(idle, key=lambda key: (-held[alive[key].owner], alive[key].last_used))
 
     def _evict_idle(self) -> bool:
         for key in self._idle():
@@ -145,7 +162,10 @@ class PythonProvider:
     def _keep_memory(self) -> None:
         """What conversations hold between calls has a limit together; the one used last is spared."""
         held = sum(c.memory for c in self._containers.values())
-        for key in self._idle()[:-1]:
+        last = max(self._idle(), key=lambda key: self._containers[key].last_used, default="")
+        for key in self._idle():
+            if key == last:
+                continue
             if held <= self.options.total_memory_mib << 20:
                 return
             held -= self._containers[key].memory
@@ -192,28 +212,28 @@ class PythonProvider:
         self._store.close()
 
 
-class PythonSession:
+class PythonSession(ToolSession):
     """One request's view of its conversation's notebook."""
 
-    def __init__(self, provider: PythonProvider, conversation_id: str) -> None:
+    def __init__(self, provider: PythonProvider, conversation_id: str, owner: str = "") -> None:
         self._provider = provider
+        self._owner = owner
         self._anonymous = not conversation_id
         self._conversation_id = conversation_id or f"anonymous-{secrets.token_hex(16)}"
 
     @property
     def namespaces(self) -> Sequence[Namespace]:
+        """`python`."""
         return self._provider.namespaces()
 
     async def call(self, call: ToolCall) -> ToolResult:
+        """Runs the call's source code as one cell."""
         code = _code_of(call)
         if not code.strip():
             return _refused("the call carries no code")
         if len(code) > _MAX_CODE:
             return _refused(f"the code is longer than {_MAX_CODE} characters")
-        return await self._provider.run(self._conversation_id, code)
-
-    def source(self, cursor: int, line: int | None = None) -> Source | None:
-        return None
+        return await self._provider.run(self._conversation_id, code, self._owner)
 
     async def aclose(self) -> None:
         """Ends the request; the notebook stays for the conversation's next one, if it has a name to come back by."""
@@ -222,7 +242,7 @@ class PythonSession:
 
 
 def _refused(reason: str) -> ToolResult:
-    return ToolResult([Text(f"[not run: {reason}]")], ToolError("invalid_arguments", reason))
+    return failed("invalid_arguments", reason, f"[not run: {reason}]")
 
 
 def _code_of(call: ToolCall) -> str:

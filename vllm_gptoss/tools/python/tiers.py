@@ -11,7 +11,7 @@ from vllm_gptoss.tools.sandbox import bubblewrap, interpreter
 from vllm_gptoss.tools.sandbox.launcher import IsolationError, SandboxError
 
 from . import jupyter, portable
-from .client import Message
+from .messages import KernelMessage
 from .options import PythonOptions
 
 logger = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 class Client(Protocol):
     """Runs cells."""
 
-    async def execute(self, code: str, on_output: Callable[[str, Message], None]) -> Message: ...
+    async def execute(self, code: str, on_output: Callable[[KernelMessage], None]) -> KernelMessage: ...
 
     async def aclose(self) -> None: ...
 

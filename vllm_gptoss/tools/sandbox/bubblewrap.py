@@ -79,6 +79,8 @@ def _files(view: View) -> tuple[list[str], list[int]]:
 class Bubblewrap:
     """Makes cages as `launcher.Zygote` does. Raises SandboxError where bwrap does not work either."""
 
+    hung = False  # every cage is a process of its own
+
     def __init__(self, spec: Spec, python: str = sys.executable, cgroups: Cgroups | None = None) -> None:
         self._spec = spec
         self._python = python

@@ -65,6 +65,20 @@ def enter_root(view: View) -> None:
     linux.drop_capabilities()
 
 
+def enter_void(view: View) -> None:
+    """Instead of `enter_root`, for what has all it needs in memory: an empty root, no /proc, no privilege left."""
+    linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
+    base = next(d for d in (TMP, RUN, "/var", "/mnt") if os.path.isdir(d))
+    linux.mount("tmpfs", base, "tmpfs", _QUIET | linux.MS_NOEXEC, "mode=555,size=4k,nr_inodes=1")
+    linux.lock_mount(base, recursive=False)
+    os.chdir(base)
+    linux.pivot_root(".", ".")
+    linux.unmount(".")
+    os.chdir("/")
+    if os.getuid() == 0:
+        become(view.uid, view.gid)
+
+
 def become(uid: int, gid: int) -> None:
     """Root gives itself away for good."""
     os.setgroups([])
@@ -233,7 +247,7 @@ def _keep_in_view(path: str, source: str, shown: Iterable[str]) -> None:
             os.symlink(real, link)
 
 
-def confine(*, allow_network: bool, cpus: Iterable[int]) -> None:
+def confine(limits: Limits, *, allow_network: bool, cpus: Iterable[int]) -> None:
     """The filters of the conversation's pid 1, which all its children inherit."""
     os.mkdir(SOCKETS, 0o700)
     os.sched_setaffinity(0, cpus)
@@ -241,7 +255,8 @@ def confine(*, allow_network: bool, cpus: Iterable[int]) -> None:
     # ignores a limit of 0 and stops at 1: Linux' fs/coredump.c. The seccomp filter keeps it at 1.
     set_rlimit(resource.RLIMIT_CORE, 1)
     linux.set_dumpable(False)  # the payload runs as the same user: keeps it away from our memory
-    seccomp.install(allow_network=allow_network)
+    checks = {} if limits.shared_memory else seccomp.UNCOUNTED
+    seccomp.install(seccomp.assembled(allow_network=allow_network, profile=seccomp.Profile(checks=checks)))
 
 
 def confine_payload(limits: Limits, *, allow_network: bool) -> None:
@@ -251,7 +266,9 @@ def confine_payload(limits: Limits, *, allow_network: bool) -> None:
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # if the host runs out of memory, this goes first
     _set_rlimits(limits)
-    landlock.restrict((RUN, TMP, DATA, SHM), DEVICES, allow_network=allow_network)
+    # A shared mapping of /dev/zero is anonymous shared memory by another name, if it was opened for writing: mmap(2).
+    devices = [path for path in DEVICES if limits.shared_memory or path != "/dev/zero"]
+    landlock.restrict((RUN, TMP, DATA, SHM), devices, allow_network=allow_network)
 
 
 def _set_rlimits(limits: Limits) -> None:
@@ -262,7 +279,7 @@ def _set_rlimits(limits: Limits) -> None:
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_RTPRIO, 0),
-        (resource.RLIMIT_SIGPENDING, 1024),
+        (resource.RLIMIT_SIGPENDING, 256),  # the user's in the namespace outside, for all conversations
         (resource.RLIMIT_STACK, 8 << 20),
     ):
         set_rlimit(kind, value)

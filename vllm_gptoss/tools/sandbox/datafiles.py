@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Iterator
@@ -16,13 +17,15 @@ def regular_files(base: str) -> list[tuple[str, int, int, int]]:
 
 
 def _walk(base: str, directory: str, depth: int) -> Iterator[tuple[str, int, int, int]]:
-    with os.scandir(directory) as entries:
+    """Skips folders that the program closed to everybody (mode 0), and what vanishes meanwhile."""
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False) and depth < _DEPTH and not entry.name.startswith("."):
                 yield from _walk(base, entry.path, depth + 1)
             elif entry.is_file(follow_symlinks=False):
-                s = entry.stat(follow_symlinks=False)
-                yield os.path.relpath(entry.path, base), s.st_size, s.st_mtime_ns, s.st_ino
+                with contextlib.suppress(OSError):
+                    s = entry.stat(follow_symlinks=False)
+                    yield os.path.relpath(entry.path, base), s.st_size, s.st_mtime_ns, s.st_ino
 
 
 def open_regular(base: str, path: str) -> int:

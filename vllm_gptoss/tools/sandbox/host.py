@@ -24,6 +24,8 @@ from .spec import Spec
 class HostLauncher:
     """Makes `HostProcess`es as `launcher.Zygote` makes cages."""
 
+    hung = False
+
     def __init__(self, spec: Spec, python: str = sys.executable) -> None:
         self._spec = spec
         self._python = python

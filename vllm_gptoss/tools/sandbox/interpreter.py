@@ -90,7 +90,7 @@ def _installed() -> Path:
 def _cache() -> Path:
     if own := os.environ.get("GPTOSS_CACHE"):
         return Path(own).absolute() / "portable"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "vllm_gptoss" / "portable"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "vllm-gptoss" / "portable"
 
 
 def _key() -> str:

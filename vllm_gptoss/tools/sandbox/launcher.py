@@ -152,12 +152,15 @@ class Zygote:
         self._process: asyncio.subprocess.Process | None = None
         self._channel: Channel | None = None
         self._first: asyncio.Future[dict[str, Any]] | None = None
+        self.hung = False  # it answers no more; the cages it made before live on
 
     @property
     def alive(self) -> bool:
-        return self._channel is not None and not self._channel.closed.done()
+        """Whether it can be asked for another cage."""
+        return self._channel is not None and not self._channel.closed.done() and not self.hung
 
     async def start(self, timeout_s: float) -> None:
+        """Starts the process and waits until it is ready to fork. Raises SandboxError."""
         ours, theirs = wire.pair()
         arguments = [PACKAGE, "zygote", str(theirs.fileno())]
         try:
@@ -218,6 +221,7 @@ class Zygote:
         except BaseException as error:
             sandbox.kill()
             if isinstance(error, TimeoutError):
+                self.hung = True
                 raise SandboxError(f"no cage after {_SPAWN_S:.0f} s") from error
             raise
         return sandbox
@@ -320,7 +324,7 @@ class Sandbox:
 
     @property
     def death(self) -> asyncio.Future[tuple[int, str]]:
-        """Set when the payload dies: (exit code, negative for a signal; reason: memory, inodes, killed, died, gone)."""
+        """Set when the payload dies: (exit code, negative for a signal; reason: a limit, killed, died, gone)."""
         return self._death
 
     async def start(self, argument: dict[str, Any], timeout_s: float) -> None:

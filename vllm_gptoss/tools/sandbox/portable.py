@@ -37,6 +37,8 @@ _REASONS = {wasm.TOO_MANY_FILES: "files", wasm.TOO_MANY_DESCRIPTORS: "descriptor
 class PortableLauncher:
     """Makes `PortableProcess`es as `launcher.Zygote` makes cages. `program`: a folder for them to see at `inside`."""
 
+    hung = False
+
     def __init__(self, limits: Limits, user: tuple[int, int], program: tuple[Path, str], argv: Sequence[str]) -> None:
         self._limits = limits
         root = os.getuid() == 0 and cage.is_mapped("uid", user[0]) and cage.is_mapped("gid", user[1])

@@ -8,6 +8,7 @@ Source: proc(5).
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 from collections.abc import Iterator
@@ -75,11 +76,24 @@ class ProcessTable:
         """Dead, and waiting for the stopped payload to ask after it; or already gone."""
         return self._fields(process.name, (b"State:",))[:1] in ([], [b"Z"], [b"X"])
 
+    def is_stopped(self, process: Process) -> bool:
+        """Whether no thread of it runs: stopped by a signal, or dead."""
+        tasks = f"{process.name}/task"
+        try:
+            fd = os.open(tasks, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
+        except OSError:
+            return True  # gone
+        try:
+            threads = os.listdir(fd)
+        finally:
+            os.close(fd)
+        states = (self._fields(f"{tasks}/{thread}", (b"State:",))[:1] for thread in threads)
+        return all(state in ([], [b"T"], [b"Z"], [b"X"]) for state in states)
+
     def memory(self, process: Process, *, exact: bool) -> int:
         """Bytes of anonymous and shared memory; `exact` divides a page among the processes that share it."""
-        if exact:
-            words = self._fields(process.name, (b"Pss_Anon:", b"Pss_Shmem:"), "smaps_rollup")
-        else:
+        words = self._fields(process.name, (b"Pss_Anon:", b"Pss_Shmem:"), "smaps_rollup") if exact else []
+        if not words:  # also of one that may not be read: it counts too much rather than nothing
             words = self._fields(process.name, (b"RssAnon:", b"RssShmem:"))
         return sum(int(word) << 10 for word in words if word.isdigit())
 
@@ -95,6 +109,44 @@ class ProcessTable:
             finally:
                 os.close(fd)
         return 0
+
+    def mappings(self, process: Process, most: int) -> int:
+        """How many pieces its address space has; what is over `most` is not counted to its end."""
+        with contextlib.suppress(OSError):
+            return self._count(f"{process.name}/maps", b"\n", most)
+        return 0
+
+    def locks(self, process: Process, most: int) -> int:
+        """How many locks it holds on files, as far as `most`."""
+        held = 0
+        with contextlib.suppress(OSError):
+            fd = os.open(f"{process.name}/fdinfo", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
+            try:
+                names = os.listdir(fd)
+            finally:
+                os.close(fd)
+            for name in names:
+                if held > most:
+                    break
+                with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                    held += self._count(f"{process.name}/fdinfo/{name}", b"\nlock:", most - held)
+        return held
+
+    def _count(self, path: str, what: bytes, most: int) -> int:
+        """How often `what` is in a file of /proc."""
+        found, rest = 0, b""
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._fd)
+        try:
+            while found <= most and (chunk := os.read(fd, 1 << 16)):
+                found += (rest + chunk).count(what)
+                rest = chunk[len(chunk) - len(what) + 1 :]
+        except OSError as error:
+            if error.errno != errno.ENOMEM:  # the kernel has no room for the answer
+                raise
+            found = most + 1
+        finally:
+            os.close(fd)
+        return found
 
     def address_space(self, pid: int) -> int:
         """Bytes of address space that process `pid` has mapped, 0 if it is gone."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import mmap
 import os
 import resource
@@ -24,8 +25,9 @@ _ALLOW, _ERRNO, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
 _NR, _ARCH, _ARGS = 0, 4, 16
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _COLUMN = {"x86_64": 0, "aarch64": 1}
+MACHINES = frozenset(_COLUMN)
 _X32_BIT = 0x40000000
-_CLONE_THREAD = 0x00010000
+_CLONE_THREAD, _CLONE_FILES = 0x00010000, 0x00000400
 
 _NEW_NAMESPACE = (
     linux.CLONE_NEWNS
@@ -40,10 +42,20 @@ _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C  # both push keystrokes into a terminal
 # Who may trace us, the memory map's layout, seccomp's own strictness, core scheduling: nothing payloads need.
 _PRCTL_DENIED = (35, 62, 0x59616D61, linux.PR_SET_SECCOMP, linux.PR_SET_SECUREBITS)
 _PERSONALITY_QUERY = 0xFFFFFFFF
+_F_OWNER_EX = (15, 16)  # F_SETOWN_EX, F_GETOWN_EX
+_FCNTL_ALLOWED = (
+    *(fcntl.F_DUPFD, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL, fcntl.F_SETFL, fcntl.F_DUPFD_CLOEXEC),
+    *(fcntl.F_GETLK, fcntl.F_SETLK, fcntl.F_SETLKW),
+    *(fcntl.F_GETOWN, fcntl.F_SETOWN, fcntl.F_GETSIG, fcntl.F_SETSIG, *_F_OWNER_EX, fcntl.F_GETPIPE_SZ),
+)
+"""What programs do with a descriptor, and the locks that SQLite takes. Not: leases, and notes about a directory, which
+conversations share; pipes of another size, of whose pages a user has so many; locks of an open file, which outlive its
+number in a process and so the supervisor's count; hints kept with a shared file. fcntl(2)."""
 # Pid 1 runs as the same user, and the kernel's checks would let the payload starve the watchdog or cripple it.
 _SUPERVISOR = 1
 
 Instruction = tuple[int, int, int, int]
+_INSTRUCTION = "=HBBI"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +64,10 @@ class Profile:
 
     without: frozenset[str] = frozenset()
     checks: Mapping[str, list[Instruction]] = field(default_factory=dict)  # instead of a table's own word on a call
+    only: frozenset[str] | None = None  # nothing beyond these names, of what the tables allow
 
-
-CAGE = Profile()
+    def leaves(self, name: str) -> bool:
+        return name not in self.without and (self.only is None or name in self.only)
 
 
 def _refuse(code: int) -> Instruction:
@@ -90,6 +103,22 @@ def _prlimit() -> list[Instruction]:
     ]
 
 
+def _prctl() -> list[Instruction]:
+    """Nobody hides from the supervisor, which could not read what a process holds that is not dumpable: ptrace(2)."""
+    denied: list[Instruction] = [
+        (_JUMP_EQ, len(_PRCTL_DENIED) - i + 3, 0, value) for i, value in enumerate(_PRCTL_DENIED)
+    ]
+    return [
+        (_LOAD, 0, 0, _ARGS),
+        *denied,
+        (_JUMP_EQ, 0, 2, linux.PR_SET_DUMPABLE),
+        (_LOAD, 0, 0, _ARGS + 8),
+        (_JUMP_EQ, 0, 1, 1),
+        (_RETURN, 0, 0, _ALLOW),
+        _refuse(errno.EPERM),
+    ]
+
+
 def _setpriority() -> list[Instruction]:
     """For a process or group other than the supervisor's, not for all of the user's."""
     return [
@@ -102,20 +131,55 @@ def _setpriority() -> list[Instruction]:
     ]
 
 
+def _not_shared(allowed: Sequence[Instruction] = ((_RETURN, 0, 0, _ALLOW),)) -> list[Instruction]:
+    """No anonymous memory that is shared; of the rest, what `allowed` says.
+
+    The kernel keeps it in a tmpfs of its own, as no process' memory once it is dropped from the page tables and no
+    file's of the cage: 700 MiB were held under a limit of 128. tmpfs(5): only a cgroup counts it.
+    """
+    return [
+        (_LOAD, 0, 0, _ARGS + 8 * 3),
+        (_JUMP_SET, 0, 2, mmap.MAP_ANONYMOUS),
+        (_JUMP_SET, 0, 1, mmap.MAP_SHARED),
+        _refuse(errno.EPERM),
+        *allowed,
+    ]
+
+
+_NOT_EXECUTABLE: list[Instruction] = [
+    (_LOAD, 0, 0, _ARGS + 8 * 2),
+    (_JUMP_SET, 0, 1, mmap.PROT_EXEC),
+    _refuse(errno.EPERM),
+    (_RETURN, 0, 0, _ALLOW),
+]
+_NOT_EXECUTABLE_NOR_SHARED = _not_shared(_NOT_EXECUTABLE)
+CAGE = Profile()
+UNCOUNTED = {"mmap": _not_shared()}
+"""What a cage adds where no cgroup counts its memory."""
+
+
+def _clone(*, process: bool) -> list[Instruction]:
+    """No namespaces. A thread shares its process' descriptors, which are counted by process; `process`: forks too."""
+    return [
+        (_LOAD, 0, 0, _ARGS),
+        (_JUMP_SET, 3, 0, _NEW_NAMESPACE),
+        (_JUMP_SET, 0, 1 if process else 2, _CLONE_THREAD),
+        (_JUMP_SET, 0, 1, _CLONE_FILES),
+        (_RETURN, 0, 0, _ALLOW),
+        _refuse(errno.EPERM),
+    ]
+
+
 def _checks(allow_network: bool) -> dict[str, list[Instruction]]:
     families = [int(socket.AF_UNIX)]
     if allow_network:  # netlink: getaddrinfo asks for the interfaces
         families += [int(socket.AF_INET), int(socket.AF_INET6), int(socket.AF_NETLINK)]
     return {
-        "clone": [
-            (_LOAD, 0, 0, _ARGS),
-            (_JUMP_SET, 0, 1, _NEW_NAMESPACE),
-            _refuse(errno.EPERM),
-            (_RETURN, 0, 0, _ALLOW),
-        ],
+        "clone": _clone(process=True),
+        "fcntl": _only(1, _FCNTL_ALLOWED, errno.EINVAL),
         "ioctl": _except(1, (_TIOCSTI, _TIOCLINUX), errno.EPERM),
         "personality": _only(0, (0, _PERSONALITY_QUERY), errno.EPERM),
-        "prctl": _except(0, _PRCTL_DENIED, errno.EPERM),
+        "prctl": _prctl(),
         "prlimit64": _prlimit(),
         "sched_setattr": _except(0, (_SUPERVISOR,), errno.EPERM),
         "sched_setparam": _except(0, (_SUPERVISOR,), errno.EPERM),
@@ -127,28 +191,21 @@ def _checks(allow_network: bool) -> dict[str, list[Instruction]]:
     }
 
 
+COMPUTE = Profile(
+    only=frozenset(syscalls.COMPUTE), checks={"mmap": _NOT_EXECUTABLE_NOR_SHARED, "mprotect": _NOT_EXECUTABLE}
+)
+"""For a process with one open socket: read it, write it, compute, end. No file, process, socket or signal."""
+
+
 def runtime(pid: int) -> Profile:
     """For process `pid`, which runs a WebAssembly program and has loaded all that it needs: no program, no process, no
     socket, no new machine code, nothing about another process."""
-    threads_only: list[Instruction] = [
-        (_LOAD, 0, 0, _ARGS),
-        (_JUMP_SET, 2, 0, _NEW_NAMESPACE),
-        (_JUMP_SET, 0, 1, _CLONE_THREAD),
-        (_RETURN, 0, 0, _ALLOW),
-        _refuse(errno.EPERM),
-    ]
-    not_executable: list[Instruction] = [
-        (_LOAD, 0, 0, _ARGS + 8 * 2),
-        (_JUMP_SET, 0, 1, mmap.PROT_EXEC),
-        _refuse(errno.EPERM),
-        (_RETURN, 0, 0, _ALLOW),
-    ]
     return Profile(
         without=frozenset(syscalls.OF_OTHERS),
         checks={
-            "clone": threads_only,
-            "mmap": not_executable,
-            "mprotect": not_executable,
+            "clone": _clone(process=False),
+            "mmap": _NOT_EXECUTABLE_NOR_SHARED,
+            "mprotect": _NOT_EXECUTABLE,
             "prlimit64": _only(0, (0,), errno.EPERM),
             "tgkill": _only(0, (pid,), errno.EPERM),
         },
@@ -168,11 +225,11 @@ def build_filter(machine: str, *, allow_network: bool = False, profile: Profile 
         program += [(_JUMP_GE, 0, 1, _X32_BIT), (_RETURN, 0, 0, _KILL_PROCESS)]
     checks = {**_checks(allow_network), **profile.checks}
     for name, numbers in syscalls.ALLOWED.items():
-        if (number := numbers[column]) is not None and name not in checks and name not in profile.without:
+        if (number := numbers[column]) is not None and name not in checks and profile.leaves(name):
             program += [(_JUMP_EQ, 0, 1, number), (_RETURN, 0, 0, _ALLOW)]
     for name, body in checks.items():
         number = (syscalls.CHECKED | syscalls.ALLOWED)[name][column]
-        if number is not None and name not in profile.without:
+        if number is not None and profile.leaves(name):
             program += [(_JUMP_EQ, 0, len(body), number), *body]
     for numbers in syscalls.MISSING.values():
         if (number := numbers[column]) is not None:
@@ -187,10 +244,15 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
 
 
-def install(*, allow_network: bool = False, profile: Profile = CAGE) -> None:
-    """Confines this thread and all its descendants, for good. Needs no_new_privs (or CAP_SYS_ADMIN)."""
+def assembled(*, allow_network: bool = False, profile: Profile = CAGE) -> bytes:
+    """The filter for this machine, as the kernel takes it. Takes some milliseconds."""
     program = build_filter(linux.MACHINE, allow_network=allow_network, profile=profile)
-    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *i) for i in program))
-    request = _Program(len(program), ctypes.addressof(code))
+    return b"".join(struct.pack(_INSTRUCTION, *one) for one in program)
+
+
+def install(program: bytes) -> None:
+    """Confines this thread and all its descendants, for good. Needs no_new_privs (or CAP_SYS_ADMIN)."""
+    code = ctypes.create_string_buffer(program)
+    request = _Program(len(program) // struct.calcsize(_INSTRUCTION), ctypes.addressof(code))
     mode_filter = 2
     linux.prctl(linux.PR_SET_SECCOMP, mode_filter, ctypes.addressof(request), what="PR_SET_SECCOMP")

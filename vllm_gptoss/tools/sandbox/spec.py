@@ -29,7 +29,10 @@ class Limits:
     open_files: int = 512
     cpus: int = 2
     all_open_files: int = 2048  # each may hold a socket buffer of 208 KiB that no other limit counts
+    mappings: int = 131_072  # of memory, which take 0.2 KiB of the kernel's each, of all processes together
+    locks: int = 65_536  # on files, the same
     niceness: int = 5
+    shared_memory: bool = False  # MAP_SHARED with MAP_ANONYMOUS, which nothing but a cgroup counts
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ the socket reads end of file, pid 1 exits, and the kernel kills everything in th
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
 import select
@@ -22,7 +23,10 @@ from .processes import Process, ProcessTable
 from .spec import DATA, SOCKETS, Spec
 
 _WATCH_MS = 100
+_CENSUS_S = 0.25
+_CENSUS_SHARE = 20  # of the time at most a twentieth is spent on what is dear to count
 _LIST_PAGE = 64
+_LIST_BYTES = wire.MAX_PACKET // 2  # a path has up to 4096 bytes, and one that is no UTF-8 six times as many in JSON
 _KILL_S = 2.0
 _STDERR = f"{SOCKETS}/stderr"  # of the payload until it redirects its own
 
@@ -44,13 +48,17 @@ class Supervisor:
         self._ready_fd = -1
         self._running = False
         self._reason = ""
+        self._settled = False
         self._baseline = 0
         self._own_files = 0
+        self._census_at = 0.0
         self._processes = processes
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def serve(self) -> None:
-        """Until the server's end of the socket is closed."""
+        """Until the server's end of the socket is closed. Raises RuntimeError outside a pid namespace of its own."""
+        if os.getpid() != 1:  # `kill(-1)` would then stop and kill all that this user has on the host
+            raise RuntimeError("the supervisor is not the first process of a namespace")
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -69,6 +77,8 @@ class Supervisor:
             self._reap()
             if self._running:
                 self._watch()
+            else:
+                self._watch_stopped()
 
     def _wait(self) -> None:
         watched: list[Any] = [self._conn, self._wake_read]
@@ -116,10 +126,12 @@ class Supervisor:
             case "start":
                 self._start(message["argument"])
             case "thaw":
+                self._settled = False
                 self._running = self._pid > 0
                 self._signal(signal.SIGCONT)
             case "settle":
                 self._settle()
+                self._settled = True
             case "interrupt":
                 self._signal(signal.SIGINT)
             case "kill":
@@ -148,26 +160,46 @@ class Supervisor:
         os.close(write_end)
         self._ready_fd = read_end
         self._running = True
+        self._settled = False
 
     def _settle(self) -> None:
         """Stops the payload and kills whatever it left running: nothing outlives a call."""
         self._running = False
         if not self._pid:
             return
-        # kill(-1) stops everything but us in one go, so that nothing can fork away from what follows.
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(-1, signal.SIGSTOP)
         deadline = time.monotonic() + _KILL_S
         while time.monotonic() < deadline:
-            others = [p for p in self._processes.others() if p.pid != self._pid]
-            strays = [p.pid for p in others if not self._processes.is_zombie(p)]
-            if not strays:
-                break
+            # kill(-1) stops everything but us in one go, so that nothing can fork away from what follows. Again each
+            # time: until all others are dead and it stands still, one of them or a thread of its own may wake it.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(-1, signal.SIGSTOP)
+            others = [p for p in self._processes.others() if not self._processes.is_zombie(p)]
+            strays = [p.pid for p in others if p.pid != self._pid]
             for pid in strays:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self._reap()
-            time.sleep(0.001)  # the killed still have to be scheduled to die
+            if not strays and (not self._pid or self._stands_still(others)):
+                return
+            time.sleep(0.001)  # signals take effect when their process is next run
+        self._kill_all("unstoppable")
+
+    def _stands_still(self, others: list[Process]) -> bool:
+        """Whether every thread of the payload is stopped, and stayed so since it last went on."""
+        went_on = self._went_on()
+        return not went_on and all(self._processes.is_stopped(p) for p in others)
+
+    def _went_on(self) -> bool:
+        """Whether the payload was continued since this was last asked: the kernel tells its parent, wait(2)."""
+        try:
+            return os.waitid(os.P_PID, self._pid, os.WCONTINUED | os.WNOHANG) is not None
+        except ChildProcessError:
+            return False
+
+    def _watch_stopped(self) -> None:
+        """Nothing may wake the payload between calls: a timer's signal can be SIGCONT, and an open file's too."""
+        if self._pid and self._settled and self._went_on():
+            self._kill_all("continued")
 
     def _kill_all(self, reason: str) -> None:
         self._reason = self._reason or reason
@@ -201,6 +233,21 @@ class Supervisor:
             self._kill_all("processes")
         elif self._open_files(others) > limits.all_open_files:
             self._kill_all("descriptors")
+        elif time.monotonic() > self._census_at and (reason := self._census(others)):
+            self._kill_all(reason)
+
+    def _census(self, others: list[Process]) -> str:
+        """What takes memory of the kernel's that no process is charged with: the limit that is passed, if one is."""
+        began, limits = time.monotonic(), self._spec.limits
+        mappings = locks = 0
+        for process in others:
+            mappings += self._processes.mappings(process, limits.mappings - mappings)
+            locks += self._processes.locks(process, limits.locks - locks)
+            if mappings > limits.mappings or locks > limits.locks:
+                return "mappings" if mappings > limits.mappings else "locks"
+        now = time.monotonic()
+        self._census_at = now + max(_CENSUS_S, _CENSUS_SHARE * (now - began))
+        return ""
 
     def _open_files(self, others: list[Process]) -> int:
         """Beyond those that the payload starts with: its children have them too, but they are the same files."""
@@ -258,4 +305,11 @@ def _tail(path: str, size: int = 8000) -> str:
 def list_files(offset: int) -> dict[str, Any]:
     """A page of the files in /mnt/data; `more` if another follows."""
     found = datafiles.regular_files(DATA)
-    return {"files": found[offset : offset + _LIST_PAGE], "more": offset + _LIST_PAGE < len(found)}
+    page: list[tuple[str, int, int, int]] = []
+    size = 0
+    for file in found[offset : offset + _LIST_PAGE]:
+        size += len(json.dumps(file))
+        if page and size > _LIST_BYTES:
+            break
+        page.append(file)
+    return {"files": page, "more": offset + len(page) < len(found)}

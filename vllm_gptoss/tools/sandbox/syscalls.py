@@ -3,7 +3,9 @@
 Everything else is refused, which leaves out by construction: namespaces (unshare, setns, clone3), mounts, ptrace and
 process_vm_*, kcmp, keyctl, bpf, perf_event_open, userfaultfd, io_uring_*, modules, kexec, open_by_handle_at, fanotify,
 quotactl, SysV and POSIX queues and shared memory (no memory limit sees them), memfd (same), sched_setaffinity (it
-limits the number of CPUs). Numbers: Linux' arch/x86/entry/syscalls/syscall_64.tbl and asm-generic/unistd.h.
+limits the number of CPUs), inotify (one user has 128 instances for all its conversations, and each would see what the
+others open of the files that they share). Numbers: Linux' arch/x86/entry/syscalls/syscall_64.tbl and
+asm-generic/unistd.h.
 """
 
 from __future__ import annotations
@@ -66,7 +68,6 @@ ALLOWED: dict[str, tuple[int | None, int | None]] = {
     "wait4": (61, 260),
     "kill": (62, 129),
     "uname": (63, 160),
-    "fcntl": (72, 25),
     "flock": (73, 32),
     "fsync": (74, 82),
     "fdatasync": (75, 83),
@@ -158,9 +159,6 @@ ALLOWED: dict[str, tuple[int | None, int | None]] = {
     "utimes": (235, None),
     "waitid": (247, 95),
     "ioprio_get": (252, 31),
-    "inotify_init": (253, None),
-    "inotify_add_watch": (254, 27),
-    "inotify_rm_watch": (255, 28),
     "openat": (257, 56),
     "mkdirat": (258, 34),
     "mknodat": (259, 33),
@@ -195,7 +193,6 @@ ALLOWED: dict[str, tuple[int | None, int | None]] = {
     "epoll_create1": (291, 20),
     "dup3": (292, 24),
     "pipe2": (293, 59),
-    "inotify_init1": (294, 26),
     "preadv": (295, 69),
     "pwritev": (296, 70),
     "rt_tgsigqueueinfo": (297, 240),
@@ -239,6 +236,7 @@ ALLOWED: dict[str, tuple[int | None, int | None]] = {
 # Allowed or refused by their arguments: `seccomp.build_filter`.
 CHECKED: dict[str, tuple[int | None, int | None]] = {
     "clone": (56, 220),
+    "fcntl": (72, 25),
     "ioctl": (16, 29),
     "personality": (135, 92),
     "prctl": (157, 167),
@@ -260,11 +258,25 @@ OF_OTHERS = (
     *("sendto", "sendmsg", "sendmmsg", "recvfrom", "recvmsg", "recvmmsg", "getsockname", "getpeername"),
     *("sched_setattr", "sched_setparam", "sched_setscheduler", "setpriority", "setrlimit", "personality"),
     *("mknod", "mknodat", "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat"),
-    *("inotify_init", "inotify_init1", "inotify_add_watch", "mlock", "mlock2", "mlockall"),
+    *("flock", "mlock", "mlock2", "mlockall"),
 )
 
-# glibc and libffi fall back to older calls on ENOSYS, not on EPERM.
-MISSING: dict[str, tuple[int | None, int | None]] = {"clone3": (435, 435), "memfd_create": (319, 279)}
+# What a process needs that only computes, and answers on a socket that it has. Nothing here takes a path, makes a
+# descriptor, or names another process.
+COMPUTE = (
+    *("read", "write", "readv", "writev", "close", "poll", "ppoll", "exit", "exit_group", "restart_syscall"),
+    *("mmap", "mprotect", "munmap", "mremap", "brk", "madvise", "futex", "sched_yield", "nanosleep", "clock_nanosleep"),
+    *("rt_sigaction", "rt_sigprocmask", "rt_sigreturn", "sigaltstack", "getpid", "gettid", "getrandom", "rseq"),
+    *("clock_gettime", "clock_getres", "gettimeofday", "time", "getrusage", "lseek", "fstat", "set_robust_list"),
+)
+
+# glibc and libffi fall back to older calls on ENOSYS, not on EPERM, and who watches files falls back to looking.
+MISSING: dict[str, tuple[int | None, int | None]] = {
+    "clone3": (435, 435),
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
+    "memfd_create": (319, 279),
+}
 
 # The newest number any table here knows; later calls answer ENOSYS as on an older kernel.
 LAST = 456

@@ -153,7 +153,7 @@ def _lock(settings: dict[str, Any]) -> None:
     linux.die_with_parent(signal.SIGKILL)
     if os.getppid() != settings["parent"]:
         os._exit(1)  # it died before the line above
-    seccomp.install(profile=seccomp.runtime(os.getpid()))
+    seccomp.install(seccomp.assembled(profile=seccomp.runtime(os.getpid())))
 
 
 def _watch(directories: list[int], settings: dict[str, Any]) -> None:

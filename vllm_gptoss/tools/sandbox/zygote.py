@@ -146,7 +146,7 @@ def _on_host(ready_fd: str, spec_text: str, argument: str) -> None:
 
 
 def _supervise(conn: socket.socket, spec: Spec, payload: ModuleType, processes: ProcessTable, cpus: set[int]) -> None:
-    cage.confine(allow_network=spec.view.allow_network, cpus=cpus)
+    cage.confine(spec.limits, allow_network=spec.view.allow_network, cpus=cpus)
 
     def run(argument: dict[str, Any], ready: Any) -> None:
         payload.run(spec.options, argument, ready)

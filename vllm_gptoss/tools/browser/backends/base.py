@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
@@ -9,6 +10,10 @@ from typing import Any, ClassVar, Protocol
 import httpx
 
 from vllm_gptoss.tools.browser.page import Page
+from vllm_gptoss.tools.confined import BusyError, ConfinedError, Refused, pool
+from vllm_gptoss.tools.confined.content import ACCEPT_ENCODING, SMALL, json_content
+
+MAX_ANSWER_BYTES = 8_000_000
 
 
 class BackendError(Exception):
@@ -83,7 +88,8 @@ class ApiBackend:
     def __init__(self, api_key: str = "", url: str = "", *, timeout_s: float = 15.0, pages: bool = False) -> None:
         self._key = api_key
         self._serves_pages = pages
-        options: dict[str, Any] = {"base_url": url or self.default_url, "timeout": timeout_s, "headers": self.headers()}
+        headers = {"Accept-Encoding": ACCEPT_ENCODING, **self.headers()}
+        options: dict[str, Any] = {"base_url": url or self.default_url, "timeout": timeout_s, "headers": headers}
         self._problem = ""
         try:
             self._client = httpx.AsyncClient(**options)
@@ -138,7 +144,8 @@ class ApiBackend:
             BackendError: no answer, an error status, or no JSON.
         """
         try:
-            response = await self._client.request(method, path, **kwargs)
+            async with self._client.stream(method, path, **kwargs) as response:
+                body = await _bounded(response)
         except httpx.HTTPError as error:
             raise BackendError(f"{self.name} cannot be reached: {type(error).__name__}") from error
         if response.status_code in (401, 403):
@@ -146,9 +153,11 @@ class ApiBackend:
         if response.status_code >= 400:
             raise BackendError(f"{self.name} answered {response.status_code}")
         try:
-            return response.json()
-        except ValueError as error:
+            return json.loads(await _checked(body, response.headers.get("content-encoding", "")))
+        except (ValueError, RecursionError) as error:
             raise BackendError(f"{self.name} answered something other than JSON") from error
+        except (Refused, ConfinedError, BusyError) as error:
+            raise BackendError(f"{self.name} gave an answer that cannot be read: {error}") from error
 
     async def mapping(self, method: str, path: str, **kwargs: Any) -> Mapping[str, Any]:
         """As `json`, for answers that are objects.
@@ -164,6 +173,24 @@ class ApiBackend:
     def refusal_hint(self) -> str:
         """What to check when the backend refuses."""
         return f": check {self.key_variable}" if self.key_variable else ""
+
+
+async def _bounded(response: httpx.Response) -> bytes:
+    """The body as it came over the wire, and no more than a byte beyond the limit of it."""
+    body = bytearray()
+    assert isinstance(response.stream, httpx.AsyncByteStream)
+    async for chunk in response.stream:
+        body += chunk
+        if len(body) > MAX_ANSWER_BYTES:
+            break
+    return bytes(body[: MAX_ANSWER_BYTES + 1])
+
+
+async def _checked(body: bytes, encoding: str) -> bytes:
+    """JSON whose tree is small enough to be built here. Raises Refused, ConfinedError, BusyError."""
+    if len(body) <= SMALL and encoding in ("", "identity"):
+        return body
+    return await pool().run(json_content, body, encoding=encoding[:100], max_bytes=MAX_ANSWER_BYTES)
 
 
 def hits(rows: object, title: str, url: str, *snippets: str) -> list[Hit]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from vllm_gptoss.tools.browser.backends.base import ApiBackend, BackendError, Hit, Query, hits, on_sites
-from vllm_gptoss.tools.browser.markup import PageError, first_line, markdown_html, with_url
-from vllm_gptoss.tools.browser.page import Page, neutral
+from vllm_gptoss.tools.browser.markup import PageError
+from vllm_gptoss.tools.browser.page import Page, neutral, under_url
 from vllm_gptoss.tools.browser.reader import Reader
+from vllm_gptoss.tools.browser.reading import MAX_TITLE
 
 logger = logging.getLogger(__name__)
 
@@ -123,14 +123,12 @@ class PostApi(ApiBackend):
         return await self._read(str(row[self.form.page_text]), url, str(row.get("title") or ""))
 
     async def _read(self, text: str, url: str, title: str) -> Page:
-        if self.form.page_kind == "markdown":
-            title = title or first_line(text)
-            text = await asyncio.to_thread(markdown_html, text)
+        read = self._reader.markdown if self.form.page_kind == "markdown" else self._reader.html
         try:
-            page = await self._reader.html(text, url)
+            page = await read(text, url)
         except PageError as error:
             raise BackendError(f"{self.name} gave a page that cannot be read: {error}") from error
-        return Page(url, neutral(title) or page.title, with_url(url, page.text), page.links, url)
+        return under_url(replace(page, title=neutral(title)[:MAX_TITLE] or page.title))
 
 
 class Tavily(PostApi):

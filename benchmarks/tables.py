@@ -1,0 +1,251 @@
+"""Writes the measured tables of the documents from the result files.
+
+    python benchmarks/tables.py            # rewrites them in place
+    python benchmarks/tables.py --check    # exit 1 and the names of documents that are not up to date
+
+A table stands between two comments, `<!-- table: KIND [FILE ...] -->` and `<!-- /table -->`. FILE lies
+in benchmarks/results/. KIND is a function of `KINDS`; `hardware` and `bands` need no file, they ask
+`vllm_gptoss.choose`. Nothing else of a document is touched.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_gptoss import choose, spec
+from vllm_gptoss.choose import bands as token_bands
+from vllm_gptoss.device import Device
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+BLOCK = re.compile(r"(<!-- table: (\S+) ?([^>]*?) -->\n).*?(<!-- /table -->)", re.DOTALL)
+
+Row = dict[str, Any]
+Cells = Sequence[str]
+
+
+def documents() -> list[Path]:
+    """Every document that may hold a table."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def markdown(head: Cells, rows: Iterable[Cells]) -> str:
+    """A table in GitHub's form, with a line break at its end."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """`value` rounded, or nothing where it was not measured."""
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _with_gpu(tpot: float | None, gpu: float | None) -> str:
+    return number(tpot) + (f" ({number(gpu)})" if gpu is not None else "")
+
+
+def _setting(row: Row) -> str:
+    """What a decode row has beside the protocol: 512 + 128 tokens, one GPU."""
+    lengths = f"{row.get('prompt', 512):,} + {row.get('output', 128):,} tokens"
+    said = {
+        lengths: lengths != "512 + 128 tokens",
+        f"{row.get('tensor_parallel', 1)} GPUs": row.get("tensor_parallel", 1) > 1,
+        "every token to the same four experts": row.get("skew"),
+        f"EAGLE3, {row.get('eagle3')} drafts, none accepted": row.get("eagle3"),
+        "as served": row.get("served"),
+    }
+    names = [name for name, applies in said.items() if applies]
+    names += [f"`{key}={json.dumps(value)}`" for key, value in (row.get("options") or {}).items()]
+    plugin = row.get("plugin", "plugin")
+    return ", ".join(names + ([f"`{plugin}`"] if plugin != "plugin" else []))
+
+
+def decode(files: Sequence[Row]) -> str:
+    """TPOT in ms, GPU time of a step in brackets, beside the best stock backend and the memory floor."""
+    rows = [row for file in files for row in file["rows"]]
+    settings = [_setting(row) for row in rows]
+    head = ["model", "requests", "stock", "stock ms", "vllm-gptoss ms", "ratio", "floor", "floor / GPU"]
+    table = []
+    for row, setting in zip(rows, settings, strict=True):
+        share = row.get("share_of_floor")
+        cells = [row["model"], str(row["batch"]), row["stock_backend"] or ""]
+        cells += [_with_gpu(row["stock_tpot_ms"], row.get("stock_gpu_ms"))]
+        cells += [f"**{number(row['plugin_tpot_ms'])}**" + _in_brackets(row.get("plugin_gpu_ms"))]
+        cells += [number(row["ratio"], 1), number(row["floor_ms"]), f"{share:.0%}" if share else ""]
+        table.append([setting, *cells] if any(settings) else cells)
+    return markdown(["setting", *head] if any(settings) else head, table)
+
+
+def _in_brackets(value: float | None) -> str:
+    return "" if value is None else f" ({number(value)})"
+
+
+def speed(files: Sequence[Row]) -> str:
+    """The short form of `decode` for the README: one line a number of requests, both models side by side."""
+    rows = [row for file in files for row in file["rows"]]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    found = {(row["model"], row["batch"]): row for row in rows}
+    head = ["requests at once", *(f"{model}: {what}" for model in models for what in ("stock", "vllm-gptoss", "ratio"))]
+    table = []
+    for batch in sorted({row["batch"] for row in rows}):
+        cells = [str(batch)]
+        for model in models:
+            row = found.get((model, batch))
+            cells += ["", "", ""] if row is None else _short(row)
+        table.append(cells)
+    return markdown(head, table)
+
+
+def _short(row: Row) -> list[str]:
+    return [number(row["stock_tpot_ms"]), f"**{number(row['plugin_tpot_ms'])}**", number(row["ratio"], 1)]
+
+
+def engines(files: Sequence[Row]) -> str:
+    """Start and memory of the engines of decode files."""
+    head = ["model", "variant", "start, s", "KV cache, GiB", "peak of loading, GiB"]
+    table = []
+    for file in files:
+        for engine in file.get("engines", []):
+            cells = [engine["model"], engine["variant"], number(engine.get("start_s"), 0)]
+            table.append([*cells, number(engine.get("kv_gib")), number(engine.get("load_peak_gib"))])
+    return markdown(head, table)
+
+
+ROUTINGS = {"uniform": "even", "four": "all to the same four", "half": "half to one", "zipf": "Zipf"}
+
+
+def kernels(files: Sequence[Row]) -> str:
+    """The pair of expert kernels in us a layer; stock with its routing."""
+    head = ["model", "tokens", "routing", "experts read", "up", "down", "pair", "floor / pair", "stock up / down"]
+    table = []
+    for row in (row for file in files for row in file["rows"] if row.get("kernels", "now") == "now"):
+        stock = [number(row.get(f"stock_{part}_us"), 1) for part in ("up", "down")]
+        cells = [row["model"].removeprefix("gpt-oss-"), str(row["tokens"])]
+        routing = row.get("routing", "four" if row["skewed"] else "uniform")
+        cells += [ROUTINGS[routing], number(row["active_experts"], 1)]
+        cells += [number(row.get(f"{part}_us"), 1) for part in ("up", "down", "pair")]
+        share = row.get("pair_share_of_floor")
+        cells += [f"{share:.0%}" if share else "", " / ".join(stock) if any(stock) else ""]
+        table.append([*cells, number(row.get("stock_with_routing_us"), 1)])
+    return markdown([*head, "stock with routing"], table)
+
+
+def layers(files: Sequence[Row]) -> str:
+    """The four launches around the experts, us a launch in a chain; cuBLAS alone beside them."""
+    parts = ("qkv_rope", "attend", "out_proj", "router")
+    table = []
+    for row in (row for file in files for row in file["rows"]):
+        cells = [str(row["tokens"]), str(row["keys"]), str(row["window"] or "all")]
+        cells += [number(row[part]["us"], 1) for part in parts] + [number(row["layer_us"], 1)]
+        table.append([*cells, ", ".join(number(row[part].get("stock_us"), 1) for part in ("qkv_rope", "out_proj"))])
+    return markdown(["tokens", "keys", "window", *parts, "the four chained", "cuBLAS q/k/v, o alone"], table)
+
+
+def step(files: Sequence[Row]) -> str:
+    """A layer of a one-token step, us: six launches against one."""
+    table = []
+    for row in (row for file in files for row in file["rows"]):
+        share = f"{row['floor_us'] / row['step_us']:.0%}"
+        cells = [row["model"], f"{row['keys']:,}", number(row["chain_us"], 1), number(row["step_us"], 1)]
+        table.append([*cells, number(row["floor_us"], 1), share])
+    return markdown(["model", "keys", "six launches", "one launch", "floor", "share of floor"], table)
+
+
+def accuracy(files: Sequence[Row]) -> str:
+    """Mean distance of log-probabilities from float64, and how far stock's two backends lie apart."""
+    head = ["tokens a step", "GPUs", "positions", "triton - marlin", "vllm-gptoss - nearer", "vllm-gptoss - float64"]
+    table = []
+    for run in (run for file in files for run in file["runs"]):
+        ours, apart = run["candidate"], run["distances"]
+        nearer = min(apart[f"{ours} - {stock}"]["mean"] for stock in ("triton", "marlin"))
+        means = run["float64"]["means"]
+        cells = [str(run["chunk"]), str(run["tensor_parallel"]), f"{run['positions']:,}"]
+        cells += [number(value, 3) for value in (apart["triton - marlin"]["mean"], nearer, means[ours])]
+        table.append([*cells, *(number(means[stock], 3) for stock in ("triton", "marlin"))])
+    return markdown([*head, "triton - float64", "marlin - float64"], table)
+
+
+def hardware(files: Sequence[Row]) -> str:
+    """What `choose` gives for one GPU of each family, AITER on for AMD; `vllm-gptoss doctor` prints the same there."""
+    del files
+    table = []
+    for family in choose.FAMILIES:
+        arch = (family.archs or ("x86_64",))[0]
+        vendor = "cpu" if not family.archs else "amd" if arch.startswith("gfx") else "nvidia"
+        device = Device(vendor, family.name, arch, memory_gib=80.0)
+        deployment = choose.Deployment(spec.GPT_OSS_20B, device_type="cpu" if vendor == "cpu" else "cuda", aiter=True)
+        picked = [ask(device, deployment) for ask in (choose.attention, choose.experts)]
+        fused = choose.layers(device, deployment).value
+        ran = "measured" if fused == "gptoss" else "tested" if vendor == "cpu" else "not run by us"
+        table.append([family.name, ", ".join(family.archs), *(f"`{choice.value}`" for choice in picked), fused, ran])
+    return markdown(["family", "architecture", "attention", "experts", "fused layers", "status"], table)
+
+
+def bands(files: Sequence[Row]) -> str:
+    """What runs a step on Hopper, by how many tokens it has."""
+    del files
+    table, least = [], 1
+    for band in token_bands.SM90:
+        last = {None: " or more", least: ""}.get(band.most, f" to {band.most}")
+        table.append([f"{least}{last}", band.layers, band.attention, band.experts + " by wish" * band.untried])
+        least = (band.most or 0) + 1
+    return markdown(["tokens in the step", "layers", "attention", "experts"], table)
+
+
+KINDS: dict[str, Callable[[Sequence[Row]], str]] = {
+    "decode": decode,
+    "speed": speed,
+    "engines": engines,
+    "kernels": kernels,
+    "layers": layers,
+    "step": step,
+    "accuracy": accuracy,
+    "hardware": hardware,
+    "bands": bands,
+}
+
+
+class TableError(ValueError):
+    """A table that cannot be written; the message names the document's line and the remedy."""
+
+
+def render(text: str) -> str:
+    """`text` with every table written anew.
+
+    Raises:
+        TableError: an unknown kind, or a result file that is missing or lacks a field.
+    """
+
+    def filled(found: re.Match[str]) -> str:
+        opening, kind, names, closing = found.groups()
+        if kind not in KINDS:
+            raise TableError(f"{opening.strip()}: there is no such table, only {', '.join(KINDS)}")
+        try:
+            table = KINDS[kind]([json.loads((RESULTS / name).read_text()) for name in names.split()])
+        except (OSError, ValueError, KeyError) as error:
+            raise TableError(f"{opening.strip()}: {error!r}") from None
+        return opening + table + closing
+
+    return BLOCK.sub(filled, text)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Rewrites the documents, or with `--check` names those that it would change."""
+    stale = []
+    for path in documents():
+        text = path.read_text()
+        if (new := render(text)) != text:
+            stale.append(str(path.relative_to(ROOT)))
+            if "--check" not in arguments:
+                path.write_text(new)
+    print("\n".join(f"{name}: tables {'are old' if '--check' in arguments else 'written'}" for name in stale))
+    return int(bool(stale) and "--check" in arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,220 @@
+"""The decode benchmark's arithmetic and files: a wrong floor, a wrong union or a lost run is a wrong claim."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_gptoss.bench import decode, memory, results, served, shapes, worker
+from vllm_gptoss.bench.results import Results, ResultsError
+from vllm_gptoss.bench.worker import EngineRun
+
+ROOT = Path(__file__).parents[2]
+JOB = EngineRun("20b", "plugin", (1, 8))
+
+
+def test_overlapping_kernels_count_once() -> None:
+    assert worker.busy_ns([(10, 11), (0, 5), (3, 8)]) == 9
+    assert worker.busy_ns([(0, 10), (2, 3)]) == 10
+    assert worker.busy_ns([]) == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "floor"),
+    # bytes over 4.3 TB/s worked out by hand for 1,024 tokens of context, see docs/kernels/
+    [("20b", 1, 0.87), ("20b", 8, 2.17), ("120b", 1, 1.17), ("120b", 8, 3.98)],
+)
+def test_the_floor_is_what_must_be_read(model: str, batch: int, floor: float) -> None:
+    assert shapes.floor_ms(shapes.SPECS[model], batch, 1024) == pytest.approx(floor, abs=0.005)
+
+
+def test_skewed_routing_reads_four_experts_at_any_batch() -> None:
+    model = shapes.SPECS["20b"]
+    uniform, skewed = (shapes.floor_ms(model, 16, 1, skew=skew) for skew in (False, True))
+    assert skewed == pytest.approx(shapes.floor_ms(model, 1, 16), rel=1e-3)
+    assert uniform > 2 * skewed
+
+
+def test_verifying_drafts_reads_the_experts_of_all_of_them() -> None:
+    model = shapes.SPECS["20b"]
+    assert shapes.floor_ms(model, 1, 0, verified=4) == pytest.approx(shapes.floor_ms(model, 4, 0))
+
+
+def test_skew_sends_every_token_to_the_same_experts() -> None:
+    router = torch.nn.Linear(96, 8, dtype=torch.bfloat16)
+    layer = SimpleNamespace(mlp=SimpleNamespace(router=router))
+    worker.skew_routing(SimpleNamespace(model=SimpleNamespace(layers=[layer], start_layer=0, end_layer=1)))
+    chosen = router(torch.randn(64, 96).bfloat16() * 10).topk(4).indices
+    assert chosen.sort().values.tolist() == [[0, 1, 2, 3]] * 64
+
+
+def test_a_cut_shape_is_the_same_shape_with_fewer_layers() -> None:
+    assert shapes.shape("120b:2").layers == 2
+    assert shapes.shape("120b:2").experts == 128
+    assert shapes.model_config(shapes.shape("20b:3"))["layer_types"].count("sliding_attention") == 2
+    with pytest.raises(ValueError, match="there are 20b, 120b"):
+        shapes.shape("7b")
+
+
+def process(*tpots: float, batches: tuple[int, ...] = (1, 8)) -> dict[str, Any]:
+    rows = [{"batch": b, "tpot_ms": [tpot], "prefill_ms": [100 * tpot]} for b, tpot in zip(batches, tpots, strict=True)]
+    return {"start_s": 60.0, "rows": rows}
+
+
+def measured(**variants: list[dict[str, Any]]) -> Results:
+    found = Results({"gpu": "NVIDIA H200", "vllm": "0.33.0", "torch": "2.11", "date": "2026-01-01", "command": ""})
+    for variant, rounds in variants.items():
+        for one in rounds:
+            found.add_run(EngineRun("20b", variant, (1, 8)), one)
+    return found
+
+
+def test_plugin_is_held_against_the_best_stock_backend_of_each_batch() -> None:
+    found = measured(plugin=[process(1.5, 3.0), process(1.7, 3.2)], triton=[process(3.0, 4.8)])
+    found.add_run(EngineRun("20b", "marlin", (1, 8)), process(2.8, 4.9))
+    rows = results.summarise(found.measurements)
+    assert [(row["batch"], row["stock_backend"], row["stock_tpot_ms"]) for row in rows] == [
+        (1, "marlin", 2.8),
+        (8, "triton", 4.8),
+    ]
+    assert rows[0]["plugin_tpot_ms"] == pytest.approx(1.6)
+    assert rows[0]["plugin_spread"] == pytest.approx(0.2 / 1.6)
+    assert rows[0]["stock_prefill_ms"] == pytest.approx(280)
+    assert rows[1]["tokens_per_s_gpu"] == pytest.approx(8e3 / 3.1)
+
+
+def test_lengths_and_settings_are_never_mixed() -> None:
+    found = measured(plugin=[process(1.5, 3.0)], triton=[process(3.0, 4.8)])
+    found.add_run(EngineRun("20b", "marlin", (1, 8), prompt=8192), process(0.1, 0.1))
+    found.add_run(EngineRun("20b", "marlin", (1, 8), skew=True), process(0.1, 0.1))
+    found.add_run(EngineRun("20b", "marlin", (1, 8), options={"kv_cache_dtype": "fp8"}), process(0.1, 0.1))
+    assert {row["stock_backend"] for row in results.summarise(found.measurements)} == {"triton"}
+
+
+def test_a_run_that_was_cut_short_is_continued_where_it_stopped(tmp_path: Path) -> None:
+    found = measured(plugin=[process(1.5, batches=(1,))])
+    found.write(tmp_path / "a.json")
+    again = Results.read(tmp_path / "a.json")
+    assert [again.done(JOB, batch) for batch in (1, 8)] == [1, 0]
+    again.add_run(JOB, process(3.0, batches=(8,)))
+    assert [row["batch"] for row in results.summarise(again.measurements)] == [1, 8]
+    again.merge(measured(plugin=[process(1.7, 3.2)], triton=[process(3.0, 4.8)]))
+    again.write(tmp_path / "a.json")
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert rows[0]["plugin_tpot_ms"] == pytest.approx(1.6)
+    assert rows[0]["stock_backend"] == "triton"
+
+
+def test_another_gpu_or_vllm_is_refused(tmp_path: Path) -> None:
+    found, other = measured(plugin=[process(1.5, 3.0)]), measured()
+    other.head["gpu"] = "NVIDIA H100"
+    with pytest.raises(ResultsError, match="NVIDIA H100 here and NVIDIA H200 in the file"):
+        found.merge(other)
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(ResultsError, match="is not a results file"):
+        Results.read(tmp_path / "x.json")
+
+
+def test_published_results_are_still_read_and_drawn(tmp_path: Path) -> None:
+    found = Results.read(ROOT / "benchmarks/results/decode-h200-2026-11-20.json")
+    rows = results.summarise(found.measurements)
+    first = next(row for row in rows if row["model"] == "20b" and row["batch"] == 1)
+    assert first["ratio"] == pytest.approx(2.04, abs=0.01)
+    results.plot(rows, tmp_path / "all.png")
+    assert (tmp_path / "all.png").stat().st_size > 20_000
+
+
+def test_the_peak_of_loading_is_told_from_the_cache() -> None:
+    # 14 GiB of weights, a peak of 20, then a cache of 110
+    timeline = [0.5, 8, 14, 20, 14, 14, 124, 125, 125.5]
+    assert memory.load_peak(timeline, 110) == 20
+    # weights as large as the cache
+    assert memory.load_peak([1, 61, 70, 61, 121, 122], 60) == 70
+    assert memory.load_peak([], 60) is None
+    assert memory.load_peak([1, 61], 0) is None
+
+
+def test_settings_travel_in_a_variants_name(tmp_path: Path) -> None:
+    job = EngineRun("20b", "plugin:layers=gptoss;experts=gptoss", (1, 4), tensor_parallel=2, eagle3=3)
+    options = worker.engine_options(job, tmp_path)
+    assert options["additional_config"] == {"gptoss": {"layers": "gptoss", "experts": "gptoss"}}
+    assert "moe_backend" not in options
+    assert options["compilation_config"]["cudagraph_capture_sizes"] == [4, 16]
+    assert worker.engine_options(EngineRun("20b", "marlin", (1,)), tmp_path)["moe_backend"] == "marlin"
+    arguments = served.serve_arguments(job, tmp_path)
+    assert "--no-enable-prefix-caching" in arguments
+    assert arguments[arguments.index("--tensor-parallel-size") + 1] == "2"
+
+
+def test_vllm_takes_the_options_of_every_variant(tmp_path: Path) -> None:
+    """EAGLE3, fp8 cache, prefix caching and pipelines are options of a run that costs GPU time to find wrong."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    options = {"kv_cache_dtype": "fp8", "enable_prefix_caching": True, "pipeline_parallel_size": 2}
+    job = EngineRun("tiny:6", "plugin", (1, 2), eagle3=3, options=options)
+    config = EngineArgs(**worker.engine_options(job, tmp_path)).create_engine_config()
+    assert config.speculative_config.num_speculative_tokens == 3
+    assert config.speculative_config.draft_model_config.architectures == ["LlamaForCausalLMEagle3"]
+    assert (config.cache_config.cache_dtype, config.cache_config.enable_prefix_caching) == ("fp8", True)
+    assert config.parallel_config.pipeline_parallel_size == 2
+
+
+def test_lengths_are_read_as_people_write_them() -> None:
+    assert decode.lengths("512/128,8k/1k") == [(512, 128), (8192, 1024)]
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_the_command_measures_writes_and_continues(tmp_path: Path) -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [str(Path(sys.executable).with_name("vllm-gptoss")), "bench", "decode", "--models", "tiny"]
+        command += ["--lengths", "16/8", "--repeats", "1", "--options", '{"enforce_eager": true}']
+        command += ["--out", str(tmp_path / "r.json"), *arguments]
+        environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+
+    # vLLM has no MXFP4 experts for this CPU: a stock backend that cannot start must not cost the others their figures
+    first = run("--variants", "triton,plugin", "--batches", "1", "--skew")
+    assert first.returncode == 1, first.stdout + first.stderr
+    assert "triton: ended with 1" in first.stderr
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert record["rows"][0]["plugin_tpot_ms"] > 0
+    assert record["engines"][0]["kv_gib"] == pytest.approx(1, abs=0.01)
+    assert record["failures"][0]["variant"] == "triton"
+    again = run("--variants", "plugin", "--batches", "1,2", "--skew", "--budget", "350")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "batch 1:" not in again.stdout
+    assert "batch 2:" in again.stdout
+    assert [row["batch"] for row in json.loads((tmp_path / "r.json").read_text())["rows"]] == [1, 2]
+    assert (tmp_path / "r.png").exists()
+    nothing = run("--variants", "plugin", "--batches", "4", "--budget", "1")
+    assert nothing.returncode == 1
+    assert "not measured, 1 s are left of 1" in nothing.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_engines_beside_each_other_are_measured_in_turns(tmp_path: Path) -> None:
+    """One that cannot start costs the others nothing; start and memory beside others say nothing and are not kept."""
+    command = [str(Path(sys.executable).with_name("vllm-gptoss")), "bench", "decode", "--models", "tiny", "--together"]
+    command += ["--lengths", "16/8", "--repeats", "1", "--options", '{"enforce_eager": true}', "--budget", "350"]
+    command += ["--variants", "plugin,plugin:layers=upstream,triton", "--batches", "1,2", "--rounds", "2"]
+    command += ["--out", str(tmp_path / "r.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "triton: ended with 1" in done.stderr
+    record = json.loads((tmp_path / "r.json").read_text())
+    measured = {
+        of["variant"]: [[row["batch"] for row in one["rows"]] for one in of["rounds"]] for of in record["measurements"]
+    }
+    assert measured == {"plugin": [[1, 2], [1, 2]], "plugin:layers=upstream": [[1, 2], [1, 2]]}
+    assert [failure["variant"] for failure in record["failures"]] == ["triton"]
+    assert all(engine["start_s"] is None and engine["kv_gib"] is None for engine in record["engines"])

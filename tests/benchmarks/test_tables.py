@@ -1,0 +1,26 @@
+"""The tables in the documents are the result files', figure for figure."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import tables
+
+
+@pytest.mark.parametrize("path", tables.documents(), ids=lambda path: str(path.relative_to(tables.ROOT)))
+def test_every_table_is_what_its_result_files_say(path):
+    text = path.read_text()
+    assert tables.render(text) == text, "run `python benchmarks/tables.py`"
+
+
+def test_a_figure_changed_by_hand_is_found():
+    text = (tables.ROOT / "docs" / "kernels" / "measurements.md").read_text()
+    changed = text.replace("**1.44**", "**1.04**")
+    assert changed != text
+    assert tables.render(changed) == text
+
+
+def test_a_table_of_no_kind_or_no_file_names_itself():
+    for name in ("speeed decode-h200-2026-11-22.json", "speed no-such-file.json"):
+        with pytest.raises(tables.TableError, match=name.split()[1] if "no-such" in name else "speeed"):
+            tables.render(f"<!-- table: {name} -->\n<!-- /table -->")

@@ -1,0 +1,44 @@
+"""The table of token bands: whole, in order, and never beyond what a kernel takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_gptoss.choose import bands
+from vllm_gptoss.kernels import dense, experts, experts_many
+
+
+@pytest.mark.parametrize(
+    ("tokens", "layers", "experts"),
+    [
+        (1, "one launch", "gptoss"),
+        (2, "six launches", "gptoss"),
+        (16, "six launches", "gptoss"),
+        (17, "upstream", "gptoss"),
+        (64, "upstream", "gptoss"),
+        (512, "upstream", "gptoss"),
+        (513, "upstream", "upstream"),
+        (8192, "upstream", "upstream"),
+    ],
+)
+def test_what_runs_a_step(tokens: int, layers: str, experts: str) -> None:
+    band = bands.of(tokens)
+    assert (band.layers, band.experts) == (layers, experts)
+
+
+def test_what_never_ran_inside_vllm_is_taken_by_wish_only() -> None:
+    assert [bands.experts_are_ours(tokens, "auto") for tokens in (64, 65, 512)] == [True, False, False]
+    assert [bands.experts_are_ours(tokens, "gptoss") for tokens in (64, 65, 512, 513)] == [True, True, True, False]
+
+
+def test_bands_rise_and_the_last_takes_any_number() -> None:
+    most = [band.most for band in bands.SM90]
+    assert most[-1] is None
+    assert most[:-1] == sorted(set(most[:-1]))  # type: ignore[type-var]
+
+
+def test_no_band_is_wider_than_its_kernel() -> None:
+    assert bands.FUSED_TOKENS <= dense.MAX_TOKENS
+    assert bands.EXPERT_TOKENS <= experts.WIDE_TOKENS
+    assert bands.expert_tokens("gptoss") <= experts_many.MAX_TOKENS
+    assert bands.ONE_TOKEN == 1

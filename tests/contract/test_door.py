@@ -1,0 +1,130 @@
+"""What the plugin says about vLLM is counted: who imports it, and what of it is replaced (`_vllm/replaced.py`)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+
+import pytest
+
+from tests.contract.source import ROOT
+from vllm_gptoss._vllm.replaced import FILLED, REPLACED, SUBCLASSES
+
+PACKAGE = ROOT / "vllm_gptoss"
+DOOR = "_vllm/"
+PROGRAMS = "bench/"
+"""Benchmarks run vLLM, with the plugin and without, as a user's program does: by its public `LLM`."""
+
+STILL_OUTSIDE: Mapping[str, frozenset[str]] = {
+    "attention/sm90.py": frozenset({"get_flash_attn_version"}),
+    "experts/dequantize.py": frozenset({"replace_parameter"}),
+    "experts/method.py": frozenset({"weight_mx_scale"}),
+}
+"""What is imported beside the door and is no base of a subclass. To be emptied; nothing may be added."""
+
+OURS: Mapping[str, frozenset[str]] = {
+    "_vllm/__init__.py": frozenset({"ours.handlers", "ours.propagate"}),
+    "harmony/chat_route.py": frozenset({"create_chat_completion.__annotations__"}),
+    "harmony/vllm_parser.py": frozenset({"calls[-1].arguments"}),
+}
+"""Attributes of objects that our own code made, in files that also see vLLM's."""
+
+
+def of_vllm(node: ast.AST) -> list[str]:
+    """Names that an import statement takes from vLLM; `module` itself for `import vllm.x`."""
+    if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm" and not node.level:
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names if alias.name.split(".")[0] == "vllm"]
+    return []
+
+
+def imported(tree: ast.Module) -> set[str]:
+    """Names that a file takes from vLLM when it runs: what stands under TYPE_CHECKING does not."""
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    return {name for node in ast.walk(tree) if id(node) not in typing_only for name in of_vllm(node)}
+
+
+def set_attributes(tree: ast.Module) -> Iterator[str]:
+    """Every attribute that a file sets on anything but `self` and `cls`; `x[name]` for `setattr(x, name, …)`."""
+    for node in ast.walk(tree):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.Delete):
+            targets = node.targets if isinstance(node, ast.Delete) else [node.target]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr", "object.__setattr__"):
+            yield f"{ast.unparse(node.args[0])}[{ast.unparse(node.args[1])}]"
+        for target in targets:
+            for one in target.elts if isinstance(target, ast.Tuple | ast.List) else [target]:
+                if isinstance(one, ast.Attribute) and not ast.unparse(one).startswith(("self.", "cls.")):
+                    yield ast.unparse(one)
+
+
+def sees_vllm(tree: ast.Module) -> bool:
+    names = {
+        alias.name.split(".")[0] if isinstance(node, ast.Import) else f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    return any(name == "vllm" or name.startswith(("vllm.", "vllm_gptoss._vllm")) for name in names)
+
+
+TREES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+NAMED = {*FILLED, *SUBCLASSES, *STILL_OUTSIDE, *OURS, *(entry.file for entry in REPLACED)}
+SEEING = [
+    name
+    for name, tree in TREES.items()
+    if (name.startswith(DOOR) or name in NAMED or sees_vllm(tree)) and not name.startswith(PROGRAMS)
+]
+
+
+def test_only_the_door_imports_vllm_but_for_bases_of_subclasses() -> None:
+    outside = {name: imported(tree) for name, tree in TREES.items() if not name.startswith((DOOR, PROGRAMS))}
+    found = {name: frozenset(names) for name, names in outside.items() if names}
+    allowed = {
+        name: SUBCLASSES.get(name, frozenset()) | STILL_OUTSIDE.get(name, frozenset())
+        for name in {*SUBCLASSES, *STILL_OUTSIDE}
+    }
+    assert found == allowed
+
+
+@pytest.mark.parametrize("file", SUBCLASSES)
+def test_what_is_said_to_be_a_base_is_one(file: str) -> None:
+    names = {
+        alias.asname or alias.name: alias.name
+        for node in ast.walk(TREES[file])
+        if isinstance(node, ast.ImportFrom) and of_vllm(node)
+        for alias in node.names
+    }
+    bases = {
+        names.get(base.id)
+        for node in ast.walk(TREES[file])
+        if isinstance(node, ast.ClassDef)
+        for base in node.bases
+        if isinstance(base, ast.Name)
+    }
+    borrowed = {"GptOssMxfp4MoEMethod"} if file == "experts/dequantize.py" else set()  # its `create_weights`
+    assert SUBCLASSES[file] == (bases & set(names.values())) | borrowed
+
+
+@pytest.mark.parametrize("file", SEEING)
+def test_nothing_else_of_vllm_is_set(file: str) -> None:
+    said = {entry.attribute for entry in REPLACED if entry.file == file} | FILLED.get(file, set())
+    assert set(set_attributes(TREES[file])) == said | OURS.get(file, set())
+
+
+def test_the_lists_name_files_that_exist() -> None:
+    assert not NAMED - set(TREES)
+
+
+def test_a_new_patch_would_be_seen() -> None:
+    tree = ast.parse("from vllm.a import B\nB.go = 1\nsetattr(B, 'x', 2)\nb.c[0].d = 3\nself.e = 4\nx, B.y = 5, 6")
+    assert imported(tree) == {"B"}
+    assert set(set_attributes(tree)) == {"B.go", "B['x']", "b.c[0].d", "B.y"}

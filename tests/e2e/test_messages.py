@@ -1,0 +1,98 @@
+"""`/v1/messages`, asked by Anthropic's own client: thinking, tools, answers of a schema, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import anthropic
+import pytest
+
+from demo.server import NAME, Server
+
+pytestmark = [pytest.mark.vllm, pytest.mark.serve]
+
+QUESTION = {"role": "user", "content": "What is the weather in Paris?"}
+WEATHER = {
+    "name": "get_weather",
+    "description": "Get the current weather for a location",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "description": "The city"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+Ask = Callable[..., Any]
+
+
+@pytest.fixture(params=["whole", "streamed"])
+def ask(served: Server, request: pytest.FixtureRequest) -> Iterator[Ask]:
+    with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0, timeout=180) as client:
+
+        def whole(**fields: Any) -> Any:
+            return client.messages.create(
+                **{"model": NAME, "max_tokens": 300, "extra_body": {"temperature": 0}, **fields}
+            )
+
+        def streamed(**fields: Any) -> Any:
+            fields = {"model": NAME, "max_tokens": 300, "extra_body": {"temperature": 0}, **fields}
+            with client.messages.stream(**fields) as stream:
+                return stream.get_final_message()
+
+        yield whole if request.param == "whole" else streamed
+
+
+def blocks(message: Any) -> dict[str, Any]:
+    return {block.type: block for block in message.content}
+
+
+def test_thinking_comes_before_the_answer(ask: Ask) -> None:
+    message = ask(messages=[QUESTION], thinking={"type": "adaptive"}, max_tokens=1100)
+    assert [block.type for block in message.content] == ["thinking", "text"]
+    assert message.content[0].thinking
+    assert message.content[1].text
+    assert message.stop_reason == "end_turn"
+
+
+def test_a_tool_is_called_and_its_result_answered(ask: Ask) -> None:
+    made = ask(messages=[QUESTION], tools=[WEATHER])
+    call = blocks(made)["tool_use"]
+    assert (call.name, call.input, made.stop_reason) == ("get_weather", {"city": "Paris"}, "tool_use")
+    assert blocks(made)["thinking"].thinking
+    history = [
+        QUESTION,
+        {"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in made.content]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}]},
+    ]
+    answer = ask(messages=history, tools=[WEATHER])
+    assert blocks(answer)["text"].text == "It is sunny in Paris."
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
+def test_a_call_can_be_demanded_and_forbidden(ask: Ask, choice: Any) -> None:
+    made = ask(messages=[{"role": "user", "content": "Hello"}], tools=[WEATHER], tool_choice=choice)
+    assert blocks(made)["tool_use"].name == "get_weather"
+    assert "tool_use" not in blocks(ask(messages=[QUESTION], tools=[WEATHER], tool_choice={"type": "none"}))
+
+
+def test_an_answer_keeps_to_its_schema(ask: Ask) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"sunny": {"type": "boolean"}, "scale": {"type": "string", "enum": ["celsius"]}},
+        "required": ["sunny", "scale"],
+        "additionalProperties": False,
+    }
+    made = ask(messages=[QUESTION], output_config={"format": {"type": "json_schema", "schema": schema}})
+    assert json.loads(blocks(made)["text"].text) in ({"sunny": value, "scale": "celsius"} for value in (True, False))
+
+
+def test_what_cannot_be_met_is_an_error_with_a_reason(served: Server) -> None:
+    with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0) as client:
+        image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+        with pytest.raises(anthropic.BadRequestError, match="text only"):
+            client.messages.create(model=NAME, max_tokens=9, messages=[{"role": "user", "content": [image]}])
+        tool = {**WEATHER, "name": "get weather"}
+        with pytest.raises(anthropic.BadRequestError, match="cannot be called"):
+            client.messages.create(model=NAME, max_tokens=9, messages=[QUESTION], tools=[tool])

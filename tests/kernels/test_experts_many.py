@@ -1,0 +1,66 @@
+"""The kernels for many tokens without a GPU: they compile for every shape, and nobody reads past shared memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_gptoss.kernels import experts, nvrtc
+from vllm_gptoss.kernels.experts_many import ONLY, SOURCE, ManyTokenExperts, compile_options
+
+SHAPES = [
+    (32, 2880, 2880, 4, 32),
+    (128, 2880, 2880, 4, 128),
+    (24, 2880, 2880, 4, 24),
+    (16, 2880, 2880, 4, 32),
+    (64, 1024, 2048, 8, 64),
+    (32, 1472, 2880, 4, 32),
+    (128, 384, 2880, 4, 128),
+]
+"""Local experts, intermediate, hidden, active and routed: 20b, 120b, odd ones, a rank of TP 2 and of TP 8."""
+
+
+def prepared(count: int, intermediate: int, hidden: int, active: int, routed: int) -> ManyTokenExperts:
+    def rank(rows: int, columns: int) -> experts.Projection:
+        values = torch.empty(count, rows // 4, columns * 2, dtype=torch.uint8, device="meta")
+        lines, width = -(-rows // 256) * 8, -(-columns // 128) * 2 * 64
+        scales = torch.empty(count, lines, width, dtype=torch.uint8, device="meta")
+        return experts.Projection(values, scales, torch.empty(count, rows, device="meta"))
+
+    mapped = None if routed == count else torch.empty(routed, dtype=torch.int32, device="meta")
+    few = experts.FewTokenExperts(
+        rank(2 * intermediate, hidden),
+        rank(hidden, intermediate),
+        active,
+        routed,
+        alpha=1.7,
+        limit=7.0,
+        expert_map=mapped,
+    )
+    return ManyTokenExperts(few)
+
+
+@pytest.mark.parametrize("which", ONLY)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_shape_compiles_and_has_the_shared_memory_it_takes(
+    shape: tuple[int, int, int, int, int], which: str
+) -> None:
+    recipe = prepared(*shape).recipe(which, torch.bfloat16)
+    check = f"\nstatic_assert(X_BYTES + META_BYTES + RING_BYTES <= {recipe.shared});"
+    options = [*(f"-D{k}={v}" for k, v in recipe.options), *compile_options(recipe.registers)]
+    assert which.encode() in nvrtc.compile_cubin(nvrtc.source(SOURCE) + check, "sm_90a", options)
+    assert recipe.shared <= experts.SHARED_LIMIT
+
+
+@pytest.mark.parametrize("routing", [torch.int32, torch.int64, torch.float32])
+def test_every_routing_dtype_compiles(routing: torch.dtype) -> None:
+    recipe = prepared(16, 384, 2880, 4, 32).recipe("experts_down", routing)
+    options = [*(f"-D{k}={v}" for k, v in recipe.options), *compile_options(recipe.registers)]
+    assert nvrtc.compile_cubin(nvrtc.source(SOURCE), "sm_90a", options)
+
+
+def test_more_tokens_than_it_was_compiled_for_are_refused() -> None:
+    many = prepared(32, 384, 2880, 4, 32)
+    x, logits = torch.empty(513, 2880, device="meta"), torch.empty(513, 32, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(ValueError, match="1 to 512 tokens, got 513"):
+        many.launch_up(x, logits, torch.empty(0, device="meta"))

@@ -1,0 +1,163 @@
+"""What is deployed is checked by what reads it: hadolint, compose-spec, Kubernetes' schemas, systemd, modal."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import compose_spec
+import kubernetes_validate
+import modal
+import promql_parser
+import pytest
+import yaml
+
+from vllm_gptoss.recipes import find, load, render
+from vllm_gptoss.recipes.schema import Recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "recipes" / "deploy"
+RECIPES = load.shipped()
+
+
+def recipe(name: str) -> Recipe:
+    return find.by_id(RECIPES, name)
+
+
+def hadolint(path: Path) -> subprocess.CompletedProcess[str]:
+    program = Path(sys.executable).with_name("hadolint")
+    return subprocess.run([program, path], capture_output=True, text=True, timeout=60)
+
+
+def test_the_dockerfile_is_clean_and_a_bad_one_is_not(tmp_path: Path) -> None:
+    done = hadolint(DEPLOY / "Dockerfile")
+    assert done.returncode == 0, done.stdout
+    bad = tmp_path / "Dockerfile"
+    bad.write_text((DEPLOY / "Dockerfile").read_text().replace("EXPOSE", "EXPOZE"))
+    assert hadolint(bad).returncode != 0
+
+
+def test_one_image_of_one_vllm_is_named_everywhere() -> None:
+    assert f"ARG BASE={render.IMAGE}\n" in (DEPLOY / "Dockerfile").read_text()
+    assert f'"{render.IMAGE}"' in (DEPLOY / "modal_app.py").read_text()
+
+
+def test_compose_is_of_the_specification_and_a_misspelt_key_is_not() -> None:
+    text = (DEPLOY / "compose.yaml").read_text()
+    compose_spec.PyCompose.from_yaml(text).validate()
+    with pytest.raises(ValueError, match="shm_sise"):
+        compose_spec.PyCompose.from_yaml(text.replace("shm_size", "shm_sise"))
+    services = yaml.safe_load(text)["services"]
+    assert services["vllm"]["command"] == [*render.words(recipe("20b-h100-agent"))[2:]]
+    mounted = [line.split(":")[0] for each in services.values() for line in each.get("volumes", ()) if line[0] == "."]
+    assert all((DEPLOY / name).is_file() for name in mounted)
+
+
+def manifests(text: str) -> list[dict[str, Any]]:
+    documents = list(yaml.safe_load_all(text))
+    for document in documents:
+        kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+    return documents
+
+
+def test_kubernetes_takes_the_manifest_and_not_a_misspelt_one() -> None:
+    text = (DEPLOY / "kubernetes.yaml").read_text()
+    assert [document["kind"] for document in manifests(text)][-2:] == ["Deployment", "Service"]
+    with pytest.raises(kubernetes_validate.ValidationError):
+        manifests(text.replace("startupProbe", "startProbe"))
+
+
+@pytest.mark.parametrize("name", ["120b-2xh100-agent", "120b-8xmi300x-latency", "20b-cpu-latency"])
+def test_a_recipes_manifest_has_its_flags_and_gpus(name: str) -> None:
+    one = recipe(name)
+    container = manifests(render.kubernetes(one))[2]["spec"]["template"]["spec"]["containers"][0]
+    assert container["args"] == render.words(one)[2:]
+    limits = {"nvidia": {"nvidia.com/gpu": "2"}, "amd": {"amd.com/gpu": "8"}, "cpu": {}}
+    assert container["resources"]["limits"] == limits[one.device.vendor]
+    assert {(each["name"], each.get("value")) for each in container["env"]} >= set(one.env.items())
+
+
+def test_the_manifest_itself_is_the_recipe_that_it_names() -> None:
+    text = (DEPLOY / "kubernetes.yaml").read_text()
+    assert "recipe 120b-2xh100-agent;" in text
+    assert manifests(text) == manifests(render.kubernetes(recipe("120b-2xh100-agent")))
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_systemd_takes_the_unit_and_not_a_misspelt_one(tmp_path: Path) -> None:
+    """The program, the user and the folder of /opt are not there where this runs: others stand in for them."""
+    text = (DEPLOY / "vllm-gptoss.service").read_text()
+    here = text.replace("/opt/vllm-gptoss/bin/vllm-gptoss", "/bin/true").replace("User=vllm", "User=root")
+    for name, unit, clean in (("good", here, True), ("bad", here.replace("KillMode=", "KilMode="), False)):
+        path = tmp_path / f"{name}.service"
+        path.write_text(unit)
+        done = subprocess.run(["systemd-analyze", "verify", path], capture_output=True, text=True, timeout=60)
+        assert (not [line for line in done.stderr.splitlines() if path.name in line]) is clean, done.stderr
+    (name,) = re.findall(r"recipe serve (\S+) --", text)
+    assert recipe(name)
+
+
+def modal_app() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("modal_app", DEPLOY / "modal_app.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_modal_reads_the_app_and_runs_the_recipe() -> None:
+    app = modal_app()
+    assert render.arguments(recipe(app.RECIPE)) == app.FLAGS
+    assert recipe(app.RECIPE).repository == app.MODEL
+    assert isinstance(app.serve, modal.Function)
+    assert type(app.main).__name__ == "LocalEntrypoint"
+    words = app.command()
+    assert words[:3] == ["vllm", "serve", app.MODEL]
+    assert words[words.index("--port") + 1] == str(app.PORT)
+
+
+def metrics() -> set[str]:
+    """Names of vLLM's source and ours, as they are defined."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    folders = (Path(spec.origin).parent / "v1", ROOT / "vllm_gptoss")
+    named = re.compile(r'"((?:vllm:|gptoss_)[a-z_]+)"')
+    return {name for folder in folders for path in folder.rglob("*.py") for name in named.findall(path.read_text())}
+
+
+def selectors(expression: Any) -> list[str]:
+    """Metrics that a query reads."""
+    return re.findall(r"(?:vllm:|gptoss_)[a-z_:]+", str(expression))
+
+
+@pytest.mark.vllm
+def test_the_dashboard_asks_for_metrics_that_are_there() -> None:
+    dashboard = json.loads((DEPLOY / "grafana-dashboard.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    known = metrics()
+    for query in queries:
+        parsed = promql_parser.parse(query.replace("$__rate_interval", "1m"))
+        for name in selectors(parsed):
+            assert name in known or re.sub(r"_(total|bucket|sum|count)$", "", name) in known, name
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    with pytest.raises(ValueError, match="unclosed"):
+        promql_parser.parse("sum(rate(vllm:generation_tokens_total[1m])")
+    uids = {panel["datasource"]["uid"] for panel in dashboard["panels"]}
+    (source,) = yaml.safe_load((DEPLOY / "grafana-datasource.yaml").read_text())["datasources"]
+    assert uids == {source["uid"]}
+
+
+def test_prometheus_scrapes_the_service_that_compose_names() -> None:
+    (job,) = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    (target,) = job["static_configs"][0]["targets"]
+    assert target.split(":")[0] in services

@@ -1,0 +1,197 @@
+"""Responses without a listener: followed, resumed, cancelled, and told about when their server died."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from httpx_sse import connect_sse
+
+from tests.support.responses import fakes
+from tests.support.responses.events import check_stream, kinds, read
+from tests.support.responses.postgres import ALSO_POSTGRES
+from tests.support.responses.server import MODEL, Start, create
+from tests.support.responses.turns import HELLO, INTERPRETER, LONG, PYTHON
+from tests.support.waiting import soon
+from vllm_gptoss.responses.state.stored import Stored
+from vllm_gptoss.responses.transport.http import tenant_of
+from vllm_gptoss.tools.protocol import ToolCall, ToolResult
+
+pytestmark = ALSO_POSTGRES
+
+
+def follow(http: httpx.Client, identifier: str, after: int | None = None) -> list[dict[str, Any]]:
+    query = "?stream=true" + (f"&starting_after={after}" if after is not None else "")
+    with connect_sse(http, "GET", f"/responses/{identifier}{query}") as source:
+        return read(source.iter_sse())
+
+
+def test_a_background_response_is_queued_runs_and_ends(start: Start) -> None:
+    server = start(HELLO)
+    with server.http() as http:
+        made = http.post("/responses", json={"model": MODEL, "input": "hi", "background": True}).json()
+        assert made["status"] == "queued"
+        events = follow(http, made["id"])
+        check_stream(events)
+        assert kinds(events)[:3] == ["created", "queued", "in_progress"]
+        assert http.get(f"/responses/{made['id']}").json() == events[-1]["response"]
+
+
+def test_a_broken_stream_is_resumed_without_loss(start: Start) -> None:
+    server = start(LONG, rate=400.0)
+    with server.http() as http:
+        body = {"model": MODEL, "input": "hi", "background": True, "stream": True}
+        first = []
+        with connect_sse(http, "POST", "/responses", json=body) as source:
+            for sse in source.iter_sse():
+                first.append(sse.json())
+                if len(first) == 20:
+                    break  # the client goes; the response does not
+        identifier = first[0]["response"]["id"]
+        assert http.get(f"/responses/{identifier}").json()["status"] == "in_progress"
+        rest = follow(http, identifier, first[-1]["sequence_number"])
+        check_stream(first + rest)
+        assert server.engine.aborted == 0
+
+
+def test_cancel_stops_the_engine_and_ends_every_follower(start: Start) -> None:
+    server = start(LONG, rate=50.0)
+    with server.http() as http, server.http() as other:
+        made = http.post("/responses", json={"model": MODEL, "input": "hi", "background": True}).json()
+        followed: list[dict[str, Any]] = []
+        follower = threading.Thread(target=lambda: followed.extend(follow(other, made["id"])))
+        follower.start()
+        cancelled = http.post(f"/responses/{made['id']}/cancel").raise_for_status().json()
+        assert cancelled["status"] == "cancelled"
+        follower.join(10)
+        assert not follower.is_alive()
+        assert followed[-1]["response"]["status"] == "cancelled"
+        assert http.post(f"/responses/{made['id']}/cancel").json()["status"] == "cancelled"
+    assert server.engine.running == 0
+
+
+def test_a_tool_that_raises_does_not_hang_a_background_stream(start: Start) -> None:
+    """[ran] upstream leaves such a response `queued` for ever and its stream open."""
+
+    async def die(call: ToolCall) -> ToolResult:
+        raise RuntimeError("boom")
+
+    server = start(PYTHON, HELLO, providers=[fakes.python(die)])
+    with server.http() as http:
+        body = {"model": MODEL, "input": "hi", "background": True, "tools": [INTERPRETER]}
+        made = http.post("/responses", json=body).json()
+        assert follow(http, made["id"])[-1]["response"]["status"] == "completed"
+
+
+def test_engine_death_ends_a_background_stream(start: Start) -> None:
+    server = start(LONG)
+    server.engine.fail_after = 5
+    with server.http() as http:
+        made = http.post("/responses", json={"model": MODEL, "input": "hi", "background": True}).json()
+        events = follow(http, made["id"])
+        assert events[-1]["type"] == "response.failed"
+        assert http.get(f"/responses/{made['id']}").json()["status"] == "failed"
+
+
+def test_another_server_can_follow_and_cancel(start: Start) -> None:
+    first = start(LONG, rate=50.0)
+    second = start(HELLO)
+    with first.http() as http, second.http() as other:
+        made = http.post("/responses", json={"model": MODEL, "input": "hi", "background": True}).json()
+        cancelled = other.post(f"/responses/{made['id']}/cancel").raise_for_status().json()
+        assert cancelled["status"] == "cancelled"
+        assert follow(other, made["id"])[-1]["response"]["status"] == "cancelled"
+    assert first.engine.running == 0
+
+
+def test_foreground_responses_cannot_be_cancelled_or_streamed_again(start: Start) -> None:
+    server = start(HELLO)
+    with server.http() as http:
+        made = http.post("/responses", json={"model": MODEL, "input": "hi"}).json()
+        assert http.post(f"/responses/{made['id']}/cancel").status_code == 400
+        assert http.get(f"/responses/{made['id']}?stream=true").status_code == 400
+
+
+@pytest.mark.parametrize("key", ["bob"])
+def test_background_streams_are_private(start: Start, key: str) -> None:
+    server = start(HELLO)
+    with server.http() as http, server.http(key) as other:
+        made = http.post("/responses", json={"model": MODEL, "input": "hi", "background": True}).json()
+        assert other.get(f"/responses/{made['id']}?stream=true").status_code == 404
+
+
+def test_a_cancel_from_another_server_stops_a_hanging_tool(start: Start) -> None:
+    async def hang(call: ToolCall) -> ToolResult:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    tool = fakes.python(hang)
+    first = start(PYTHON, providers=[tool])
+    second = start(HELLO)
+    with first.http() as http, second.http() as other:
+        body = {"model": MODEL, "input": "hi", "background": True, "tools": [INTERPRETER]}
+        made = http.post("/responses", json=body).json()
+        assert other.post(f"/responses/{made['id']}/cancel").raise_for_status().json()["status"] == "cancelled"
+    assert tool.cancelled == 1
+
+
+def test_a_response_deleted_by_another_server_stays_deleted(start: Start) -> None:
+    first = start(LONG, rate=100.0)
+    second = start(HELLO)
+    with first.http() as http, second.http() as other:
+        made = http.post("/responses", json={"model": MODEL, "input": "hi", "background": True}).json()
+        soon(lambda: first.engine.running == 1, 5)
+        assert other.delete(f"/responses/{made['id']}").json()["deleted"] is True
+        soon(lambda: first.engine.running == 0, 5)
+        time.sleep(0.5)
+        assert http.get(f"/responses/{made['id']}").status_code == 404
+        assert first.call(first.endpoint.service.context.store.background.since(made["id"], -1)) == []
+
+
+def test_of_two_servers_that_end_a_response_one_wins(start: Start) -> None:
+    """A server that was paused for longer than the heartbeat comes back to a response that has been failed."""
+    first = start(LONG, rate=40.0)
+    second = start(HELLO, config={"heartbeat": 0.0})
+    with first.http() as http, second.http() as other:
+        made = http.post("/responses", json={"model": MODEL, "input": "hi", "background": True}).json()
+        soon(lambda: first.engine.running == 1, 5)
+        soon(lambda: other.get(f"/responses/{made['id']}").json()["status"] == "failed", 20)
+        soon(lambda: first.engine.running == 0, 5)
+        time.sleep(0.5)
+        assert http.get(f"/responses/{made['id']}").json()["status"] == "failed"
+        events = follow(http, made["id"])
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert events[-1]["type"] == "response.failed"
+
+
+def test_many_that_look_at_a_dead_response_hear_the_same(start: Start) -> None:
+    server = start(HELLO)
+    store = server.endpoint.service.context.store
+    with server.http() as http:
+        made = create(http, input="hi")
+        dead = Stored(
+            "resp_dead",
+            tenant_of("Bearer alice"),
+            {**made, "id": "resp_dead", "status": "in_progress", "background": True},
+            beat=1.0,
+        )
+        server.call(store.save(dead))
+        with ThreadPoolExecutor(16) as pool:
+            answers = list(pool.map(lambda _: http.get("/responses/resp_dead"), range(16)))
+        assert [answer.status_code for answer in answers] == [200] * 16
+        assert {answer.json()["status"] for answer in answers} == {"failed"}
+        assert [event["type"] for event in follow(http, "resp_dead")] == ["response.failed"]
+
+
+def test_cancelling_what_has_ended_gives_what_it_ended_as(start: Start) -> None:
+    """OpenAI's API reference: cancelling again returns the final response."""
+    server = start(HELLO)
+    with server.http() as http:
+        made = http.post("/responses", json={"model": MODEL, "input": "hi", "background": True}).json()
+        ended = follow(http, made["id"])[-1]["response"]
+        assert http.post(f"/responses/{made['id']}/cancel").raise_for_status().json() == ended

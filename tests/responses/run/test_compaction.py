@@ -1,0 +1,80 @@
+"""Compaction: what it may cost, and histories that are longer than the context window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.support.responses.server import MODEL, Start, create, harmony, text_of_prompt
+from tests.support.responses.turns import HELLO, WEATHER
+
+SUMMARY = "<|channel|>final<|message|>" + "They spoke at length. " * 10 + "<|return|>"
+SHORT = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "hello"},
+    {"role": "user", "content": "x"},
+]
+COMPACTS = [{"type": "compaction", "compact_threshold": 20}]
+
+
+def test_a_compaction_takes_nothing_from_max_output_tokens(start: Start) -> None:
+    server = start(SUMMARY, HELLO)
+    with server.http() as http:
+        made = create(http, input=SHORT, context_management=COMPACTS, max_output_tokens=len(harmony(HELLO)))
+    assert made["status"] == "completed"
+    assert made["output"][-1]["content"][0]["text"] == "Hello there!"
+    assert made["usage"]["output_tokens"] == len(harmony(SUMMARY)) + len(harmony(HELLO)), "it is paid for"
+
+
+def test_a_history_beyond_the_window_is_summarised_part_by_part(start: Start) -> None:
+    prompts: list[str] = []
+
+    def model(prompt: Sequence[int]) -> list[int]:
+        text = text_of_prompt(prompt)
+        prompts.append(text)
+        return harmony(f"<|channel|>final<|message|>Summary {len(prompts)}.<|return|>")
+
+    window = 800
+    server = start(model, max_model_len=window)
+    items = [
+        {"role": role, "content": f"{role} {n} " + "word " * 120} for n in range(8) for role in ("user", "assistant")
+    ]
+    with server.http() as http:
+        made = http.post("/responses/compact", json={"model": MODEL, "input": items}).raise_for_status().json()
+        create(http, input=[made["output"][-1], {"role": "user", "content": "go on"}])
+    assert all(len(prompt) < window for prompt in server.engine.prompts)
+    for item in items:
+        assert any(item["content"][:11] in prompt for prompt in prompts[:-1]), "every message was read"
+    assert "Summary 1." in prompts[1], "a part is summarised with the summary of those before it"
+    assert f"Summary {len(prompts) - 1}." in prompts[-1]
+
+
+def test_a_message_beyond_the_window_loses_its_middle_only(start: Start) -> None:
+    server = start(SUMMARY, HELLO, max_model_len=800)
+    items = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "the beginning " + "word " * 3000 + "the end"},
+        {"role": "user", "content": "go on"},
+    ]
+    with server.http() as http:
+        made = create(http, input=items, context_management=COMPACTS)
+    assert made["status"] == "completed"
+    said = "".join(map(text_of_prompt, server.engine.prompts[:-1]))
+    assert "the beginning" in said
+    assert "the end" in said
+
+
+def test_words_of_users_that_do_not_fit_are_left_to_the_summary(start: Start) -> None:
+    server = start(SUMMARY, max_model_len=800)
+    items = [{"role": "user", "content": f"user {n} " + "word " * 200} for n in range(6)]
+    with server.http() as http:
+        made = create(http, input=items, context_management=COMPACTS)
+    assert made["status"] == "completed"
+    assert "user 5" in server.prompt()
+    assert "They spoke at length." in server.prompt()
+
+
+def test_a_forced_call_does_not_stop_a_compaction(start: Start) -> None:
+    server = start(SUMMARY, HELLO)
+    with server.http() as http:
+        made = create(http, input=SHORT, context_management=COMPACTS, tools=[WEATHER], tool_choice="required")
+    assert made["output"][0]["type"] == "compaction"

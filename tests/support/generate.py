@@ -1,0 +1,87 @@
+"""Run vLLM's `LLM` on token prompts, each job in a process of its own, and keep what it says.
+
+Run as a program: `python -m tests.support.generate JOBS OUT`, JOBS a JSON object of jobs by name:
+    {"model": directory, "environ": {...}, "args": {arguments of LLM}, "rounds": [[request, ...], ...]}
+    request: {"prompt": [token, ...], "lora": directory or null, ...fields of SamplingParams}
+vLLM is imported once and each job forked from there. Writes OUT/<name>.json: one list per round of
+    {"tokens", "logprobs": [{token: logprob}], "prompt_logprobs": [...], "cached": prompt tokens found in the cache,
+     "text"}
+or {"error": ...}; and OUT/<name>.log with what the job logged.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+FAST = {"enforce_eager": True, "max_model_len": 1024, "disable_log_stats": True}
+
+
+def table(logprobs: Any) -> list[dict[str, float]] | None:
+    """vLLM's per-position dicts as plain numbers."""
+    if logprobs is None:
+        return None
+    return [{str(token): entry.logprob for token, entry in (at or {}).items()} for at in logprobs]
+
+
+def run(job: dict[str, Any], out: Path) -> None:
+    log = os.open(out.with_suffix(".log"), os.O_WRONLY | os.O_CREAT, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **job.get("environ", {})})
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import StructuredOutputsParams
+
+    args = FAST | {"skip_tokenizer_init": "tokenizer" not in job.get("args", {})} | job.get("args", {})
+    try:
+        llm = LLM(model=job["model"], **args)
+    except Exception as error:
+        out.write_text(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        raise
+    rounds = []
+    for requests in job["rounds"]:
+        prompts, params, adapters = [], [], []
+        for request in requests:
+            fields = {k: v for k, v in request.items() if k not in ("prompt", "lora")}
+            if "structured_outputs" in fields:
+                fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
+            prompts.append({"prompt_token_ids": request["prompt"]})
+            params.append(
+                SamplingParams(**({"temperature": 0, "detokenize": not args["skip_tokenizer_init"]} | fields))
+            )
+            lora = request.get("lora")
+            adapters.append(LoRARequest(lora, 1, lora) if lora else None)
+        answers = llm.generate(prompts, params, lora_request=adapters if any(adapters) else None, use_tqdm=False)
+        rounds.append([
+            {
+                "tokens": list(answer.outputs[0].token_ids),
+                "logprobs": table(answer.outputs[0].logprobs),
+                "prompt_logprobs": table(answer.prompt_logprobs),
+                "cached": answer.num_cached_tokens,
+                "text": answer.outputs[0].text,
+            }
+            for answer in answers
+        ])  # fmt: skip
+    out.write_text(json.dumps({"rounds": rounds}))
+
+
+def main() -> None:
+    jobs, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    import vllm.entrypoints.llm  # noqa: F401
+
+    context = multiprocessing.get_context("fork")
+    for name, job in jobs.items():
+        process = context.Process(target=run, args=(job, out / f"{name}.json"))
+        process.start()
+        process.join(180)
+        process.kill()
+
+
+if __name__ == "__main__":
+    os.environ.update({"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"})
+    main()

@@ -1,0 +1,44 @@
+"""The longest pause of the event loop, without the time in which other programs had the processor.
+
+A pause counts as the smaller of the wall clock and the processor time of this process' threads between two ticks: what
+the loop, or a thread that holds the interpreter's lock, did. On a machine that others use too, the wall clock alone
+measures them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+_TICK_S = 0.002
+
+
+@dataclass
+class Watch:
+    """Seconds."""
+
+    longest: float = 0.0
+
+
+@contextlib.asynccontextmanager
+async def watched() -> AsyncIterator[Watch]:
+    """Watches while the block runs."""
+    watch = Watch()
+
+    async def tick() -> None:
+        while True:
+            began, used = time.monotonic(), time.process_time()
+            await asyncio.sleep(_TICK_S)
+            pause = min(time.monotonic() - began - _TICK_S, time.process_time() - used)
+            watch.longest = max(watch.longest, pause)
+
+    task = asyncio.create_task(tick())
+    await asyncio.sleep(0)
+    try:
+        yield watch
+        await asyncio.sleep(2 * _TICK_S)
+    finally:
+        task.cancel()

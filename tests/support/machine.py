@@ -1,0 +1,22 @@
+"""What this machine lets a test do, asked once; each answer is None or the reason why not, in words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import cache
+
+OWN_NAMESPACES = """
+from vllm_gptoss.tools.sandbox import linux
+linux.unshare(linux.CLONE_NEWUSER | linux.CLONE_NEWNS | linux.CLONE_NEWPID | linux.CLONE_NEWNET)
+linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
+"""
+
+
+@cache
+def without_namespaces() -> str | None:
+    """Why no user may make namespaces here: the kernel's setting, or a container's filter."""
+    done = subprocess.run([sys.executable, "-c", OWN_NAMESPACES], capture_output=True, text=True, timeout=60)
+    if done.returncode == 0:
+        return None
+    return f"nobody may make user namespaces with mounts here: {(done.stderr.strip().splitlines() or ['?'])[-1]}"

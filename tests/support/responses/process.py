@@ -1,0 +1,49 @@
+"""A server in a process of its own, to be killed: `python -c SERVER store port turn rate`."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+
+from tests.support.waiting import soon
+
+SERVER = """
+import asyncio, sys
+from fastapi import FastAPI
+import uvicorn
+from tests.support.responses.server import Script, models
+from vllm_gptoss.responses.options import ResponsesOptions
+from vllm_gptoss.responses.endpoint import ResponsesEndpoint
+from vllm_gptoss.responses.run.engine import ReplayEngine
+from vllm_gptoss.responses.prompt.toolset import Providers
+async def main():
+    endpoint, app = ResponsesEndpoint(ResponsesOptions(store=sys.argv[1], heartbeat=0.5)), FastAPI()
+    endpoint.attach_router(app)
+    await endpoint.open(ReplayEngine(Script(sys.argv[3]), rate=float(sys.argv[4])), models, Providers())
+    server = uvicorn.Server(uvicorn.Config(app, port=int(sys.argv[2]), log_level="warning"))
+    await server.serve()
+asyncio.run(main())
+"""
+
+
+def killable(store: Path, text: str, rate: float) -> tuple[subprocess.Popen[bytes], httpx.Client]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen([sys.executable, "-c", SERVER, str(store), str(port), text, str(rate)])
+    client = httpx.Client(base_url=f"http://127.0.0.1:{port}/v1", timeout=30)
+
+    def up() -> bool:
+        assert process.poll() is None
+        try:
+            client.get("/")
+        except httpx.TransportError:
+            return False
+        return True
+
+    soon(up, 60)
+    return process, client

@@ -1,0 +1,15 @@
+"""Waiting for what happens soon, without a fixed sleep."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+def soon(what: Callable[[], bool], seconds: float = 1.0) -> float:
+    """Seconds until `what` is true; fails after `seconds`."""
+    began = time.monotonic()
+    while not what():
+        assert time.monotonic() - began < seconds, "it did not happen in time"
+        time.sleep(0.005)
+    return time.monotonic() - began

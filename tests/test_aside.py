@@ -1,0 +1,239 @@
+"""A fault of ours at any step ends in upstream's path and one line; a wish ends in an error. vLLM is a stand-in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import planted
+from vllm_gptoss import announce, aside, choose, describe, device
+from vllm_gptoss.attention import sm90 as planned
+from vllm_gptoss.choose import ChoiceError, Deployment
+from vllm_gptoss.device import Device
+from vllm_gptoss.experts import config as quantization
+from vllm_gptoss.experts import method
+from vllm_gptoss.kernels import nvrtc, step
+from vllm_gptoss.model import chain, few_tokens, gpt_oss, one_token
+from vllm_gptoss.spec import GPT_OSS_20B
+
+pytestmark = pytest.mark.vllm
+
+H200 = Device("nvidia", "NVIDIA H200", "sm90", 139.8)
+FIRST = torch.zeros(1, dtype=torch.int64)
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+    monkeypatch.setattr(aside, "_said", set())
+    logging.getLogger("vllm").addHandler(caplog.handler)
+    with caplog.at_level(logging.WARNING, logger="vllm"):
+        yield caplog
+    logging.getLogger("vllm").removeHandler(caplog.handler)
+
+
+def lines(said: pytest.LogCaptureFixture) -> list[str]:
+    return list({id(record): record.getMessage() for record in said.records}.values())
+
+
+def wishing(**settings: str) -> Any:
+    """A `VllmConfig` of which only the plugin's settings are read: `describe` is a stand-in."""
+    return SimpleNamespace(additional_config={"gptoss": settings}, load_config=None)
+
+
+# The model
+
+
+@pytest.fixture
+def vllm_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's gpt-oss as a name, and kernels that compile to nothing, on an H200 by name."""
+    upstream = gpt_oss.UpstreamGptOssForCausalLM
+
+    def built(self: Any, **_: Any) -> None:
+        torch.nn.Module.__init__(self)
+        self.model = SimpleNamespace(
+            layers=[None, None],
+            start_layer=0,
+            end_layer=2,
+            aux_hidden_state_layers=(),
+            embed_input_ids=lambda ids: torch.zeros(len(ids), 2880),
+            norm=lambda x, residual: ("ours", residual),
+            _maybe_add_hidden_state=lambda aux, index, x, residual: aux,
+        )
+
+    tensors = SimpleNamespace(experts=None, window=0)
+    attention = SimpleNamespace(kv_cache=None)
+    place = SimpleNamespace(tensors=tensors, attention=attention, requests=lambda _: None, others=None)
+    monkeypatch.setattr(upstream, "__init__", built)
+    monkeypatch.setattr(upstream, "forward", lambda *_: "upstream")
+    monkeypatch.setattr(gpt_oss, "LoadCheck", lambda config: None)
+    monkeypatch.setattr(device, "detect", lambda: H200)
+    monkeypatch.setattr(describe, "configuration", lambda config: Deployment(GPT_OSS_20B))
+    monkeypatch.setattr(describe, "built_model", lambda deployment, model: deployment)
+    monkeypatch.setattr(describe, "first_step", lambda deployment, places, auxiliary: deployment)
+    monkeypatch.setattr(planned, "plan_once", lambda model: True)
+    monkeypatch.setattr(few_tokens.FewTokens, "could_take", staticmethod(lambda tokens: True))
+    monkeypatch.setattr(few_tokens, "look_up", lambda layer, rank: place)
+    monkeypatch.setattr(few_tokens._vllm, "tensor_parallel_rank", lambda: 0)
+    monkeypatch.setattr(few_tokens._vllm, "is_last_pipeline_rank", lambda: True)
+    monkeypatch.setattr(nvrtc, "at_once", lambda loads: None)
+    monkeypatch.setattr(step, "Step", lambda tensors, eps: SimpleNamespace(compile=lambda: None))
+    monkeypatch.setattr(one_token.OneToken, "__call__", lambda self, x, *_: (x, x))
+    monkeypatch.setattr(chain, "layer", lambda tensors, cache, requests, positions, x, *_, **__: (x, x))
+
+
+def serve(layers: str, tokens: int = 1) -> list[Any]:
+    """What two steps of a new model answer."""
+    model = gpt_oss.GptOssForCausalLM(vllm_config=wishing(layers=layers))
+    return [model.forward(FIRST.expand(tokens), FIRST.expand(tokens)) for _ in range(2)]
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_without_a_fault_the_fused_path_serves(vllm_model: None, said: pytest.LogCaptureFixture, tokens: int) -> None:
+    assert serve("auto", tokens) == ["ours", "ours"]
+    assert serve("gptoss", tokens) == ["ours", "ours"]
+    assert lines(said) == []
+
+
+@pytest.mark.parametrize("where", planted.LAYERS)
+def test_a_fault_of_the_layers_leaves_upstreams_and_one_line(
+    vllm_model: None, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture, where: str
+) -> None:
+    planted.plant(where, monkeypatch.setattr)
+    tokens = 2 if where.endswith("chain:layer") else 1
+    assert serve("auto", tokens) == ["upstream", "upstream"]
+    assert lines(said) == [f"layers: upstream from here on (RuntimeError: {planted.MESSAGE})"]
+
+
+@pytest.mark.parametrize("where", planted.LAYERS)
+def test_layers_that_were_asked_for_by_name_end_in_an_error(
+    vllm_model: None, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    planted.plant(where, monkeypatch.setattr)
+    with pytest.raises(ChoiceError, match=f"layers=gptoss cannot run here: RuntimeError: {planted.MESSAGE}"):
+        serve("gptoss", 2 if where.endswith("chain:layer") else 1)
+
+
+def test_a_cache_that_the_kernels_do_not_read_is_one_line(
+    vllm_model: None, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    strange = Deployment(GPT_OSS_20B, caches=(choose.Cache((2, 4, 16, 8, 64), "bfloat16", 1),))
+    monkeypatch.setattr(describe, "first_step", lambda *_: strange)
+    assert serve("auto") == ["upstream", "upstream"]
+    [line] = lines(said)
+    assert "layers: upstream from here on" in line
+    assert "the KV cache has shape [2, 4, 16, 8, 64]" in line
+
+
+@pytest.mark.parametrize("name", ["LoadCheck", "announce.say"])
+def test_what_only_checks_or_tells_ends_no_start(
+    vllm_model: None, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture, name: str
+) -> None:
+    owner, _, attribute = ("." + name).rpartition(".")
+    monkeypatch.setattr(announce if owner else gpt_oss, attribute, planted.fail)
+    assert serve("auto") == ["ours", "ours"]
+    assert len(lines(said)) == 1
+
+
+# The experts
+
+
+@pytest.fixture
+def vllm_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's MoE method as a name, on an H200 by name."""
+    upstream = method.GptOssMxfp4MoEMethod
+    stock = SimpleNamespace(mxfp4_backend=SimpleNamespace(value="MARLIN"))
+    of = quantization.GptOssMxfp4Config
+    monkeypatch.setattr(of, "_make_moe_method", lambda self, moe: SimpleNamespace(**vars(stock), moe=moe))
+    monkeypatch.setattr(upstream, "__init__", lambda self, moe: object.__setattr__(self, "moe", moe))
+    monkeypatch.setattr(upstream, "process_weights_after_loading", lambda self, layer: layer.done.append("laid out"))
+    monkeypatch.setattr(upstream, "apply_monolithic", lambda *_: "upstream")
+    monkeypatch.setattr(device, "detect", lambda: H200)
+    monkeypatch.setattr(describe, "configuration", lambda config: Deployment(GPT_OSS_20B))
+    monkeypatch.setattr(describe, "built_experts", lambda deployment, *_: deployment)
+    monkeypatch.setattr(method.GptOssExpertsMethod, "__setattr__", object.__setattr__)
+    monkeypatch.setattr(method.GptOssExpertsMethod, "__getattr__", lambda self, name: None, raising=False)
+    monkeypatch.setattr(method.GptOssExpertsMethod, "_projection", lambda *_: None)
+    monkeypatch.setattr(method.sm90, "reserve", lambda *_: None)
+    monkeypatch.setattr(method.sm90, "sample", lambda *_: None)
+    monkeypatch.setattr(method.sm90, "prepare", lambda *_, **__: (SimpleNamespace(max_tokens=64), None))
+    monkeypatch.setattr(method.sm90, "apply", lambda *_: "ours")
+
+
+def load_and_run(monkeypatch: pytest.MonkeyPatch, wish: str) -> tuple[Any, list[str], list[Any]]:
+    """(the backend that vLLM was told, what its loading did, what two steps answer)."""
+    monkeypatch.setattr(quantization._vllm, "current_config", lambda: wishing(experts=wish))
+    moe = SimpleNamespace(moe_backend="auto", is_lora_enabled=False, experts_per_token=4, num_experts=32)
+    made = quantization.GptOssQuantConfig()._make_moe_method(moe)
+    if not isinstance(made, method.GptOssExpertsMethod):
+        return moe.moe_backend, [], ["upstream", "upstream"]
+    names = ("w13_weight", "w13_weight_scale", "w13_bias", "w2_weight", "w2_weight_scale", "w2_bias")
+    done: list[str] = []
+    layer = SimpleNamespace(expert_map=None, done=done, **{name: torch.zeros(1) for name in names})
+    made.process_weights_after_loading(layer)
+    steps = [made.apply_monolithic(layer, torch.zeros(1, 64), torch.zeros(1, 32)) for _ in range(2)]
+    return moe.moe_backend, done, steps
+
+
+def test_without_a_fault_our_experts_serve(
+    vllm_experts: None, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    for wish in ("auto", "gptoss"):
+        assert load_and_run(monkeypatch, wish) == ("triton", ["laid out"], ["ours", "ours"])
+    assert lines(said) == []
+
+
+@pytest.mark.parametrize("where", planted.EXPERTS)
+def test_a_fault_of_the_experts_leaves_upstreams_and_one_line(
+    vllm_experts: None, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture, where: str
+) -> None:
+    planted.plant(where, monkeypatch.setattr)
+    backend, done, steps = load_and_run(monkeypatch, "auto")
+    assert steps == ["upstream", "upstream"]
+    assert done == ["laid out"] or backend == "auto", "upstream's own choice where ours was never built"
+    assert lines(said) == [f"experts: upstream from here on (RuntimeError: {planted.MESSAGE})"]
+
+
+@pytest.mark.parametrize("where", planted.EXPERTS)
+def test_experts_that_were_asked_for_by_name_end_in_an_error(
+    vllm_experts: None, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    planted.plant(where, monkeypatch.setattr)
+    with pytest.raises(ChoiceError, match=f"experts=gptoss cannot run here: RuntimeError: {planted.MESSAGE}"):
+        load_and_run(monkeypatch, "gptoss")
+
+
+def test_the_same_reason_in_every_layer_is_one_line(said: pytest.LogCaptureFixture) -> None:
+    for _ in range(24):
+        assert aside.attempt("experts", "auto", planted.fail) is None
+    assert len(lines(said)) == 1
+
+
+def test_a_rank_whose_neighbour_stepped_aside_does_so_too(
+    vllm_model: None, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    """Both at the start and when the first step has compiled: ranks on different paths would wait for ever."""
+    for disagree in ([False], [True, False]):
+        aside._said.clear()
+        said.clear()
+        answers = iter(disagree)
+        monkeypatch.setattr(aside._vllm, "all_ranks", lambda yes, answers=answers: next(answers))
+        assert serve("auto") == ["upstream", "upstream"]
+        assert lines(said) == ["layers: upstream from here on (another rank stepped aside)"]
+
+
+def test_what_is_meant_to_end_the_start_does() -> None:
+    with pytest.raises(RuntimeError, match=planted.MESSAGE):
+        aside.attempt("checkpoint check", "auto", planted.fail, meant=(RuntimeError,))
+
+
+def test_what_ends_the_process_is_not_caught() -> None:
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        aside.attempt("layers", "auto", stop)

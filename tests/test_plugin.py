@@ -1,0 +1,157 @@
+"""What vLLM loads must never hurt a server, whatever it serves."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_gptoss import _vllm, plugin
+
+DISCOVER = "from vllm.plugins import load_general_plugins as load; load(); "
+
+
+def python(code: str, **environ: str | None) -> subprocess.CompletedProcess[str]:
+    """Runs `code` in a fresh interpreter; a variable set to None is unset."""
+    environment = {**os.environ, **{k: v for k, v in environ.items() if v is not None}}
+    for name in (k for k, v in environ.items() if v is None):
+        environment.pop(name, None)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+
+
+def test_importing_the_plugin_imports_neither_vllm_nor_torch() -> None:
+    done = python(
+        "import sys, vllm_gptoss.plugin; print([m for m in ('vllm', 'torch', 'transformers') if m in sys.modules])"
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.vllm
+def test_registering_twice_is_the_same_as_once() -> None:
+    code = (
+        "import json; from vllm_gptoss import plugin, _vllm; plugin.register(); plugin.register();"
+        "print(json.dumps([_vllm.registered_model('GptOssForCausalLM'),"
+        " _vllm.registered_quantization('gpt_oss_mxfp4')]))"
+    )
+    done = python(code)
+    assert json.loads(done.stdout.splitlines()[-1]) == [
+        "vllm_gptoss.model.gpt_oss:GptOssForCausalLM",
+        "vllm_gptoss._vllm",
+    ]
+    assert "not registered" not in done.stderr
+
+
+@pytest.mark.vllm
+def test_the_endpoint_loads_when_nothing_is_set() -> None:
+    show = (
+        "import os; from vllm_gptoss import _vllm as v; print(os.environ['VLLM_PLUGINS'], v.allowed_endpoint_plugins())"
+    )
+    code = DISCOVER + show
+    done = python(code, VLLM_PLUGINS=None)
+    names = {entry.name for group in plugin.OTHER_GROUPS for entry in importlib.metadata.entry_points(group=group)}
+    value, _, loaded = done.stdout.splitlines()[-1].partition(" ")
+    assert names <= set(value.split(","))
+    assert "gptoss" in loaded
+    assert "VLLM_PLUGINS was unset" in done.stderr
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("allowed", ["", "someone_else"])
+def test_an_allow_list_without_us_keeps_us_out(allowed: str) -> None:
+    code = DISCOVER + "from vllm_gptoss import _vllm; print(_vllm.registered_model('GptOssForCausalLM'))"
+    done = python(code, VLLM_PLUGINS=allowed)
+    assert done.stdout.splitlines()[-1] == "vllm.model_executor.models.gpt_oss:GptOssForCausalLM"
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("value", ["0", "false", "off"])
+def test_the_endpoint_can_be_turned_off(value: str) -> None:
+    code = DISCOVER + "import os; print('VLLM_PLUGINS' in os.environ)"
+    off = python(code, VLLM_PLUGINS=None, GPTOSS_ENDPOINT=value, GPTOSS_PARSER=value)
+    assert off.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.vllm
+def test_without_our_responses_the_parser_still_loads() -> None:
+    """GPTOSS_ENDPOINT=0 is about /v1/responses: chat completions would else lose malformed output again."""
+    show = "from vllm_gptoss import _vllm as v; print(v.allowed_endpoint_plugins())"
+    assert "gptoss" in python(DISCOVER + show, VLLM_PLUGINS=None, GPTOSS_ENDPOINT="0").stdout.splitlines()[-1]
+    parts = "from vllm_gptoss import plugin, settings; print(*plugin._parts(settings.Settings(endpoint=False)))"
+    done = python(parts)
+    assert "ChatCompletions" in done.stdout
+    assert "ResponsesEndpoint" not in done.stdout
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("command", ["run-batch", "serve"])
+def test_batches_are_read_by_our_parser(command: str) -> None:
+    """`vllm run-batch` loads no endpoint plugin, so the general one installs the parser there, and only there."""
+    code = f"import sys; sys.argv = ['vllm', '{command}'];" + DISCOVER
+    code += "import vllm.parser.harmony as h; print(h.HarmonyParser.__module__)"
+    done = python(code, VLLM_PLUGINS=None)
+    is_ours = done.stdout.splitlines()[-1] == "vllm_gptoss.harmony.vllm_parser"
+    assert is_ours == (command == "run-batch"), done.stderr
+    assert ("read by our parser" in done.stderr) == is_ours
+
+
+@pytest.mark.vllm
+def test_another_packages_endpoint_is_not_opted_in_behind_its_back(tmp_path: Path) -> None:
+    info = tmp_path / "other-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nother = json:loads\n[vllm.endpoint_plugins]\nother = json:dumps\n"
+    )
+    code = "import os; from vllm_gptoss import plugin; plugin._allow_endpoint(); print('VLLM_PLUGINS' in os.environ)"
+    done = python(code, VLLM_PLUGINS=None, PYTHONPATH=str(tmp_path))
+    assert done.stdout.splitlines()[-1] == "False"
+    assert "also allow that of other" in done.stderr
+    assert "VLLM_PLUGINS=" in done.stderr
+
+
+def test_an_unsupported_vllm_makes_us_step_aside(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_vllm, "version", lambda: "0.99.0")
+    monkeypatch.setattr(plugin, "REGISTRATIONS", (("never", lambda: pytest.fail("registered anyway")),))
+    plugin.register()
+    assert "outside the supported range >=0.32,<0.34" in capsys.readouterr().err
+
+
+def test_a_part_that_fails_does_not_stop_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done: list[str] = []
+
+    def fails() -> None:
+        raise ImportError("vLLM moved it")
+
+    monkeypatch.setattr(plugin, "REGISTRATIONS", (("first", fails), ("second", lambda: done.append("second"))))
+    monkeypatch.setenv("VLLM_PLUGINS", "gptoss")
+    plugin.register()
+    assert done == ["second"]
+    assert "not registered: first: ImportError: vLLM moved it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("version", "fits"),
+    [("0.32.0", True), ("0.32.0+cpu", True), ("0.33.1", True), ("0.31.9", False), ("0.34.0", False), (None, False)],
+)
+def test_the_supported_range(version: str | None, fits: bool) -> None:
+    assert (_vllm.outside_range(version) is None) is fits
+
+
+@pytest.mark.vllm
+def test_registering_costs_less_than_half_a_second() -> None:
+    """In the state in which vLLM calls it: its own argument parser is imported already."""
+    code = (
+        "import time; from vllm.engine.arg_utils import AsyncEngineArgs; t = time.perf_counter();"
+        "from vllm_gptoss import plugin; plugin.register(); print(time.perf_counter() - t)"
+    )
+    seconds = min(float(python(code).stdout.splitlines()[-1]) for _ in range(3))
+    assert seconds < 0.5

@@ -1,0 +1,154 @@
+"""MCP servers whose answers would stop the server. Every answer is bounded; a missing guard fails the test."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tests.support.loop_watch import watched
+from tests.support.servers import running
+from vllm_gptoss.tools.confined import pool
+from vllm_gptoss.tools.confined.json_tree import json_problem
+from vllm_gptoss.tools.mcp import bounds, relay
+from vllm_gptoss.tools.mcp.provider import McpProvider
+from vllm_gptoss.tools.mcp.settings import McpServerConfig
+from vllm_gptoss.tools.protocol import SessionOptions, ToolCall, ToolResult
+
+PAUSE_S = 0.1
+
+STDIO = """
+import json, sys
+def say(message): print(json.dumps(message), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    answer = {"jsonrpc": "2.0", "id": asked.get("id")}
+    if asked["method"] == "initialize":
+        say(answer | {"result": {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}},
+                                 "serverInfo": {"name": "odd", "version": "1"}}})
+    elif asked["method"] == "tools/list":
+        say(answer | {"result": {"tools": [{"name": "t", "inputSchema": {"type": "object"}}]}})
+    elif asked["method"] == "tools/call":
+        kind = asked["params"]["arguments"]["kind"]
+        if kind == "large":  # 64 MiB in one line
+            sys.stdout.write(json.dumps(answer)[:-1] + ', "result": {"content": [{"type": "text", "text": "')
+            for _ in range(64): sys.stdout.write("x" * (1 << 20))
+            sys.stdout.write('"}]}}\\n'); sys.stdout.flush()
+        elif kind == "tree":
+            tree = ', "result": {"content": [], "x": [' + "[]," * 2_000_000 + "[]]}}\\n"
+            sys.stdout.write(json.dumps(answer)[:-1] + tree)
+            sys.stdout.flush()
+        else:
+            say(answer | {"result": {"content": [{"type": "text", "text": kind}]}})
+    elif "id" in asked:
+        say(answer | {"error": {"code": -32601, "message": "no"}})
+"""
+
+
+async def call(provider: McpProvider, kind: str) -> ToolResult:
+    session = await provider.open("c", SessionOptions())
+    return await session.call(ToolCall("1", "odd", "t", json.dumps({"kind": kind})))
+
+
+@pytest.mark.parametrize(("kind", "said"), [("large", "larger than"), ("tree", "more than 100000 values")])
+async def test_a_line_that_must_not_be_parsed_is_an_error_and_nothing_is_lost(
+    tmp_path: Path, kind: str, said: str
+) -> None:
+    """64 MiB in one line stopped the event loop for 29 s."""
+    (tmp_path / "server.py").write_text(STDIO)
+    config: dict[str, Any] = {"command": sys.executable, "args": [str(tmp_path / "server.py")], "timeout_s": 60.0}
+    provider = McpProvider("odd", McpServerConfig(**config))
+    await provider.start()
+    try:
+        assert provider.unavailable is None
+        async with watched() as loop:
+            result = await call(provider, kind)
+        assert result.error is not None
+        assert said in result.text
+        assert loop.longest < PAUSE_S, loop.longest
+        assert (await call(provider, "hello")).text == "hello"
+    finally:
+        await provider.aclose()
+
+
+def test_the_relay_keeps_lines_whole_whatever_their_pieces(tmp_path: Path) -> None:
+    lines = [b'{"id": 1}', b"", b"x" * 70_000, b'{"id":"a", "x": "%s"}' % (b"y" * 300_000), b'{"x": "last"}']
+    (tmp_path / "out").write_bytes(b"\n".join(lines))
+    with (tmp_path / "out").open("rb") as file:
+        got = list(relay.lines(file.fileno(), 100_000))
+    assert got[:3] == [line + b"\n" for line in lines[:3]]
+    assert json.loads(got[3])["id"] == "a"
+    assert "larger than 100000" in json.loads(got[3])["error"]["message"]
+    assert got[4] == b'{"x": "last"}\n'
+
+
+BOMBS = {
+    "gzip": (gzip.compress(b" " * (64 << 20)), "gzip", "larger than"),
+    "twice": (gzip.compress(gzip.compress(bytes(64 << 20))), "gzip, gzip", "encoded more than once"),
+    "tree": (b"[" + b"[]," * 3_000_000 + b"[]]", "", "more than 100000 values"),
+    "deep": (b"[" * 200_000 + b"]" * 200_000, "", "values|nested"),
+    "packed tree": (gzip.compress(b"[" + b"[]," * 3_000_000 + b"[]]"), "gzip", "more than 100000 values"),
+}
+
+
+def as_event(body: bytes, encoding: str) -> bytes:
+    data = gzip.decompress(body) if encoding == "gzip" else body
+    event = b"event: message\ndata: " + data + b"\n\n"
+    return gzip.compress(event) if encoding == "gzip" else event
+
+
+EVENTS = {name: as_event(body, encoding) for name, (body, encoding, _) in BOMBS.items() if name != "twice"}
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[tuple[httpx2.AsyncClient, str]]:
+    async def answer(request: Request) -> Response:
+        name, kind = request.query_params["name"], request.query_params.get("kind", "")
+        body, encoding, _ = BOMBS[name]
+        headers = {"content-encoding": encoding} if encoding else None
+        return Response(EVENTS[name] if kind else body, headers=headers, media_type=kind or "application/json")
+
+    async with running(Starlette(routes=[Route("/", answer)])) as url:
+        await pool().start()
+        async with httpx2.AsyncClient(event_hooks={"response": [bounds.bound]}) as client:
+            yield client, url
+
+
+@pytest.mark.parametrize("kind", ["", "text/event-stream"])
+@pytest.mark.parametrize("name", BOMBS)
+async def test_an_answer_is_counted_as_what_it_unfolds_to(
+    client: tuple[httpx2.AsyncClient, str], name: str, kind: str
+) -> None:
+    """700 kB were 3.5 GiB, and 15 MiB of `[],[]` 954 MiB."""
+    if kind and name == "twice":
+        pytest.skip("the body is the same")
+    http, url = client
+    async with watched() as loop:
+        with pytest.raises(httpx2.ReadError, match=BOMBS[name][2]):
+            await http.get(url, params={"name": name, "kind": kind})
+    assert loop.longest < PAUSE_S, loop.longest
+
+
+@pytest.mark.parametrize(
+    ("data", "fits"),
+    [
+        (b'{"a": "%s"}' % (b"[{,:" * 1_000_000), True),
+        (b'["%s"]' % (rb"\"[,\\" * 300_000), True),
+        (b"[" * 101 + b"]" * 101, False),
+        (b"[" + b"1," * 100_001 + b"1]", False),
+        (b"not json", True),
+        (b'"' + b"[" * 1000, True),
+    ],
+)
+def test_only_what_builds_a_tree_counts(data: bytes, fits: bool) -> None:
+    assert (json_problem(data) is None) == fits or data.startswith(b'"')

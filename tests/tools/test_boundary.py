@@ -1,0 +1,87 @@
+"""Tools could be a package of their own: they know nothing of the rest, and the rest knows them by one module."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from vllm_gptoss.tools import confined, wrapper
+from vllm_gptoss.tools.protocol import ToolProvider, ToolSession
+
+PACKAGE = Path(__file__).parents[2] / "vllm_gptoss"
+TOOLS = PACKAGE / "tools"
+PROTOCOL = "vllm_gptoss.tools.protocol"
+PARENT = "vllm_gptoss.tools"
+"""`from vllm_gptoss.tools import protocol` names the package too."""
+
+CONFINED = "vllm_gptoss.tools.confined"
+"""Workers for whatever nobody vouches for, client's schemas among them: its own face, which is not about tools."""
+
+DOCUMENTS = "vllm_gptoss.tools.documents"
+"""Reads a client's PDF in such a worker: a face of its own too."""
+
+ROOTS = {"endpoint.py"}
+"""Where the parts are put together."""
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Every module of ours that the file names, at the top or inside a function."""
+    here = ["vllm_gptoss", *path.relative_to(PACKAGE).with_suffix("").parts]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(here[: -node.level]) if node.level else ""
+            module = ".".join(part for part in (base, node.module) if part)
+            found = [module, *(f"{module}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        yield from (name for name in found if name.startswith("vllm_gptoss."))
+
+
+def test_tools_import_nothing_from_the_rest() -> None:
+    files = list(TOOLS.rglob("*.py"))
+    assert len(files) > 40
+    wrong = {
+        f"{path.relative_to(PACKAGE)}: {name}"
+        for path in files
+        for name in imported(path)
+        if not f"{name}.".startswith("vllm_gptoss.tools.")
+    }
+    assert wrong == set()
+
+
+def test_the_serving_core_knows_tools_by_the_protocol_alone() -> None:
+    wrong = set()
+    for folder in ("responses", "harmony"):
+        for path in (PACKAGE / folder).rglob("*.py"):
+            names = {name for name in imported(path) if name.startswith("vllm_gptoss.tools")}
+            names -= {PARENT, CONFINED, *(f"{CONFINED}.{name}" for name in confined.__all__)}
+            names = {name for name in names if not f"{name}.".startswith(f"{DOCUMENTS}.")}
+            if path.name not in ROOTS and any(not f"{n}.".startswith(f"{PROTOCOL}.") for n in names):
+                wrong.add(f"{path.relative_to(PACKAGE)}: {sorted(names)}")
+    assert wrong == set()
+
+
+def test_nobody_looks_inside_a_wrapper() -> None:
+    users = [*(PACKAGE / "responses").rglob("*.py"), *TOOLS.glob("*.py")]
+    inner = {
+        path.name
+        for path in users
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and node.attr == "inner"
+        and not (isinstance(node.value, ast.Name) and node.value.id == "self")
+    }
+    named = {path.name for path in users if '"inner"' in path.read_text()}
+    assert inner | named == set()
+
+
+@pytest.mark.parametrize(
+    ("contract", "around"), [(ToolProvider, wrapper.WrapperProvider), (ToolSession, wrapper.WrapperSession)]
+)
+def test_a_wrapper_forwards_every_method_of_the_contract(contract: type, around: type) -> None:
+    assert {name for name in vars(contract) if not name.startswith("_")} <= set(vars(around))

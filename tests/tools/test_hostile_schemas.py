@@ -1,0 +1,118 @@
+"""Schemas and arguments that would stop the server: each costs its own call, within a worker's limits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+from typing import Any
+
+import pytest
+
+from tests.support.loop_watch import watched
+from vllm_gptoss.tools import arguments
+from vllm_gptoss.tools.arguments import argument_problem, schema_text
+from vllm_gptoss.tools.confined import pool
+
+PAUSE_S = 0.1
+
+
+def doubled(depth: int) -> dict[str, Any]:
+    """Each definition asks twice for the next."""
+    definitions: dict[str, Any] = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(depth)}
+    return {"$defs": {**definitions, f"d{depth}": {"type": "string"}}, "properties": {"a": {"$ref": "#/$defs/d0"}}}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"items": schema, "type": "array"}
+    return {"properties": {"a": schema}}
+
+
+SLOW: dict[str, tuple[Any, Any]] = {
+    "pattern": ({"properties": {"a": {"pattern": "^(a+)+$"}}}, {"a": "a" * 40 + "!"}),
+    "names": ({"patternProperties": {"^(a+)+$": {}}}, {"a" * 40 + "!": 1}),
+    "references": (doubled(30), {"a": "x"}),
+    "unique": ({"properties": {"a": {"uniqueItems": True}}}, {"a": [{"n": n} for n in range(20_000)]}),
+}
+
+
+@pytest.mark.parametrize("name", SLOW)
+async def test_a_schema_that_never_ends_is_an_error(name: str) -> None:
+    """Each held the event loop for more than 20 s."""
+    schema, value = SLOW[name]
+    await pool().start()
+    async with asyncio.timeout(30), watched() as loop:
+        problem = await argument_problem(json.dumps(value), schema)
+    assert "cannot be checked" in str(problem)
+    assert loop.longest < PAUSE_S, loop.longest
+
+
+LARGE: dict[str, Any] = {
+    "text": {"description": "x" * 300_000},
+    "values": {"enum": list(range(20_000))},
+    "names": {"properties": {f"p{n}": {} for n in range(20_000)}},
+    "deep": nested(200),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+async def test_a_schema_that_is_too_large_is_refused_at_once(name: str) -> None:
+    assert schema_text(LARGE[name]) is None
+    assert "larger than" in str(await argument_problem("{}", LARGE[name]))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[" * 60_000, "nested"),
+        ('{"a": ' * 500 + "1" + "}" * 500, "nested"),
+        ('{"a": [' + "[]," * 200_000 + "[]]}", "more than 100000 values"),
+        (json.dumps({"a": "x" * (1 << 20)}), "longer than"),
+        ('{"a": "\\ud800"}', None),
+        ("\ud800", "not valid JSON"),
+    ],
+    ids=["deep", "objects", "wide", "long", "surrogate", "raw surrogate"],
+)
+async def test_arguments_are_bounded_whatever_the_schema(text: str, said: str | None) -> None:
+    for schema in (None, {"properties": {"a": {}}}, {"properties": {"a": {"pattern": "x*"}}}):
+        async with watched() as loop:
+            problem = await argument_problem(text, schema)
+        assert loop.longest < PAUSE_S, loop.longest
+        assert problem is None if said is None else said in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("schema", "plain"),
+    [
+        ({"type": "object", "properties": {"a": {"type": "string", "enum": ["x"]}}, "required": ["a"]}, True),
+        ({"properties": {"pattern": {"type": "string"}, "$ref": {"items": {"minimum": 1}}}}, True),
+        ({"properties": {"a": {"pattern": "x"}}}, False),
+        ({"properties": {"a": {"items": {"$ref": "#"}}}}, False),
+        ({"additionalProperties": {"uniqueItems": True}}, False),
+        ({"properties": []}, False),
+        ({"anyOf": []}, False),
+    ],
+)
+def test_only_keywords_of_known_cost_are_followed_here(schema: Any, plain: bool) -> None:
+    assert arguments._is_plain(json.dumps(schema)) is plain
+
+
+async def test_both_ways_of_checking_say_the_same() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    other = {**schema, "allOf": [{}]}
+    for text in ('{"a": 1}', '{"a": "x"}', "{}", "[1]", "no", ""):
+        assert await argument_problem(text, schema) == await argument_problem(text, other)
+
+
+async def test_a_plain_check_costs_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> None:
+        raise AssertionError("a worker was asked for")
+
+    monkeypatch.setattr(arguments, "pool", none)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    for _ in range(100):
+        assert await argument_problem('{"a": "x"}', schema) is None
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - before < 0.5

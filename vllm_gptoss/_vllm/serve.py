@@ -1,0 +1,109 @@
+"""What a vLLM release makes of `vllm serve` flags: its own parser, and the names that the parser lets through.
+
+Works on a machine without a GPU, also on the unpacked source of a CUDA release that cannot run here: nothing below
+touches a device once a platform plugin has named the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import io
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+PLATFORM = "vllm.platforms.cpu.CpuPlatform"
+"""What a platform plugin names for parsing: a CUDA release's own detection fails where there is no GPU."""
+
+
+def release() -> str:
+    """The version of the vLLM that is imported, which need not be the installed one."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def parser() -> Any:
+    """The parser of `vllm serve`."""
+    try:
+        from vllm.entrypoints.common.cli_args import make_arg_parser
+    except ImportError:  # vLLM 0.32
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    return make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+
+
+def parse(parser: Any, words: Sequence[str]) -> tuple[Any, str]:
+    """The namespace of `serve` and its arguments, or None and the last line of what the parser says."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return parser.parse_args(list(words)), ""
+    except SystemExit:
+        text = said.getvalue()
+        return None, " ".join(text[text.rfind("error:") + 6 :].split()) or "it was refused"
+    except Exception as error:  # a validator's own
+        return None, f"{type(error).__name__}: {error}"
+
+
+def actions(parser: Any) -> dict[str, Any]:
+    """Each option string and the action that takes it."""
+    return dict(parser._option_string_actions)
+
+
+def values(parser: Any, found: Any) -> dict[str, Any]:
+    """What a namespace says beyond the parser's defaults, as plain values by flag; of an object its changed fields."""
+    defaults = parser.parse_args(["m"])
+    said = {name: value for name, value in vars(found).items() if value != getattr(defaults, name, None)}
+    plain = {name.replace("_", "-"): _plain(value, getattr(defaults, name, None)) for name, value in said.items()}
+    model = plain.pop("model-tag", None)
+    return plain if model is None or "model" in plain else {"model": model, **plain}
+
+
+def _plain(value: Any, default: Any = None) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.name
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        return {name: _plain(each) for name, each in fields.items() if each != getattr(default, name, None)}
+    if isinstance(value, dict):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, bool | int | float | str | None) else str(value)
+
+
+def attention_backends() -> list[str]:
+    """Names that `--attention-backend` may have; the parser takes any."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    return [backend.name for backend in AttentionBackendEnum]
+
+
+def cache_dtypes() -> list[str]:
+    """Names that `--kv-cache-dtype` may have; the parser of 0.33 takes any."""
+    from vllm.config.cache import CacheDType
+
+    return list(typing.get_args(CacheDType))
+
+
+def speculative_keys() -> list[str]:
+    """Keys of `--speculative-config`; the parser takes any."""
+    from vllm.config import SpeculativeConfig
+
+    return [field.name for field in dataclasses.fields(SpeculativeConfig)]
+
+
+def speculative_methods() -> list[str]:
+    """Values of `method` in `--speculative-config`."""
+    from vllm.config import speculative
+
+    return sorted(_literals(speculative.SpeculativeMethod))
+
+
+def _literals(kind: Any) -> set[str]:
+    found = typing.get_args(kind)
+    return set().union(*(_literals(each) if typing.get_args(each) else {str(each)} for each in found))

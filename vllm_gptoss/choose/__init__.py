@@ -1,0 +1,40 @@
+"""The only place that decides what runs: data in, a value with its reason out. Imports neither vLLM nor torch.
+
+Read downwards: `devices` has the GPUs by name, `deployment` is what is to be served, `measured` what ran on a GPU of
+ours, `bands` what runs a step of how many tokens, `conditions` every obstacle, `families` the table of GPU families,
+`decide` the decisions.
+"""
+
+from vllm_gptoss.choose.decide import (
+    Choice,
+    ChoiceError,
+    attention,
+    available,
+    experts,
+    kv_cache_dtype,
+    layers,
+    one_token,
+    tensor_parallel,
+)
+from vllm_gptoss.choose.deployment import Cache, Deployment, RankExperts
+from vllm_gptoss.choose.families import FAMILIES, OTHER, Family
+from vllm_gptoss.choose.families import of as family
+
+__all__ = [
+    "FAMILIES",
+    "OTHER",
+    "Cache",
+    "Choice",
+    "ChoiceError",
+    "Deployment",
+    "Family",
+    "RankExperts",
+    "attention",
+    "available",
+    "experts",
+    "family",
+    "kv_cache_dtype",
+    "layers",
+    "one_token",
+    "tensor_parallel",
+]

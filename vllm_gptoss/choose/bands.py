@@ -1,0 +1,69 @@
+"""What runs a step, by how many tokens it has.
+
+The one place that names the thresholds. A kernel's own limit is data of its host file; a band never exceeds it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+ONE_LAUNCH = "one launch"
+SIX_LAUNCHES = "six launches"
+GPTOSS = "gptoss"
+UPSTREAM = "upstream"
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Steps of up to `most` tokens, more than the band before; None: any number.
+
+    layers: `one launch` for all, `six launches` each, or `upstream`'s compiled model; attention, experts: the `gptoss`
+    kernels or what `upstream` runs. untried: measured alone, never run inside vLLM; taken where `experts=gptoss` asks.
+    """
+
+    most: int | None
+    layers: str
+    attention: str
+    experts: str
+    untried: bool = False
+
+
+SM90: Final = (
+    Band(1, ONE_LAUNCH, GPTOSS, GPTOSS),
+    Band(16, SIX_LAUNCHES, GPTOSS, GPTOSS),
+    Band(64, UPSTREAM, "FLASH_ATTN, planned once a step", GPTOSS),
+    Band(512, UPSTREAM, "FLASH_ATTN, planned once a step", GPTOSS, untried=True),
+    Band(None, UPSTREAM, "FLASH_ATTN, planned once a step", UPSTREAM),
+)
+"""docs/kernels/ has the measurements behind the numbers."""
+
+
+def of(tokens: int, bands: tuple[Band, ...] = SM90) -> Band:
+    """The band of a step."""
+    return next(band for band in bands if band.most is None or tokens <= band.most)
+
+
+def experts_are_ours(tokens: int, wish: str) -> bool:
+    """Whether our kernels run the experts of a step. wish: the setting `experts`."""
+    band = of(tokens)
+    return band.experts == GPTOSS and (wish == GPTOSS or not band.untried)
+
+
+def expert_tokens(wish: str) -> int:
+    """Tokens of the largest step whose experts our kernels run. wish: the setting `experts`."""
+    return max(band.most for band in SM90 if band.most and experts_are_ours(band.most, wish))
+
+
+def most(part: str, value: str, bands: tuple[Band, ...] = SM90) -> int:
+    """Tokens of the largest step whose `part` (`layers`, `attention` or `experts`) is `value`, no wish needed."""
+    return max(band.most or 0 for band in bands if getattr(band, part) == value and not band.untried)
+
+
+ONE_TOKEN: Final = most("layers", ONE_LAUNCH)
+FUSED_TOKENS: Final = most("layers", SIX_LAUNCHES)
+EXPERT_TOKENS: Final = most("experts", GPTOSS)
+MANY_PAIRS: Final = 6
+"""Pairs (a token and one of its experts) for each routed expert, above which a step of more than
+`kernels.experts.NARROW_TOKENS` tokens runs `kernels/experts_many.py`: more than 48 tokens of the 20b, 192 of the 120b.
+"""

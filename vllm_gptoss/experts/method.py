@@ -1,0 +1,91 @@
+"""vLLM's MoE method with our kernels in front: few tokens on ours, the rest as upstream, over the same bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod
+from vllm.model_executor.layers.quantization.utils.mxfp4_utils import weight_mx_scale
+
+from vllm_gptoss import aside, choose, describe, device
+from vllm_gptoss.choose import bands
+from vllm_gptoss.experts import sm90
+from vllm_gptoss.kernels.experts import FewTokenExperts, Projection
+from vllm_gptoss.kernels.experts_many import ManyTokenExperts
+
+Samples = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class GptOssExpertsMethod(GptOssMxfp4MoEMethod):
+    """Upstream's `triton` experts, replaced for the steps whose band has ours."""
+
+    def __init__(self, moe: Any, deployment: choose.Deployment, wish: str) -> None:
+        if moe.moe_backend == "auto":
+            moe.moe_backend = "triton"
+        super().__init__(moe)
+        # `--moe-backend` was not given, or this method would not have been chosen
+        self.deployment, self.wish = replace(deployment, moe_backend="auto"), wish
+        self.few: FewTokenExperts | None = None
+        self.many: ManyTokenExperts | None = None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Lets upstream lay the weights out, then reads them in place."""
+        samples = aside.attempt("experts", self.wish, lambda: self._before(layer))
+        super().process_weights_after_loading(layer)
+        if samples is not None:
+            prepared = aside.attempt("experts", self.wish, lambda: self._after(layer, samples))
+            self.few, self.many = prepared or (None, None)
+
+    def _before(self, layer: Any) -> Samples:
+        """Corners of the weights as loaded, of a layer that our kernels can run.
+
+        Raises:
+            NotHereError: they cannot.
+        """
+        deployment = describe.built_experts(self.deployment, self, layer)
+        choice = choose.experts(device.detect(), deployment, self.wish)
+        if choice.value != "gptoss":
+            raise aside.NotHereError(choice.reason)
+        sm90.reserve(layer.w2_weight.data, self.moe.experts_per_token, bands.expert_tokens(self.wish))
+        return (
+            sm90.sample(layer.w13_weight.data, layer.w13_weight_scale.data),
+            sm90.sample(layer.w2_weight.data, layer.w2_weight_scale.data),
+        )
+
+    def _after(self, layer: Any, samples: Samples) -> tuple[FewTokenExperts, ManyTokenExperts | None]:
+        """The kernels over upstream's bytes, compiled.
+
+        Raises:
+            LayoutError: the bytes do not lie as the kernels read them.
+        """
+        return sm90.prepare(
+            self._projection(layer.w13_weight, self.w13_precision_config, layer.w13_bias),
+            self._projection(layer.w2_weight, self.w2_precision_config, layer.w2_bias),
+            active=self.moe.experts_per_token,
+            routed=self.moe.num_experts,
+            most=bands.expert_tokens(self.wish),
+            expert_map=layer.expert_map,
+            expected=samples,
+        )
+
+    @staticmethod
+    def _projection(weight: Any, precision: Any, bias: Tensor) -> Projection:
+        return Projection(
+            sm90.storage(weight, "HOPPER_VALUE"),
+            sm90.storage(weight_mx_scale(precision), "HOPPER_SCALE"),
+            bias.data,
+        )
+
+    def apply_monolithic(self, layer: Any, x: Tensor, router_logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """x: [T, hidden] bf16; router_logits: [T, E]. Runs inside vLLM's opaque `moe_forward` op, so T is a number."""
+        tokens = x.shape[0]
+        if self.few is not None and bands.experts_are_ours(tokens, self.wish):
+            ours = sm90.kernels(self.few, self.many, tokens)
+            if ours is not None:
+                out = aside.attempt("experts", self.wish, lambda: sm90.apply(ours, x, router_logits))
+                if out is not None:
+                    return out
+                self.few = self.many = None
+        return super().apply_monolithic(layer, x, router_logits, *args, **kwargs)

@@ -1,0 +1,12 @@
+"""What a schema says that no grammar here can hold."""
+
+from __future__ import annotations
+
+
+class NotEnforceableError(ValueError):
+    """`keyword` of a schema has no grammar; `why` says what about it, in words for the client."""
+
+    def __init__(self, keyword: str, why: str) -> None:
+        super().__init__(f"'{keyword}' {why}")
+        self.keyword = keyword
+        self.why = why

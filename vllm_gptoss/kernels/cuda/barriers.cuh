@@ -1,0 +1,52 @@
+// What threads wait for: mbarriers in shared memory, named barriers of part of a block, the kernel
+// before.
+//
+// Offers: bar_* (an mbarrier, by its 32-bit shared memory address; a phase ends when `count` have
+// arrived and the expected bytes are there; parity 0 is the first phase); named_sync<ID, THREADS>
+// (`bar.sync`; ID 0 is __syncthreads, a kernel says which others it uses); pdl_* (programmatic
+// dependent launch).
+#include "common.cuh"
+
+__device__ __forceinline__ void bar_init(u32 bar, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
+}
+// After the last bar_init, before __syncthreads: bulk copies see initialised barriers.
+__device__ __forceinline__ void bar_init_done() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void bar_expect(u32 bar, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
+      : "memory");
+}
+__device__ __forceinline__ void bar_arrive(u32 bar) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+}
+__device__ __forceinline__ void bar_wait(u32 bar, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred p;\nW_%=:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra "
+      "D_%=;\nbra W_%=;\nD_%=:\n}" ::"r"(bar),
+      "r"(parity)
+      : "memory");
+}
+
+// A warp has read what a bulk copy may now write over: one lane says so, after __syncwarp.
+// compute-sanitizer's racecheck does not follow that from the lane to the others, so for it
+// (tests/gpu/sanitize.py) every lane speaks for itself.
+#ifndef SPEAKERS
+#define SPEAKERS 1
+#endif
+__device__ __forceinline__ void bar_arrive_warp(u32 bar, int lane) {
+  if (lane < SPEAKERS) bar_arrive(bar);
+}
+
+// Of THREADS threads of the block, all of their warps.
+template <int ID, int THREADS> __device__ __forceinline__ void named_sync() {
+  asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
+}
+
+// The kernel before has ended and its writes are visible.
+__device__ __forceinline__ void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// The kernel after may start as soon as every block has said so or ended.
+__device__ __forceinline__ void pdl_launch() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}

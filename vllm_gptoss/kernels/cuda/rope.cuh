@@ -1,0 +1,57 @@
+// Rotated query, key and value projections: which weight rows go together, where a pair of outputs
+// goes.
+//
+// Offers: rope_row (weight rows in units of 8), Pair and make_pair (all that the outputs d and d +
+// 32 of a head need besides their products; none of it depends on the kernel before), cache_place,
+// rotate. Heads of 64: query heads, then key heads, then value heads. Barriers: none.
+#include "common.cuh"
+
+// Row n of a unit: rows i to i + 3 and i + 32 to i + 35 of a head, since RoPE turns (i, i + 32)
+// together.
+__device__ __forceinline__ int rope_row(int unit, int n) {
+  return (unit >> 3) * 64 + (unit & 7) * 4 + (n & 3) + ((n >> 2) << 5);
+}
+
+struct Pair {
+  float bias_lo, bias_hi, cos, sin;
+  bf16* dst;  // of the first; null: not written
+};
+
+// row: of the first output; heads: with a rotation, query and key heads; bias: [rows]; cos_sin:
+// [positions, 64], 32 cosines then 32 sines, bf16 or float32; position: the token's. dst is null.
+__device__ __forceinline__ Pair make_pair(int row, int heads, const bf16* bias, const void* cos_sin,
+    int cos_sin_bf16, const long long* position) {
+  Pair pair = {to_float(bias[row]), to_float(bias[row + 32]), 1.f, 0.f, nullptr};
+  if (row >> 6 < heads) {
+    const long long at = *position * 64 + (row & 63);
+    if (cos_sin_bf16) {
+      pair.cos = to_float(((const bf16*)cos_sin)[at]);
+      pair.sin = to_float(((const bf16*)cos_sin)[at + 32]);
+    } else {
+      pair.cos = ((const float*)cos_sin)[at];
+      pair.sin = ((const float*)cos_sin)[at + 32];
+    }
+  }
+  return pair;
+}
+
+// Where the cache keeps element d of a token's key head `kv`, from kv_heads on its value heads;
+// null for a negative slot. cache: `kv` and its strides `kv_block`, `kv_head`, `kv_token` in
+// elements, blocks of 2^`block_shift` tokens; K at 0, V at 64 of each (block, head, token).
+template <class Cache>
+__device__ __forceinline__ bf16* cache_place(
+    const Cache& cache, long long slot, int kv, int kv_heads, int d) {
+  if (slot < 0) return nullptr;
+  const int is_v = kv >= kv_heads;
+  return cache.kv + (slot >> cache.block_shift) * cache.kv_block +
+         (long long)(kv - (is_v ? kv_heads : 0)) * cache.kv_head +
+         (slot & ((1 << cache.block_shift) - 1)) * cache.kv_token + d + (is_v ? 64 : 0);
+}
+
+// The two outputs from their products times the norm's scale; rounded to bf16 before the rotation,
+// as a projection that stands alone is.
+__device__ __forceinline__ float2 rotate(const Pair& pair, float lo, float hi) {
+  lo = rounded(lo + pair.bias_lo);
+  hi = rounded(hi + pair.bias_hi);
+  return make_float2(lo * pair.cos - hi * pair.sin, hi * pair.cos + lo * pair.sin);
+}

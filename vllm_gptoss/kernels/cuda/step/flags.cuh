@@ -1,0 +1,83 @@
+// Values as flags in global memory: +0 is "not there yet", so whoever needs a value looks until it
+// is none. Sums of all blocks count their contributors.
+//
+// Offers: flagged (what is written), look16, whole and settle (16 bytes of bf16 or floats),
+// add_fixed and settle_fixed (fixed-point sums), count_look (gives up with a trap after SPIN_LIMIT
+// looks). Barriers: none.
+#include "state.cuh"
+
+// Values as flags. +0 means "not there yet", so a zero is written as -0.
+__device__ __forceinline__ bf16 flagged(float v) {
+  const bf16 h = to_bf16(v);
+  return h ? h : 0x8000;
+}
+__device__ __forceinline__ float flagged32(float v) { return __float_as_uint(v) ? v : -0.f; }
+__device__ __forceinline__ int4 look16(const void* p) {
+  int4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+      : "l"(p)
+      : "memory");
+  return v;
+}
+__device__ __forceinline__ u32 empty_half(u32 w) { return (w - 0x00010001u) & ~w & 0x80008000u; }
+__device__ __forceinline__ bool whole(int4 v) {  // eight bf16
+  return (empty_half(v.x) | empty_half(v.y) | empty_half(v.z) | empty_half(v.w)) == 0;
+}
+__device__ __forceinline__ bool whole32(int4 v) { return v.x && v.y && v.z && v.w; }  // four floats
+__device__ __forceinline__ void count_look(u32& looks) {
+  if (++looks > SPIN_LIMIT) __trap();
+}
+__device__ __forceinline__ int4 settle(int4 v, const void* p) {
+  u32 looks = 0;
+  while (!whole(v)) {
+    count_look(looks);
+    v = look16(p);
+  }
+  return v;
+}
+
+// A logit's sum: contributions in units of the layer's input, each plus 2^47 so that it is
+// positive, below 2^48; the upper 8 bits count them.
+constexpr int LOGIT_BITS = 34, SQUARE_BITS = 16;
+static_assert((GRID + REPLICAS - 1) / REPLICAS < 256, "contributors are counted in 8 bits");
+__device__ __forceinline__ float power_of_two(int e) {
+  return __uint_as_float((u32)(max(-126, min(127, e)) + 127) << 23);
+}
+__device__ __forceinline__ void add_fixed(unsigned long long* to, float v, int bits) {
+  const long long n = __float2ll_rn(fminf(fmaxf(v * power_of_two(bits), -1.4e14f), 1.4e14f));
+  const unsigned long long sum = (1ull << 56) + (1ull << 47) + n;
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(to), "l"(sum) : "memory");
+}
+__device__ __forceinline__ unsigned long long look8(const unsigned long long* p) {
+  unsigned long long v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+}
+// The sums of all blocks' contributions at N places of replica 0, once all are there.
+template <int N>
+__device__ __forceinline__ void settle_fixed(
+    long long (&sum)[N], const unsigned long long* const (&at)[N]) {
+  unsigned long long v[N][REPLICAS];
+  u32 looks = 0;
+  bool there;
+  do {
+    count_look(looks);
+    there = true;
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+#pragma unroll
+      for (int r = 0; r < REPLICAS; ++r) v[i][r] = look8(at[i] + r * LOGITS);
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+#pragma unroll
+      for (int r = 0; r < REPLICAS; ++r)
+        there &= (int)(v[i][r] >> 56) == (GRID - r + REPLICAS - 1) / REPLICAS;
+  } while (!there);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    sum[i] = -((long long)GRID << 47);
+#pragma unroll
+    for (int r = 0; r < REPLICAS; ++r) sum[i] += (long long)(v[i][r] & ((1ull << 56) - 1));
+  }
+}

@@ -1,0 +1,179 @@
+// Phase 1: x = h + the experts' sums, RMSNorm, q/k/v projection, bias, RoPE, cache write.
+//
+// Offers: make_items (ahead of the layer), mix8 (the experts' sums), qkv. Leaves Early.q and
+// Early.fresh. Barriers: named barrier 1, the ring's.
+#include "../rope.cuh"
+#include "flags.cuh"
+#include "rows.cuh"
+
+__device__ __forceinline__ Item make_item(const Args& a, const Layer& y, int unit, int i) {
+  const int row = rope_row(unit, i), head = row >> 6;
+  Item item = {make_pair(row, QB + KVH, y.b_qkv, a.cos_sin, a.cos_sin_bf16, a.positions), row};
+  if (head >= QB) item.dst = cache_place(y, a.groups[y.group].slots[0], head - QB, KVH, row & 63);
+  return item;
+}
+
+// Nothing of it depends on the layer before: made early.
+__device__ __forceinline__ void make_items(const Args& a, const Block& b, const Layer& y) {
+  const int first = share(Q_UNITS, blockIdx.x), last = share(Q_UNITS, blockIdx.x + 1);
+  for (int e = b.tid; e < (last - first) * 4; e += THREADS)
+    b.s->items[e] = make_item(a, y, first + (e >> 2), e & 3);
+}
+
+// The sum of the experts in the order of the choices, 8 columns, rounded to bf16.
+__device__ __forceinline__ void mix8(float (&f)[8], const Late& late, int column) {
+  const float* from = late.parts[0] + column;
+  int4 v[ACTIVE][2];
+#pragma unroll
+  for (int k = 0; k < ACTIVE; ++k) v[k][0] = v[k][1] = make_int4(0, 0, 0, 0);
+  u32 looks = 0;
+  bool there;
+  do {
+    count_look(looks);
+#pragma unroll
+    for (int k = 0; k < ACTIVE; ++k)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        if (!whole32(v[k][h])) v[k][h] = look16(from + k * C + 4 * h);
+    there = true;
+#pragma unroll
+    for (int k = 0; k < ACTIVE; ++k) there &= whole32(v[k][0]) && whole32(v[k][1]);
+  } while (!there);
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    float sum = 0.f;
+#pragma unroll
+    for (int k = 0; k < ACTIVE; ++k) sum += __uint_as_float(word(v[k][e >> 2], e & 3));
+    f[e] = rounded(sum);
+  }
+}
+
+// A warp's columns of the layer's input x: their share of the squares; x times the norm's weight as
+// fragments of two columns, itself and what rounding it to bf16 leaves, so that q, k and v carry no
+// rounding of their input.
+__device__ __forceinline__ void load_input(
+    const Args& a, const Block& b, const Layer& y, int layer, u32 (&frag)[HPW][8]) {
+  const int column = (b.warp * HPW * 8 + b.lane) * 8;
+  const bool mine = b.lane < HPW * 8;
+  int4 norm = make_int4(0, 0, 0, 0);
+  if (mine) norm = __ldg((const int4*)(y.norm + column));
+  float ss = 0.f;
+  int4 rest = make_int4(0, 0, 0, 0);
+  if (mine) {
+    const Late& late = zeros(a).late[(layer - 1) & 1];
+    const bf16* before = layer == 0 ? a.residual : late.hidden;
+    float x[8], nw[8];
+    int4 r = make_int4(0, 0, 0, 0);
+    if (before != nullptr)
+      r = __ldcg((const int4*)(before + column));  // all there since the layer before's up
+    if (layer == 0)
+      split8(x, __ldcg((const int4*)(a.x + column)));
+    else
+      mix8(x, late, column);
+    split8(nw, norm);
+    if (before != nullptr) {
+      float h[8];
+      split8(h, r);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) x[e] = rounded(x[e] + h[e]);
+    }
+    const int row = column - share(O_PAIRS, blockIdx.x) * 2;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      if ((u32)(row + e) < (u32)O_ROWS) b.s->kept[row + e] = x[e];
+      ss += x[e] * x[e];
+      x[e] *= nw[e];
+    }
+    const int4 part = join8(x);
+    *(int4*)(b.xs + column * 2) = part;
+    split8(nw, part);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) x[e] -= nw[e];
+    rest = join8(x);
+  }
+#pragma unroll
+  for (int d = 16; d; d >>= 1) ss += __shfl_xor_sync(~0u, ss, d);
+  if (b.lane == 0) b.s->squares[b.warp] = ss;
+  __syncwarp();
+  load_frag(frag, b, 0);
+  __syncwarp();
+  if (mine) *(int4*)(b.xs + column * 2) = rest;
+  __syncwarp();
+  load_frag(frag, b, 1);
+}
+
+__device__ __forceinline__ void qkv(const Args& a, Block& b, const Layer& y, int layer) {
+  const int first = share(Q_UNITS, blockIdx.x), units = share(Q_UNITS, blockIdx.x + 1) - first;
+  mark(a, b, layer, 0);
+  // The first unit waits in registers: the ring alone does not hold the block's share.
+  Rows held[HPW];
+  {
+    const u32 low = next_chunk(b, Q_CHUNK), high = next_chunk(b, Q_CHUNK);
+    const u8* from =
+        b.ring + (b.g >> 2 ? high : low) + (b.g & 3) * Q_PITCH + b.warp * HPW * 128 + b.j * 32;
+#pragma unroll
+    for (int k = 0; k < HPW; ++k) load_rows(held[k], from + k * 128, from, false);
+    release_chunks(b, 2);
+  }
+  u32 frag[HPW][8] = {};
+  load_input(a, b, y, layer, frag);
+  mark(a, b, layer, 1);
+  {
+    float c[4] = {}, odd[4] = {};
+#pragma unroll
+    for (int k = 0; k < HPW; ++k) multiply_add(c, odd, held[k], frag[k]);
+    put_dense(b, c, odd, 0);
+  }
+#pragma unroll 1
+  for (int u = 1; u < units; u += 2) {
+    const bool both = u + 1 < units;
+    u32 low = next_chunk(b, Q_CHUNK), at = next_chunk(b, Q_CHUNK);
+    low = b.g >> 2 ? at : low;
+    u32 high = low;
+    if (both) {
+      high = next_chunk(b, Q_CHUNK);
+      at = next_chunk(b, Q_CHUNK);
+      high = b.g >> 2 ? at : high;
+    }
+    const u8* from = b.ring + (b.g & 3) * Q_PITCH + b.warp * HPW * 128 + b.j * 32;
+    float c[4] = {}, odd[4] = {};
+#pragma unroll
+    for (int k = 0; k < HPW; ++k) {
+      Rows rows;
+      load_rows(rows, from + low + k * 128, from + high + k * 128, both);
+      multiply_add(c, odd, rows, frag[k]);
+    }
+    release_chunks(b, both ? 4 : 2);
+    put_dense(b, c, odd, u * 8);
+  }
+  mark(a, b, layer, 2);
+  sync_consumers();
+  Early& early = zeros(a).early[layer & 1];
+  for (int e = b.tid; e < units * 4; e += THREADS) {
+    const int i = e & 3, u = e >> 2;
+    const Item item = b.s->items[e];
+    float s = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) s += b.s->squares[w];
+    const float norm = rsqrtf(s / C + a.eps);
+    const float2 turned =
+        rotate(item, sum_dense(b, u * 8 + i) * norm, sum_dense(b, u * 8 + i + 4) * norm);
+    const bf16 low = flagged(turned.x), high = flagged(turned.y);
+    bf16* next = item.column < Q ? early.q + item.column : early.fresh + item.column - Q;
+    __stcg(next, low);
+    __stcg(next + 32, high);
+    if (item.dst != nullptr) {
+      item.dst[0] = low;
+      item.dst[32] = high;
+    }
+  }
+  if (b.warp == WARPS - 1 && b.lane == 0) {
+    float s = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) s += b.s->squares[w];
+    const int log2 = (int)(__float_as_uint(s / C) >> 23) - 127;
+    // twice that and SQUARE_BITS are still exponents of a float
+    b.s->log_rms = max(-50, min(50, log2 >> 1));
+  }
+  sync_consumers();  // the scratch is free
+}

@@ -1,0 +1,233 @@
+"""`vllm-gptoss recipe …`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from vllm_gptoss.choose import devices
+from vllm_gptoss.choose.devices import DeviceError
+from vllm_gptoss.device import Device, detect
+from vllm_gptoss.recipes import check as rules
+from vllm_gptoss.recipes import draw, find, load, plan, probe, render
+from vllm_gptoss.recipes.check import Case, Trouble
+from vllm_gptoss.recipes.draw import DrawError
+from vllm_gptoss.recipes.load import RecipeError
+from vllm_gptoss.recipes.plan import PlanError
+from vllm_gptoss.recipes.probe import ProbeError
+from vllm_gptoss.recipes.schema import Family, Recipe
+
+app = typer.Typer(no_args_is_help=True, help="Which command for which machine, held against vLLM's own parser.")
+
+USAGE = 2
+"""Exit code for what was asked wrongly; 1 is for what was found wrong."""
+
+Words = Annotated[list[str] | None, typer.Argument(help="an id, a path, or a `vllm serve` line after `--`")]
+
+
+def _stop(error: Exception) -> typer.Exit:
+    typer.echo(str(error), err=True)
+    return typer.Exit(USAGE)
+
+
+def machine(name: str) -> Device:
+    """`auto` is this machine; else a row of the table, as `8xH100`.
+
+    Raises:
+        DeviceError: no row is called that.
+    """
+    return detect() if name == "auto" else devices.named(name)
+
+
+@app.command("list")
+def list_(
+    device: Annotated[str, typer.Option(help="`auto` for this machine, or as H200, 8xH100; empty: all")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="as the table of recipes/README.md")] = False,
+) -> None:
+    """Device, model, goal, who has run it, and what we measured."""
+    recipes = load.shipped()
+    if device:
+        try:
+            found = find.for_device(recipes, machine(device))
+        except DeviceError as error:
+            raise _stop(error) from None
+        recipes = list(found.recipes)
+        if found.why:
+            typer.echo(found.why, err=True)
+    rows = [render.row(recipe) for recipe in recipes]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    if markdown:
+        typer.echo(render.table(recipes), nl=False)
+        return
+    table = Table(box=None, padding=(0, 1))
+    for column in rows[0] if rows else ():
+        table.add_column(column, no_wrap=column in ("id", "status"))
+    for each in rows:
+        table.add_row(*each.values())
+    Console().print(table)
+
+
+@app.command()
+def show(
+    name: Annotated[str, typer.Argument(help="a recipe's id", metavar="ID")],
+    config: Annotated[bool, typer.Option("--config", help="the file for `vllm serve --config`")] = False,
+    env: Annotated[bool, typer.Option("--env", help="variables, for `source`")] = False,
+    command: Annotated[bool, typer.Option("--command", help="one line for a shell")] = False,
+    docker: Annotated[bool, typer.Option("--docker", help="`docker run`")] = False,
+    kubernetes: Annotated[bool, typer.Option("--kubernetes", help="a Deployment with its volumes and Service")] = False,
+    upstream: Annotated[bool, typer.Option("--upstream", help="as vllm-project/recipes writes it")] = False,
+) -> None:
+    """One recipe, all of it or in one form."""
+    recipe = _recipe(name)
+    forms = ((config, render.config), (env, render.env), (command, render.command), (docker, render.docker))
+    wanted = [form for asked, form in (*forms, (kubernetes, render.kubernetes), (upstream, render.upstream)) if asked]
+    if wanted:
+        typer.echo("\n".join(form(recipe) for form in wanted), nl=False)
+        return
+    typer.echo(f"{recipe.id}: {recipe.status.value}, {recipe.place}")
+    expects = recipe.entry.expects
+    typer.echo(f"chooses: attention {expects.attention}, experts {expects.experts}, layers {expects.layers}")
+    for claim in recipe.claims:
+        stock = f", stock vLLM {claim.stock_ms:.2f}" if claim.stock_ms else ""
+        typer.echo(f"measured: {claim.tpot_ms:.2f} ms per token, {claim.requests} at once{stock} ({claim.results})")
+    for each in recipe.published:
+        typer.echo(f"published: {each.says} ({each.source})")
+    if recipe.entry.note:
+        typer.echo(f"note: {recipe.entry.note}")
+    typer.echo("\n" + render.env(recipe) + render.config(recipe), nl=False)
+
+
+def _recipe(name: str) -> Recipe:
+    try:
+        return find.by_id(load.shipped(), name)
+    except RecipeError as error:
+        raise _stop(error) from None
+
+
+@app.command()
+def schema() -> None:
+    """JSON Schema of a file of recipes."""
+    typer.echo(json.dumps(Family.model_json_schema(), indent=2))
+
+
+@app.command()
+def check(
+    what: Words = None,
+    device: Annotated[str, typer.Option(help="for a command: on what it shall run")] = "auto",
+    source: Annotated[list[Path] | None, typer.Option(help="an unpacked vLLM release to ask as well")] = None,
+    release: Annotated[
+        bool, typer.Option("--release", help="measurements may be neither old nor of an older vLLM")
+    ] = False,
+    today: Annotated[str, typer.Option(help="the date of the release, as 2026-11-23", show_default="today")] = "",
+) -> None:
+    """Hold recipes, a file, or a `vllm serve` line against vLLM's parser, the tables and the results."""
+    try:
+        day = (date.fromisoformat(today) if today else date.today()) if release else None
+        if what and ("vllm" in what or len(what) > 1):
+            found = _check_words(what, machine(device), source or ())
+        else:
+            found = _check_path(Path(what[0]) if what else load.FOLDER, device, source or (), day)
+    except (RecipeError, DeviceError, ProbeError, ValueError) as error:
+        raise _stop(error) from None
+    for trouble in found:
+        typer.echo(f"{'error' if trouble.fatal else 'advice'}: {trouble}")
+    if any(trouble.fatal for trouble in found):
+        raise typer.Exit(1)
+
+
+def _check_path(path: Path, device: str, sources: Sequence[Path], day: date | None) -> list[Trouble]:
+    """Of a file or folder of recipes, or of a file that `vllm serve --config` reads."""
+    files = load.files(path)
+    if not files:
+        raise RecipeError(f"{path}: no .yaml file is here")
+    first, _ = load.read(files[0])
+    if isinstance(first, dict) and not {"recipes", "family"} & set(first):
+        return _check_words(["vllm", "serve", "--config", str(path.absolute())], machine(device), sources)
+    recipes = [recipe for file in files for recipe in load.load(file)]
+    releases = [probe.ask([recipe.config for recipe in recipes], root) for root in (None, *sources)]
+    found = []
+    for index, recipe in enumerate(recipes):
+        found += rules.recipe(recipe, [(each, each.parsed[index]) for each in releases], today=day)
+    versions = " and ".join(each.version for each in releases)
+    typer.echo(f"{len(recipes)} recipes, vLLM {versions}: {len(found)} found wrong")
+    return found
+
+
+def _check_words(words: Sequence[str], device: Device, sources: Sequence[Path]) -> list[Trouble]:
+    releases = [probe.ask([rules.words(words)], root) for root in (None, *sources)]
+    return rules.line(
+        device, {**os.environ, **rules.variables_of(words)}, [(each, each.parsed[0]) for each in releases]
+    )
+
+
+@app.command("plan")
+def plan_(
+    what: Words = None,
+    device: Annotated[str, typer.Option(help="on what: `auto`, or as 2xH100; a recipe has its own")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
+    png: Annotated[Path | None, typer.Option(help="a picture as well")] = None,
+) -> None:
+    """Memory of one GPU by part, requests that fit at once, and what to turn where it does not fit."""
+    try:
+        case = _case(what or [], device)
+        found = plan.plan(case.spec, case.device, case.config, case.env)
+        if png is not None:
+            draw.picture(found, case.place, png)
+    except (RecipeError, DeviceError, ProbeError, PlanError, DrawError) as error:
+        raise _stop(error) from None
+    if as_json:
+        typer.echo(json.dumps(draw.data(found, case.place), indent=2))
+    else:
+        Console().print(draw.text(found, case.place))
+    if not found.fits:
+        raise typer.Exit(1)
+
+
+def _case(what: Sequence[str], device: str) -> Case:
+    """A recipe on its device or another, or the words of a command."""
+    if not what:
+        raise RecipeError("plan what? a recipe's id, or a `vllm serve` line after `--`")
+    if len(what) == 1 and what[0] != "vllm":
+        recipe = find.by_id(load.shipped(), what[0])
+        return Case(recipe.id, recipe.spec, machine(device) if device else recipe.device, recipe.config, recipe.env)
+    parsed = probe.ask([rules.words(what)]).parsed[0]
+    if parsed.error:
+        raise RecipeError(f"vLLM does not take this line: {parsed.error}")
+    return rules.case_of(parsed.values, machine(device or "auto"), {**os.environ, **rules.variables_of(what)})
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="a recipe's id", metavar="ID")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the command instead")] = False,
+) -> None:
+    """Run `vllm serve` with a recipe; flags after `--` win over it."""
+    recipe = _recipe(name)
+    extra = [word for word in context.args if word != "--"]
+    words = [*render.words(recipe), *extra]
+    if dry_run:
+        typer.echo(render.command(recipe).rstrip("\n") + "".join(f" {word}" for word in extra))
+        return
+    os.environ.update(recipe.env)
+    try:
+        os.execvp(words[0], words)  # noqa: S606  the server takes this process's place, and its signals
+    except FileNotFoundError:
+        typer.echo("vllm is not on PATH; `vllm-gptoss doctor` says what to install", err=True)
+        raise typer.Exit(1) from None
+
+
+if __name__ == "__main__":
+    sys.exit(app())

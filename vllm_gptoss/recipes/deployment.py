@@ -1,0 +1,105 @@
+"""A configuration as the facts that `choose` reads, without vLLM: `describe.py` does the same from a running one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from vllm_gptoss import choose, describe
+from vllm_gptoss.choose import Choice, ChoiceError, Deployment
+from vllm_gptoss.device import Device
+from vllm_gptoss.settings import Settings
+from vllm_gptoss.spec import ModelSpec
+
+
+def deployment(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mapping[str, str]) -> Deployment:
+    """config: keys of `vllm serve --config`."""
+    compilation = _object(config, "compilation-config")
+    return Deployment(
+        model=spec,
+        device_type="cpu" if device.vendor == "cpu" else "cuda",
+        tensor_parallel=size(config, "tensor-parallel-size"),
+        pipeline_parallel=size(config, "pipeline-parallel-size"),
+        data_parallel=size(config, "data-parallel-size"),
+        decode_context_parallel=size(config, "decode-context-parallel-size"),
+        prefill_context_parallel=size(config, "prefill-context-parallel-size"),
+        expert_parallel=config.get("enable-expert-parallel") is True,
+        micro_batches=config.get("enable-dbo") is True,
+        kv_cache_dtype=str(config.get("kv-cache-dtype", "auto")),
+        kv_transfer="kv-transfer-config" in config,
+        lora=config.get("enable-lora") is True,
+        drafts=_object(config, "speculative-config").get("method"),
+        piecewise_graphs=compilation.get("cudagraph_mode") == "PIECEWISE",
+        aiter=describe.uses_aiter(env),
+        attention_backend=config.get("attention-backend"),
+        moe_backend=str(config.get("moe-backend", "auto")),
+    )
+
+
+NUMBERS: Final[Mapping[str, type[int] | type[float]]] = {
+    "tensor-parallel-size": int,
+    "pipeline-parallel-size": int,
+    "data-parallel-size": int,
+    "decode-context-parallel-size": int,
+    "prefill-context-parallel-size": int,
+    "max-num-batched-tokens": int,
+    "max-num-seqs": int,
+    "max-model-len": int,
+    "max-cudagraph-capture-size": int,
+    "block-size": int,
+    "kv-cache-memory-bytes": int,
+    "gpu-memory-utilization": float,
+}
+"""Keys that the tables and the plan count with."""
+
+
+def no_numbers(config: Mapping[str, Any]) -> list[str]:
+    """Of `NUMBERS`, keys whose value is none above zero; a `max-model-len` of -1, which means `auto`, is one."""
+    found = []
+    for key, kind in NUMBERS.items():
+        value: Any = config.get(key, 1)
+        if isinstance(value, bool) or not isinstance(value, int | kind) or value <= 0:
+            found.append(key)
+    return found
+
+
+def size(config: Mapping[str, Any], key: str) -> int:
+    """A parallel size; 1 where none is given."""
+    return int(config.get(key, 1))
+
+
+def gpus(config: Mapping[str, Any]) -> int:
+    """Devices that a configuration uses."""
+    keys = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size", "prefill-context-parallel-size")
+    total = 1
+    for key in keys:
+        total *= size(config, key)
+    return total
+
+
+def choices(
+    device: Device, config: Mapping[str, Any], env: Mapping[str, str], spec: ModelSpec
+) -> dict[str, Choice[str]]:
+    """What the tables choose: attention, experts, layers.
+
+    Raises:
+        ChoiceError: a wish that cannot be met, or heads or experts that do not divide.
+        SettingsError: a setting of ours that does not exist.
+    """
+    settings = Settings.load(_object(config, "additional-config"), env)
+    asked = deployment(spec, device, config, env)
+    if asked.kv_cache_dtype != "auto":
+        choose.kv_cache_dtype(device, asked.kv_cache_dtype)
+    return {
+        "attention": choose.attention(device, asked),
+        "experts": choose.experts(device, asked, settings.experts),
+        "layers": choose.layers(device, asked, settings.layers),
+    }
+
+
+def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = config.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+__all__ = ["ChoiceError", "choices", "deployment", "gpus", "no_numbers", "size"]

@@ -1,0 +1,103 @@
+"""A plan for the terminal, as JSON, and as a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from vllm_gptoss.choose import devices
+from vllm_gptoss.recipes.plan import Part, Plan
+
+COLOURS = ("cyan", "yellow", "magenta", "blue", "green")
+WIDTH = 60
+
+
+class DrawError(RuntimeError):
+    """A picture that cannot be made; the message says what is missing."""
+
+
+def text(plan: Plan, title: str) -> RenderableType:
+    """A bar of one GPU's memory, its parts with how each is known, and what that means."""
+    table = Table(box=None, show_header=False, padding=(0, 1))
+    for part, colour in zip(plan.parts, COLOURS, strict=True):
+        table.add_row(Text("■", style=colour), part.name, f"{part.gib:8.1f} GiB", part.known)
+    table.add_row("", plan.load_peak.name, f"{plan.load_peak.gib:8.1f} GiB", plan.load_peak.known)
+    head = f"{title}: one of {devices.label(plan.device)}, {plan.budget:.1f} of {plan.total:.1f} GiB"
+    return Group(Text(head, style="bold"), _bar(plan), table, *(Text(line) for line in _said(plan)))
+
+
+def _bar(plan: Plan) -> Text:
+    bar = Text()
+    scale = WIDTH / max(plan.total, sum(part.gib for part in plan.parts))
+    for part, colour in zip(plan.parts, COLOURS, strict=True):
+        bar.append("█" * round(scale * part.gib), style=colour)
+    bar.append("░" * max(0, WIDTH - len(bar)), style="dim")
+    return bar
+
+
+def _said(plan: Plan) -> list[str]:
+    """Sentences below the bar."""
+    if not plan.fits:
+        return [f"does not fit: {plan.why}", *(f"-> {each}" for each in plan.advice or ("nothing on this host",))]
+    replicas = f" on each of {plan.replicas} replicas" if plan.replicas > 1 else ""
+    at_once = f"{plan.requests:.1f} requests of {plan.length:,} tokens at once{replicas}"
+    lines = [f"{at_once}, {plan.tokens:,} tokens of cache"]
+    if plan.measured is not None:
+        start = plan.measured
+        lines.append(
+            f"measured: {start.kv_gib:.1f} GiB of KV cache with {start.requests} requests of {start.length} tokens and"
+            f" {start.tokens:,} batched tokens ({start.results})"
+        )
+    return lines
+
+
+def data(plan: Plan, title: str) -> dict[str, Any]:
+    """Plain data of the same."""
+    return {
+        "title": title,
+        "device": devices.label(plan.device),
+        "gib": {"total": plan.total, "budget": plan.budget, "least_kv": plan.least},
+        "parts": [dataclasses.asdict(part) for part in (*plan.parts, plan.load_peak)],
+        "fits": plan.fits,
+        "why": plan.why,
+        "advice": list(plan.advice),
+        "requests": plan.requests,
+        "length": plan.length,
+        "tokens": plan.tokens,
+        "measured": None if plan.measured is None else dataclasses.asdict(plan.measured),
+    }
+
+
+def picture(plan: Plan, title: str, path: Path) -> None:
+    """A PNG of the bar.
+
+    Raises:
+        DrawError: matplotlib is not installed, or the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise DrawError("a picture needs matplotlib: pip install 'vllm-gptoss[python-tool]'") from None
+    figure = Figure(figsize=(9, 2.6), layout="constrained")
+    axes = figure.subplots()
+    left = 0.0
+    for part, colour in zip(plan.parts, ("#2a9d8f", "#e9c46a", "#b56576", "#6d8ea0", "#8ab17d"), strict=True):
+        axes.barh(0, part.gib, left=left, color=colour, label=_label(part))
+        left += part.gib
+    axes.axvline(plan.total, color="black", linewidth=1)
+    axes.set(yticks=[], xlabel="GiB of one GPU", title=f"{title} on {devices.label(plan.device)}")
+    axes.set_xlim(0, max(plan.total, left) * 1.01)
+    figure.legend(ncols=2, fontsize="small", loc="outside lower center", frameon=False)
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise DrawError(f"{path}: {error}") from None
+
+
+def _label(part: Part) -> str:
+    return f"{part.name}: {part.gib:.1f} ({part.known})"

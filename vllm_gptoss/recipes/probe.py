@@ -1,0 +1,156 @@
+"""Asks one vLLM release what it makes of configurations: `python -m vllm_gptoss.recipes.probe`, JSON in, JSON out.
+
+In a process of its own: vLLM's modules hold the platform that they were imported with, and an unpacked release must
+not mix with an installed one. One start (9 to 14 s) answers for all configurations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_gptoss import _vllm
+from vllm_gptoss._vllm import serve
+
+LIMIT_S = 300
+MODULE = "vllm_gptoss.recipes.probe"
+_PLUGIN = "gptoss_parsing"
+
+
+class ProbeError(RuntimeError):
+    """A vLLM that cannot be asked; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """One configuration. error: what the parser said, else empty; restated: keys that say what is the default anyway;
+    dropped: keys that `--config` leaves out without a word; values: what words say beyond defaults, by flag."""
+
+    error: str
+    restated: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """What a release knows. Names that its parser takes without looking are in the lists."""
+
+    version: str
+    parsed: tuple[Parsed, ...]
+    flags: frozenset[str]
+    variables: frozenset[str]
+    attention_backends: frozenset[str]
+    cache_dtypes: frozenset[str]
+    speculative_keys: frozenset[str]
+    speculative_methods: frozenset[str]
+
+
+Question = Mapping[str, Any] | Sequence[str]
+"""A configuration as `--config` reads it, or the words after `vllm serve`."""
+
+
+def ask(questions: Sequence[Question], root: Path | None = None) -> Release:
+    """What the installed vLLM makes of `questions`; with `root`, the unpacked release there.
+
+    Raises:
+        ProbeError: there is no vLLM, or it does not start.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        return _ask(questions, [*([root] if root else []), Path(__file__).parents[2], _platform_plugin(Path(folder))])
+
+
+def platform() -> str:
+    """vLLM's entry point for platforms: parsing needs no device, and must be the same on every machine."""
+    return str(serve.PLATFORM)
+
+
+def _platform_plugin(folder: Path) -> Path:
+    """A distribution with that entry point, on the path of the asked process alone."""
+    info = folder / f"{_PLUGIN}-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {_PLUGIN}\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[vllm.platform_plugins]\n{_PLUGIN} = {MODULE}:platform\n")
+    return folder
+
+
+def _ask(questions: Sequence[Question], path: Sequence[Path]) -> Release:
+    environ = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(map(str, path))}
+    environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_PLUGINS": _PLUGIN}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", MODULE],
+            input=json.dumps([list(each) if not isinstance(each, Mapping) else dict(each) for each in questions]),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            env=environ,
+        )
+    except subprocess.TimeoutExpired:
+        raise ProbeError(f"vLLM's parser took more than {LIMIT_S} s") from None
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        last = done.stderr.strip().splitlines()[-1:] or ["no output"]
+        raise ProbeError(f"vLLM's parser does not start here: {last[0]}")
+    found = json.loads(lines[-1])
+    parsed = tuple(
+        Parsed(each["error"], tuple(each["restated"]), tuple(each["dropped"]), each["values"])
+        for each in found["parsed"]
+    )
+    sets = {name: frozenset(values) for name, values in found.items() if name not in ("version", "parsed")}
+    return Release(found["version"], parsed, **sets)
+
+
+def main() -> None:
+    questions = json.load(sys.stdin)
+    with contextlib.redirect_stdout(sys.stderr):  # vLLM prints while it loads; only our line may reach stdout
+        answer = _answer(questions)
+    print(json.dumps(answer))
+
+
+def _answer(questions: Sequence[Question]) -> dict[str, Any]:
+    parser = serve.parser()
+    actions = serve.actions(parser)
+    defaults, _ = serve.parse(parser, ["m"])
+    return {
+        "version": serve.release(),
+        "parsed": [_parsed(parser, actions, defaults, question) for question in questions],
+        "flags": sorted(actions),
+        "variables": _vllm.environment_variables(),
+        "attention_backends": serve.attention_backends(),
+        "cache_dtypes": serve.cache_dtypes(),
+        "speculative_keys": serve.speculative_keys(),
+        "speculative_methods": serve.speculative_methods(),
+    }
+
+
+def _parsed(parser: Any, actions: Mapping[str, Any], defaults: Any, question: Question) -> dict[str, Any]:
+    if not isinstance(question, Mapping):
+        words = list(question)
+        if words and not words[0].startswith("-"):  # beside --config the parser takes a bare first word for a command
+            words = [*words[1:], "--model", words[0]]
+        found, error = serve.parse(parser, words)
+        values = {} if found is None else serve.values(parser, found)
+        return {"error": error, "restated": [], "dropped": [], "values": values}
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        json.dump(question, file)  # which is YAML too
+        file.flush()
+        found, error = serve.parse(parser, ["serve", "--config", file.name])
+    if found is None:
+        return {"error": error, "restated": [], "dropped": [], "values": {}}
+    dropped = [key for key, value in question.items() if value is False and f"--no-{key}" not in actions]
+    dests = {key: actions[f"--{key}"].dest for key in question if f"--{key}" in actions and key != "model"}
+    restated = [key for key, dest in dests.items() if getattr(found, dest) == getattr(defaults, dest)]
+    return {"error": "", "restated": restated, "dropped": dropped, "values": {}}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""What an operator can set of the Responses endpoint: `GPTOSS_RESPONSES_*` variables."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+DAY = 86_400
+PREFIX = "GPTOSS_RESPONSES_"
+
+
+class ResponsesOptions(BaseSettings):
+    """Field names are the variables' names behind `GPTOSS_RESPONSES_`; what is passed in wins over a variable.
+
+    store: SQLAlchemy URL, a file path, or `off`; empty for SQLite in the user's state directory
+    retention: seconds that a response is kept; 0 for ever
+    max_bytes: of all that is stored; the oldest go first
+    max_response_bytes: of one response with its input
+    tool_timeout: seconds that one tool call may take, behind the tools' own shorter limits
+    secret: base64 of 32 bytes for encrypted reasoning; empty to make one and keep it in the store
+    max_tool_rounds: tool calls of one response, even where the request sets no `max_tool_calls`
+    heartbeat: seconds without a sign of life from a server after which its background responses count as lost, and its
+      conversations are free
+    max_input_items: of one request
+    strict_tools: the engine keeps calls to the offered tools and their schemas
+    """
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True)
+
+    store: str = ""
+    retention: float = 30 * DAY
+    max_bytes: int = 8 << 30
+    max_response_bytes: int = 64 << 20
+    tool_timeout: float = 900.0
+    secret: str = ""
+    max_tool_rounds: int = 128
+    heartbeat: float = 30.0
+    max_input_items: int = 10_000
+    strict_tools: bool = True
+
+    @classmethod
+    def load(cls, store: str = "", strict_tools: bool = True) -> ResponsesOptions:
+        """From the environment. A `store` that is given wins, and so does `strict_tools` when it is off.
+
+        Raises:
+            ValueError: a variable has no possible value; the message names it.
+        """
+        given: dict[str, Any] = {"store": store} if store else {}
+        if not strict_tools:
+            given["strict_tools"] = False
+        try:
+            return cls(**given)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            name = f"{PREFIX}{str(problem['loc'][0]).upper()}"
+            raise ValueError(f"{name}={problem['input']!r}: {problem['msg']}") from None
+
+    @property
+    def url(self) -> str | None:
+        """The SQLAlchemy URL of the store; None when it is off."""
+        if self.store == "off":
+            return None
+        if "://" in self.store:
+            return _async_driver(self.store)
+        path = Path(self.store) if self.store else default_path()
+        return f"sqlite+aiosqlite:///{path.expanduser().absolute()}"
+
+
+def _async_driver(url: str) -> str:
+    scheme, rest = url.split("://", 1)
+    drivers = {
+        "sqlite": "sqlite+aiosqlite",
+        "postgres": "postgresql+asyncpg",
+        "postgresql": "postgresql+asyncpg",
+    }
+    return f"{drivers.get(scheme, scheme)}://{rest}"
+
+
+def default_path() -> Path:
+    """`$XDG_STATE_HOME/vllm-gptoss/responses.sqlite` (XDG Base Directory Specification)."""
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(state).expanduser() / "vllm-gptoss" / "responses.sqlite"

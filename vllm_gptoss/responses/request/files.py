@@ -1,0 +1,74 @@
+"""PDFs in a request, read as text in a confined worker before the request is: its items are what the model can read."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+from vllm_gptoss.responses.errors import ApiError, unsupported
+from vllm_gptoss.responses.request.items import MAX_FILE_BYTES
+from vllm_gptoss.tools.documents import MAX_BYTES, DocumentError, pdf_text
+
+MAX_PDFS = 8
+"""Of one request."""
+
+_MAGIC = base64.b64encode(b"%PDF-")[:6].decode()
+_Place = tuple[list[Any], int, str]
+
+
+async def read_pdfs(body: Any, caller: str) -> None:
+    """Makes every PDF in `body`, a request or what is meant to be one, the text part that an `input_file` becomes.
+
+    Text as `[file: name]`, a heading for each page, cut after 200 pages. `caller` is whose turn at the workers it is.
+
+    Raises:
+        ApiError: one cannot be read, or there are too many.
+    """
+    found = list(_pdfs(body))
+    if len(found) > MAX_PDFS:
+        raise unsupported(found[MAX_PDFS][2], f"a request may have {MAX_PDFS} PDF files")
+    for parts, index, where in found:
+        parts[index] = await _as_text(parts[index], where, caller)
+
+
+def _pdfs(body: Any) -> Iterator[_Place]:
+    for field in ("input", "items"):
+        for at, item in enumerate(_list(body, field)):
+            for name in ("content", "output"):
+                parts = _list(item, name)
+                for index, part in enumerate(parts):
+                    if isinstance(part, dict) and part.get("type") == "input_file" and _is_pdf(part.get("file_data")):
+                        yield parts, index, f"{field}[{at}].{name}[{index}].file_data"
+
+
+def _list(value: Any, field: str) -> list[Any]:
+    inner = value.get(field) if isinstance(value, dict) else None
+    return inner if isinstance(inner, list) else []
+
+
+def _is_pdf(data: Any) -> bool:
+    if not isinstance(data, str):
+        return False
+    return data.startswith("data:application/pdf") or data.partition(",")[2].startswith(_MAGIC) or data[:6] == _MAGIC
+
+
+async def _as_text(part: dict[str, Any], where: str, caller: str) -> dict[str, Any]:
+    name = part.get("filename") if isinstance(part.get("filename"), str) else None
+    head, _, data = part["file_data"].rpartition(",")
+    if len(data) > MAX_BYTES * 4 // 3:
+        raise unsupported(where, f"PDF files are at most {MAX_BYTES >> 20} MiB")
+    try:
+        if head and not head.endswith(";base64"):
+            raise ValueError
+        raw = await asyncio.to_thread(base64.b64decode, data, validate=True)
+    except ValueError:
+        raise unsupported(where, "only base64 can be read") from None
+    try:
+        text = await pdf_text(raw, name or "unnamed", caller)
+    except DocumentError as error:
+        raise ApiError(f"'{where}': {error}.", param=where, code="invalid_value") from None
+    if len(text) > MAX_FILE_BYTES:
+        raise unsupported(where, f"the text of a file is at most {MAX_FILE_BYTES} characters")
+    return {"type": "input_text", "text": f"[file: {name or 'unnamed'}]\n{text}"}

@@ -1,0 +1,78 @@
+"""From the marks gpt-oss makes, `【3†L10-L12】`, to what the API calls an annotation.
+
+Browser tool of the "Harmony response format": `【{cursor}†L{line_start}(-L{line_end})?】`. The mark becomes a
+Markdown link to the page, and the annotation spans that link. A mark whose cursor was not opened stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from vllm_gptoss.tools.protocol import Source
+
+OPEN = "【"
+_MARK = re.compile(r"【(\d{1,6})†(?:L(\d{1,7})(?:[-–‑]L?(\d{1,7}))?(?:†[^【】]{0,64})?|[^【】]{0,64})】")
+_LONGEST = 96
+"""Characters of an open bracket's text that are held back; what is longer is no citation."""
+
+Annotation = dict[str, Any]
+
+
+class Citations:
+    """Reads text in pieces and gives it back with the marks resolved. `source` finds the page of a cursor and line."""
+
+    def __init__(self, source: Callable[[int, int | None], Source | None]) -> None:
+        self._source = source
+        self._held = ""
+        self._length = 0
+
+    def feed(self, text: str) -> Iterator[tuple[str, Annotation | None]]:
+        """Pieces of text in order; a piece with an annotation is the link that the annotation spans."""
+        if not self._held and OPEN not in text:
+            yield self._plain(text)
+            return
+        self._held += text
+        while self._held:
+            at = self._held.find(OPEN)
+            if at != 0:
+                ready = self._held if at < 0 else self._held[:at]
+                self._held = "" if at < 0 else self._held[at:]
+                yield self._plain(ready)
+            elif mark := _MARK.match(self._held):
+                self._held = self._held[mark.end() :]
+                yield self._cite(mark)
+            elif "】" in self._held or OPEN in self._held[1:] or len(self._held) > _LONGEST:
+                yield self._plain(self._held[0])
+                self._held = self._held[1:]
+            else:
+                return
+
+    def flush(self) -> Iterator[tuple[str, Annotation | None]]:
+        """What was still held when the message ended."""
+        held, self._held = self._held, ""
+        if held:
+            yield self._plain(held)
+
+    def _plain(self, text: str) -> tuple[str, Annotation | None]:
+        self._length += len(text)
+        return text, None
+
+    def _cite(self, mark: re.Match[str]) -> tuple[str, Annotation | None]:
+        source = self._source(int(mark[1]), int(mark[2]) if mark[2] else None)
+        if source is None:
+            return self._plain(mark[0])
+        link = f"([{urlsplit(source.url).hostname or source.title}]({source.url}))"
+        start, self._length = self._length, self._length + len(link)
+        annotation: Annotation = {
+            "type": "url_citation",
+            "start_index": start,
+            "end_index": self._length,
+            "url": source.url,
+            "title": source.title,
+        }
+        if mark[2]:
+            annotation["lines"] = [int(mark[2]), int(mark[3] or mark[2])]
+        return link, annotation

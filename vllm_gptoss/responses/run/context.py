@@ -1,0 +1,63 @@
+"""What all responses of one server share."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_gptoss.responses.errors import ApiError
+from vllm_gptoss.responses.options import ResponsesOptions
+from vllm_gptoss.responses.prompt.toolset import Providers
+from vllm_gptoss.responses.run.engine import Engine
+from vllm_gptoss.responses.state.caller import Caller
+from vllm_gptoss.responses.state.sealing import KeyRing
+from vllm_gptoss.responses.state.store import Store
+
+Models = Callable[[str | None], tuple[str, Any]]
+"""From the `model` of a request to the name to answer with and its LoRA adapter; raises `ApiError` if unknown."""
+
+MAX_CONTAINERS = 100_000
+"""Containers whose owner is remembered; the python tool forgets their files sooner."""
+
+
+class ContainerOwners:
+    """Which API key, and which conversation, used a container of the python tool."""
+
+    def __init__(self) -> None:
+        self._owners: OrderedDict[str, tuple[str, str]] = OrderedDict()
+
+    def remember(self, container_id: str, tenant: str, notebook: str) -> None:
+        """`notebook` is the conversation of the python tool that the container belongs to."""
+        self._owners[container_id] = (tenant, notebook)
+        while len(self._owners) > MAX_CONTAINERS:
+            self._owners.popitem(last=False)
+
+    def notebook(self, container_id: str, caller: Caller) -> str:
+        """The conversation whose notebook a request means by `container`: the one that used it, else a named one."""
+        tenant, notebook = self._owners.get(container_id, ("", ""))
+        return notebook if tenant == caller.tenant else f"{caller.tenant}:container:{container_id}"
+
+    def owns(self, container_id: str, caller: Caller) -> bool:
+        """Whether a tool of the caller's left files in this container."""
+        return self._owners.get(container_id, ("", ""))[0] == caller.tenant
+
+
+@dataclass(frozen=True, slots=True)
+class ServerContext:
+    """The parts of one server that every response is made with. `store` is None where nothing is stored."""
+
+    engine: Engine
+    models: Models
+    options: ResponsesOptions
+    providers: Providers
+    store: Store | None
+    keys: KeyRing
+    containers: ContainerOwners = field(default_factory=ContainerOwners)
+
+    def need_store(self, param: str) -> Store:
+        """The store. Raises `ApiError` (`store_disabled`) naming `param` where there is none."""
+        if self.store is None:
+            raise ApiError("This server stores nothing.", param=param, code="store_disabled")
+        return self.store

@@ -1,0 +1,265 @@
+"""What generates tokens: vLLM's engine client, or a replay of given tokens with the same face."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from vllm_gptoss import _vllm
+from vllm_gptoss.harmony.grammar import GRAMMAR_BACKENDS
+from vllm_gptoss.harmony.tokens import CALL, ENDOFTEXT, RETURN
+from vllm_gptoss.responses.errors import ApiError, EngineError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample. `options` holds vLLM `SamplingParams` fields that the request set; the rest are defaults."""
+
+    max_tokens: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    logprobs: int | None = None
+    structural_tag: str | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    session_id: str | None = None
+    data_parallel_rank: int | None = None
+    trace_headers: Mapping[str, str] | None = None
+    lora: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One token's log probability (natural log) and its alternatives, as (token id, logprob), best first."""
+
+    token: int
+    logprob: float
+    top: Sequence[tuple[int, float]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Newly generated tokens. `finish` is set on the last chunk: `stop`, `length` or `abort`.
+
+    `stopped_by` is the one of the request's `stop_token_ids` that ended it, None where the model ended by itself.
+    """
+
+    token_ids: Sequence[int]
+    finish: str | None = None
+    stopped_by: int | None = None
+    logprobs: Sequence[TokenLogprob] | None = None
+    cached_tokens: int | None = None
+
+
+class Engine(Protocol):
+    """A model that continues prompts. Closing the generator (or cancelling its reader) aborts the request."""
+
+    @property
+    def max_model_len(self) -> int:
+        """The context window in tokens, prompt and answer together."""
+        ...
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """Sampling defaults of the served model, e.g. `temperature`."""
+        ...
+
+    @property
+    def max_output_tokens(self) -> int | None:
+        """The operator's limit of what one response may generate; None without one."""
+        ...
+
+    @property
+    def holds_grammars(self) -> bool:
+        """Whether what is generated keeps to `Sampling.structural_tag`, each token of it."""
+        ...
+
+    def generate(self, prompt: Sequence[int], sampling: Sampling, request_id: str) -> AsyncGenerator[Chunk, None]:
+        """Raises `EngineError` when generation fails, `ApiError` when the engine refuses the request."""
+        ...
+
+
+class VllmEngine(Engine):
+    """`Engine` over vLLM's `EngineClient`."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._config = client.model_config
+        self._defaults: dict[str, Any] = dict(self._config.get_diff_sampling_param())
+        importlib.import_module("xgrammar")  # seconds that the first request would wait
+
+    @property
+    def max_model_len(self) -> int:
+        return int(self._config.max_model_len)
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        return self._defaults
+
+    @property
+    def max_output_tokens(self) -> int | None:
+        # As vLLM's own handlers: `max_new_tokens` of a generation config that the operator chose, or of an override.
+        if self._config.generation_config not in ("auto", "vllm"):
+            limit = self._defaults.get("max_tokens")
+        else:
+            limit = self._config.override_generation_config.get("max_new_tokens")
+        return None if limit is None else int(limit)
+
+    @property
+    def holds_grammars(self) -> bool:
+        return self._client.vllm_config.structured_outputs_config.backend in GRAMMAR_BACKENDS
+
+    def _params(self, sampling: Sampling) -> Any:
+        fields: dict[str, Any] = {**self._defaults, **sampling.options}
+        fields["max_tokens"] = sampling.max_tokens
+        fields["logprobs"] = sampling.logprobs
+        fields["detokenize"] = False  # the parser reads token ids, and stop strings are looked for in the answer only
+        fields["skip_special_tokens"] = False
+        ends = () if fields.get("ignore_eos") else (RETURN, CALL)
+        fields["stop_token_ids"] = sorted({*ends, *(fields.get("stop_token_ids") or ())})
+        try:
+            return _vllm.sampling_params(structural_tag=sampling.structural_tag, **fields)
+        except (ValueError, TypeError) as error:
+            raise ApiError(str(error), param=getattr(error, "parameter", None)) from error
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling, request_id: str) -> AsyncGenerator[Chunk, None]:
+        engine_input: dict[str, Any] = {"prompt_token_ids": list(prompt)}
+        if sampling.cache_salt:
+            engine_input["cache_salt"] = sampling.cache_salt
+        try:
+            stream = self._client.generate(
+                engine_input,
+                self._params(sampling),
+                request_id,
+                priority=sampling.priority,
+                trace_headers=sampling.trace_headers,
+                session_id=sampling.session_id,
+                data_parallel_rank=sampling.data_parallel_rank,
+                lora_request=sampling.lora,
+                # The structural tag covers the whole turn, reasoning included, so it holds from the first token.
+                reasoning_ended=True if sampling.structural_tag else None,
+            )
+            async with aclosing(stream):
+                async for output in stream:
+                    yield _chunk(output)
+        except (ApiError, EngineError):
+            raise
+        except Exception as error:
+            if status := _vllm.client_error_status(error):
+                raise ApiError(str(error), param=getattr(error, "parameter", None), status=status) from error
+            logger.exception("Generation of %s failed", request_id)
+            raise EngineError(f"{type(error).__name__}: {error}") from error
+
+
+def _chunk(output: Any) -> Chunk:
+    completion = output.outputs[0]
+    if completion.finish_reason == "error":
+        raise EngineError("The engine reported an internal error.")
+    logprobs = completion.logprobs
+    reason = completion.stop_reason
+    return Chunk(
+        completion.token_ids,
+        completion.finish_reason,
+        reason if reason not in (None, RETURN, CALL, ENDOFTEXT) else None,
+        [_logprob(t, c) for t, c in zip(completion.token_ids, logprobs, strict=True)] if logprobs else None,
+        output.num_cached_tokens,
+    )
+
+
+def _logprob(token: int, candidates: Mapping[int, Any]) -> TokenLogprob:
+    ranked = sorted(((t, c.logprob) for t, c in candidates.items()), key=lambda pair: -pair[1])
+    return TokenLogprob(token, candidates[token].logprob, ranked)
+
+
+Script = Callable[[Sequence[int]], Sequence[int]]
+"""From a prompt's token ids to what the model answers."""
+
+
+class ReplayEngine(Engine):
+    """`Engine` that answers from a script, for tests and for measuring what the handler itself costs.
+
+    `rate` is tokens per second and stream, None for as fast as possible; `chunk` is tokens per step. It stops where a
+    model would: at `max_tokens`, after `<|return|>` or `<|call|>`, the latter not with `stops_itself=False`. `running`
+    and `aborted` show what clients caused.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        rate: float | None = None,
+        chunk: int = 1,
+        max_model_len: int = 131_072,
+        defaults: Mapping[str, Any] | None = None,
+        max_output_tokens: int | None = None,
+        stops_itself: bool = True,
+    ) -> None:
+        self._max_output_tokens = max_output_tokens
+        self._stops_itself = stops_itself
+        self._script = script
+        self._delay = chunk / rate if rate else 0.0
+        self._chunk = chunk
+        self._max_model_len = max_model_len
+        self._defaults = dict(defaults or {})
+        self.prompts: list[list[int]] = []
+        self.samplings: list[Sampling] = []
+        self.running = 0
+        self.aborted = 0
+        self.fail_after: int | None = None
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        return self._defaults
+
+    @property
+    def max_output_tokens(self) -> int | None:
+        return self._max_output_tokens
+
+    @property
+    def holds_grammars(self) -> bool:
+        return False
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling, request_id: str) -> AsyncGenerator[Chunk, None]:
+        del request_id
+        self.prompts.append(list(prompt))
+        self.samplings.append(sampling)
+        also = sampling.options.get("stop_token_ids") or ()
+        ends = () if sampling.options.get("ignore_eos") or not self._stops_itself else (RETURN, CALL)
+        tokens, finish = _stopped(self._script(prompt), sampling.max_tokens, (*ends, *also))
+        stopped_by = tokens[-1] if finish == "stop" and tokens[-1:] and tokens[-1] in also else None
+        self.running += 1
+        try:
+            for at in range(0, max(len(tokens), 1), self._chunk):
+                if self.fail_after is not None and at >= self.fail_after:
+                    raise EngineError("The replay engine was told to die.")
+                await asyncio.sleep(self._delay)
+                part = tokens[at : at + self._chunk]
+                last = at + self._chunk >= len(tokens)
+                logprobs = [TokenLogprob(t, -0.5, [(t, -0.5)]) for t in part] if sampling.logprobs is not None else None
+                yield Chunk(part, finish if last else None, stopped_by if last else None, logprobs, 0)
+        except (asyncio.CancelledError, GeneratorExit):
+            self.aborted += 1
+            raise
+        finally:
+            self.running -= 1
+
+
+def _stopped(tokens: Sequence[int], max_tokens: int, ends: Sequence[int]) -> tuple[list[int], str]:
+    kept: list[int] = []
+    for token in tokens:
+        if len(kept) == max_tokens:
+            return kept, "length"
+        kept.append(token)
+        if token in ends:
+            return kept, "stop"
+    return kept, "length" if len(kept) == max_tokens else "stop"

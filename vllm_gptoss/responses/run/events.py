@@ -1,0 +1,71 @@
+"""The output of one response as it grows: numbered events, and items with stable ids and places.
+
+An event is a plain dict, ready for JSON: one is made per generated token, so no model is built for it. Tests parse
+every event with openai-python's type of it, strictly. Items follow openai-python's types the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from vllm_gptoss.responses.request.items import Item
+
+Event = dict[str, Any]
+
+Batches = AsyncGenerator[list[Event], None]
+"""Events of one response, those together that belong together; closing it stops the response."""
+
+TERMINAL = frozenset({"response.completed", "response.incomplete", "response.failed", "response.cancelled", "error"})
+"""The last event of a stream has one of these types (`response.cancelled` is ours: OpenAI's stream just ends)."""
+
+
+class Output:
+    """Numbers events and places items. An item is added once, keeps its index and id, and is updated in place."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+        self._sequence = 0
+        self._open: set[int] = set()
+
+    def event(self, kind: str, **fields: Any) -> Event:
+        """The next event, of type `kind`."""
+        number = self._sequence
+        self._sequence = number + 1
+        return {"type": kind, "sequence_number": number, **fields}
+
+    def add(self, item: Item) -> tuple[int, Event]:
+        """Places `item`; returns its index and the event that announces it."""
+        index = len(self.items)
+        self.items.append(item)
+        self._open.add(index)
+        return index, self.event("response.output_item.added", output_index=index, item=dict(item))
+
+    def done(self, index: int, **changes: Any) -> Event:
+        """Applies the last `changes` to an item and announces that it is final."""
+        self.items[index].update(changes)
+        self._open.discard(index)
+        return self.event("response.output_item.done", output_index=index, item=dict(self.items[index]))
+
+    def add_whole(self, item: Item) -> list[Event]:
+        """An item that is final from the start."""
+        index, added = self.add(item)
+        return [added, self.done(index)]
+
+    def give_up(self) -> list[Event]:
+        """Ends the items that nothing will end any more; those that have a status become `incomplete`."""
+        return [
+            self.done(index, **({"status": "incomplete"} if "status" in self.items[index] else {}))
+            for index in sorted(self._open)
+        ]
+
+
+async def last_body(batches: Batches) -> dict[str, Any]:
+    """Drains a response's events; its final body, empty if there was no terminal event."""
+    body: dict[str, Any] = {}
+    async with aclosing(batches):
+        async for batch in batches:
+            if batch and batch[-1]["type"] in TERMINAL:
+                body = batch[-1]["response"]
+    return body

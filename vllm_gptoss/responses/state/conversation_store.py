@@ -1,0 +1,128 @@
+"""What a store keeps of conversations: their names, their items in order, and which response works on one."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from vllm_gptoss.responses.state.clock import now
+from vllm_gptoss.responses.state.shielding import shield_methods
+from vllm_gptoss.responses.state.tables import conversation_items, conversations
+
+logger = logging.getLogger(__name__)
+
+Items = Sequence[tuple[dict[str, Any], Any]]
+"""Items, each with what is hidden behind it."""
+
+
+@shield_methods
+class ConversationStore:
+    """Part of `Store`, whose transactions `begin` gives; every method raises `StoreError` when the database does."""
+
+    def __init__(self, begin: Callable[[], AbstractAsyncContextManager[AsyncConnection]]) -> None:
+        self._begin = begin
+
+    async def put(
+        self, tenant: str, identifier: str, labels: Mapping[str, str], created: float, items: Items = ()
+    ) -> None:
+        """Writes a conversation, new with its first items, or changed."""
+        row = {"id": identifier, "tenant": tenant, "created": created, "metadata": json.dumps(dict(labels))}
+        async with self._begin() as db:
+            mine = _mine(tenant, identifier)
+            changed = await db.execute(sa.update(conversations).where(mine).values(metadata=row["metadata"]))
+            if not changed.rowcount:
+                await db.execute(sa.insert(conversations).values(row))
+            await append(db, identifier, items)
+
+    async def get(self, tenant: str, identifier: str) -> tuple[float, dict[str, str]] | None:
+        """When the conversation was made (seconds since 1970) and its metadata; None if it is not the tenant's."""
+        async with self._begin() as db:
+            row = (await db.execute(sa.select(conversations).where(_mine(tenant, identifier)))).first()
+        return (row._mapping["created"], json.loads(row._mapping["metadata"])) if row else None
+
+    async def delete(self, tenant: str, identifier: str) -> bool:
+        """Removes a conversation with its items; False if it is not the tenant's."""
+        async with self._begin() as db:
+            gone = (await db.execute(sa.delete(conversations).where(_mine(tenant, identifier)))).rowcount
+            if gone:
+                inside = conversation_items.c.conversation == identifier
+                await db.execute(sa.delete(conversation_items).where(inside))
+        return bool(gone)
+
+    async def append(self, identifier: str, items: Items) -> None:
+        """Adds items at the end; without effect if the conversation is gone."""
+        async with self._begin() as db:
+            await append(db, identifier, items)
+
+    async def items(self, identifier: str) -> list[tuple[dict[str, Any], Any]]:
+        """The conversation's items in order, each with what is hidden behind it."""
+        where = conversation_items.c.conversation == identifier
+        query = sa.select(conversation_items).where(where).order_by(conversation_items.c.position)
+        async with self._begin() as db:
+            rows = (await db.execute(query)).all()
+        return [(json.loads(r.item), json.loads(r.hidden) if r.hidden else None) for r in rows]
+
+    async def has_items(self, identifier: str, items: Sequence[str]) -> set[str]:
+        """Those of these item ids that the conversation has."""
+        c = conversation_items.c
+        query = sa.select(c.id).where(c.conversation == identifier, c.id.in_(items))
+        async with self._begin() as db:
+            return set((await db.execute(query)).scalars())
+
+    async def delete_item(self, identifier: str, item: str) -> bool:
+        """Removes one item; False if it is not there."""
+        where = (conversation_items.c.conversation == identifier) & (conversation_items.c.id == item)
+        async with self._begin() as db:
+            return bool((await db.execute(sa.delete(conversation_items).where(where))).rowcount)
+
+    async def hold(self, tenant: str, identifier: str, holder: str, seconds: float) -> bool:
+        """Keeps the conversation for `holder` for so long, or longer; False if another has it, or it does not exist."""
+        c = conversations.c
+        free = c.held_by.is_(None) | (c.held_by == holder) | (c.held_until < now())
+        async with self._begin() as db:
+            held = sa.update(conversations).where(_mine(tenant, identifier) & free)
+            return bool((await db.execute(held.values(held_by=holder, held_until=now() + seconds))).rowcount)
+
+    async def release(self, identifier: str, holder: str) -> None:
+        """Gives the conversation free, if `holder` has it."""
+        mine = (conversations.c.id == identifier) & (conversations.c.held_by == holder)
+        async with self._begin() as db:
+            await db.execute(sa.update(conversations).where(mine).values(held_by=None, held_until=None))
+
+
+def _mine(tenant: str, identifier: str) -> sa.ColumnElement[bool]:
+    return (conversations.c.id == identifier) & (conversations.c.tenant == tenant)
+
+
+async def size(db: AsyncConnection) -> int:
+    """Bytes of all items of all conversations."""
+    return int(await db.scalar(sa.select(sa.func.coalesce(sa.func.sum(conversation_items.c.bytes), 0))) or 0)
+
+
+async def append(db: AsyncConnection, conversation: str, items: Items) -> None:
+    """Adds items that are not there yet at the end, if the conversation has not been deleted meanwhile."""
+    if not items:
+        return
+    if await db.scalar(sa.select(conversations.c.id).where(conversations.c.id == conversation)) is None:
+        logger.warning("Conversation %s was deleted; %d items for it are dropped", conversation, len(items))
+        return
+    names = {item["id"] for item, _ in items}
+    c = conversation_items.c
+    there = set((await db.execute(sa.select(c.id).where(c.conversation == conversation, c.id.in_(names)))).scalars())
+    rows = []
+    for item, hidden in items:
+        if item["id"] in there:
+            logger.info("Conversation %s has the item %s already; it stays as it is", conversation, item["id"])
+            continue
+        there.add(item["id"])
+        shown, kept = json.dumps(item), json.dumps(hidden) if hidden is not None else None
+        row = {"conversation": conversation, "id": item["id"], "item": shown, "hidden": kept}
+        rows.append(row | {"bytes": len(shown) + len(kept or "")})
+    if rows:
+        await db.execute(sa.insert(conversation_items), rows)

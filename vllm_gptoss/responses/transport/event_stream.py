@@ -1,0 +1,145 @@
+"""Server-sent events: the names a client wants, their frames, and noticing that nobody listens any more."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Mapping
+from contextlib import aclosing
+
+from pydantic_core import to_json
+from starlette.requests import HTTPConnection
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from vllm_gptoss.responses.errors import ApiError, store_failed
+from vllm_gptoss.responses.run.events import Batches, Event
+from vllm_gptoss.responses.state.stored import StoreError
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE = 15.0
+"""Seconds of silence, while a tool runs, after which a comment is sent so that proxies keep the connection."""
+
+SEND_TIMEOUT = 300.0
+"""Seconds that a reader may take nothing at all before the stream is given up."""
+
+OPEN_RESPONSES = "/v1/openresponses"
+"""Under this prefix events have the names of the Open Responses specification, where those differ from OpenAI's."""
+
+OPENAI_NAMES: Mapping[str, str] = {}
+OPEN_NAMES: Mapping[str, str] = {
+    "response.reasoning_text.delta": "response.reasoning.delta",
+    "response.reasoning_text.done": "response.reasoning.done",
+}
+
+
+def names_of(connection: HTTPConnection) -> Mapping[str, str]:
+    """The event names a client wants: Open Responses' by path or by its version header, else OpenAI's."""
+    asked = connection.url.path.startswith(OPEN_RESPONSES) or "openresponses-version" in connection.headers
+    return OPEN_NAMES if asked else OPENAI_NAMES
+
+
+def named(event: Event, names: Mapping[str, str]) -> Event:
+    """`event` under the name that the client wants."""
+    return {**event, "type": names[event["type"]]} if event["type"] in names else event
+
+
+def obfuscated(event: Event) -> Event:
+    """A delta padded with random characters, so that the size of a packet does not tell the length of its text."""
+    if "delta" not in event:
+        return event
+    return {**event, "obfuscation": secrets.token_hex(16)[: 1 + secrets.randbelow(16)]}
+
+
+def error_event(error: ApiError, number: int) -> Event:
+    """The `error` event of a stream that cannot go on."""
+    fields = {"code": error.code, "message": error.message, "param": error.param}
+    return {"type": "error", "sequence_number": number, **fields}
+
+
+def frame(event: Event) -> bytes:
+    """One event in the text/event-stream format (WHATWG HTML, section 9.2)."""
+    name: str = event["type"]
+    return b"event: " + name.encode() + b"\ndata: " + to_json(event) + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+class EventStream(Response):
+    """Server-sent events. A disconnect cancels the generator at once, also while it waits for a tool.
+
+    after: number of the last event that the client has.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, batches: Batches, names: Mapping[str, str] = OPENAI_NAMES, *, obfuscate: bool = False, after: int = -1
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._names = names
+        self._obfuscate = obfuscate
+        del self.headers["content-length"]
+        self._batches = batches
+        self._idle = True
+        self._next = after + 1
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        del scope
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        pump = asyncio.create_task(self._pump(send))
+        watch = asyncio.create_task(self._watch(receive, send))
+        try:
+            await asyncio.wait((pump, watch), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (pump, watch):
+                task.cancel()
+            results = await asyncio.gather(pump, watch, return_exceptions=True)
+        for result in results:
+            if isinstance(result, Exception) and not isinstance(result, OSError):
+                logger.warning("A stream ended early: %s: %s", type(result).__name__, result)
+
+    async def _pump(self, send: Send) -> None:
+        try:
+            async with aclosing(self._batches) as batches:
+                async for batch in batches:
+                    if batch:
+                        await self._send(send, self._framed(batch))
+        except (ApiError, StoreError) as error:  # nothing that a response can say of itself
+            logger.warning("A stream ended early: %s", error)
+            failure = store_failed(error) if isinstance(error, StoreError) else error
+            await self._send(send, frame(error_event(failure, self._next)))
+        await self._send(send, DONE, more=False)
+
+    def _framed(self, batch: list[Event]) -> bytes:
+        self._next = batch[-1]["sequence_number"] + 1
+        if self._names:
+            batch = [named(event, self._names) for event in batch]
+        if self._obfuscate:
+            batch = [obfuscated(event) for event in batch]
+        return b"".join(map(frame, batch))
+
+    async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
+        self._idle = False
+        try:
+            async with asyncio.timeout(SEND_TIMEOUT):
+                await send({"type": "http.response.body", "body": data, "more_body": more})
+        except TimeoutError:
+            raise TimeoutError(f"the reader took nothing for {SEND_TIMEOUT:g} s") from None
+
+    async def _watch(self, receive: Receive, send: Send) -> None:
+        """Returns when the client has gone; meanwhile keeps a silent stream alive."""
+        while True:
+            self._idle = True
+            try:
+                async with asyncio.timeout(KEEP_ALIVE):
+                    message = await receive()
+            except TimeoutError:
+                if self._idle:
+                    await send({"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True})
+                continue
+            if message["type"] == "http.disconnect":
+                return

@@ -1,0 +1,123 @@
+"""What every HTTP route needs: the body and the caller of a request, errors as answers, a client that went away."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from starlette.requests import HTTPConnection
+from starlette.responses import Response
+
+from vllm_gptoss.responses.errors import ApiError, internal, store_failed
+from vllm_gptoss.responses.request.files import read_pdfs
+from vllm_gptoss.responses.state.caller import PUBLIC, Caller
+from vllm_gptoss.responses.state.stored import StoreError
+from vllm_gptoss.responses.transport.json_body import parse_json
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID = "x-request-id"
+"""OpenAI's clients show it as `_request_id`, and the log has it beside errors."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def errors(handler: Callable[P, Awaitable[Response]]) -> Callable[P, Coroutine[Any, Any, Response]]:
+    """Turns what a route raises into OpenAI's error bodies, and gives every answer the id of its request."""
+
+    @functools.wraps(handler)
+    async def wrapped(*args: P.args, **kwargs: P.kwargs) -> Response:
+        name = f"req_{secrets.token_hex(16)}"
+        answer = await answered(name, *args, **kwargs)
+        answer.headers.setdefault(REQUEST_ID, name)
+        return answer
+
+    async def answered(name: str, *args: P.args, **kwargs: P.kwargs) -> Response:
+        try:
+            return await handler(*args, **kwargs)
+        except ApiError as error:
+            return _answer(error)
+        except StoreError as error:
+            logger.error("Request %s: %s", name, error)
+            return _answer(store_failed(error))
+        except Exception as error:  # a bug; the client still gets an error it can read
+            logger.exception("Request %s failed", name)
+            return _answer(internal(error))
+
+    return wrapped
+
+
+def _answer(error: ApiError) -> Response:
+    return JSONResponse(error.body(), error.status)
+
+
+async def body_of(request: Request) -> Any:
+    """The JSON body, its PDFs read. Raises `ApiError` for what is no JSON, or no PDF."""
+    raw = await request.body()
+    body = parse_json(raw) if raw else {}
+    await read_pdfs(body, tenant_of(request.headers.get("authorization")))
+    return body
+
+
+def tenant_of(authorization: str | None) -> str:
+    """Who owns what this request stores: a hash of the API key, or `public` without one."""
+    scheme, _, rest = (authorization or "").strip().partition(" ")
+    # RFC 9110, section 11.1: the name of a scheme has no case.
+    key = rest.strip() if scheme.lower() == "bearer" else (authorization or "").strip()
+    return hashlib.sha256(key.encode()).hexdigest()[:32] if key else PUBLIC
+
+
+TRACE_HEADERS = ("traceparent", "tracestate")
+
+
+def caller_of(connection: HTTPConnection) -> Caller:
+    """Who sent a request, by its headers."""
+    headers = connection.headers
+    trace = {name: value for name in TRACE_HEADERS if (value := headers.get(name))}
+    codex = headers.get("originator", "").startswith("codex")
+    return Caller(
+        tenant_of(headers.get("authorization")),
+        codex,
+        trace or None,
+        _number(headers, "X-Vllm-Priority"),
+        headers.get("X-Session-ID") or None,
+        _number(headers, "X-data-parallel-rank"),
+    )
+
+
+def _number(headers: Mapping[str, str], name: str) -> int | None:
+    value = headers.get(name)
+    try:
+        return int(value) if value else None
+    except ValueError:
+        logger.warning("The header %s is ignored: %.40r is no whole number", name, value)
+        return None
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, R]) -> R:
+    """Runs `work`, and cancels it when the client disconnects. Raises `ApiError` (499) then, which nobody reads."""
+    task = asyncio.create_task(work)
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    watch = asyncio.create_task(gone())
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        logger.info("The client went away; its response is dropped")
+        raise ApiError("The client closed the request.", status=499)
+    finally:
+        for pending in (task, watch):
+            pending.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)

@@ -1,0 +1,275 @@
+"""The server's side: gives a payload to a worker, waits within limits, and decodes what comes back. Never blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import signal
+import socket
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import msgspec
+from prometheus_client import Counter, Histogram
+
+from vllm_gptoss.tools.confined import jobs
+from vllm_gptoss.tools.confined.nursery import Nursery
+from vllm_gptoss.tools.confined.turns import BusyError, Turns
+from vllm_gptoss.tools.confined.wire import ANSWER, DONE, REFUSED, REQUEST, Header, Hello
+from vllm_gptoss.tools.protocol import CALLER
+
+logger = logging.getLogger(__name__)
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_START_S = 30.0
+_CHUNK = 256 << 10
+_HELLO = 4096
+_SPARE = 2
+_PER_CALLER, _TOTAL = 64, 256
+
+JOBS = Counter(
+    "gptoss_confined_jobs", "Payloads read in confined workers: done, refused, failed, limit", ["job", "outcome"]
+)
+SECONDS = Histogram("gptoss_confined_job_seconds", "How long a confined worker had a payload", ["job"])
+
+
+class ConfinedError(Exception):
+    """A payload was not read: over its limits, or the worker failed. The message says which and repeats no payload."""
+
+
+class _LostError(ConfinedError):
+    """The worker ended because its fork server did."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Of one job. Sizes in bytes; `seconds` is wall clock with the worker, `cpu_s` its processor time."""
+
+    seconds: float = 20.0
+    cpu_s: int = 8
+    memory: int = 512 << 20
+    payload: int = 24 << 20
+    answer: int = 8 << 20
+
+
+DEFAULT = Limit()
+
+
+class Pool:
+    """Workers for one event loop. `run` is all there is to it."""
+
+    def __init__(self, nursery: Nursery, at_once: int = 0, per_caller: int = _PER_CALLER, total: int = _TOTAL) -> None:
+        self._nursery = nursery
+        at_once = at_once or max(2, min(8, (os.cpu_count() or 2) // 2))
+        self._turns = Turns(at_once, per_caller, total)
+        self._spare: deque[socket.socket] = deque()
+
+    async def run(
+        self,
+        job: Callable[Concatenate[bytes, _P], _R],
+        payload: bytes,
+        limit: Limit = DEFAULT,
+        *args: _P.args,
+        **options: _P.kwargs,
+    ) -> _R:
+        """What `job(payload, **options)` returns in a worker.
+
+        Raises:
+            Refused: the job's own word about the payload.
+            ConfinedError: it took more than `limit`, or failed.
+            BusyError: too many wait already.
+        """
+        if args:
+            raise TypeError("options of a job go by name")
+        if len(payload) > limit.payload:
+            raise ConfinedError(f"{len(payload)} bytes are more than {limit.payload}")
+        name = jobs.name_of(job)
+        header = msgspec.msgpack.encode(Header(name, dict(options), limit.cpu_s, limit.memory))
+        await self._turns.enter(CALLER.get())
+        began = time.monotonic()
+        outcome = "limit"
+        try:
+            try:
+                status, answer = await self._ask(header, payload, limit)
+            except _LostError:  # no fault of the payload: once more, from a new fork server
+                status, answer = await self._ask(header, payload, limit)
+            outcome = {DONE: "done", REFUSED: "refused"}.get(status, "failed")
+            if status == DONE:
+                return _decoder(job).decode(answer)  # type: ignore[no-any-return]
+            said = str(msgspec.msgpack.decode(answer, type=str))
+            if status == REFUSED:
+                raise jobs.Refused(said)
+            raise ConfinedError(said)
+        except msgspec.DecodeError as error:
+            outcome = "failed"
+            raise ConfinedError("the worker's answer is not of its type") from error
+        finally:
+            self._turns.leave()
+            label = name.rpartition(".")[2]
+            JOBS.labels(label, outcome).inc()
+            SECONDS.labels(label).observe(time.monotonic() - began)
+
+    async def _ask(self, header: bytes, payload: bytes, limit: Limit) -> tuple[int, bytes]:
+        worker = await self._worker()
+        try:
+            async with asyncio.timeout(limit.seconds):
+                await worker.send(REQUEST.pack(len(header), len(payload)) + header)
+                await worker.send(payload)
+                status, size = ANSWER.unpack(await worker.receive(ANSWER.size))
+                if size > limit.answer:
+                    raise ConfinedError(f"its text is larger than {limit.answer} bytes")
+                return status, await worker.receive(size)
+        except TimeoutError:
+            raise ConfinedError(f"not read within {limit.seconds:g} s") from None
+        except (EOFError, OSError):
+            lost = _LostError if self._nursery.gone else ConfinedError
+            raise lost("not read within its memory and time limits") from None
+        finally:
+            worker.kill()
+
+    async def _worker(self) -> _Worker:
+        """A worker that has said hello. Raises ConfinedError."""
+        problem: BaseException | None = None
+        if self._nursery.gone:
+            self.close()
+        for attempt in range(_SPARE + 4):  # spare ones may have died with their fork server, and it may be dying
+            await asyncio.sleep(0.05 * max(0, attempt - _SPARE))
+            try:
+                sock = self._spare.popleft() if self._spare else self._nursery.spawn()
+                worker = await _greeted(sock)
+                self._refill()
+                return worker
+            except (OSError, EOFError) as error:
+                problem = error
+        raise ConfinedError(f"no worker starts: {problem or 'it ends at once'}")
+
+    def _refill(self) -> None:
+        with contextlib.suppress(OSError):  # the next call will say so
+            while len(self._spare) < _SPARE:
+                self._spare.append(self._nursery.spawn())
+
+    async def start(self) -> None:
+        """Starts the fork server, which takes about a second, before somebody waits for it. Raises ConfinedError."""
+        (await self._worker()).kill()
+
+    def use(self, nursery: Nursery) -> None:
+        """Takes workers from `nursery` from now on."""
+        if nursery is not self._nursery:
+            self.close()
+            self._nursery = nursery
+
+    def close(self) -> None:
+        """Lets the spare workers go."""
+        while self._spare:
+            self._spare.popleft().close()
+
+
+@functools.lru_cache(maxsize=64)
+def _decoder(job: Callable[..., Any]) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(jobs.result_type(job))
+
+
+class _Worker:
+    """One process, by its socket and a descriptor of itself."""
+
+    def __init__(self, sock: socket.socket, pidfd: int) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._sock = sock
+        self._pidfd = pidfd
+
+    async def send(self, data: bytes) -> None:
+        await self._loop.sock_sendall(self._sock, data)
+
+    async def receive(self, size: int) -> bytes:
+        """Exactly `size` bytes. Raises EOFError."""
+        parts = bytearray()
+        while len(parts) < size:
+            part = await self._loop.sock_recv(self._sock, min(_CHUNK, size - len(parts)))
+            if not part:
+                raise EOFError
+            parts += part
+        return bytes(parts)
+
+    def kill(self) -> None:
+        """Whatever it does. A worker that has answered is ending by itself."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        os.close(self._pidfd)
+        self._sock.close()
+
+
+async def _greeted(sock: socket.socket) -> _Worker:
+    """The worker behind `sock`. Raises EOFError, OSError, ConfinedError."""
+    try:
+        async with asyncio.timeout(_START_S):
+            await _readable(sock)
+        data, fds, _, _ = socket.recv_fds(sock, _HELLO, 1, socket.MSG_CMSG_CLOEXEC)
+        if not data or len(fds) != 1:
+            raise EOFError
+    except BaseException:
+        sock.close()
+        raise
+    worker = _Worker(sock, fds[0])
+    hello = msgspec.msgpack.decode(data, type=Hello)
+    if hello.error:
+        worker.kill()
+        raise ConfinedError(f"workers cannot start: {hello.error}")
+    _tell(tuple(hello.missing))
+    return worker
+
+
+def _settle(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)
+
+
+async def _readable(sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(sock, _settle, ready)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(sock)
+
+
+@functools.cache
+def _tell(missing: Sequence[str]) -> None:
+    """Once per process."""
+    if missing:
+        logger.warning("confined: workers run without %s, which this host does not give", ", ".join(missing))
+
+
+_nurseries: list[Nursery] = []
+"""The last one is in use. Those before it ended their service when a module with further jobs was imported."""
+
+
+def nursery() -> Nursery:
+    """The fork server of the server's own jobs, which knows all that are registered by now."""
+    if not _nurseries or not _nurseries[-1].knows(jobs.modules()):
+        _nurseries.append(Nursery(jobs.modules()))
+    return _nurseries[-1]
+
+
+_pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Pool] = weakref.WeakKeyDictionary()
+
+
+def pool() -> Pool:
+    """The running event loop's pool; all share one fork server."""
+    loop = asyncio.get_running_loop()
+    if loop not in _pools:
+        _pools[loop] = Pool(nursery())
+    _pools[loop].use(nursery())
+    return _pools[loop]
+
+
+__all__ = ["BusyError", "ConfinedError", "Limit", "Pool", "nursery", "pool"]

@@ -1,0 +1,31 @@
+"""What crosses between the pool and a worker: one request, one answer, each with its length in front.
+
+Request: header (MessagePack), payload. Answer: a status and MessagePack, which the pool decodes into the job's type and
+nothing else. The pool believes no length before it has compared it with the limit that the caller set.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+REQUEST = struct.Struct(">II")  # bytes of the header, bytes of the payload
+ANSWER = struct.Struct(">BI")  # status, bytes of what follows
+DONE, REFUSED, FAILED = 0, 1, 2
+
+
+class Header(msgspec.Struct):
+    """The trusted half of a request. Sizes in bytes, times in seconds."""
+
+    job: str
+    options: dict[str, object]
+    cpu_s: int
+    memory: int
+
+
+class Hello(msgspec.Struct):
+    """A worker's first word, beside a descriptor of itself: which walls this host does not have, or its failure."""
+
+    missing: list[str] = []
+    error: str = ""

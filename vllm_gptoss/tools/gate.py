@@ -1,0 +1,255 @@
+"""The gate of every tool call: it is counted and logged, its arguments are checked, its time and number bounded.
+
+A tool behind this never raises and never runs with arguments that its schema does not allow: the model reads what was
+wrong and tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import prometheus_client
+from prometheus_client import Gauge, Histogram
+
+from vllm_gptoss.tools.arguments import argument_problem
+from vllm_gptoss.tools.protocol import (
+    Namespace,
+    SessionOptions,
+    ToolCall,
+    ToolDefinition,
+    ToolKind,
+    ToolProvider,
+    ToolResult,
+    ToolSession,
+    call_within,
+    failed,
+)
+from vllm_gptoss.tools.wrapper import WrapperProvider, WrapperSession
+
+logger = logging.getLogger(__name__)
+
+_SPARE_S = 30.0
+"""How much longer than the tool's own limits a call may take before it counts as hung."""
+
+_SECONDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+# vLLM unregisters every collector with "vllm" in its name when it starts its own.
+CALLS = prometheus_client.Counter(
+    "gptoss_tool_calls", "Tool calls that ended, by outcome: ok, error, cancelled", ["tool", "outcome"]
+)
+ERRORS = prometheus_client.Counter(
+    "gptoss_tool_errors", "Tool calls that ended in an error, by its type", ["tool", "type"]
+)
+SECONDS = Histogram("gptoss_tool_call_seconds", "How long tool calls ran", ["tool"], buckets=_SECONDS)
+QUEUED_SECONDS = Histogram("gptoss_tool_queue_seconds", "How long tool calls waited", ["tool"], buckets=_SECONDS)
+WAITING = Gauge("gptoss_tool_calls_waiting", "Tool calls waiting for a slot", ["tool"], multiprocess_mode="livesum")
+RUNNING = Gauge("gptoss_tool_calls_running", "Tool calls running", ["tool"], multiprocess_mode="livesum")
+
+
+class Slots:
+    """How many calls of one provider run at once, shared among callers (`owner`: who holds an API key).
+
+    The last few slots are for callers who hold none, so that a second one need not wait for the first one's long calls;
+    a caller alone has all others. Of those that wait, whoever holds fewest goes first. Without keys there is one
+    caller, "", who has them all.
+    """
+
+    def __init__(self, limit: int = 64) -> None:
+        self._free = limit
+        self._reserve = max(1, limit // 16) if limit > 1 else 0
+        self._held: Counter[str] = Counter()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    @asynccontextmanager
+    async def one(self, owner: str) -> AsyncIterator[None]:
+        """A slot."""
+        await self._enter(owner)
+        try:
+            yield
+        finally:
+            self._leave(owner)
+
+    def _may(self, owner: str) -> bool:
+        return self._free > (self._reserve if owner and self._held[owner] else 0)
+
+    def _take(self, owner: str) -> None:
+        self._free -= 1
+        self._held[owner] += 1
+
+    async def _enter(self, owner: str) -> None:
+        if owner not in self._waiting and self._may(owner):
+            self._take(owner)
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(turn)
+        try:
+            await turn
+        except BaseException:
+            if turn.done() and not turn.cancelled():  # it came while the wait was being cancelled
+                self._leave(owner)
+            elif turn in (turns := self._waiting.get(owner, deque())):
+                turns.remove(turn)
+                if not turns:
+                    del self._waiting[owner]
+            raise
+
+    def _leave(self, owner: str) -> None:
+        self._free += 1
+        self._held[owner] -= 1
+        if not self._held[owner]:
+            del self._held[owner]
+        while able := [waiting for waiting in self._waiting if self._may(waiting)]:
+            following = min(able, key=lambda waiting: self._held[waiting])
+            turns = self._waiting.pop(following)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[following] = turns  # behind the others who hold as many
+            if not turn.done():  # else its wait was cancelled
+                self._take(following)
+                turn.set_result(None)
+
+
+class GatedProvider(WrapperProvider):
+    """`inner`, each of whose calls goes through the gate.
+
+    `public` is false for a request's own server, whose names must not become label values.
+    """
+
+    def __init__(self, inner: ToolProvider, slots: Slots | None = None, *, public: bool = True) -> None:
+        super().__init__(inner)
+        self._slots = slots or Slots()
+        self._public = public
+
+    async def open(self, conversation_id: str, options: SessionOptions) -> ToolSession:
+        """The tool as one conversation sees it, behind the gate."""
+        session = await self.inner.open(conversation_id, options)
+        limit_s = self.inner.longest_call_s + _SPARE_S
+        return gated(session, options, self._slots, limit_s=limit_s, public=self._public)
+
+
+def gated(
+    session: ToolSession, options: SessionOptions, slots: Slots, *, limit_s: float, public: bool = True
+) -> ToolSession:
+    """`session` behind the gate. A call that hangs outside the tool's own, shorter limit ends after `limit_s`."""
+    return CountedSession(CheckedSession(BoundedSession(session, options, slots, limit_s, public)), options, public)
+
+
+class CountedSession(WrapperSession):
+    """Counts calls by tool and outcome and writes a log line for each, with its response."""
+
+    def __init__(self, inner: ToolSession, options: SessionOptions, public: bool) -> None:
+        super().__init__(inner)
+        self._response = options.response_id
+        self._public = public
+
+    async def aclose(self) -> None:
+        """Ends the session; a tool that fails at that is logged."""
+        try:
+            await self.inner.aclose()
+        except Exception:
+            logger.exception("tool session did not close")
+
+    async def call(self, call: ToolCall) -> ToolResult:
+        """Runs `call`. Raises only `asyncio.CancelledError`."""
+        tool = tool_label(self, call, self._public)
+        began = time.monotonic()
+        try:
+            result = await self.inner.call(call)
+        except asyncio.CancelledError:
+            CALLS.labels(tool, "cancelled").inc()
+            self._log(call, tool, "cancelled", time.monotonic() - began, 0)
+            raise
+        CALLS.labels(tool, "error" if result.error else "ok").inc()
+        if result.error:
+            ERRORS.labels(tool, result.error.type).inc()
+        outcome = result.error.type if result.error else "ok"
+        self._log(call, tool, outcome, time.monotonic() - began, len(result.text))
+        return result
+
+    def _log(self, call: ToolCall, tool: str, outcome: str, seconds: float, output_chars: int) -> None:
+        fields = {
+            "response_id": self._response,
+            "call_id": call.id,
+            "tool": tool,
+            "outcome": outcome,
+            "seconds": round(seconds, 4),
+            "argument_chars": len(call.arguments),
+            "output_chars": output_chars,
+        }
+        # Arguments and output stay out: they are the user's.
+        logger.info("tool call %s", " ".join(f"{k}={v}" for k, v in fields.items()), extra={"tool_call": fields})
+
+
+class CheckedSession(WrapperSession):
+    """Lets a call through only if its tool is there and its schema allows the arguments."""
+
+    async def call(self, call: ToolCall) -> ToolResult:
+        """Runs `call`, or answers what is wrong with it."""
+        return await self._refused(call) or await self.inner.call(call)
+
+    async def _refused(self, call: ToolCall) -> ToolResult | None:
+        namespace, tool = _find(self, call)
+        if namespace is None:
+            known = ", ".join(n.name for n in self.namespaces)
+            return failed("unknown_tool", f"There is no tool namespace `{call.namespace}` here, only: {known}.")
+        if namespace.kind is ToolKind.PYTHON:
+            return None  # source code, whatever the recipient's suffix
+        if tool is None:
+            known = ", ".join(f"{namespace.name}.{t.name}" for t in namespace.tools)
+            return failed("unknown_tool", f"There is no tool `{call.namespace}.{call.tool}`. There are: {known}.")
+        problem = await argument_problem(call.arguments, tool.parameters)
+        if problem is None:
+            return None
+        return failed("invalid_arguments", f"Invalid arguments for {namespace.name}.{tool.name}: {problem}")
+
+
+class BoundedSession(WrapperSession):
+    """Runs one call at a time, and no more of the provider's than it has slots; ends one that hangs."""
+
+    def __init__(self, inner: ToolSession, options: SessionOptions, slots: Slots, limit_s: float, public: bool) -> None:
+        super().__init__(inner)
+        self._owner = options.owner
+        self._slots = slots
+        self._limit_s = limit_s
+        self._public = public
+        self._turn = asyncio.Lock()
+
+    async def call(self, call: ToolCall) -> ToolResult:
+        """Waits for a slot and runs `call` for at most the limit."""
+        tool = tool_label(self, call, self._public)
+        async with self._slot(tool):
+            with RUNNING.labels(tool).track_inprogress(), SECONDS.labels(tool).time():
+                return await call_within(self.inner, call, self._limit_s)
+
+    @asynccontextmanager
+    async def _slot(self, tool: str) -> AsyncIterator[None]:
+        began = time.monotonic()
+        async with AsyncExitStack() as held:
+            with WAITING.labels(tool).track_inprogress():
+                await held.enter_async_context(self._turn)
+                await held.enter_async_context(self._slots.one(self._owner))
+            QUEUED_SECONDS.labels(tool).observe(time.monotonic() - began)
+            yield
+
+
+def tool_label(session: ToolSession, call: ToolCall, public: bool) -> str:
+    """The metric's label of `call`: only names that a configured tool has, so that nobody makes up new ones."""
+    if not public:
+        return "(request)"
+    namespace, tool = _find(session, call)
+    if namespace is None:
+        return "(unknown)"
+    if tool is None:
+        return namespace.name if call.tool is None else f"{namespace.name}.(unknown)"
+    return f"{namespace.name}.{tool.name}"
+
+
+def _find(session: ToolSession, call: ToolCall) -> tuple[Namespace | None, ToolDefinition | None]:
+    namespace = next((n for n in session.namespaces if n.name == call.namespace), None)
+    tools = namespace.tools if namespace else ()
+    return namespace, next((tool for tool in tools if tool.name == call.tool), None)

@@ -1,0 +1,122 @@
+"""What a server answers, before the `mcp` package reads it: in plain words, without what breaks the rest."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from http import HTTPStatus
+from typing import Any
+
+import httpx2
+import mcp_types as types
+from pydantic import ValidationError
+
+logger = logging.getLogger(__name__)
+
+HTTP_ERROR = -32050
+"""The JSON-RPC code of the errors made here; `data.http_status` has the number."""
+
+_HURRY = re.compile(rb"(^|[\r\n])retry:[ ]?0*\d{0,3}(?=[\r\n])")
+
+_ADVICE = {
+    401: "its credentials are missing or wrong",
+    403: "its credentials do not allow this",
+    429: "too many requests",
+}
+
+
+async def explained(response: httpx2.Response) -> None:
+    """Gives an HTTP error of a call its own words: to the `mcp` package, every status but 404 is one and the same."""
+    status = response.status_code
+    sent = response.request.headers.get("content-type", "")
+    said = response.headers.get("content-type", "").lower()
+    if status < 400 or status == 404 or response.request.method != "POST" or not sent.startswith("application/json"):
+        return
+    if said.startswith("application/json") and status not in _ADVICE:
+        return  # it may be a JSON-RPC error, which says more than the status
+    error = refusal_of(response)
+    body = json.dumps({"jsonrpc": "2.0", "id": None, "error": error}).encode()
+    response.headers["content-type"] = "application/json"
+    response.headers["content-length"] = str(len(body))
+    response.stream = _Instead(body, response.stream)
+
+
+def refusal_of(response: httpx2.Response) -> dict[str, Any]:
+    """An HTTP error as JSON-RPC's."""
+    status = response.status_code
+    message = f"HTTP {status}: {_ADVICE.get(status) or _phrase(status)}"
+    if (wait := response.headers.get("retry-after", "")).isascii() and wait.isdigit() and len(wait) < 6:
+        message += f"; try again in {wait} s"
+    return {"code": HTTP_ERROR, "message": message, "data": {"http_status": status}}
+
+
+async def patient(response: httpx2.Response) -> None:
+    """Keeps a server from having its event streams opened again more than once a second: its `retry: 0` asks for it.
+
+    What it wraps must come in whole events, as from `bounds`.
+    """
+    if response.headers.get("content-type", "").startswith("text/event-stream"):
+        response.stream = _Patient(response.stream)
+
+
+def _phrase(status: int) -> str:
+    if status >= 500:
+        return "the server failed"
+    return HTTPStatus(status).phrase if status in {s.value for s in HTTPStatus} else "the server refused it"
+
+
+def without_broken_tools(message: Any) -> Any:
+    """`message` without the tools that break the protocol, where it lists any: one of them would cost all others.
+
+    Without their output schemas, too: the `mcp` package follows those on the event loop, whatever they are.
+    """
+    answer: Any = getattr(message, "message", None)
+    result = getattr(answer, "result", None)
+    if not isinstance(result, dict) or not isinstance(result.get("tools"), list):
+        return message
+    kept = [{k: v for k, v in tool.items() if k != "outputSchema"} for tool in result["tools"] if _is_tool(tool)]
+    if kept == result["tools"]:
+        return message
+    return replace(message, message=answer.model_copy(update={"result": {**result, "tools": kept}}))
+
+
+def _is_tool(tool: Any) -> bool:
+    try:
+        types.Tool.model_validate(tool, by_name=False)
+    except ValidationError as error:
+        name = tool.get("name") if isinstance(tool, dict) else None
+        where = ".".join(str(part) for part in error.errors()[0]["loc"])
+        logger.warning("mcp: the tool %.100r is left out: %s: %s", name, where[:100], error.errors()[0]["msg"])
+        return False
+    return True
+
+
+class _Patient(httpx2.AsyncByteStream):
+    """An event stream whose `retry` fields are 1,000 ms or more."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for events in self._inner:
+            yield _HURRY.sub(rb"\1retry: 1000", events)
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+class _Instead(httpx2.AsyncByteStream):
+    """`body` in the place of another stream, which is closed unread."""
+
+    def __init__(self, body: bytes, unread: Any) -> None:
+        self._body = body
+        self._unread = unread
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield self._body
+
+    async def aclose(self) -> None:
+        await self._unread.aclose()
