@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from tests.support import caged_lines
 from tests.support.machine import without_namespaces
 from tests.support.mcp_servers import McpServers
 from tests.support.places import CACHE, PYTHON, ROOT
+from tests.support.turns import turn
 
 RECORDER = pytest.StashKey[caged_lines.Recorder]()
 
@@ -46,11 +47,25 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long comes first where several workers run the suite, so that none is left with it in the end."""
+    """What takes long comes first where several workers run the suite, so that none is left with it in the end; what
+    must run alone comes last, where no other test is long."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
     long = {item.path for item in items if any(map(item.get_closest_marker, ("serve", "slow", "soak")))}
-    items.sort(key=lambda item: 0 if asks_the_server(item.path) else 1 if item.path in long else 2)
+    alone = {item.path for item in items if item.get_closest_marker("alone")}
+    items.sort(
+        key=lambda item: 0 if asks_the_server(item.path) else 3 if item.path in alone else 1 if item.path in long else 2
+    )
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # a test's time limit begins when it is its turn
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, Any, Any]:
+    del nextitem
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return (yield)
+    folder: Path = item.config._tmp_path_factory.getbasetemp().parent  # type: ignore[attr-defined]
+    with turn(folder, alone=item.get_closest_marker("alone") is not None):
+        return (yield)
 
 
 @cache

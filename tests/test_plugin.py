@@ -146,6 +146,7 @@ def test_the_supported_range(version: str | None, fits: bool) -> None:
     assert (_vllm.outside_range(version) is None) is fits
 
 
+@pytest.mark.alone
 @pytest.mark.vllm
 def test_registering_costs_less_than_half_a_second() -> None:
     """In the state in which vLLM calls it: its own argument parser is imported already."""

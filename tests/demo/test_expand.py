@@ -44,6 +44,7 @@ def test_an_expansion_killed_midway_is_repaired_and_bit_identical(model_dir: Pat
     assert expand.damage(target) is None
 
 
+@pytest.mark.alone
 def test_a_second_use_changes_nothing_and_is_quick(model_dir: Path) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in model_dir.iterdir()}
     began = time.monotonic()

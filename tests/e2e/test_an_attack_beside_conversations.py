@@ -28,7 +28,7 @@ from tests.e2e.asking import PYTHON, SEARCH
 from tests.support import scale
 from tests.support.servers import running
 
-pytestmark = [pytest.mark.namespaces, pytest.mark.soak, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.alone, pytest.mark.namespaces, pytest.mark.soak, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
 CONVERSATIONS, RATE, ATTACKERS = 32, 10.0, 4
@@ -165,8 +165,8 @@ def server(tmp_path: Path, site: str) -> Iterator[str]:
     ["pages", "floods", "trees", "schemas", "runs"],
 )
 async def test_tokens_keep_coming(server: str, site: str, name: str) -> None:
-    """The pause counts processor time. The gaps are wall clock, and say nothing on a machine that is late by itself; of
-    three tries the best counts."""
+    """The pause counts processor time of the server's loop. The gaps are wall clock: they are judged in `make soak`, on
+    a machine that has nothing else to do, as its tokens alone show; of three tries the best counts."""
     seconds = scale.count(20, 4)
     async with httpx.AsyncClient(
         base_url=f"{server}/v1", timeout=60, limits=httpx.Limits(max_connections=None)
@@ -174,21 +174,22 @@ async def test_tokens_keep_coming(server: str, site: str, name: str) -> None:
         load = Load(http)
         talking = [asyncio.create_task(load.talk()) for _ in range(CONVERSATIONS)]
         await asyncio.sleep(3.0)
-        tries: list[tuple[float, float]] = []
-        pauses: list[float] = []
-        while len(pauses) < 3 and not (tries and tries[-1][0] <= GROWTH_S and tries[-1][1] <= PAUSE_S):
+        tries: list[tuple[float, float, float]] = []
+        while len(tries) < 3 and not (tries and good(*tries[-1])):
             calm = await load.p99(seconds)
             await http.get(f"{server}/pause")
             beside = await load.p99(seconds, attacks(site)[name])
             pause = float((await http.get(f"{server}/pause")).json())
-            pauses.append(pause)
-            tries += [(beside - calm, pause)] if calm < 1 / RATE + QUIET_S else []
+            tries.append((calm, beside, pause))
             print(f"{name}: p99 gap {calm * 1e3:.0f} ms alone, {beside * 1e3:.0f} beside; pause {pause * 1e3:.0f} ms")
         assert not any(task.done() for task in talking), "a conversation ended in an error"
         for task in talking:
             task.cancel()
         await asyncio.gather(*talking, return_exceptions=True)
-    assert min(pauses) <= PAUSE_S, pauses
-    if not tries:
-        pytest.skip("this machine has other work: its tokens are late without an attack")
-    assert min(grown for grown, _ in tries) <= GROWTH_S, tries
+    assert any(good(*each) for each in tries), tries
+
+
+def good(calm: float, beside: float, pause: float) -> bool:
+    """Whether a try shows what is promised: tokens that kept coming, as far as this run judges them."""
+    in_time = calm < 1 / RATE + QUIET_S and beside - calm <= GROWTH_S
+    return pause <= PAUSE_S and (in_time or not scale.SOAK)

@@ -114,7 +114,7 @@ def test_every_loss_has_its_name_and_a_bound(name: str) -> None:
     assert (lost.fate, count, lost.tries) == (fate, requests, requests)
     assert words in lost.detail
     assert len(lost.detail) < 1000
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 30
 
 
 CHAT_LOST: dict[str, tuple[bytes, Fate]] = {

@@ -70,7 +70,7 @@ def test_no_text_makes_it_slow(text: str) -> None:
     choice_of(text)
     number_of(text)
     judge(Question("q", (Turn("?", number=Fraction(1)),)), [Said(text)])
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
 
 
 def fate(turn: Turn, said: Said, **question: Any) -> tuple[Fate, str]:

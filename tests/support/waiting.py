@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 
-def soon(what: Callable[[], bool], seconds: float = 1.0) -> float:
-    """Seconds until `what` is true; fails after `seconds`."""
+def soon(what: Callable[[], bool], seconds: float = 60.0) -> float:
+    """Seconds until `what` is true; fails after `seconds`, which say that it never happens: not how soon it should."""
     began = time.monotonic()
     while not what():
         assert time.monotonic() - began < seconds, "it did not happen in time"

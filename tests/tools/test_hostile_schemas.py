@@ -38,6 +38,7 @@ SLOW: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", SLOW)
 async def test_a_schema_that_never_ends_is_an_error(name: str) -> None:
     """Each held the event loop for more than 20 s."""
@@ -63,6 +64,7 @@ async def test_a_schema_that_is_too_large_is_refused_at_once(name: str) -> None:
     assert "larger than" in str(await argument_problem("{}", LARGE[name]))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -58,6 +58,7 @@ def _compiler() -> Any:
     return xgrammar.GrammarCompiler(info, max_threads=1)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", DEARLY)
 def test_what_is_enforced_is_compiled_soon_and_no_token_waits(name: str) -> None:
     """In the engine every request waits for a token's mask. Counted rules took 1.5 s for each, lengths written out 11 s
@@ -110,6 +111,7 @@ def test_the_tools_of_one_request_share_a_budget() -> None:
     compiling.grammar_of(closed({"type": "string"}), room)
 
 
+@pytest.mark.alone
 def test_a_new_schema_of_plain_strings_costs_what_xgrammars_own_does() -> None:
     """Rules that name each other are compiled anew for each grammar: 200 ms a tool."""
     compiler = _compiler()

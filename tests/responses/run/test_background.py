@@ -145,9 +145,9 @@ def test_a_response_deleted_by_another_server_stays_deleted(start: Start) -> Non
     second = start(HELLO)
     with first.http() as http, second.http() as other:
         made = http.post("/responses", json={"model": MODEL, "input": "hi", "background": True}).json()
-        soon(lambda: first.engine.running == 1, 5)
+        soon(lambda: first.engine.running == 1)
         assert other.delete(f"/responses/{made['id']}").json()["deleted"] is True
-        soon(lambda: first.engine.running == 0, 5)
+        soon(lambda: first.engine.running == 0)
         time.sleep(0.5)
         assert http.get(f"/responses/{made['id']}").status_code == 404
         assert first.call(first.endpoint.service.context.store.background.since(made["id"], -1)) == []
@@ -159,9 +159,9 @@ def test_of_two_servers_that_end_a_response_one_wins(start: Start) -> None:
     second = start(HELLO, config={"heartbeat": 0.0})
     with first.http() as http, second.http() as other:
         made = http.post("/responses", json={"model": MODEL, "input": "hi", "background": True}).json()
-        soon(lambda: first.engine.running == 1, 5)
-        soon(lambda: other.get(f"/responses/{made['id']}").json()["status"] == "failed", 20)
-        soon(lambda: first.engine.running == 0, 5)
+        soon(lambda: first.engine.running == 1)
+        soon(lambda: other.get(f"/responses/{made['id']}").json()["status"] == "failed")
+        soon(lambda: first.engine.running == 0)
         time.sleep(0.5)
         assert http.get(f"/responses/{made['id']}").json()["status"] == "failed"
         events = follow(http, made["id"])

@@ -72,7 +72,7 @@ def limited(folder: Path, text: str, rate: float, *, is_mounted: bool) -> Iterat
     process = subprocess.Popen(command, preexec_fn=None if is_mounted else limit)
     http = httpx.Client(base_url=f"http://127.0.0.1:{port}/v1", timeout=30)
     try:
-        soon(lambda: answers(http, process), 60)
+        soon(lambda: answers(http, process))
         yield Limited(http, Path(f"/proc/{process.pid}/root{folder}") if is_mounted else folder)
     finally:
         http.close()
@@ -131,7 +131,7 @@ def test_a_background_response_is_followed_to_its_end(mounted: Limited) -> None:
         assert "could not be stored" in events[-1]["response"]["error"]["message"]
         if has_room_again:
             mounted.free()
-            soon(lambda made=made: mounted.http.get(f"/responses/{made}").json()["status"] == "failed", 10)
+            soon(lambda made=made: mounted.http.get(f"/responses/{made}").json()["status"] == "failed")
             assert follow(mounted, made)[-1]["type"] == "response.failed"
             assert mounted.http.post("/responses", json={"model": MODEL, "input": "hi"}).is_success, "room is used"
         else:

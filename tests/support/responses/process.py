@@ -45,5 +45,5 @@ def killable(store: Path, text: str, rate: float) -> tuple[subprocess.Popen[byte
             return False
         return True
 
-    soon(up, 60)
+    soon(up)
     return process, client

@@ -221,6 +221,7 @@ async def test_pages_can_come_from_the_backend(api: tuple[str, str, list[Any]]) 
     assert "See 【0†b†b.example】." in result.text
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("api", ["exa"], indirect=True)
 async def test_a_large_page_of_a_backend_does_not_hold_up_the_server_and_a_broken_one_is_said(
     api: tuple[str, str, list[Any]], monkeypatch: pytest.MonkeyPatch

@@ -271,6 +271,7 @@ def test_charsets_mean_what_browsers_mean(label: str, codec: str) -> None:
     assert charset.codec(label) == codec
 
 
+@pytest.mark.alone
 async def test_finding_in_a_hostile_page_does_not_hold_up_the_server() -> None:
     page = Page("http://a.example/", "t", "a" * 900_000)
     lines = page.wrapped
@@ -282,6 +283,7 @@ async def test_finding_in_a_hostile_page_does_not_hold_up_the_server() -> None:
     assert len(found.links) == 50
 
 
+@pytest.mark.alone
 async def test_many_hostile_pages_at_once_leave_the_loop_running(site: Made) -> None:
     made, url, fetcher = site
     for name, (body, kind) in BLANKS.items():

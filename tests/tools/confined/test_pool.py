@@ -75,7 +75,7 @@ async def test_a_hostile_payload_costs_its_own_process(workers: Pool, job: objec
     began = time.monotonic()
     with pytest.raises(ConfinedError, match=said):
         await workers.run(job, b"", SHORT, **options)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     assert await workers.run(jobs.echo, b"after") == b"after"
 
 
@@ -137,6 +137,7 @@ async def test_a_dead_fork_server_is_replaced(hostile: Nursery) -> None:
     assert await workers.run(jobs.echo, b"x") == b"x"
 
 
+@pytest.mark.alone
 async def test_the_loop_runs_on_while_workers_are_busy(workers: Pool) -> None:
     await workers.start()
     async with watched() as loop:

@@ -60,6 +60,7 @@ async def call(provider: McpProvider, kind: str) -> ToolResult:
     return await session.call(ToolCall("1", "odd", "t", json.dumps({"kind": kind})))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("kind", "said"), [("large", "larger than"), ("tree", "more than 100000 values")])
 async def test_a_line_that_must_not_be_parsed_is_an_error_and_nothing_is_lost(
     tmp_path: Path, kind: str, said: str
@@ -124,6 +125,7 @@ async def client() -> AsyncIterator[tuple[httpx2.AsyncClient, str]]:
             yield client, url
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("kind", ["", "text/event-stream"])
 @pytest.mark.parametrize("name", BOMBS)
 async def test_an_answer_is_counted_as_what_it_unfolds_to(

@@ -34,7 +34,7 @@ async def test_infinite_loop_is_interrupted_and_state_kept() -> None:
         await run_in(provider, "x = 41", "loop")
         begin = time.monotonic()
         result = await run_in(provider, "while True: pass", "loop")
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 20
         assert result.error is not None
         assert result.error.type == "timeout"
         assert "interrupted; variables are kept" in result.text
@@ -94,7 +94,7 @@ async def test_a_fork_server_that_hangs_is_replaced_and_its_conversations_live_o
         assert (await run_in(provider, "x + 1", "before")).text.strip() == "42"
     finally:
         await provider.aclose()
-    soon(lambda: not any(is_alive(process) for process in stopped), 10)
+    soon(lambda: not any(is_alive(process) for process in stopped))
 
 
 async def test_a_caller_who_opens_many_conversations_closes_its_own() -> None:
@@ -339,7 +339,7 @@ async def test_closing_does_not_wait_for_running_programs() -> None:
         await asyncio.sleep(0.01)
     begin = time.monotonic()
     await provider.aclose()
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 30
     result = await busy
     assert result.error is not None
 
@@ -380,6 +380,7 @@ async def test_unused_conversation_is_closed_and_its_loss_told() -> None:
         await provider.aclose()
 
 
+@pytest.mark.alone
 async def test_event_loop_is_never_blocked() -> None:
     """The longest pause of a loop that shares two cores with the programs: tens of ms are scheduling, more is ours."""
     provider = await started(timeout_s=10, warm=0, preload=[])

@@ -143,6 +143,7 @@ TINY = {
 }
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", TINY)
 async def test_tiny_frames_do_not_take_the_event_loop(provider: PythonProvider, name: str) -> None:
     """Two bytes a frame, as fast as they can be written: the loop belonged to them for as long as the call ran."""
@@ -156,6 +157,7 @@ async def test_tiny_frames_do_not_take_the_event_loop(provider: PythonProvider, 
     assert "42" in (await run(provider, "print(42)")).text
 
 
+@pytest.mark.alone
 async def test_a_message_whose_tree_would_be_huge_is_not_built_here(provider: PythonProvider) -> None:
     """Nested lists in 12 MB: 3.6 s and 812 MiB."""
     code = """
