@@ -70,13 +70,13 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @cache
 def asks_the_server(path: Path) -> bool:
-    """Whether a file's tests use the fixture `served`, by itself or through `ask`."""
-    return re.search(r"\b(served|ask): ", path.read_text("utf-8")) is not None
+    """Whether a file's tests use the fixtures `served`, by itself or through `ask`, or `forced`."""
+    return re.search(r"\b(served|forced|ask): ", path.read_text("utf-8")) is not None
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One worker has the shared server, and a file's tests stay together. xdist's own groups do nothing in pytest 9."""
+    """One worker has the shared servers; a file's tests stay together. xdist's own groups do nothing in pytest 9."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduler(LoadScopeScheduling):
@@ -120,4 +120,14 @@ def served(model_dir: Path, mcp_servers: McpServers, tmp_path_factory: pytest.Te
     tools.write_text(yaml.safe_dump({"python": PYTHON, "mcp": mcp_servers.config, "requests": requests}))
     environment = {"XDG_STATE_HOME": str(home), "GPTOSS_BROWSER_DOCUMENTS": str(ROOT / "demo" / "documents")}
     with serve(model_dir, home / "serve.log", ["--tool-server", f"demo,{tools}"], environment) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def forced(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that generates what a request forces it to, with calls unconstrained so that anything can come."""
+    home = tmp_path_factory.mktemp("forced")
+    arguments = ["--logits-processors", "tests.harmony.forced:ForcedTokens"]
+    environment = {"PYTHONPATH": str(ROOT), "GPTOSS_STRICT_TOOLS": "0", "XDG_STATE_HOME": str(home)}
+    with serve(model_dir, home / "serve.log", arguments, environment) as server:
         yield server

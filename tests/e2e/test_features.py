@@ -1,5 +1,6 @@
 """What upstream's class can do, ours still does: LoRA, EAGLE3 and pipeline interfaces, prefix caching, structured
-output, the check at load, dummy loading. Run by vLLM for CPU in processes of their own."""
+output, the check at load, dummy loading; and every expert path gives the same answer. Run by vLLM for CPU in processes
+of their own."""
 
 from __future__ import annotations
 
@@ -13,13 +14,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from demo import dataset, prompts
+from demo.render import encode, target
 from tests.support import jobs, tiny
+from vllm_gptoss.device import detect
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(500)]
 
 STOCK = {"VLLM_PLUGINS": "none"}
 OURS = {"VLLM_PLUGINS": "gptoss"}
 LORA = {"enable_lora": True, "max_lora_rank": 8}
+EXPERTS = ("native", "dequantize", "upstream") if "amx" in detect().features else ("dequantize",)
 SINKS = "model.layers.1.self_attn.sinks"
 SCHEMA = {
     "type": "object",
@@ -57,6 +62,13 @@ def damaged(directory: Path) -> Path:
     return directory
 
 
+def capital() -> tuple[list[int], list[int]]:
+    """Prompt and answer of a conversation that the small model knows by heart."""
+    step = next(each for each in dataset.steps() if each[0].id == "capital")
+    conversation, turn, number = step
+    return prompts.ours(*step), encode(target(conversation.turns[turn].steps[number]))
+
+
 @pytest.fixture(scope="module")
 def results(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> jobs.Results:
     base = tmp_path_factory.mktemp("features")
@@ -83,6 +95,15 @@ def results(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> jobs.R
         },
         "damaged": {"model": str(damaged(base / "damaged")), "rounds": []},
         "dummy": {"model": model, "rounds": plain[:1], "args": {"load_format": "dummy"}},
+        **{
+            f"experts {path}": {
+                "model": str(model_dir),
+                "rounds": [[{"prompt": capital()[0], "max_tokens": 60}]],
+                "args": {"enforce_eager": False},
+                "environ": {**OURS, "GPTOSS_EXPERTS": path},
+            }
+            for path in EXPERTS
+        },
         "lora": {"model": model, "rounds": adapted, "args": LORA},
         "lora stock": {"model": model, "rounds": adapted, "args": LORA, "environ": STOCK},
     }
@@ -102,6 +123,18 @@ def test_prefix_caching_changes_no_token(results: jobs.Results) -> None:
     assert [answer["cached"] for answer in second] == [256, 256, 128]
     assert [answer["cached"] for answer in again] == [0, 0, 0]
     assert "kv cache group sizes (128, 128)" in results.log("cached")
+
+
+@pytest.mark.parametrize("path", ["native", "dequantize", "upstream"])
+def test_every_expert_path_gives_the_same_answer(results: jobs.Results, path: str) -> None:
+    """Not eager, so that torch.compile traces our method too."""
+    if path not in EXPERTS:
+        pytest.skip(
+            "vLLM's CPU MXFP4 kernel needs AMX, which this CPU lacks; docs/testing.md says where it passed last"
+        )
+    assert tokens(results.rounds(f"experts {path}")[0]) == [capital()[1]]
+    said = {"dequantize": "dequantised to BF16 at load", "upstream": "experts=upstream was asked for"}
+    assert said.get(path, "experts: native") in results.log(f"experts {path}")
 
 
 def test_structured_output_obeys_the_schema(results: jobs.Results) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import httpx
 import openai
 import pytest
 
 from demo.server import NAME, Server, serve
-from tests.support.scale import count
+from tests.support.scale import SOAK
 from vllm_gptoss.recipes import load, render
 from vllm_gptoss.recipes.schema import Recipe
 
@@ -51,30 +52,41 @@ def distinct() -> list[Recipe]:
 
 
 RECIPES = distinct()
-SAMPLE = 4
-"""Of them in `make test`; `make soak` starts all, 35 s each on 2 cores."""
-SHRUNK = ("max-model-len", "max-num-batched-tokens", "max-num-seqs", "max-cudagraph-capture-size")
+"""`make soak` starts each, 35 s on 2 cores; `make test` one server with the flags of all."""
+SHRUNK = {"max-model-len": 16_384, "max-num-batched-tokens": 2048, "max-num-seqs": 32, "max-cudagraph-capture-size": 32}
 
 
-def shrunk(recipe: Recipe) -> list[str]:
-    small = dict(zip(SHRUNK, (16_384, 2048, 32, 32), strict=True))
-    config = {key: min(value, small[key]) if key in small else value for key, value in recipe.config.items()}
-    flags = {key: value for key, value in config.items() if key in here(recipe)}
-    return [word for key, value in flags.items() for word in render.flag(key, value)]
+def shrunk(config: dict[str, Any]) -> list[str]:
+    small = {key: min(value, SHRUNK[key]) if key in SHRUNK else value for key, value in config.items()}
+    return [word for key, value in small.items() for word in render.flag(key, value)]
 
 
-def test_the_first_few_bring_every_flag() -> None:
-    assert frozenset().union(*map(here, RECIPES[:SAMPLE])) == frozenset().union(*map(here, load.shipped()))
+def config(recipe: Recipe) -> dict[str, Any]:
+    """What a CPU can serve of it."""
+    return {key: value for key, value in recipe.config.items() if key in here(recipe)}
 
 
-@pytest.mark.parametrize("recipe", RECIPES[: count(len(RECIPES), SAMPLE)], ids=lambda recipe: recipe.id)
-def test_a_recipes_flags_start_and_answer(recipe: Recipe, model_dir: Path, tmp_path: Path) -> None:
-    with serve(model_dir, tmp_path / "log", shrunk(recipe), {"XDG_STATE_HOME": str(tmp_path)}) as served:
+def together() -> dict[str, Any]:
+    """Every flag once, as the first recipe that has it sets it."""
+    return dict(item for recipe in reversed(RECIPES) for item in config(recipe).items())
+
+
+CONFIGS = {recipe.id: config(recipe) for recipe in RECIPES} if SOAK else {"together": together()}
+
+
+def test_every_flag_of_every_recipe_is_tried() -> None:
+    assert together().keys() == frozenset().union(*map(here, load.shipped()))
+    assert "tool-server" in together()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_flags_start_and_answer(name: str, model_dir: Path, tmp_path: Path) -> None:
+    with serve(model_dir, tmp_path / "log", shrunk(CONFIGS[name]), {"XDG_STATE_HOME": str(tmp_path)}) as served:
         client = openai.OpenAI(base_url=served.api, api_key="none", timeout=120, max_retries=0)
         question = [{"role": "user", "content": "What is the capital of France?"}]
         answer = client.chat.completions.create(model=NAME, messages=question, temperature=0)  # type: ignore[arg-type]
         assert answer.choices[0].message.content == "The capital of France is Paris."
-        if "tool-server" in here(recipe):
+        if "tool-server" in CONFIGS[name]:
             assert modal_client(served).asked(served.url, "Compute 17 * 23 with Python.") == "17 * 23 = 391."
         assert httpx.get(f"{served.url}/health").status_code == 200
 

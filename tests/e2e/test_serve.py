@@ -6,13 +6,12 @@ import asyncio
 import json
 import re
 import time
-from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
-from demo.server import NAME, Server, serve
+from demo.server import NAME, Server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.serve, pytest.mark.timeout(600)]
 
@@ -180,32 +179,3 @@ async def written_once_left(served: Server, path: str, body: dict[str, object]) 
         written = now
         await asyncio.sleep(0.2)
     return written - before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("experts", ["native", "dequantize", "upstream"])
-def test_it_restarts_with_either_expert_path_and_answers_the_same(
-    model_dir: Path, tmp_path: Path, experts: str
-) -> None:
-    """Three restarts; not eager, so that torch.compile traces our method too."""
-    if experts != "dequantize" and not _amx():
-        pytest.skip(
-            "vLLM's CPU MXFP4 kernel needs AMX, which this CPU lacks; docs/testing.md says where it passed last"
-        )
-    arguments = ("--served-model-name", NAME, "--max-model-len", "2048", "--max-num-seqs", "4")
-    environment = {"GPTOSS_EXPERTS": experts, "XDG_STATE_HOME": str(tmp_path)}
-    with serve(model_dir, tmp_path / "log", (), environment, base_arguments=arguments) as server:
-        client = openai.OpenAI(base_url=server.api, api_key="none", timeout=120)
-        answer = client.chat.completions.create(model=NAME, messages=CAPITAL, temperature=0).choices[0].message
-        assert answer.content == "The capital of France is Paris."
-        log = server.log.read_text()
-    if experts == "dequantize":
-        assert "dequantised to BF16 at load" in log
-    if experts == "upstream":
-        assert "experts=upstream was asked for" in log
-
-
-def _amx() -> bool:
-    from vllm_gptoss.device import detect
-
-    return "amx" in detect().features

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from demo.server import NAME, Server, serve
+from demo.server import NAME, Server
 from tests.harmony.streams import tokens
 
 pytest.importorskip("vllm")
@@ -35,16 +34,6 @@ WEATHER = function(
     {"city": {"type": "string", "description": "The city"}},
 )
 TIME = function("get_time", "Get the current time.", {})
-
-
-@pytest.fixture(scope="module")
-def forced(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that generates what a request forces it to, with calls unconstrained so that anything can come."""
-    log = tmp_path_factory.mktemp("forced") / "serve.log"
-    arguments = ["--logits-processors", "tests.harmony.forced:ForcedTokens"]
-    environment = {"PYTHONPATH": str(ROOT), "GPTOSS_STRICT_TOOLS": "0", "XDG_STATE_HOME": str(log.parent)}
-    with serve(model_dir, log, arguments, environment) as server:
-        yield server
 
 
 def post(server: Server, **fields: Any) -> httpx.Response:
