@@ -154,5 +154,4 @@ def test_registering_costs_less_than_half_a_second() -> None:
         "import time; from vllm.engine.arg_utils import AsyncEngineArgs; t = time.perf_counter();"
         "from vllm_gptoss import plugin; plugin.register(); print(time.perf_counter() - t)"
     )
-    seconds = min(float(python(code).stdout.splitlines()[-1]) for _ in range(3))
-    assert seconds < 0.5
+    assert any(float(python(code).stdout.splitlines()[-1]) < 0.5 for _ in range(3))
