@@ -15,13 +15,6 @@ DOOR = "_vllm/"
 PROGRAMS = "bench/"
 """Benchmarks run vLLM, with the plugin and without, as a user's program does: by its public `LLM`."""
 
-STILL_OUTSIDE: Mapping[str, frozenset[str]] = {
-    "attention/sm90.py": frozenset({"get_flash_attn_version"}),
-    "experts/dequantize.py": frozenset({"replace_parameter"}),
-    "experts/method.py": frozenset({"weight_mx_scale"}),
-}
-"""What is imported beside the door and is no base of a subclass. To be emptied; nothing may be added."""
-
 OURS: Mapping[str, frozenset[str]] = {
     "_vllm/__init__.py": frozenset({"ours.handlers", "ours.propagate"}),
     "harmony/chat_route.py": frozenset({"create_chat_completion.__annotations__"}),
@@ -77,7 +70,7 @@ def sees_vllm(tree: ast.Module) -> bool:
 
 
 TREES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
-NAMED = {*FILLED, *SUBCLASSES, *STILL_OUTSIDE, *OURS, *(entry.file for entry in REPLACED)}
+NAMED = {*FILLED, *SUBCLASSES, *OURS, *(entry.file for entry in REPLACED)}
 SEEING = [
     name
     for name, tree in TREES.items()
@@ -88,11 +81,7 @@ SEEING = [
 def test_only_the_door_imports_vllm_but_for_bases_of_subclasses() -> None:
     outside = {name: imported(tree) for name, tree in TREES.items() if not name.startswith((DOOR, PROGRAMS))}
     found = {name: frozenset(names) for name, names in outside.items() if names}
-    allowed = {
-        name: SUBCLASSES.get(name, frozenset()) | STILL_OUTSIDE.get(name, frozenset())
-        for name in {*SUBCLASSES, *STILL_OUTSIDE}
-    }
-    assert found == allowed
+    assert found == SUBCLASSES
 
 
 @pytest.mark.parametrize("file", SUBCLASSES)

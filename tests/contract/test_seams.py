@@ -70,6 +70,19 @@ SEAMS = (
     ),
     Seam("vllm.outputs", "RequestOutput.add", ("next_output", "aggregate"), "answers that a stop string ended"),
     Seam("vllm.sampling_params", "SamplingParams.clone", (), "looking for stop strings ourselves"),
+    Seam("vllm.v1.attention.backends.fa_utils", "get_flash_attn_version", (), "planning for FlashAttention 3 only"),
+    Seam(
+        "vllm.model_executor.utils",
+        "replace_parameter",
+        ("layer", "param_name", "new_tensor"),
+        "experts in BF16 on a CPU without AMX",
+    ),
+    Seam(
+        "vllm.model_executor.layers.quantization.utils.mxfp4_utils",
+        "weight_mx_scale",
+        ("precision_config",),
+        "reading upstream's laid out scales in place",
+    ),
     Seam(
         "vllm.model_executor.models.gpt_oss",
         "GptOssForCausalLM",

@@ -305,6 +305,27 @@ def all_reduce(tensor: Any) -> Any:
     return tensor_model_parallel_all_reduce(tensor)
 
 
+def flash_attention_version() -> int | None:
+    """The FlashAttention that vLLM runs here, 2, 3 or 4; None where it has none."""
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+    return get_flash_attn_version()
+
+
+def replace_parameter(layer: Any, name: str, tensor: Any) -> None:
+    """Puts `tensor` in the place of a parameter so that vLLM can still reload weights into the layer."""
+    from vllm.model_executor.utils import replace_parameter
+
+    replace_parameter(layer, name, tensor)
+
+
+def weight_scale(precision: Any) -> Any:
+    """The MXFP4 scales of a triton_kernels `PrecisionConfig`, whose field was renamed between its versions."""
+    from vllm.model_executor.layers.quantization.utils.mxfp4_utils import weight_mx_scale
+
+    return weight_mx_scale(precision)
+
+
 def intermediate_tensors(tensors: dict[str, Any]) -> Any:
     """What a pipeline rank hands to the next one."""
     from vllm.sequence import IntermediateTensors

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionMetadataBuilder
 
-from vllm_gptoss import aside
+from vllm_gptoss import _vllm, aside
 from vllm_gptoss.choose.bands import FUSED_TOKENS
 
 
@@ -49,7 +48,7 @@ class GptOssFlashAttentionBackend(FlashAttentionBackend):
 
 def plan_once(model: Any) -> bool:
     """Gives this backend to the layers of `model` that vLLM built for FlashAttention 3; whether there are any."""
-    if get_flash_attn_version() != 3:
+    if _vllm.flash_attention_version() != 3:
         return False
     attention = [layer.attn.attn for layer in model.model.layers if hasattr(layer, "attn")]
     ours = [layer for layer in attention if layer.attn_backend is FlashAttentionBackend]

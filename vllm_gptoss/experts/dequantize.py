@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod
-from vllm.model_executor.utils import replace_parameter
 
+from vllm_gptoss import _vllm
 from vllm_gptoss.experts.mxfp4 import dequantize
 
 
@@ -33,6 +33,6 @@ class DequantizedExpertsMethod(UnquantizedFusedMoEMethod):
             weight = torch.empty(experts, rows, 2 * half, dtype=torch.bfloat16, device=blocks.device)
             for expert in range(experts):
                 weight[expert] = dequantize(blocks[expert], scales[expert])
-            replace_parameter(layer, name, weight)
+            _vllm.replace_parameter(layer, name, weight)
             delattr(layer, f"{name}_scale")
         super().process_weights_after_loading(layer)
