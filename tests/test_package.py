@@ -24,14 +24,14 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, 'build_' + sys.argv[1])(sys.argv[2]))"
 
 
-def files() -> set[str]:
-    """What must be in both distributions."""
+def files(data_at: str) -> set[str]:
+    """What must be in a distribution. data_at: where it has the folder recipes/."""
     package, recipes = ROOT / "vllm_gptoss", ROOT / "recipes"
     there = [path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     data = [path for path in recipes.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    linked = {f"vllm_gptoss/recipes/data/{path.relative_to(recipes).as_posix()}" for path in data}
-    assert "vllm_gptoss/recipes/data/schema.json" in linked
-    return {path.relative_to(ROOT).as_posix() for path in there} | linked
+    moved = {f"{data_at}/{path.relative_to(recipes).as_posix()}" for path in data}
+    assert {f"{data_at}/schema.json", f"{data_at}/deploy/Dockerfile"} <= moved
+    return {path.relative_to(ROOT).as_posix() for path in there} | moved
 
 
 def build(kind: str, source: Path, target: Path) -> Path:
@@ -45,9 +45,10 @@ def build(kind: str, source: Path, target: Path) -> Path:
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy: setuptools leaves folders behind, and takes up what an earlier build left."""
     base = tmp_path_factory.mktemp("package")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, base)
-    shutil.copytree(ROOT / "vllm_gptoss", base / "vllm_gptoss", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("vllm_gptoss", "recipes"):
+        shutil.copytree(ROOT / name, base / name, ignore=shutil.ignore_patterns("__pycache__"))
     return build("sdist", base, base)
 
 
@@ -121,10 +122,10 @@ def problems(found: dict[str, dict[str, str]]) -> dict[str, str]:
 def test_both_distributions_are_whole(sdist: Path, wheel: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert files() <= names
+    assert files("recipes") <= names
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert packed == files()
+    assert packed == files("vllm_gptoss/recipes/data")
 
 
 def test_doctor_names_what_is_missing_and_nothing_else(installed: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 ID = "20b-h100-latency-eagle3"
+AITER = "20b-mi355x-agent"
 
 
 def recipe(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -40,17 +41,45 @@ def test_variables_come_with_every_form() -> None:
     assert recipe("show", ID, "--env").stdout == ""
 
 
-def test_serve_runs_vllm_with_the_recipe_and_what_comes_after(tmp_path: Path) -> None:
-    program = tmp_path / "vllm"
+def serve(folder: Path, *extra: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """`recipe serve` of a recipe with a variable, beside a `vllm` that says what it was given."""
+    program = folder / "vllm"
     program.write_text('#!/bin/sh\necho "$VLLM_ROCM_USE_AITER" "$@"\nexit 7\n')
     program.chmod(0o755)
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    done = recipe("serve", "20b-mi355x-agent", "--", "--port", "9000", PATH=path)
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    return recipe("serve", AITER, *extra, PATH=path, GPTOSS_CACHE=str(folder / "cache"), **environ)
+
+
+def test_serve_runs_vllm_with_the_recipes_file_and_what_comes_after(tmp_path: Path) -> None:
+    done = serve(tmp_path, "--", "--port", "9000", "--served-model-name", "two words")
+    file = tmp_path / "cache" / "recipes" / f"{AITER}.yaml"
     assert done.returncode == 7
-    first, *words = done.stdout.split()
-    assert first == "1"
-    assert words[:2] == ["serve", "openai/gpt-oss-20b"]
-    assert words[-2:] == ["--port", "9000"]
+    assert done.stdout == f"1 serve --config {file} --port 9000 --served-model-name two words\n"
+    assert file.read_text() == recipe("show", AITER, "--config").stdout
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    dry = serve(tmp_path, "--dry-run", "--", "--served-model-name", "two words")
+    words = ["vllm", "serve", "--config", str(file), "--served-model-name", "two words"]
+    assert shlex.split(dry.stdout) == ["VLLM_ROCM_USE_AITER=1", *words]
+
+
+def test_serve_says_which_variable_of_the_user_the_recipe_wins_over(tmp_path: Path) -> None:
+    done = serve(tmp_path, VLLM_ROCM_USE_AITER="0")
+    assert done.stdout.startswith("1 serve")
+    assert done.stderr == "VLLM_ROCM_USE_AITER=1, as the recipe has it, instead of 0\n"
+    assert serve(tmp_path, VLLM_ROCM_USE_AITER="1").stderr == ""
+
+
+def test_serve_takes_no_second_file(tmp_path: Path) -> None:
+    done = serve(tmp_path, "--", "--config", "mine.yaml")
+    assert done.returncode == 2
+    assert f"a copy of it: vllm-gptoss recipe show {AITER} --config" in done.stderr
+
+
+def test_serve_says_where_its_file_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("no folder")
+    done = serve(tmp_path)
+    assert done.returncode == 2
+    assert "Not a directory; set GPTOSS_CACHE" in done.stderr
 
 
 def test_serve_without_vllm_says_what_to_do() -> None:

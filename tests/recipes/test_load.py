@@ -45,6 +45,7 @@ def test_a_good_file_is_read(tmp_path: Path) -> None:
         ("[H100]", "[2xh100]", r"made_up.yaml:5: recipes.0.devices: write '2xH100'"),
         ("max-num-seqs: 4", "max_num_seqs: 4", r"made_up.yaml:6: recipes.0.config: 'max_num_seqs': keys are flags"),
         ("max-num-seqs: 4", "max-num-seqs: null", r"made_up.yaml:6: recipes.0.config: .*leave the key out"),
+        ("max-num-seqs: 4", "enable-prefix-caching: false", r"made_up.yaml:6: .*write no-enable-prefix-caching: true"),
         ("max-num-seqs: 4", "model: x", r"made_up.yaml:6: recipes.0.config: 'model'"),
         ("layers: gptoss", "layers: fast", r"made_up.yaml:7: recipes.0.expects.layers: "),
         ("family: Hopper", "family: Hoppper", r"made_up.yaml:1: family: there is no 'Hoppper', only Hopper"),

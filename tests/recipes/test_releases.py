@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from vllm_gptoss.choose import devices
-from vllm_gptoss.recipes import check, load, probe, variables
+from vllm_gptoss.recipes import check, load, probe, render, variables
 from vllm_gptoss.recipes.check import Case
 from vllm_gptoss.spec import GPT_OSS_20B
 
@@ -26,13 +27,18 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "draft key": ({"speculative-config": {"methud": "eagle3"}}, "did you mean method?"),
     "draft method": ({"speculative-config": {"method": "eagle33"}}, "knows no 'eagle33'"),
     "cache dtype": ({"kv-cache-dtype": "fp9"}, "fp9"),
-    "false without a twin": ({"trust-remote-code": False, "headless": False}, "headless: false would be dropped"),
+    "false in a file": ({"enable-prefix-caching": False}, "dropped by --config without a word; write no-enable-"),
+    "null in a file": ({"tool-server": None, "max-num-seqs": None}, "does not start"),
 }
 RESTATED = {"gpu-memory-utilization": 0.92, "max-model-len": 131_072, "max-num-seqs": 1024, "tensor-parallel-size": 1}
 WORDS = (
     ["openai/gpt-oss-20b", "-tp", "2", "--attention-backend", "TRITON_ATTN", "-cc.cudagraph_mode", "PIECEWISE"],
     ["openai/gpt-oss-20b", "--disable-prefix-caching"],
 )
+FIRST = len(RECIPES) + len(BROKEN) + 1
+"""Of `WORDS`, in what a release answered."""
+MORE = ["--port", "9000", "--max-num-seqs", "7"]
+"""What a user types after `recipe serve ID --`."""
 
 
 def releases() -> list[Any]:
@@ -41,10 +47,19 @@ def releases() -> list[Any]:
 
 
 @pytest.fixture(scope="module", params=releases())
-def release(request: pytest.FixtureRequest) -> probe.Release:
+def release(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> probe.Release:
     broken = [{**MODEL, **config} for config, _ in BROKEN.values()]
+    folder = tmp_path_factory.mktemp("configs")
+    files = [folder / f"{recipe.id}.yaml" for recipe in RECIPES]
+    for recipe, file in zip(RECIPES, files, strict=True):
+        file.write_text(render.config(recipe))
+    served = [["--config", str(file), *MORE] for file in files]
+    typed = [[*render.words(recipe)[2:], *MORE] for recipe in RECIPES]
+    mine = folder / "mine.yaml"
+    mine.write_text("model: openai/gpt-oss-20b\nenable-prefix-caching: false\nheadless: false\nmax-num-seqs: 8\n")
+    others = [["--config", str(mine)], ["/local/model", "--config", str(mine), "--max-num-seqs", "9"]]
     questions = [*(recipe.config for recipe in RECIPES), *broken, {**MODEL, **RESTATED}, *WORDS]
-    return probe.ask(questions, request.param)
+    return probe.ask([*questions, *served, *typed, *others], request.param)
 
 
 def case(config: dict[str, Any], **env: str) -> Case:
@@ -72,7 +87,7 @@ def test_a_restated_default_is_found(release: probe.Release) -> None:
 
 
 def test_words_are_read_as_vllm_reads_them(release: probe.Release) -> None:
-    assert release.parsed[-2].values == {
+    assert release.parsed[FIRST].values == {
         "model": "openai/gpt-oss-20b",
         "tensor-parallel-size": 2,
         "attention-backend": "TRITON_ATTN",
@@ -80,8 +95,28 @@ def test_words_are_read_as_vllm_reads_them(release: probe.Release) -> None:
     }
 
 
+def test_a_recipes_file_says_what_its_command_says_and_flags_after_it_win(release: probe.Release) -> None:
+    """`recipe serve ID -- …`, as vLLM's outer parser reads the file; its `serve` parser would read it otherwise."""
+    after = release.parsed[FIRST + len(WORDS) :]
+    for index, recipe in enumerate(RECIPES):
+        served, typed = after[index], after[len(RECIPES) + index]
+        assert served == dataclasses.replace(typed, restated=served.restated), recipe.id
+        assert not served.error
+        assert (served.values["port"], served.values["max-num-seqs"]) == (9000, 7)
+        assert served.values["model"] == recipe.repository
+        if "no-enable-prefix-caching" in recipe.config:
+            assert served.values["enable-prefix-caching"] is False
+
+
+def test_what_a_file_loses_is_found_and_a_model_before_it_wins(release: probe.Release) -> None:
+    mine, other = release.parsed[-2:]
+    assert mine.dropped == other.dropped == ("enable-prefix-caching",)  # of `headless` false is the default
+    assert mine.values == {"model": "openai/gpt-oss-20b", "max-num-seqs": 8}
+    assert other.values == {"model": "/local/model", "max-num-seqs": 9}
+
+
 def test_a_flag_of_another_release_says_which(release: probe.Release) -> None:
-    found = [str(each) for each in check.parses(case({}), release, release.parsed[-1])]
+    found = [str(each) for each in check.parses(case({}), release, release.parsed[FIRST + 1])]
     if release.version.startswith("0.32"):
         assert any("--disable-prefix-caching needs vLLM 0.33" in each for each in found)
     else:

@@ -57,7 +57,7 @@ def test_the_usage_guides_evaluation_is_whole() -> None:
         "max-num-batched-tokens": 10240,
         "max-num-seqs": 128,
         "gpu-memory-utilization": 0.85,
-        "enable-prefix-caching": False,
+        "no-enable-prefix-caching": True,
     }  # and max-model-len 131072, which is the default
     assert "65.3, 72.4, 79.4" in recipe.published[0].says
     assert "51.2, 79.6, 93.0" in recipe.published[0].says

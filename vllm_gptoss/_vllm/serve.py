@@ -25,23 +25,28 @@ def release() -> str:
     return str(vllm.__version__)
 
 
-def parser() -> Any:
-    """The parser of `vllm serve`."""
+def parser() -> tuple[Any, Any]:
+    """The parser of `vllm`, and its own of `serve`, nested as `vllm.entrypoints.cli` nests them.
+
+    Both matter: it is the outer one that reads `--config`, and it knows none of `serve`'s flags.
+    """
     try:
         from vllm.entrypoints.common.cli_args import make_arg_parser
     except ImportError:  # vLLM 0.32
         from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    return make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+    outer = FlexibleArgumentParser(prog="vllm")
+    inner = outer.add_subparsers(dest="subparser").add_parser("serve")
+    return outer, make_arg_parser(inner)
 
 
 def parse(parser: Any, words: Sequence[str]) -> tuple[Any, str]:
-    """The namespace of `serve` and its arguments, or None and the last line of what the parser says."""
+    """The namespace of `vllm serve` and `words`, or None and the last line of what the outer parser says."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return parser.parse_args(list(words)), ""
+            return parser.parse_args(["serve", *words]), ""
     except SystemExit:
         text = said.getvalue()
         return None, " ".join(text[text.rfind("error:") + 6 :].split()) or "it was refused"
@@ -50,17 +55,16 @@ def parse(parser: Any, words: Sequence[str]) -> tuple[Any, str]:
 
 
 def actions(parser: Any) -> dict[str, Any]:
-    """Each option string and the action that takes it."""
+    """Each option string of `serve`'s parser and the action that takes it."""
     return dict(parser._option_string_actions)
 
 
-def values(parser: Any, found: Any) -> dict[str, Any]:
+def values(defaults: Any, found: Any) -> dict[str, Any]:
     """What a namespace says beyond the parser's defaults, as plain values by flag; of an object its changed fields."""
-    defaults = parser.parse_args(["m"])
     said = {name: value for name, value in vars(found).items() if value != getattr(defaults, name, None)}
     plain = {name.replace("_", "-"): _plain(value, getattr(defaults, name, None)) for name, value in said.items()}
-    model = plain.pop("model-tag", None)
-    return plain if model is None or "model" in plain else {"model": model, **plain}
+    tag = plain.pop("model-tag", None)
+    return plain if tag is None else {**plain, "model": tag}
 
 
 def _plain(value: Any, default: Any = None) -> Any:

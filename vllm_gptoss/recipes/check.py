@@ -83,7 +83,7 @@ def parses(case: Case, release: Release, parsed: Parsed) -> Iterator[Trouble]:
     if parsed.error:
         yield Trouble(where, "parses", f"does not start: {parsed.error}", _today(parsed.error, release))
     for key in parsed.dropped:
-        yield Trouble(where, "parses", f"{key}: false would be dropped without a word: there is no --no-{key}")
+        yield Trouble(where, "parses", f"{key}: false is dropped by --config without a word", f"write no-{key}: true")
 
 
 def _today(error: str, release: Release) -> str:

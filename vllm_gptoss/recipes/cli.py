@@ -18,7 +18,7 @@ from vllm_gptoss.choose import devices
 from vllm_gptoss.choose.devices import DeviceError
 from vllm_gptoss.device import Device, detect
 from vllm_gptoss.recipes import check as rules
-from vllm_gptoss.recipes import draw, find, load, plan, probe, render
+from vllm_gptoss.recipes import draw, find, launch, load, plan, probe, render
 from vllm_gptoss.recipes.check import Case, Trouble
 from vllm_gptoss.recipes.draw import DrawError
 from vllm_gptoss.recipes.load import RecipeError
@@ -214,13 +214,17 @@ def serve(
     name: Annotated[str, typer.Argument(help="a recipe's id", metavar="ID")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the command instead")] = False,
 ) -> None:
-    """Run `vllm serve` with a recipe; flags after `--` win over it."""
+    """Run `vllm serve --config` with a recipe; flags after `--` win over it."""
     recipe = _recipe(name)
-    extra = [word for word in context.args if word != "--"]
-    words = [*render.words(recipe), *extra]
+    try:
+        words = launch.words(recipe, [word for word in context.args if word != "--"])
+    except RecipeError as error:
+        raise _stop(error) from None
     if dry_run:
-        typer.echo(render.command(recipe).rstrip("\n") + "".join(f" {word}" for word in extra))
+        typer.echo(render.line(recipe.env, words), nl=False)
         return
+    for line in launch.overridden(recipe, os.environ):
+        typer.echo(line, err=True)
     os.environ.update(recipe.env)
     try:
         os.execvp(words[0], words)  # noqa: S606  the server takes this process's place, and its signals

@@ -13,8 +13,9 @@ from pydantic import ValidationError
 from vllm_gptoss.choose import families
 from vllm_gptoss.recipes.schema import Family, Recipe, expand
 
-FOLDER = Path(__file__).parent / "data"
-"""The recipes that ship: a link to the top folder `recipes` in a checkout, files in a wheel."""
+INSTALLED = Path(__file__).parent / "data"
+FOLDER = INSTALLED if INSTALLED.is_dir() else Path(__file__).parents[2] / "recipes"
+"""The recipes that ship: a folder of the package in a wheel, the top folder `recipes` in a checkout."""
 
 MOST_BYTES = 256 * 1024
 """Of one file. The largest that ships has 10 kB."""

@@ -7,6 +7,7 @@ not mix with an installed one. One start (9 to 14 s) answers for all configurati
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -16,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from vllm_gptoss import _vllm
 from vllm_gptoss._vllm import serve
@@ -32,7 +35,8 @@ class ProbeError(RuntimeError):
 @dataclass(frozen=True, slots=True)
 class Parsed:
     """One configuration. error: what the parser said, else empty; restated: keys that say what is the default anyway;
-    dropped: keys that `--config` leaves out without a word; values: what words say beyond defaults, by flag."""
+    dropped: keys of the file that `--config` leaves out without a word; values: what is said beyond defaults, by flag.
+    """
 
     error: str
     restated: tuple[str, ...] = ()
@@ -117,8 +121,8 @@ def main() -> None:
 
 
 def _answer(questions: Sequence[Question]) -> dict[str, Any]:
-    parser = serve.parser()
-    actions = serve.actions(parser)
+    parser, inner = serve.parser()
+    actions = serve.actions(inner)
     defaults, _ = serve.parse(parser, ["m"])
     return {
         "version": serve.release(),
@@ -134,22 +138,33 @@ def _answer(questions: Sequence[Question]) -> dict[str, Any]:
 
 def _parsed(parser: Any, actions: Mapping[str, Any], defaults: Any, question: Question) -> dict[str, Any]:
     if not isinstance(question, Mapping):
-        words = list(question)
-        if words and not words[0].startswith("-"):  # beside --config the parser takes a bare first word for a command
-            words = [*words[1:], "--model", words[0]]
-        found, error = serve.parse(parser, words)
-        values = {} if found is None else serve.values(parser, found)
-        return {"error": error, "restated": [], "dropped": [], "values": values}
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        json.dump(question, file)  # which is YAML too
-        file.flush()
-        found, error = serve.parse(parser, ["serve", "--config", file.name])
+        file = _file(question)
+        found, error = serve.parse(parser, question)
+    else:
+        file = question
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as written:
+            json.dump(question, written)  # which is YAML too
+            written.flush()
+            found, error = serve.parse(parser, ["--config", written.name])
     if found is None:
         return {"error": error, "restated": [], "dropped": [], "values": {}}
-    dropped = [key for key, value in question.items() if value is False and f"--no-{key}" not in actions]
-    dests = {key: actions[f"--{key}"].dest for key in question if f"--{key}" in actions and key != "model"}
-    restated = [key for key, dest in dests.items() if getattr(found, dest) == getattr(defaults, dest)]
-    return {"error": "", "restated": restated, "dropped": dropped, "values": {}}
+    dests = {key: actions[f"--{key}"].dest for key in file if f"--{key}" in actions and key != "model"}
+    return {
+        "error": "",
+        "restated": [key for key, dest in dests.items() if getattr(found, dest) == getattr(defaults, dest)],
+        "dropped": [key for key, dest in dests.items() if file[key] is False and getattr(found, dest) is not False],
+        "values": serve.values(defaults, found),
+    }
+
+
+def _file(words: Sequence[str]) -> Mapping[str, Any]:
+    """What `--config` names, empty where vLLM will say what is wrong with it."""
+    name = next((after for word, after in itertools.pairwise(words) if word == "--config"), None)
+    try:
+        found = yaml.safe_load(Path(name).read_text()) if name is not None else {}
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, Mapping) else {}
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -40,8 +40,13 @@ def arguments(recipe: Recipe) -> list[str]:
 
 def command(recipe: Recipe) -> str:
     """One line for a shell, variables before it."""
-    variables = [f"{name}={shlex.quote(value)}" for name, value in recipe.env.items()]
-    return " ".join([*variables, shlex.join(words(recipe))]) + "\n"
+    return line(recipe.env, words(recipe))
+
+
+def line(env: Mapping[str, str], words: Sequence[str]) -> str:
+    """Any command as `command` writes it."""
+    variables = [f"{name}={shlex.quote(value)}" for name, value in env.items()]
+    return " ".join([*variables, shlex.join(words)]) + "\n"
 
 
 def docker(recipe: Recipe) -> str:
@@ -102,9 +107,9 @@ def table(recipes: Sequence[Recipe]) -> str:
 
 
 def flag(key: str, value: Any) -> list[str]:
-    """One key of a configuration as words of a command."""
-    if isinstance(value, bool):
-        return [f"--{key}" if value else f"--no-{key}"]
+    """One key of a recipe's configuration, which is never false, as words of a command."""
+    if value is True:
+        return [f"--{key}"]
     if isinstance(value, list):
         return [f"--{key}", *map(str, value)]
     return [f"--{key}", json.dumps(value) if isinstance(value, dict) else str(value)]

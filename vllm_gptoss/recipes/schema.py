@@ -105,6 +105,8 @@ class Entry(_Strict):
                 )
             if value is None:
                 raise ValueError(f"{key}: null would reach vLLM as the text None; leave the key out")
+            if value is False:
+                raise ValueError(f"{key}: `vllm serve --config` drops false without a word; write no-{key}: true")
         return config
 
 
