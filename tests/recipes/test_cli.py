@@ -92,6 +92,8 @@ def test_serve_without_vllm_says_what_to_do() -> None:
     ("arguments", "said"),
     [
         (["show", "20b-h10-latency"], "near: 20b-h100-latency"),
+        (["show", "120b-h100"], "near: 120b-h100-latency, 120b-h100-long-context\n"),
+        (["show", ""], "recipe list"),
         (["list", "--device", "H10"], "there are"),
         (["check", "/nowhere.yaml"], "/nowhere.yaml: No such file"),
         (["check", "--release", "--today", "yesterday"], "yesterday"),
@@ -125,4 +127,9 @@ def test_a_users_command_and_file_are_judged(tmp_path: Path) -> None:
     mine.write_text("model: openai/gpt-oss-20b\nkv-cache-dtype: fp8\n")
     done = recipe("check", str(mine), "--device", "H100")
     assert done.returncode == 0, done.stdout
-    assert done.stdout.startswith("advice: vllm serve: --kv-cache-dtype fp8 costs the fused layers")
+    assert done.stdout.startswith(f"advice: {mine}:2: --kv-cache-dtype fp8 costs the fused layers")
+    mine.write_text("model: openai/gpt-oss-20b\nenable-prefix-caching: false\nmonokernel: true\nmax-num-seqs: many\n")
+    done = recipe("check", str(mine), "--device", "H100")
+    assert done.returncode == 1
+    assert f"error: {mine}:4 (vLLM" in done.stdout
+    assert "argument --max-num-seqs: invalid int value: 'many'" in done.stdout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_gptoss.choose import devices
+from vllm_gptoss.choose import devices, families
 from vllm_gptoss.device import Device
 from vllm_gptoss.recipes import find, load
 from vllm_gptoss.recipes.load import RecipeError
@@ -36,6 +36,14 @@ def test_an_unknown_card_gets_the_nearest_of_its_family(device: Device, near: st
     found = find.for_device(RECIPES, device)
     assert {recipe.device.name for recipe in found.recipes} == {near}
     assert f"these are for {near}, of the same family" in found.why
+
+
+@pytest.mark.parametrize("model", devices.NEIGHBOURS, ids=lambda model: model.name)
+def test_a_card_without_recipes_can_be_named_and_is_told_whose_it_gets(model: devices.Model) -> None:
+    found = find.for_device(RECIPES, devices.named(model.name.lower()))
+    assert f"no recipe is for {model.name}" in found.why
+    assert bool(found.recipes) == (families.of(model.device()).name != "other")
+    assert {recipe.family for recipe in found.recipes} <= {families.of(model.device()).name}
 
 
 def test_a_family_that_nobody_knows_gets_none_and_says_what_happens() -> None:

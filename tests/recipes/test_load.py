@@ -52,6 +52,11 @@ def test_a_good_file_is_read(tmp_path: Path) -> None:
         ("[H100]", "[H100, H100]", r"made_up.yaml:5: recipes.0.devices: H100 is there twice"),
         ("[20b]", "&a [20b]\n    note: *a", r"made_up.yaml:5: aliases \(\*a\) are not allowed"),
         ("goal: latency", "goal: latency\n    goal: agent", r"made_up.yaml:4: goal: the key is there twice"),
+        (
+            "goal: latency",
+            "goal: latency\n    ? [a]\n    : b",
+            r"made_up.yaml:4: a key is a list or a mapping, not a word",
+        ),
         ("goal: latency", "goal: [", r"made_up.yaml:\d+: no YAML"),
     ],
 )

@@ -56,6 +56,32 @@ MODELS: Final = (
     Model("CPU-AMX", "cpu", "x86_64", 0.0, most=1, features=frozenset({"amx", "avx512"})),
 )
 
+NEIGHBOURS: Final = (
+    Model("H20", "nvidia", "sm90", 95.1),
+    Model("H800", "nvidia", "sm90", 79.2),
+    Model("H100-NVL", "nvidia", "sm90", 93.1),
+    Model("GH200", "nvidia", "sm90", 94.5, most=4),
+    Model("A100-40GB", "nvidia", "sm80", 39.4, also=("A100-SXM4-40GB", "A100-PCIE-40GB")),
+    Model("A800", "nvidia", "sm80", 79.2),
+    Model("A10", "nvidia", "sm86", 22.1, also=("A10G",)),
+    Model("A40", "nvidia", "sm86", 44.4),
+    Model("RTX-A6000", "nvidia", "sm86", 47.4, also=("A6000",)),
+    Model("RTX-3090", "nvidia", "sm86", 23.6, also=("3090",)),
+    Model("L4", "nvidia", "sm89", 22.0),
+    Model("L40", "nvidia", "sm89", 44.4),
+    Model("RTX-6000-Ada", "nvidia", "sm89", 47.4),
+    Model("RTX-4080", "nvidia", "sm89", 15.6, also=("4080",)),
+    Model("RTX-4070", "nvidia", "sm89", 11.6, also=("4070",)),
+    Model("RTX-5080", "nvidia", "sm120", 15.5, also=("5080",)),
+    Model("RTX-5070", "nvidia", "sm120", 11.6, also=("5070",)),
+    Model("MI308X", "amd", "gfx942", 191.9),
+    Model("MI350X", "amd", "gfx950", 287.9),
+    Model("RX-9070-XT", "amd", "gfx1201", 15.9, also=("9070-XT",)),
+    Model("V100", "nvidia", "sm70", 31.7),
+    Model("T4", "nvidia", "sm75", 14.6),
+)
+"""GPUs that no recipe is of. Whoever names one gets the recipes of its family, and a plan for its memory."""
+
 _COUNTED = re.compile(r"(?:(\d+)\s*[x*×]\s*)?(.+)", re.IGNORECASE)
 
 
@@ -67,8 +93,9 @@ def named(text: str) -> Device:
     """
     found = _COUNTED.fullmatch(text.strip())
     count, name = (int(found[1] or 1), found[2]) if found else (1, text)
+    known = (*MODELS, *NEIGHBOURS)
     model = next(
-        (model for model in MODELS if _plain(name) in {_plain(each) for each in (model.name, *model.also)}), None
+        (model for model in known if _plain(name) in {_plain(each) for each in (model.name, *model.also)}), None
     )
     if model is None:
         near = difflib.get_close_matches(_plain(name), [_plain(each.name) for each in MODELS], n=3, cutoff=0.5)

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any, Final
+
+import yaml
 
 from vllm_gptoss import _vllm, choose
 from vllm_gptoss.choose import ChoiceError, devices
 from vllm_gptoss.device import Device
 from vllm_gptoss.recipes import defaults, plan, variables
 from vllm_gptoss.recipes.deployment import choices, deployment, gpus, no_numbers
-from vllm_gptoss.recipes.load import FOLDER
+from vllm_gptoss.recipes.load import FOLDER, line_of
 from vllm_gptoss.recipes.plan import PlanError
 from vllm_gptoss.recipes.probe import Parsed, Release
 from vllm_gptoss.recipes.schema import SPECS, Claim, Recipe
@@ -304,6 +307,14 @@ def line(device: Device, env: Mapping[str, str], releases: Sequence[tuple[Releas
     """`command`, on the words that `releases` were asked about."""
     values = next((parsed.values for _, parsed in releases if not parsed.error), {})
     return command(case_of(values, device, env), releases)
+
+
+def in_file(trouble: Trouble, path: Path, root: yaml.Node, keys: Iterable[str]) -> Trouble:
+    """The same finding of a file for `vllm serve --config`, with the line of the key that it names."""
+    said = re.findall(r"[\w-]+", trouble.what)
+    key = next((key for key in keys if f"--{key}" in said or key == said[0]), None)
+    place = str(path) if key is None else f"{path}:{line_of(root, [key])}"
+    return replace(trouble, place=trouble.place.replace("vllm serve", place, 1))
 
 
 def words(command: Sequence[str]) -> list[str]:

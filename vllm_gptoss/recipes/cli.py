@@ -152,9 +152,10 @@ def _check_path(path: Path, device: str, sources: Sequence[Path], day: date | No
     files = load.files(path)
     if not files:
         raise RecipeError(f"{path}: no .yaml file is here")
-    first, _ = load.read(files[0])
-    if isinstance(first, dict) and not {"recipes", "family"} & set(first):
-        return _check_words(["vllm", "serve", "--config", str(path.absolute())], machine(device), sources)
+    first, root = load.read(files[0])
+    if isinstance(first, dict) and not path.is_dir() and not {"recipes", "family"} & set(first):
+        found = _check_words(["vllm", "serve", "--config", str(path.absolute())], machine(device), sources)
+        return [rules.in_file(trouble, path, root, first) for trouble in found]
     recipes = [recipe for file in files for recipe in load.load(file)]
     releases = [probe.ask([recipe.config for recipe in recipes], root) for root in (None, *sources)]
     found = []

@@ -29,7 +29,8 @@ def by_id(recipes: Sequence[Recipe], name: str) -> Recipe:
     known = {recipe.id: recipe for recipe in recipes}
     if name.lower() in known:
         return known[name.lower()]
-    near = difflib.get_close_matches(name.lower(), known, n=5, cutoff=0.4)
+    begins = [each for each in known if name and each.startswith(name.lower())]
+    near = begins or difflib.get_close_matches(name.lower(), known, n=5, cutoff=0.4)
     hint = f"near: {', '.join(near)}" if near else "`vllm-gptoss recipe list` has them all"
     raise RecipeError(f"no recipe is called {name!r}; {hint}")
 
