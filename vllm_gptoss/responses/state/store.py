@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,11 +31,10 @@ from vllm_gptoss.responses.state.stored import UNFINISHED, LostError, Stored, St
 from vllm_gptoss.responses.state.tables import (
     events,
     item_index,
-    metadata,
     responses,
     settings,
 )
-from vllm_gptoss.responses.state.upgrade import rename_keys
+from vllm_gptoss.responses.state.upgrade import upgrade
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +57,7 @@ class Store:
         self._sweeping: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Creates tables that are missing. Raises `StoreError` that says where, and what to do."""
+        """Creates or upgrades the tables. Raises `StoreError` that says where, and what to do."""
         try:
             await self._create()
         except (StoreError, OSError) as error:
@@ -72,17 +71,14 @@ class Store:
         for attempt in range(3):
             try:
                 async with self._begin() as db:
-                    await db.run_sync(metadata.create_all)
+                    await db.run_sync(upgrade)
                 break
-            except StoreError:  # several API servers start at once: another may just have made the tables
+            except (TakenError, StoreError):  # SQLite's file, which another server makes just now
                 if attempt == 2:
                     raise
                 await asyncio.sleep(0.2 * (attempt + 1))
         async with self._begin() as db:
             await db.run_sync(check_columns)
-        with suppress(TakenError):  # another server that starts just now has done it
-            async with self._begin() as db:
-                await db.run_sync(rename_keys)
 
     async def aclose(self) -> None:
         """Closes the database's connections."""

@@ -1,4 +1,7 @@
-"""The tables of the response store."""
+"""The tables of the response store, as the last step of `upgrade` leaves them.
+
+A change here is a step there: servers of the version before run on the same database for a while.
+"""
 
 from __future__ import annotations
 
@@ -71,6 +74,14 @@ conversation_items = sa.Table(
     sa.Column("item", sa.Text, nullable=False),
     sa.Column("hidden", sa.Text),
     sa.Column("bytes", sa.BigInteger, nullable=False),
+)
+containers = sa.Table(
+    "gptoss_containers",
+    metadata,
+    sa.Column("id", sa.String(128), primary_key=True),
+    sa.Column("tenant", sa.String(64), nullable=False),
+    sa.Column("notebook", sa.String(256), nullable=False),
+    sa.Column("used", sa.Float, nullable=False, index=True),
 )
 settings = sa.Table(
     "gptoss_settings",
