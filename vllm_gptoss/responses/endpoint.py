@@ -14,7 +14,7 @@ from vllm_gptoss.responses.errors import ApiError
 from vllm_gptoss.responses.options import ResponsesOptions
 from vllm_gptoss.responses.prompt.toolset import Providers
 from vllm_gptoss.responses.run.background import Background
-from vllm_gptoss.responses.run.context import Models, ServerContext
+from vllm_gptoss.responses.run.context import ContainerOwners, Models, ServerContext
 from vllm_gptoss.responses.run.engine import Engine, VllmEngine
 from vllm_gptoss.responses.run.service import Service
 from vllm_gptoss.responses.state.sealing import KeyRing, new_key, parse_keys
@@ -90,7 +90,8 @@ class ResponsesEndpoint:
         if store:
             await store.open()
         keys = KeyRing(await self._keys(store))
-        self._service = Service(ServerContext(engine, models, self.options, providers, store, keys))
+        owners = ContainerOwners(store)
+        self._service = Service(ServerContext(engine, models, self.options, providers, store, keys, owners))
         self._background = Background(self._service, store) if store else None
         logger.info("Responses API of vllm-gptoss: store %s", self.options.url or "off")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,8 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from vllm_gptoss.tools.browser.guard import host_entry
 from vllm_gptoss.tools.browser.provider import BrowserConfig
 from vllm_gptoss.tools.mcp.settings import McpServerConfig, check_name, from_command
+from vllm_gptoss.tools.service.settings import ServiceConfig
 
-HELP = "`demo`, `host:port`, `http(s)://…`, `stdio:command`, or the path of a .yaml file, joined by commas"
+HELP = (
+    "`demo`, `host:port`, `http(s)://…`, `service:http(s)://…`, `stdio:command`, or the path of a .yaml file, joined by"
+    " commas"
+)
 
 
 class ToolConfigError(ValueError):
@@ -47,6 +51,7 @@ class ToolsConfig(BaseModel):
 
     python: dict[str, Any] | bool = Field(default=False, description="true, or the python tool's options")
     browser: BrowserConfig | bool = False
+    service: ServiceConfig | None = Field(default=None, description="the python tool on other machines")
     mcp: dict[str, McpServerConfig] = {}
     requests: RemoteConfig = RemoteConfig()
     max_running_calls: int = Field(default=64, gt=0, description="calls of one tool that run at once")
@@ -61,11 +66,12 @@ class ToolsPlan:
     mcp: list[tuple[str, McpServerConfig]] = field(default_factory=list)
     requests: RemoteConfig = field(default_factory=RemoteConfig)
     max_running_calls: int = 64
+    service: ServiceConfig | None = None
 
     @property
     def names(self) -> frozenset[str]:
         """The names that the operator gave out: no server takes one of them by calling itself so."""
-        builtin = {"python": self.python, "browser": self.browser}
+        builtin = {"python": self.service or self.python, "browser": self.browser}
         return frozenset(
             [*(label for label, _ in self.mcp if label), *(n for n, tool in builtin.items() if tool is not None)]
         )
@@ -101,6 +107,8 @@ def _add(plan: ToolsPlan, part: str) -> ToolsPlan:
         browser = browser or BrowserConfig() if part != "python" else browser
     elif part.endswith((".yaml", ".yml")):
         return _merge(plan, load(Path(part)), part)
+    elif part.startswith("service:"):
+        return replace(plan, service=_service(plan, part.removeprefix("service:")))
     elif part.startswith("stdio:"):
         try:
             servers.append(("", from_command(part.removeprefix("stdio:"), kind="mcp")))
@@ -110,7 +118,16 @@ def _add(plan: ToolsPlan, part: str) -> ToolsPlan:
         servers.append(("", _checked(part, url=part, kind="mcp")))
     else:
         servers.append(("", _host_and_port(part)))
-    return ToolsPlan(python, browser, servers, plan.requests, plan.max_running_calls)
+    return replace(plan, python=python, browser=browser, mcp=servers)
+
+
+def _service(plan: ToolsPlan, node: str) -> ServiceConfig:
+    """The service with one node more: each `service:` names one."""
+    nodes = [*(plan.service.nodes if plan.service else []), node]
+    try:
+        return ServiceConfig(**{**(plan.service.model_dump() if plan.service else {}), "nodes": nodes})
+    except ValidationError as error:
+        raise ToolConfigError(f"'service:{node}': {first_problem(error)}") from error
 
 
 def _host_and_port(part: str) -> McpServerConfig:
@@ -142,7 +159,9 @@ def _merge(plan: ToolsPlan, config: ToolsConfig, source: str) -> ToolsPlan:
         browser = BrowserConfig() if config.browser is True else config.browser
     hosts = [*plan.requests.allowed_hosts, *config.requests.allowed_hosts]
     requests = config.requests.model_copy(update={"allowed_hosts": hosts})
-    return ToolsPlan(python, browser, [*plan.mcp, *config.mcp.items()], requests, config.max_running_calls)
+    servers = [*plan.mcp, *config.mcp.items()]
+    service = config.service or plan.service
+    return ToolsPlan(python, browser, servers, requests, config.max_running_calls, service)
 
 
 def load(path: Path) -> ToolsConfig:
@@ -158,7 +177,7 @@ def load(path: Path) -> ToolsConfig:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ToolConfigError(f"{path}: not YAML: {error}") from error
     if not isinstance(data, dict):
-        raise ToolConfigError(f"{path}: the top level must be a mapping with python, browser, mcp or requests")
+        raise ToolConfigError(f"{path}: the top level must be a mapping with python, browser, service, mcp or requests")
     data = {
         key: {} if value is None and key == "mcp" else True if value is None else value for key, value in data.items()
     }
@@ -179,7 +198,10 @@ def _anchored(config: ToolsConfig, folder: Path) -> ToolsConfig:
     if isinstance(browser, BrowserConfig) and browser.documents and not browser.documents.is_absolute():
         browser = browser.model_copy(update={"documents": folder / browser.documents})
     servers = {name: _anchored_server(server, folder) for name, server in config.mcp.items()}
-    return config.model_copy(update={"browser": browser, "mcp": servers})
+    service = config.service
+    if service and service.ca_file:
+        service = service.model_copy(update={"ca_file": folder / service.ca_file})
+    return config.model_copy(update={"browser": browser, "mcp": servers, "service": service})
 
 
 def _anchored_server(server: McpServerConfig, folder: Path) -> McpServerConfig:

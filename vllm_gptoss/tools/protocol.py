@@ -129,6 +129,7 @@ class StoredFile:
     size: int  # bytes
     created_at: int  # unix time, s
     data: bytes = b""
+    owner: str = ""  # of the call that left it, as in `SessionOptions`
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +273,7 @@ class ToolProvider(ABC):
         """The call that the operator allows for trying the tool out: its tool and arguments."""
         return None
 
-    def list_files(self, container_id: str) -> Sequence[StoredFile]:
+    async def list_files(self, container_id: str) -> Sequence[StoredFile]:
         """The files of a container that can be downloaded, oldest first."""
         return ()
 

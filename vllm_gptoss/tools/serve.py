@@ -1,4 +1,4 @@
-"""`vllm-gptoss tools serve`: our python and browser tools as MCP servers, for other engines.
+"""`vllm-gptoss tools serve`: our python and browser tools as MCP servers, for our own replicas and other engines.
 
 Each tool is a server of its own, named `python` or `browser`, with the prompt's text as instructions: what vLLM's
 `--tool-server host:port` and OpenAI's example servers expect. Over HTTP a tool is at `/{name}/mcp` and `/{name}/sse`; a
@@ -12,7 +12,10 @@ import base64
 import contextlib
 import json
 import logging
+import os
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import mcp_types as types
@@ -23,6 +26,7 @@ from mcp.server.stdio import stdio_server
 from mcp.server.transport_security import TransportSecuritySettings
 from mcp_types.version import HANDSHAKE_PROTOCOL_VERSIONS, MODERN_PROTOCOL_VERSIONS
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
@@ -31,6 +35,7 @@ from vllm_gptoss.tools.config import ToolConfigError
 from vllm_gptoss.tools.gate import GatedProvider
 from vllm_gptoss.tools.protocol import (
     Content,
+    File,
     Image,
     Namespace,
     SessionOptions,
@@ -39,7 +44,10 @@ from vllm_gptoss.tools.protocol import (
     ToolKind,
     ToolResult,
 )
-from vllm_gptoss.tools.server import ToolServer
+from vllm_gptoss.tools.server import ToolServer, ToolServerOptions
+from vllm_gptoss.tools.service.access import VARIABLE, Doorkeeper, Keys, caller_of, load_keys
+from vllm_gptoss.tools.service.files import file_routes
+from vllm_gptoss.tools.service.wire import ANSWERED, Answered, Asked, KeptFile, asked
 from vllm_gptoss.tools.version import VERSION
 
 logger = logging.getLogger(__name__)
@@ -56,9 +64,10 @@ def tool_server(provider: GatedProvider) -> Server[Any]:
         return types.ListToolsResult(tools=_tools(namespace))
 
     async def call_tool(ctx: Any, params: types.CallToolRequestParams) -> types.CallToolResult:
-        session = await provider.open(conversation(ctx), SessionOptions(response_id=f"mcp-{ctx.request_id}"))
+        said = asked(ctx.meta)
+        session = await provider.open(conversation(ctx), _options(namespace, ctx, said))
         try:
-            return _answer(await session.call(_call(namespace, ctx, params)))
+            return _answer(await session.call(_call(namespace, ctx, params)), for_us=said is not None)
         finally:
             await session.aclose()
 
@@ -87,7 +96,7 @@ def conversation(ctx: Any) -> str:
 
     vLLM names it in the `x-session-id` header, OpenAI's example server in `_meta.client_id`. Connections of protocols
     before 2026-07-28 have ids of their own, and clients that name nothing are led to those; a stdio process has one
-    caller.
+    caller. What one caller names is nobody else's: the caller is part of it.
     """
     request = ctx.request if isinstance(ctx.request, Request) else None
     named = (ctx.meta or {}).get("client_id")
@@ -95,7 +104,16 @@ def conversation(ctx: Any) -> str:
         return f"mcp:{named or 'stdio'}"
     header = request.headers.get
     named = header("x-session-id") or named or header("mcp-session-id") or request.query_params.get("session_id")
-    return f"mcp:{named}" if named else ""
+    return f"mcp:{caller_of(request)}:{named}" if named else ""
+
+
+def _options(namespace: Namespace, ctx: Any, said: Asked | None) -> SessionOptions:
+    """What the caller says of the conversation. It says for whom it asks behind its own name, which is by its key."""
+    request = ctx.request if isinstance(ctx.request, Request) else None
+    caller, said = caller_of(request), said or Asked()
+    owner = f"{caller}/{said.owner}" if caller and said.owner else caller or said.owner
+    past = [{"recipient": namespace.name, "recall": {"container": said.container}}] if said.ran else []
+    return SessionOptions(response_id=f"mcp-{ctx.request_id}", owner=owner, past=past)
 
 
 def _tools(namespace: Namespace) -> list[types.Tool]:
@@ -118,8 +136,19 @@ def _call(namespace: Namespace, ctx: Any, params: types.CallToolRequestParams) -
     return ToolCall(str(ctx.request_id), namespace.name, params.name, json.dumps(arguments))
 
 
-def _answer(result: ToolResult) -> types.CallToolResult:
-    return types.CallToolResult(content=[_block(part) for part in result.content], is_error=result.error is not None)
+def _answer(result: ToolResult, for_us: bool = False) -> types.CallToolResult:
+    content: list[Any] = [_block(part) for part in result.content if not (for_us and isinstance(part, File))]
+    failed = result.error is not None
+    if not for_us:
+        return types.CallToolResult(content=content, is_error=failed)
+    files = [
+        KeptFile(file_id=part.file_id, filename=part.filename, bytes=part.bytes)
+        for part in result.content
+        if isinstance(part, File)
+    ]
+    error = result.error.type if result.error else ""
+    said = Answered(container=result.container_id or "", error=error, files=files)
+    return types.CallToolResult(content=content, is_error=failed, _meta={ANSWERED: said.model_dump()})
 
 
 def _block(part: Content) -> types.TextContent | types.ImageContent:
@@ -130,15 +159,19 @@ def _block(part: Content) -> types.TextContent | types.ImageContent:
     return types.TextContent(type="text", text=text)
 
 
-def http_app(providers: Sequence[GatedProvider], host: str) -> Starlette:
-    """Every tool over streamable HTTP and SSE. On the loopback, other Host and Origin headers are refused."""
-    security = None
-    if host in _LOOPBACK:
+def http_app(providers: Sequence[GatedProvider], host: str, keys: Keys | None = None) -> Starlette:
+    """Every tool over streamable HTTP and SSE, for who has one of `keys`.
+
+    Without any, on the loopback, other Host and Origin headers are refused: a web page could reach it else.
+    """
+    keys = keys or Keys()
+    security = TransportSecuritySettings(enable_dns_rebinding_protection=False)
+    if host in _LOOPBACK and not keys.digests:
         security = TransportSecuritySettings(
             allowed_hosts=["127.0.0.1:*", "localhost:*", "[::1]:*"],
             allowed_origins=["http://127.0.0.1:*", "http://localhost:*", "http://[::1]:*"],
         )
-    routes: list[BaseRoute] = []
+    routes: list[BaseRoute] = [Route("/health", _health)]
     lifespans = []
     for provider in providers:
         prefixes = [f"/{provider.name}", *([""] if len(providers) == 1 else [])]
@@ -147,6 +180,7 @@ def http_app(providers: Sequence[GatedProvider], host: str) -> Starlette:
             inner = server.streamable_http_app(streamable_http_path=f"{prefix}/mcp", transport_security=security)
             routes += [*_sse(server, prefix, security), *inner.routes]
             lifespans.append(inner.router.lifespan_context)
+        routes += file_routes(provider) if _is_python(provider) else []
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -155,10 +189,18 @@ def http_app(providers: Sequence[GatedProvider], host: str) -> Starlette:
                 await stack.enter_async_context(enter(app))
             yield
 
-    return Starlette(routes=routes, lifespan=lifespan)
+    return Starlette(routes=routes, lifespan=lifespan, middleware=[Middleware(Doorkeeper, keys=keys)])
 
 
-def _sse(server: Server[Any], prefix: str, security: TransportSecuritySettings | None) -> list[BaseRoute]:
+async def _health(request: Request) -> Response:
+    return Response()
+
+
+def _is_python(provider: GatedProvider) -> bool:
+    return any(namespace.kind is ToolKind.PYTHON for namespace in provider.namespaces())
+
+
+def _sse(server: Server[Any], prefix: str, security: TransportSecuritySettings) -> list[BaseRoute]:
     transport = SseServerTransport(f"{prefix}/messages/", security_settings=security)
 
     async def connect(request: Request) -> Response:
@@ -179,15 +221,45 @@ async def run_stdio(provider: GatedProvider) -> None:
         await server.run(read, write, server.create_initialization_options())
 
 
-async def serve_tools(spec: str, transport: Literal["http", "stdio"], host: str, port: int) -> None:
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """Where to serve, for whom, and which proxies' word on the client counts. `open_to_all`: no key is meant."""
+
+    host: str = "127.0.0.1"
+    port: int = 8001
+    keys_file: Path | None = None
+    proxies: str = "127.0.0.1"
+    open_to_all: bool = False
+
+    def keys(self) -> Keys:
+        """Raises `ToolConfigError` where others could come in without a key, and nobody has said that they may."""
+        keys = load_keys(self.keys_file)
+        if not keys.digests and self.host not in _LOOPBACK and not self.open_to_all:
+            raise ToolConfigError(
+                f"on {self.host} anybody could run programs: give --keys-file or {VARIABLE}, "
+                "or --no-auth where something in front of it asks for keys"
+            )
+        return keys
+
+
+def default_folder() -> Path:
+    """`$XDG_STATE_HOME/vllm-gptoss/files` (XDG Base Directory Specification): files outlive a restart."""
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(state).expanduser() / "vllm-gptoss" / "files"
+
+
+async def serve_tools(spec: str, transport: Literal["http", "stdio"], at: Listening) -> None:
     """Starts the tools of `spec` and serves those that are there.
 
     Raises:
-        ToolConfigError: `spec` is wrong, none of its tools can be served, or stdio is asked of more than one.
+        ToolConfigError: `spec` is wrong, none of its tools can be served, stdio is asked of more than one, or a key is
+            missing.
     """
     import uvicorn
 
-    async with ToolServer.from_spec(spec) as tools:
+    keys = at.keys() if transport == "http" else Keys()
+    defaults = {"files": str(default_folder())} if transport == "http" else {}
+    async with ToolServer.from_spec(spec, ToolServerOptions(python_defaults=defaults)) as tools:
         providers = [p for p in tools.providers if not p.unavailable and p.namespaces()]
         if not providers:
             raise ToolConfigError("no tool can be served: " + "; ".join(str(o.unavailable) for o in tools.offers()))
@@ -196,21 +268,32 @@ async def serve_tools(spec: str, transport: Literal["http", "stdio"], host: str,
                 raise ToolConfigError("stdio serves one tool: say python or browser")
             await run_stdio(providers[0])
             return
-        await uvicorn.Server(uvicorn.Config(http_app(providers, host), host=host, port=port)).serve()
+        app = http_app(providers, at.host, keys)
+        await uvicorn.Server(uvicorn.Config(app, host=at.host, port=at.port, forwarded_allow_ips=at.proxies)).serve()
 
 
 def serve(
     spec: Annotated[str, typer.Argument(help="python, browser, demo for both, or a tools.yaml")] = "demo",
     transport: Annotated[str, typer.Option(help="http (streamable HTTP and SSE) or stdio")] = "http",
-    host: Annotated[str, typer.Option(help="address to listen on; there is no authentication")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="address to listen on; others than the loopback's need keys")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port to listen on")] = 8001,
+    keys_file: Annotated[
+        Path | None, typer.Option(help=f"bearer keys, one a line; {VARIABLE} has them by commas")
+    ] = None,
+    proxies: Annotated[
+        str, typer.Option(help="addresses whose X-Forwarded-* headers are believed, by commas")
+    ] = "127.0.0.1",
+    no_auth: Annotated[bool, typer.Option("--no-auth", help="serve whoever reaches the port")] = False,
 ) -> None:
-    """Serve the python and browser tools as MCP servers, so that other engines can use them."""
+    """Serve the python and browser tools as MCP servers: for replicas of ours, and for other engines."""
     if transport not in ("http", "stdio"):
         typer.echo(f"error: --transport is http or stdio, not {transport}", err=True)
         raise typer.Exit(2)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")  # on stderr
+    logging.getLogger("vllm_gptoss").setLevel(logging.INFO)
     try:
-        asyncio.run(serve_tools(spec, "stdio" if transport == "stdio" else "http", host, port))
+        at = Listening(host, port, keys_file, proxies, no_auth)
+        asyncio.run(serve_tools(spec, "stdio" if transport == "stdio" else "http", at))
     except ToolConfigError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,6 +21,7 @@ from vllm_gptoss.tools.mcp.provider import McpProvider
 from vllm_gptoss.tools.mcp.settings import McpServerConfig, checked_headers
 from vllm_gptoss.tools.mcp.transport import Dialer
 from vllm_gptoss.tools.protocol import Namespace, SessionOptions, ToolProvider, ToolSession
+from vllm_gptoss.tools.service.nodes import ServiceProvider
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ class ToolServerOptions:
 
     environ: Mapping[str, str] | None = None
     count_tokens: Callable[[str], int] = estimate_tokens
+    python_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the python tool that hold unless the operator sets them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +76,18 @@ class ToolServer:
         providers: list[ToolProvider] = [
             McpProvider(label, config, Dialer(config, environ=environ), taken=taken) for label, config in plan.mcp
         ]
+        if plan.service is not None:  # before a python of this process's own, whose place it takes
+            providers.append(ServiceProvider(plan.service, environ))
         # Last, so that a server that the operator labels `python` or `browser` takes a built-in tool's place.
-        if plan.python is not None:
-            providers.append(_python(plan.python))
+        if plan.python is not None and plan.service is None:
+            providers.append(_python({**options.python_defaults, **plan.python}))
         if plan.browser is not None:
             providers.append(BrowserProvider(plan.browser, environ=environ, count_tokens=options.count_tokens))
         return cls(providers, plan)
 
     def shared_by(self, processes: int) -> None:
         """Says what conversations lose where several API server processes each have these tools."""
-        if processes > 1 and self.plan.python is not None:
+        if processes > 1 and self.plan.python is not None and self.plan.service is None:
             logger.warning(
                 "%d API server processes have a python tool each: a conversation that meets another one loses its "
                 "variables and files, and the model is told so; --api-server-count 1 avoids it",

@@ -109,9 +109,9 @@ class WrapperProvider(ToolProvider):
         """`inner`'s."""
         return self.inner.trial()
 
-    def list_files(self, container_id: str) -> Sequence[StoredFile]:
+    async def list_files(self, container_id: str) -> Sequence[StoredFile]:
         """`inner`'s."""
-        return self.inner.list_files(container_id)
+        return await self.inner.list_files(container_id)
 
     async def read_file(self, container_id: str, file_id: str) -> StoredFile | None:
         """`inner`'s."""

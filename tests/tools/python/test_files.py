@@ -36,13 +36,13 @@ async def test_a_callers_files_push_out_only_its_own(store: FileStore, tmp_path:
         found = await store.read("cntr_alice", file_id)
         assert found is not None
         assert found.data[:4] == b"mine"
-    assert len(store.list("cntr_bob")) == 5  # what is left
+    assert len(await store.listing("cntr_bob")) == 5  # what is left
 
 
 async def test_a_caller_alone_has_the_whole_store(store: FileStore, tmp_path: Path) -> None:
     for number in range(20):
         await put(store, tmp_path / f"{number}.bin", MIB, "bob")
-    assert len(store.list("cntr_bob")) == 8
+    assert len(await store.listing("cntr_bob")) == 8
 
 
 async def test_many_small_files_push_out_no_large_one_of_another(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ async def test_many_small_files_push_out_no_large_one_of_another(tmp_path: Path)
         for number in range(20):
             await put(store, tmp_path / f"{number}.txt", 1, "bob")
         assert await store.read("cntr_alice", kept) is not None
-        assert len(store.list("cntr_bob")) == 9
+        assert len(await store.listing("cntr_bob")) == 9
     finally:
         store.close()
 

@@ -98,7 +98,7 @@ async def test_file_in_data_is_listed_once_and_downloadable(provider: PythonProv
     stored = await provider.read_file(file.container_id, file.file_id)
     assert stored is not None
     assert (stored.data, stored.media_type, stored.filename) == (b"a,b\n1,2\n", "text/csv", "table.csv")
-    assert provider.list_files(file.container_id)[0].file_id == file.file_id
+    assert (await provider.list_files(file.container_id))[0].file_id == file.file_id
     unchanged = await run_in(provider, "1", "files")
     assert not [c for c in unchanged.content if isinstance(c, File)]
     changed = await run_in(provider, "open('/mnt/data/table.csv', 'a').write('3,4\\n')", "files")

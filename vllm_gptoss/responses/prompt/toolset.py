@@ -135,7 +135,7 @@ class Opener:
         providers: Providers,
         response_id: str,
         conversation: str,
-        notebook: Callable[[str], str] = lambda container: container,
+        notebook: Callable[[str], Awaitable[str]] | None = None,
         past: Sequence[Mapping[str, Any]] = (),
         owner: str = "",
     ) -> None:
@@ -217,7 +217,9 @@ class Opener:
         if provider is None:
             raise unsupported(where, "this server has no python tool; start it with --tool-server")
         container = tool["container"]
-        named = {"conversation": self._notebook(container)} if isinstance(container, str) else {}
+        named = {}
+        if isinstance(container, str):
+            named["conversation"] = await self._notebook(container) if self._notebook else container
         session = await self._session(provider, where, **named)
         for namespace in _of(session, ToolKind.PYTHON):
             shown = ToolNamespace(namespace.name, namespace.description or PYTHON.description)

@@ -115,8 +115,8 @@ async def _open_tools(
     notebook: str,
     identifier: str,
 ) -> Toolset:
-    def notebook_of(container_id: str) -> str:
-        return context.containers.notebook(container_id, caller)
+    async def notebook_of(container_id: str) -> str:
+        return await context.containers.notebook(container_id, caller)
 
     calls = list(previous.hidden.values())
     opener = Opener(context.providers, identifier, notebook, notebook_of, calls, caller.owner)
@@ -223,8 +223,8 @@ class _Hooks:
         if is_finished and not request.stores and self._caller.memory is not None:
             self._caller.memory.add(stored)
 
-    def used_container(self, container_id: str) -> None:
-        self._context.containers.remember(container_id, self._caller.tenant, self.notebook)
+    async def used_container(self, container_id: str) -> None:
+        await self._context.containers.remember(container_id, self._caller.tenant, self.notebook)
 
     async def compact(self) -> Compacted:
         return await compact_conversation(self._context, self._request, self._caller, self.history, self.conversation)

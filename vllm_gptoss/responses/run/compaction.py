@@ -89,7 +89,7 @@ class _Unkept:
     async def commit(self, body: dict[str, Any], hidden: dict[str, Any]) -> None:
         del body, hidden
 
-    def used_container(self, container_id: str) -> None:
+    async def used_container(self, container_id: str) -> None:
         del container_id
 
     async def compact(self) -> Compacted:

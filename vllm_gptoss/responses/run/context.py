@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,9 @@ from vllm_gptoss.responses.run.engine import Engine
 from vllm_gptoss.responses.state.caller import Caller
 from vllm_gptoss.responses.state.sealing import KeyRing
 from vllm_gptoss.responses.state.store import Store
+from vllm_gptoss.responses.state.stored import StoreError
+
+logger = logging.getLogger(__name__)
 
 Models = Callable[[str | None], tuple[str, Any]]
 """From the `model` of a request to the name to answer with and its LoRA adapter; raises `ApiError` if unknown."""
@@ -23,25 +27,40 @@ MAX_CONTAINERS = 100_000
 
 
 class ContainerOwners:
-    """Which API key, and which conversation, used a container of the python tool."""
+    """Which API key, and which conversation, used a container of the python tool, on whatever server of the store."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store | None = None) -> None:
+        self._store = store
         self._owners: OrderedDict[str, tuple[str, str]] = OrderedDict()
 
-    def remember(self, container_id: str, tenant: str, notebook: str) -> None:
+    async def remember(self, container_id: str, tenant: str, notebook: str) -> None:
         """`notebook` is the conversation of the python tool that the container belongs to."""
+        if self._owners.get(container_id) == (tenant, notebook):
+            return
         self._owners[container_id] = (tenant, notebook)
         while len(self._owners) > MAX_CONTAINERS:
             self._owners.popitem(last=False)
+        if self._store is None:
+            return
+        try:
+            await self._store.containers.put(container_id, tenant, notebook)
+        except StoreError as error:
+            logger.warning("Only this server gives out the files of container %s: %s", container_id, error)
 
-    def notebook(self, container_id: str, caller: Caller) -> str:
+    async def notebook(self, container_id: str, caller: Caller) -> str:
         """The conversation whose notebook a request means by `container`: the one that used it, else a named one."""
-        tenant, notebook = self._owners.get(container_id, ("", ""))
+        tenant, notebook = await self._owner(container_id)
         return notebook if tenant == caller.tenant else f"{caller.tenant}:container:{container_id}"
 
-    def owns(self, container_id: str, caller: Caller) -> bool:
+    async def owns(self, container_id: str, caller: Caller) -> bool:
         """Whether a tool of the caller's left files in this container."""
-        return self._owners.get(container_id, ("", ""))[0] == caller.tenant
+        return (await self._owner(container_id))[0] == caller.tenant
+
+    async def _owner(self, container_id: str) -> tuple[str, str]:
+        known = self._owners.get(container_id)
+        if known is None and self._store is not None:
+            known = await self._store.containers.get(container_id)
+        return known or ("", "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ class JobHooks(Protocol):
         """Keeps the finished response and what is hidden behind its items. Raises when it cannot."""
         ...
 
-    def used_container(self, container_id: str) -> None:
+    async def used_container(self, container_id: str) -> None:
         """A tool of this response used this container."""
         ...
 

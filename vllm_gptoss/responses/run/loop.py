@@ -267,7 +267,7 @@ class Loop:
         result = await call_within(route.session, call, self._job.limits.tool_timeout)
         self._listener.files += [content for content in result.content if isinstance(content, File)]
         if result.container_id:
-            self._job.hooks.used_container(result.container_id)
+            await self._job.hooks.used_container(result.container_id)
         entry = self._listener.hidden.setdefault(item_id, {})
         entry |= {"recipient": route.recipient, "arguments": arguments, "output": _for_model(result)}
         if result.recall:

@@ -23,6 +23,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from vllm_gptoss.responses.options import ResponsesOptions
 from vllm_gptoss.responses.state import input_items
 from vllm_gptoss.responses.state.clock import now
+from vllm_gptoss.responses.state.container_store import ContainerStore, forget_old
 from vllm_gptoss.responses.state.conversation_store import ConversationStore, append, size
 from vllm_gptoss.responses.state.database import cause_of, check_columns, connect, keep_private
 from vllm_gptoss.responses.state.event_store import EventStore, unfinished
@@ -53,6 +54,7 @@ class Store:
         self._db = connect(self._url)
         self.conversations = ConversationStore(self._begin)
         self.background = EventStore(self._begin)
+        self.containers = ContainerStore(self._begin)
         self._swept = 0.0
         self._sweeping: asyncio.Task[None] | None = None
 
@@ -262,6 +264,8 @@ class Store:
                 part = gone[at : at + 500]
                 await _remove_parts(db, part)
                 await db.execute(sa.delete(responses).where(responses.c.id.in_(part)))
+            if self.config.retention:
+                await forget_old(db, self.config.retention)
         return len(gone)
 
 

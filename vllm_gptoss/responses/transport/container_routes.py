@@ -26,10 +26,10 @@ def add_routes(router: APIRouter, service: Callable[[], Service]) -> None:
         return await _file(service(), container_id, file_id, request)
 
     async def listed(container_id: str, request: Request) -> Response:
-        return JSONResponse(page_of(_files(service(), container_id, request), request.query_params))
+        return JSONResponse(page_of(await _files(service(), container_id, request), request.query_params))
 
     async def described(container_id: str, file_id: str, request: Request) -> Response:
-        found = [file for file in _files(service(), container_id, request) if file["id"] == file_id]
+        found = [file for file in await _files(service(), container_id, request) if file["id"] == file_id]
         if not found:
             raise not_found("File", file_id)
         return JSONResponse(found[0])
@@ -39,10 +39,10 @@ def add_routes(router: APIRouter, service: Callable[[], Service]) -> None:
         router.add_api_route(files + path, errors(handler), methods=["GET"])
 
 
-def _files(service: Service, container_id: str, request: Request) -> list[dict[str, Any]]:
+async def _files(service: Service, container_id: str, request: Request) -> list[dict[str, Any]]:
     """What can be downloaded of a container, oldest first, for the API key whose response used it."""
     provider = service.context.providers.of_kind(ToolKind.PYTHON)
-    if provider is None or not service.context.containers.owns(container_id, caller_of(request)):
+    if provider is None or not await service.context.containers.owns(container_id, caller_of(request)):
         raise not_found("Container", container_id)
     return [
         {
@@ -54,14 +54,14 @@ def _files(service: Service, container_id: str, request: Request) -> list[dict[s
             "path": f"/mnt/data/{file.filename}",
             "source": "assistant",
         }
-        for file in provider.list_files(container_id)
+        for file in await provider.list_files(container_id)
     ]
 
 
 async def _file(service: Service, container_id: str, file_id: str, request: Request) -> Response:
     """A file that the python tool left, for the API key whose response made it."""
     provider = service.context.providers.of_kind(ToolKind.PYTHON)
-    mine = provider is not None and service.context.containers.owns(container_id, caller_of(request))
+    mine = provider is not None and await service.context.containers.owns(container_id, caller_of(request))
     found = await provider.read_file(container_id, file_id) if provider and mine else None
     if found is None:
         raise not_found("File", file_id)

@@ -252,7 +252,7 @@ class McpSession(ToolSession):
             tool, arguments = self._request(call)
         except ValueError as error:
             return failed("invalid_arguments", str(error))
-        meta = {"client_id": opaque(self._conversation)} if self._conversation else {}
+        meta = self._meta()
         try:
             connection = await self._connection()
             answer = await connection.call(self._provider.own_names.get(tool, tool), arguments, meta, config.timeout_s)
@@ -266,8 +266,15 @@ class McpSession(ToolSession):
             return failed(_refusal(error), f"The tool's server refused the call: {error.error.message}")
         except RuntimeError as error:  # the SDK's word for results that break the tool's own output schema
             return failed("tool_failed", f"The tool's answer was not valid: {error}")
-        result = to_result(answer, config.max_output_chars)
-        return self._browsed(call, arguments, result)
+        return self._browsed(call, arguments, self._result(answer))
+
+    def _meta(self) -> dict[str, Any]:
+        """What goes with a call."""
+        return {"client_id": opaque(self._conversation)} if self._conversation else {}
+
+    def _result(self, answer: Any) -> ToolResult:
+        """The server's `CallToolResult` as ours."""
+        return to_result(answer, self._provider.config.max_output_chars)
 
     def source(self, cursor: int, line: int | None = None) -> Source | None:
         """The page behind a cursor, for servers that are browsers."""

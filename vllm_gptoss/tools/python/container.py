@@ -243,7 +243,7 @@ class Container:
         if self.lost:
             contents = [Text(self.lost), *contents]
             self.lost = ""
-        return ToolResult(contents, error, container_id=self.id)
+        return ToolResult(contents, error, container_id=self.id, recall={"container": self.id})
 
     def close(self) -> None:
         """Kills what runs, without waiting; a running call ends with an error."""

@@ -1,6 +1,7 @@
 """Files that programs left in /mnt/data, kept for download after the cage is gone.
 
-Each is copied into an unnamed temporary file, so nothing is left on the disk when the server ends, in whatever way.
+Each is copied into an unnamed temporary file, so nothing is left on the disk when the server ends, in whatever way; or,
+where the operator names a place (`kept`), to that place, from which other servers give them out too.
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ import stat
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import IO
 
 from vllm_gptoss.tools.protocol import File, StoredFile
+
+from .kept import KeptFiles
+from .quotas import Quotas, account
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +52,7 @@ MEDIA_TYPES = {
 @dataclass(slots=True)
 class _Entry:
     info: StoredFile
-    owner: str
-    handle: IO[bytes]
+    handle: IO[bytes] | None  # None: it is in the place
     used: float  # monotonic, s
 
 
@@ -56,63 +60,120 @@ class FileStore:
     """Bounded by bytes, number and age. Of the owner who has most the oldest go first, with a log line: one alone has
     all of it, and none loses a file while it has less than its even share."""
 
-    def __init__(self, *, max_bytes: int, max_files: int, keep_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        max_bytes: int,
+        max_files: int,
+        keep_s: float,
+        kept: KeptFiles | None = None,
+        quotas: Quotas | None = None,
+    ) -> None:
         self._max_bytes = max_bytes
         self._max_files = max_files
         self._keep_s = keep_s
+        self._kept = kept
+        self._quotas = quotas or Quotas()
         self._entries: dict[tuple[str, str], _Entry] = {}
 
+    async def open(self) -> None:
+        """Finds what was kept by earlier servers. Raises OSError where the place cannot be used."""
+        if self._kept is None:
+            return
+        await asyncio.to_thread(self._kept.open)
+        for container_id, file_id, size, age in await asyncio.to_thread(self._kept.every):
+            info = StoredFile(container_id, file_id, "", "", size, int(time.time() - age))
+            self._entries.setdefault((container_id, file_id), _Entry(info, None, time.monotonic() - age))
+        await self.prune()
+
     async def put(self, container_id: str, filename: str, fd: int, max_bytes: int, owner: str = "") -> File:
-        """Copies what `fd` refers to; closes it. Raises ValueError for what is not a regular file or is too large."""
+        """Copies what `fd` refers to; closes it. Raises ValueError for what is not a regular file or is too large,
+        also for its owner's share; OSError where it cannot be kept."""
         handle, size = await asyncio.to_thread(_copy, fd, max_bytes)
         media_type = MEDIA_TYPES.get(os.path.splitext(filename)[1].lower(), "application/octet-stream")
         file_id = f"cfile_{secrets.token_hex(16)}"
-        info = StoredFile(container_id, file_id, filename, media_type, size, int(time.time()))
-        self._entries[container_id, file_id] = _Entry(info, owner, handle, time.monotonic())
-        self.prune()
+        info = StoredFile(container_id, file_id, filename, media_type, size, int(time.time()), owner=owner)
+        try:
+            self._quotas.check_kept(owner, self._held(owner), size)
+            if self._kept is not None:
+                await asyncio.to_thread(self._kept.save, info, handle)
+        except BaseException:
+            handle.close()
+            raise
+        if self._kept is not None:
+            handle.close()
+        entry = _Entry(info, None if self._kept else handle, time.monotonic())
+        self._entries[container_id, file_id] = entry
+        await self.prune()
         return File(container_id, file_id, filename, size)
+
+    def _held(self, owner: str) -> int:
+        """Bytes that are kept for the owner's account."""
+        mine = account(owner)
+        return sum(e.info.size for e in self._entries.values() if account(e.info.owner) == mine)
 
     async def read(self, container_id: str, file_id: str) -> StoredFile | None:
         """The file with its bytes, or None if there is none (any more)."""
         entry = self._entries.get((container_id, file_id))
-        if entry is None:
+        if entry is not None:
+            entry.used = time.monotonic()
+        if self._kept is not None:
+            return await asyncio.to_thread(self._kept.read, container_id, file_id)
+        if entry is None or entry.handle is None:
             return None
-        entry.used = time.monotonic()
         # pread: several clients may read at once, and pruning may close the file meanwhile
         fd = os.dup(entry.handle.fileno())
-        data = await asyncio.to_thread(_read_all, fd, entry.info.size)
-        i = entry.info
-        return StoredFile(i.container_id, i.file_id, i.filename, i.media_type, i.size, i.created_at, data)
+        return replace(entry.info, data=await asyncio.to_thread(_read_all, fd, entry.info.size))
 
-    def list(self, container_id: str) -> list[StoredFile]:
+    async def listing(self, container_id: str) -> Sequence[StoredFile]:
         """The container's files without their bytes, oldest first."""
+        if self._kept is not None:
+            return await asyncio.to_thread(self._kept.listing, container_id)
         return [e.info for (owner, _), e in self._entries.items() if owner == container_id]
 
-    def prune(self) -> None:
+    async def prune(self) -> None:
         """Drops what is too old, then the least recently used of whoever has most until the rest fits."""
         now = time.monotonic()
-        for key in [k for k, e in self._entries.items() if now - e.used > self._keep_s]:
-            self._entries.pop(key).handle.close()
-        # Each file is a descriptor, of which the process needs the most for its connections.
-        most = min(self._max_files, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        gone = [self._entries.pop(k) for k, e in list(self._entries.items()) if now - e.used > self._keep_s]
+        gone += self._too_much()
+        for entry in gone:
+            if entry.handle is not None:
+                entry.handle.close()
+            elif self._kept is not None:
+                await self._drop(entry.info)
+
+    async def _drop(self, info: StoredFile) -> None:
+        assert self._kept is not None
+        try:
+            await asyncio.to_thread(self._kept.drop, info.container_id, info.file_id)
+        except OSError:
+            logger.warning("file %s of container %s stays where it is kept", info.file_id, info.container_id)
+
+    def _too_much(self) -> list[_Entry]:
+        # Each temporary file is a descriptor, of which the process needs the most for its connections.
+        spare = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
+        most = self._max_files if self._kept else min(self._max_files, spare)
         size: Counter[str] = Counter()
         number: Counter[str] = Counter()
         for entry in self._entries.values():
-            size[entry.owner] += entry.info.size
-            number[entry.owner] += 1
+            size[entry.info.owner] += entry.info.size
+            number[entry.info.owner] += 1
+        gone = []
         while size.total() > self._max_bytes or number.total() > most:
             (owner, _), *_ = (size if size.total() > self._max_bytes else number).most_common(1)
-            key = min((k for k, e in self._entries.items() if e.owner == owner), key=lambda k: self._entries[k].used)
-            entry = self._entries.pop(key)
-            size[owner] -= entry.info.size
+            mine = (k for k, e in self._entries.items() if e.info.owner == owner)
+            key = min(mine, key=lambda k: self._entries[k].used)
+            gone.append(self._entries.pop(key))
+            size[owner] -= gone[-1].info.size
             number[owner] -= 1
-            entry.handle.close()
             logger.warning("dropped file %s of container %s: the file store is full", key[1], key[0])
+        return gone
 
     def close(self) -> None:
-        """Drops every file."""
+        """Drops every temporary file; what is kept in a place stays there."""
         for entry in self._entries.values():
-            entry.handle.close()
+            if entry.handle is not None:
+                entry.handle.close()
         self._entries.clear()
 
 

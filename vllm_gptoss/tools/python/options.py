@@ -65,6 +65,14 @@ class PythonOptions(BaseModel):
     max_files_per_call: int = Field(default=32, ge=0)
     file_store_mib: int = Field(default=2048, ge=1)
     file_keep_s: float = Field(default=1200.0, gt=0)
+    files: str = Field(
+        default="",
+        description="Folder or URL that fsspec takes (s3://…): files outlive the server, and others find them.",
+    )
+
+    caller_containers: int = Field(default=0, ge=0, description="Alive at once for one caller; 0: no limit.")
+    caller_runs_per_minute: int = Field(default=0, ge=0, description="Calls of one caller; 0: no limit.")
+    caller_files_mib: int = Field(default=0, ge=0, description="Files kept for one caller; 0: no limit.")
 
     max_conversations: int = Field(default=50, ge=1, description="Kernels at once; idle ones make room.")
     warm: int = Field(default=2, ge=0, description="Kernels kept ready.")

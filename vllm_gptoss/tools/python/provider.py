@@ -9,7 +9,8 @@ import logging
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from vllm_gptoss.tools.protocol import (
     Namespace,
@@ -26,8 +27,10 @@ from vllm_gptoss.tools.sandbox.launcher import SandboxError
 
 from .container import Container
 from .files import FileStore
+from .kept import KeptFiles
 from .options import PythonOptions
 from .pool import KernelPool
+from .quotas import QuotaError, Quotas, account
 from .tasks import uninterrupted
 
 logger = logging.getLogger(__name__)
@@ -40,6 +43,10 @@ _ELSEWHERE = (
     "[This python session is new: variables of earlier calls, and files in /mnt/data, are not here. The server was"
     " started again, or another of its processes ran those calls.]"
 )
+_ANOTHER = (
+    "[This python session is not the one that earlier calls ran in: their variables, and files in /mnt/data, may not be"
+    " here.]"
+)
 _REMEMBERED = 10_000  # conversations whose loss is still to be told
 _MAX_CODE = 1 << 20  # characters
 
@@ -51,8 +58,14 @@ class PythonProvider(ToolProvider):
         self.options = options or PythonOptions()
         self._name = name
         self._unavailable: str | None = "not started"
+        o = self.options
+        self._quotas = Quotas(o.caller_containers, o.caller_runs_per_minute, o.caller_files_mib << 20)
         self._store = FileStore(
-            max_bytes=self.options.file_store_mib << 20, max_files=10_000, keep_s=self.options.file_keep_s
+            max_bytes=o.file_store_mib << 20,
+            max_files=10_000,
+            keep_s=o.file_keep_s,
+            kept=KeptFiles(o.files) if o.files else None,
+            quotas=self._quotas,
         )
         self._containers: dict[str, Container] = {}
         self._lost: OrderedDict[str, str] = OrderedDict()
@@ -92,6 +105,11 @@ class PythonProvider(ToolProvider):
         self._pool = KernelPool(self.options, self._evict_idle)
         started = time.monotonic()
         try:
+            await self._store.open()
+        except OSError as error:
+            self._unavailable = str(error)
+            return
+        try:
             await self._pool.start()
         except (SandboxError, OSError) as error:
             self._unavailable = f"no isolation for python: {error}"
@@ -108,9 +126,12 @@ class PythonProvider(ToolProvider):
 
     async def open(self, conversation_id: str, options: SessionOptions) -> PythonSession:
         """The conversation's notebook; with an empty id, one that nobody shares and that ends with the session."""
-        ran_before = any(call.get("recipient") == self._name for call in options.past)
-        if conversation_id and ran_before and conversation_id not in self._containers:
+        before = [call for call in options.past if call.get("recipient") == self._name]
+        there = self._containers.get(conversation_id)
+        if conversation_id and before and there is None:
             self._remember_loss(conversation_id, self._lost.get(conversation_id, _ELSEWHERE))
+        elif before and there and container_of(before) not in ("", there.id):
+            there.lost = there.lost or _ANOTHER
         return PythonSession(self, conversation_id, options.owner)
 
     async def run(self, conversation_id: str, code: str, owner: str = "") -> ToolResult:
@@ -118,6 +139,11 @@ class PythonProvider(ToolProvider):
         if self._unavailable is not None or self._pool is None:
             reason = self._unavailable or "not started"
             return failed("unavailable", reason, f"[python is unavailable: {reason}]")
+        try:
+            self._quotas.count_run(owner)
+            self._check_containers(conversation_id, owner)
+        except QuotaError as error:
+            return failed("resource_limit", str(error), f"[not run: {error}]")
         container = self._containers.get(conversation_id)
         if container is None:
             lost = self._lost.pop(conversation_id, "")
@@ -128,6 +154,17 @@ class PythonProvider(ToolProvider):
         finally:
             self._pool.make_room()
             self._keep_memory()
+
+    def _check_containers(self, conversation_id: str, owner: str) -> None:
+        """Makes room for one container more of the caller's, among its own. Raises QuotaError."""
+        limit, mine = self._quotas.containers, account(owner)
+        held = {k: c for k, c in self._containers.items() if account(c.owner) == mine and (c.alive or c.lock.locked())}
+        if not limit or conversation_id in held or len(held) < limit:
+            return
+        idle = next((key for key in self._idle() if key in held), None)
+        if idle is None:
+            raise QuotaError(f"this caller may run {limit} python sessions at once, and all of them are busy")
+        self._evict(idle, _ROOM_LOST)
 
     async def forget(self, conversation_id: str) -> None:
         """Ends a conversation now: its processes, its variables, its cage. Files copied out stay downloadable."""
@@ -142,9 +179,9 @@ class PythonProvider(ToolProvider):
         """A file that a call left in /mnt/data, with its bytes; None if it is unknown or no longer kept."""
         return await self._store.read(container_id, file_id)
 
-    def list_files(self, container_id: str) -> Sequence[StoredFile]:
-        """What calls left in /mnt/data and is still kept."""
-        return self._store.list(container_id)
+    async def list_files(self, container_id: str) -> Sequence[StoredFile]:
+        """What calls left in /mnt/data and is still kept. Raises OSError where the place of files fails."""
+        return await self._store.listing(container_id)
 
     def _idle(self) -> list[str]:
         """Conversations with a kernel and no call: first those of the owner who has most, the longest unused first."""
@@ -188,7 +225,10 @@ class PythonProvider(ToolProvider):
         interval = min(10.0, self.options.idle_s / 4)
         while True:
             await asyncio.sleep(interval)
-            self._store.prune()
+            try:
+                await self._store.prune()
+            except Exception:
+                logger.exception("python: old files could not be dropped")
             before = time.monotonic() - self.options.idle_s
             for key, container in list(self._containers.items()):
                 if container.last_used < before and not container.lock.locked():
@@ -239,6 +279,11 @@ class PythonSession(ToolSession):
         """Ends the request; the notebook stays for the conversation's next one, if it has a name to come back by."""
         if self._anonymous:
             await self._provider.forget(self._conversation_id)
+
+
+def container_of(past: Sequence[Mapping[str, Any]]) -> str:
+    """The container that the last of these calls ran in; empty where that is not known."""
+    return str((past[-1].get("recall") or {}).get("container") or "") if past else ""
 
 
 def _refused(reason: str) -> ToolResult:

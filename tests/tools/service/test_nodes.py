@@ -1,0 +1,188 @@
+"""The python tool on nodes: every server finds the same one, callers have nothing of each other, limits are told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from tests.support.machine import without_namespaces
+from tests.support.notebooks import started
+from tests.support.servers import running
+from vllm_gptoss.tools.config import ToolConfigError, parse_spec
+from vllm_gptoss.tools.gate import GatedProvider
+from vllm_gptoss.tools.protocol import File, SessionOptions, ToolCall, ToolResult
+from vllm_gptoss.tools.python import PythonProvider
+from vllm_gptoss.tools.serve import http_app
+from vllm_gptoss.tools.server import ToolServer, ToolServerOptions
+from vllm_gptoss.tools.service.access import VARIABLE, load_keys
+from vllm_gptoss.tools.service.nodes import ServiceProvider, ranked
+from vllm_gptoss.tools.service.settings import ServiceConfig
+
+HERE = pytest.mark.skipif(without_namespaces() is not None, reason=str(without_namespaces()))
+ALICE, BOB = "alice's key which is long", "bob's key which is as long"
+
+
+@dataclass
+class Node:
+    url: str
+    python: PythonProvider
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def node() -> AsyncIterator[Node]:
+    limits = {"caller_containers": 2, "caller_files_mib": 1}
+    python = await started(warm=0, preload=[], timeout_s=20, memory_mib=512, **limits)
+    keys = load_keys(None, {VARIABLE: f"{ALICE},{BOB}"})
+    async with running(http_app([GatedProvider(python)], "127.0.0.1", keys)) as url:
+        yield Node(url, python)
+    await python.aclose()
+
+
+def service(key: str, *urls: str) -> ServiceProvider:
+    return ServiceProvider(ServiceConfig(nodes=list(urls), connect_timeout_s=30), {"GPTOSS_TOOLS_KEY": key})
+
+
+async def run(
+    provider: ServiceProvider, code: str, conversation: str = "c", past: tuple[Mapping[str, Any], ...] = ()
+) -> ToolResult:
+    session = await provider.open(conversation, SessionOptions(past=past))
+    try:
+        return await session.call(ToolCall("call", "python", None, code))
+    finally:
+        await session.aclose()
+
+
+def after(result: ToolResult) -> tuple[Mapping[str, Any], ...]:
+    return ({"recipient": "python", "recall": result.recall},)
+
+
+def test_a_node_that_is_lost_moves_only_its_own_conversations() -> None:
+    nodes = [f"http://tools-{n}:8001" for n in range(4)]
+    names = [f"conversation {n}" for n in range(400)]
+    first = {name: ranked(nodes, name)[0] for name in names}
+    assert min(Counter(first.values()).values()) > 60, "all have their share"
+    assert {name: ranked(nodes[::-1], name)[0] for name in names} == first, "in whatever order they are written"
+    left = {name: ranked(nodes[1:], name)[0] for name in names}
+    assert all(left[name] == first[name] for name in names if first[name] != nodes[0])
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ("service:tools-1:8001", "write http://host:port"),
+        ("service:http://a:1,service:http://a:1/", "named twice"),
+        ("service:", "write http://host:port"),
+    ],
+)
+def test_an_address_that_is_none_is_refused(spec: str, problem: str) -> None:
+    with pytest.raises(ToolConfigError, match=problem):
+        parse_spec(spec, {})
+
+
+def test_the_service_takes_the_place_of_the_servers_own_python() -> None:
+    plan = parse_spec("demo,service:http://a:1,service:https://b:2", {})
+    assert plan.service is not None
+    assert plan.service.nodes == ["http://a:1", "https://b:2"]
+    server = ToolServer.from_spec("demo,service:http://a:1", ToolServerOptions(environ={}))
+    assert sorted(p.name for p in server.providers) == ["browser", "python"]
+    assert isinstance(next(p.inner for p in server.providers if p.name == "python"), ServiceProvider)
+
+
+@HERE
+@pytest.mark.asyncio(loop_scope="module")
+async def test_two_callers_reach_nothing_of_each_other(node: Node) -> None:
+    alice, bob = service(ALICE, node.url), service(BOB, node.url)
+    await asyncio.gather(alice.start(), bob.start())
+    try:
+        mine = await run(alice, "secret = 1; open('/mnt/data/f.txt', 'w').write('alice')")
+        (file,) = [part for part in mine.content if isinstance(part, File)]
+        assert mine.container_id
+        # Even one who knows what the conversation and its container are called.
+        theirs = await run(bob, "print('secret' in globals())", past=after(mine))
+        assert theirs.text.endswith("False\n")
+        assert theirs.container_id != mine.container_id
+        assert await bob.list_files(mine.container_id) == []
+        assert await bob.read_file(mine.container_id, file.file_id) is None
+        found = await alice.read_file(mine.container_id, file.file_id)
+        assert found is not None
+        assert (found.data, found.filename, found.media_type) == (b"alice", "f.txt", "text/plain")
+        assert (await run(alice, "print(secret)", past=after(mine))).text == "1\n"
+    finally:
+        await asyncio.gather(alice.aclose(), bob.aclose())
+
+
+@HERE
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_callers_limits_are_told_and_cost_no_other_caller_anything(node: Node) -> None:
+    alice, bob = service(ALICE, node.url), service(BOB, node.url)
+    await asyncio.gather(alice.start(), bob.start())
+    try:
+        endless = [asyncio.create_task(run(alice, "import time; time.sleep(15)", f"busy {n}")) for n in range(2)]
+        async with asyncio.timeout(60):
+            while sum(c.lock.locked() and c.alive for c in node.python._containers.values()) < 2:
+                await asyncio.sleep(0.05)
+        refused = await run(alice, "print(1)", "one more")
+        assert refused.error is not None
+        assert refused.error.type == "resource_limit"
+        assert "this caller may run 2 python sessions at once, and all of them are busy" in refused.text
+        assert (await run(bob, "print(1)", "one more")).text == "1\n"
+        for task in endless:
+            task.cancel()
+        await asyncio.gather(*endless, return_exceptions=True)
+        async with asyncio.timeout(60):
+            while (again := await run(alice, "print(1)", "one more")).error:
+                await asyncio.sleep(0.2)
+        assert again.text == "1\n"
+        large = await run(alice, "open('/mnt/data/large', 'wb').write(bytes(2 << 20)); print('ran')", "one more")
+        assert large.error is None
+        assert "large cannot be downloaded: this caller may keep 1048576 bytes" in large.text
+    finally:
+        await asyncio.gather(alice.aclose(), bob.aclose())
+
+
+@HERE
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_notebook_that_is_not_the_one_of_earlier_calls_says_so(node: Node) -> None:
+    """A node that was out of reach comes back with variables of before."""
+    alice = service(ALICE, node.url)
+    await alice.start()
+    try:
+        await run(alice, "x = 'old'", "split")
+        elsewhere = ({"recipient": "python", "recall": {"container": "cntr_" + "0" * 32, "node": "http://gone:1"}},)
+        result = await run(alice, "print(x)", "split", past=elsewhere)
+        assert "not the one that earlier calls ran in" in result.text
+        again = await run(alice, "print(x)", "split", past=after(result))
+        assert again.text == "old\n"
+    finally:
+        await alice.aclose()
+
+
+@HERE
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_wrong_key_is_said_at_the_start(node: Node) -> None:
+    nobody = service("a key that nobody knows", node.url)
+    await nobody.start()
+    try:
+        assert "401" in (nobody.unavailable or "")
+        assert nobody.namespaces() == ()
+    finally:
+        await nobody.aclose()
+
+
+@HERE
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_node_that_is_not_there_costs_no_call(node: Node) -> None:
+    alice = service(ALICE, "http://127.0.0.1:1", node.url)
+    await alice.start()
+    try:
+        assert alice.unavailable is None
+        results = await asyncio.gather(*(run(alice, "print(1)", "there") for _ in range(2)))
+        assert {result.text for result in results} == {"1\n"}
+    finally:
+        await alice.aclose()

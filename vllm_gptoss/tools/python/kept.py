@@ -1,0 +1,180 @@
+"""Files kept where `fsspec` reaches: a folder, S3-compatible storage by URL. They outlive this process.
+
+Each is one object, `{container}/{file}`: a line of JSON that says what it is, then its bytes. One that is cut short is
+not there. Every method blocks and belongs in a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import datetime
+from functools import wraps
+from pathlib import Path
+from typing import IO, Any, ParamSpec, TypeVar
+
+import fsspec
+
+from vllm_gptoss.tools.protocol import StoredFile
+
+logger = logging.getLogger(__name__)
+
+_CONTAINER, _FILE = re.compile(r"cntr_[0-9a-f]{32}"), re.compile(r"cfile_[0-9a-f]{32}")
+_HEAD = 16 << 10  # bytes that the line has at most: a file's name has 4,096 characters
+_FIELDS = ("container_id", "file_id", "filename", "media_type", "size", "created_at", "owner")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _storage(method: Callable[P, T]) -> Callable[P, T]:
+    """Makes whatever a file system raises an `OSError` in one line: each has errors of its own."""
+
+    @wraps(method)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            what = str(error).split("\n")[0][:200]
+            logger.warning("kept files: %s failed: %s: %s", method.__name__, type(error).__name__, what)
+            raise OSError(f"the file store failed: {type(error).__name__}") from error
+
+    return wrapped
+
+
+class KeptFiles:
+    """The files under `url`, a folder or what `fsspec` takes."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._fs: Any = None
+        self._root = ""
+
+    def open(self) -> None:
+        """Makes the folder where it is one. Raises OSError that says what is missing."""
+        try:
+            # Other servers write too: a listing from before is of no use, and this connection is of its own.
+            self._fs, self._root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
+            if "file" in _protocols(self._fs):
+                Path(self._root).mkdir(parents=True, exist_ok=True, mode=0o700)
+            with contextlib.suppress(FileNotFoundError):  # nothing was kept yet; no bucket is told when something is
+                self._fs.find(self._root, maxdepth=1)
+        except ImportError as error:
+            extra = "; pip install 'vllm-gptoss[s3]'" if self.url.startswith("s3") else ""
+            raise OSError(f"files cannot be kept at {self.url}: {error}{extra}") from error
+        except Exception as error:
+            what = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+            raise OSError(f"files cannot be kept at {self.url}: {what}") from error
+
+    def _path(self, container_id: str, file_id: str) -> str | None:
+        """None for what are no names of ours: a client says them, and they must not lead elsewhere."""
+        if not _CONTAINER.fullmatch(container_id) or not _FILE.fullmatch(file_id):
+            return None
+        return f"{self._root.rstrip('/')}/{container_id}/{file_id}"
+
+    @_storage
+    def save(self, info: StoredFile, source: IO[bytes]) -> None:
+        """Writes a file of `info.size` bytes."""
+        path = self._path(info.container_id, info.file_id)
+        assert path is not None
+        head = json.dumps({name: value for name, value in asdict(info).items() if name in _FIELDS})
+        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        source.seek(0)
+        with self._fs.open(path, "wb") as target:
+            target.write(head.encode() + b"\n")
+            shutil.copyfileobj(source, target, 1 << 20)
+
+    @_storage
+    def read(self, container_id: str, file_id: str) -> StoredFile | None:
+        """The file with its bytes, or None if there is none."""
+        path = self._path(container_id, file_id)
+        try:
+            whole = self._fs.cat_file(path) if path else None
+        except FileNotFoundError:
+            return None
+        return _parsed(whole) if whole else None
+
+    @_storage
+    def listing(self, container_id: str) -> list[StoredFile]:
+        """The container's files without their bytes, oldest first."""
+        if not _CONTAINER.fullmatch(container_id):
+            return []
+        try:
+            found = self._fs.find(f"{self._root.rstrip('/')}/{container_id}", detail=True)
+        except FileNotFoundError:
+            return []
+        files = []
+        for name, facts in found.items():
+            info = _info(self._fs.cat_file(name, start=0, end=_HEAD))
+            if info and _size_of_head(info) + info.size == facts["size"]:
+                files.append(info)
+        return sorted(files, key=lambda info: info.created_at)
+
+    @_storage
+    def drop(self, container_id: str, file_id: str) -> None:
+        """Removes a file, if it is there."""
+        if path := self._path(container_id, file_id):
+            try:
+                self._fs.rm_file(path)
+            except FileNotFoundError:
+                return
+            if "file" in _protocols(self._fs) and not any(Path(path).parent.iterdir()):
+                Path(path).parent.rmdir()
+
+    @_storage
+    def every(self) -> list[tuple[str, str, int, float]]:
+        """Container, file, bytes and age in seconds of all that is kept."""
+        try:
+            found = self._fs.find(self._root, detail=True)
+        except FileNotFoundError:
+            return []
+        rows = []
+        for path, facts in found.items():
+            container_id, file_id = path.rsplit("/", 2)[-2:]
+            if self._path(container_id, file_id):
+                rows.append((container_id, file_id, int(facts["size"]), max(0.0, time.time() - _made(facts))))
+        return rows
+
+
+def _protocols(fs: Any) -> tuple[str, ...]:
+    return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
+
+
+def _made(facts: dict[str, Any]) -> float:
+    """Seconds since 1970: each file system has its own name for it."""
+    for name in ("LastModified", "mtime", "last_modified", "updated", "created"):
+        value = facts.get(name)
+        if isinstance(value, datetime):
+            return value.timestamp()
+        if isinstance(value, (int, float)):
+            return float(value)
+    return time.time()
+
+
+def _info(head: bytes) -> StoredFile | None:
+    line, end, _ = head.partition(b"\n")
+    try:
+        return StoredFile(**json.loads(line)) if end else None
+    except (ValueError, TypeError):
+        return None
+
+
+def _size_of_head(info: StoredFile) -> int:
+    return len(json.dumps({name: value for name, value in asdict(info).items() if name in _FIELDS})) + 1
+
+
+def _parsed(whole: bytes) -> StoredFile | None:
+    info = _info(whole[:_HEAD])
+    if info is None:
+        return None
+    data = whole[whole.index(b"\n") + 1 :]
+    if len(data) != info.size:
+        return None
+    fields = {name: getattr(info, name) for name in _FIELDS}
+    return StoredFile(**fields, data=data)

@@ -1,0 +1,185 @@
+"""The servers' side of a tools service: the node that has a conversation's notebook, or another when it is gone.
+
+A conversation's node is the one that its last call ran on, which is kept with the stored response; a new one's is that
+of the highest score (rendezvous hashing: every server finds the same one, and a node that is lost moves only its own).
+Nodes know nothing of each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from vllm_gptoss.tools.mcp.connection import origin
+from vllm_gptoss.tools.mcp.provider import McpProvider, McpSession, opaque
+from vllm_gptoss.tools.mcp.transport import Dialer
+from vllm_gptoss.tools.protocol import (
+    Content,
+    File,
+    Namespace,
+    SessionOptions,
+    StoredFile,
+    ToolCall,
+    ToolKind,
+    ToolProvider,
+    ToolResult,
+    ToolSession,
+    failed,
+)
+from vllm_gptoss.tools.service.download import Downloads
+from vllm_gptoss.tools.service.settings import ServiceConfig
+from vllm_gptoss.tools.service.wire import ASKED, Answered, Asked, answered
+
+logger = logging.getLogger(__name__)
+
+
+def ranked(nodes: Sequence[str], conversation_id: str) -> list[str]:
+    """The nodes in this conversation's own order (Thaler and Ravishankar, "A Name-Based Mapping Scheme", 1996)."""
+    return sorted(nodes, key=lambda node: hashlib.sha256(f"{node}\0{conversation_id}".encode()).digest(), reverse=True)
+
+
+class NodeSession(McpSession):
+    """A conversation's calls to one node. `before` is said with the next call; `last` is what came with its result."""
+
+    before = Asked()
+    last: Answered | None = None
+
+    def _meta(self) -> dict[str, Any]:
+        return {**super()._meta(), ASKED: self.before.model_dump()}
+
+    def _result(self, answer: Any) -> ToolResult:
+        result = super()._result(answer)
+        self.last = said = answered(getattr(answer, "meta", None)) or Answered()
+        files: list[Content] = [File(said.container, f.file_id, f.filename, f.bytes) for f in said.files]
+        error = replace(result.error, type=said.error) if result.error and said.error else result.error
+        content = [*result.content, *files]
+        return replace(result, content=content, error=error, container_id=said.container or None)
+
+
+class Node(McpProvider):
+    """One node of the service."""
+
+    async def open(self, conversation_id: str, options: SessionOptions) -> NodeSession:
+        """The node as the conversation sees it. Nothing is sent before the first call."""
+        session = NodeSession(self, conversation_id, options)
+        self._sessions.add(session)
+        return session
+
+
+class ServiceProvider(ToolProvider):
+    """The `python` tool on the nodes of a tools service."""
+
+    name = "python"
+
+    def __init__(self, config: ServiceConfig, environ: Mapping[str, str]) -> None:
+        self._config = config
+        self._nodes: dict[str, Node] = {}
+        for url in config.nodes:
+            entry = config.entry(url, environ)
+            self._nodes[url] = Node("python", entry, Dialer(entry, environ=environ))
+        self._downloads = Downloads(config, environ)
+
+    @property
+    def unavailable(self) -> str | None:
+        """None while a node is there; else why not."""
+        problems = {url: node.unavailable for url, node in self._nodes.items()}
+        if not all(problems.values()):
+            return None
+        return "; ".join(f"{origin(url)}: {problem}" for url, problem in problems.items())
+
+    @property
+    def longest_call_s(self) -> float:
+        """A call, and finding out of every other node that it is not there."""
+        return self._config.timeout_s + self._config.connect_timeout_s * len(self._nodes)
+
+    async def start(self) -> None:
+        """Asks every node for its tool; those that do not answer are asked again in the background."""
+        await asyncio.gather(*(node.start() for node in self._nodes.values()))
+
+    async def aclose(self) -> None:
+        """Ends every session and connection."""
+        await asyncio.gather(*(node.aclose() for node in self._nodes.values()))
+        await self._downloads.aclose()
+
+    def namespaces(self) -> Sequence[Namespace]:
+        """`python`, as the first node that answered describes it."""
+        return next((found for node in self._nodes.values() if (found := node.namespaces())), ())
+
+    async def open(self, conversation_id: str, options: SessionOptions) -> ServiceSession:
+        """The conversation's notebook, wherever it is."""
+        return ServiceSession(self, conversation_id or options.response_id, options)
+
+    def in_order(self, conversation_id: str, last: str) -> list[tuple[str, Node]]:
+        """Nodes to try for a conversation: that of its last call, then by rank; those known to be gone come last."""
+        order = ranked(list(self._nodes), conversation_id)
+        order.sort(key=lambda url: (bool(self._nodes[url].unavailable), url != last))
+        return [(url, self._nodes[url]) for url in order if self._nodes[url].namespaces()]
+
+    async def list_files(self, container_id: str) -> Sequence[StoredFile]:
+        """What calls left in a container, whichever node had it."""
+        return await self._downloads.list_files(container_id)
+
+    async def read_file(self, container_id: str, file_id: str) -> StoredFile | None:
+        """A file with its bytes, from whichever node has it."""
+        return await self._downloads.read_file(container_id, file_id)
+
+
+class ServiceSession(ToolSession):
+    """A conversation's notebook on whichever node it is. A call that no node took was not run, and another may."""
+
+    def __init__(self, provider: ServiceProvider, conversation_id: str, options: SessionOptions) -> None:
+        self._provider = provider
+        self._conversation = conversation_id
+        self._options = options
+        before = [call for call in options.past if call.get("recipient") == ToolKind.PYTHON]
+        recall = (before[-1].get("recall") or {}) if before else {}
+        self._node = str(recall.get("node") or "")
+        owner = opaque(options.owner) if options.owner else ""
+        self._said = Asked(owner=owner, ran=bool(before), container=str(recall.get("container") or ""))
+        self._open: dict[str, NodeSession] = {}
+
+    @property
+    def namespaces(self) -> Sequence[Namespace]:
+        """`python`."""
+        return self._provider.namespaces()
+
+    async def call(self, call: ToolCall) -> ToolResult:
+        """Runs the call's source code as one cell, on the node that has the notebook if it is there."""
+        result = failed("unavailable", "No node of the tools service can be reached. Nothing was run.")
+        for url, node in self._provider.in_order(self._conversation, self._node):
+            if url not in self._open:
+                self._open[url] = await node.open(self._conversation, self._options)
+            session = self._open[url]
+            session.before, session.last = self._said, None
+            result = await session.call(call)
+            if session.last is not None:
+                return self._ran(url, session.last, result)
+            kind = result.error.type if result.error else ""
+            if kind in ("denied", "invalid_arguments"):
+                return result
+            if kind != "unavailable":
+                return self._lost(url, result)
+            node.connection.refresh()  # so that others need not find out
+            logger.warning("tools service: %s did not take a call: %s", origin(url), result.text)
+        return result
+
+    def _ran(self, url: str, said: Answered, result: ToolResult) -> ToolResult:
+        if not said.container:  # refused before it came to a notebook
+            return result
+        self._node = url
+        self._said = self._said.model_copy(update={"ran": True, "container": said.container})
+        return replace(result, recall={"container": said.container, "node": url})
+
+    def _lost(self, url: str, result: ToolResult) -> ToolResult:
+        """The node broke off: the call may have run there. The next one says so to whoever takes it."""
+        self._said = self._said.model_copy(update={"ran": True})
+        recall = {"container": self._said.container, "node": url}
+        return replace(result, recall=recall)
+
+    async def aclose(self) -> None:
+        """Ends the request's connections; the notebook stays."""
+        await asyncio.gather(*(session.aclose() for session in self._open.values()))

@@ -1,0 +1,76 @@
+"""What a server and a tools service tell each other beside MCP's own fields, in `_meta`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+logger = logging.getLogger(__name__)
+
+ASKED, ANSWERED = "vllm-gptoss/asked", "vllm-gptoss/answered"
+"""Keys of `_meta` in a call and in its result."""
+
+M = TypeVar("M", bound=BaseModel)
+
+_ID = r"[A-Za-z0-9_-]{0,80}"
+
+
+class Asked(BaseModel):
+    """What the server knows of the conversation. `owner`: for whom it asks, in no readable form; `ran`: whether the
+    conversation ran python before, `container`: where last."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    owner: str = Field(default="", pattern=f"^{_ID}$")
+    ran: bool = False
+    container: str = Field(default="", pattern=f"^{_ID}$")
+
+
+class KeptFile(BaseModel):
+    """A file that the call left."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    file_id: str = Field(pattern=f"^{_ID}$")
+    filename: str = Field(max_length=8192)
+    bytes: int = Field(ge=0)
+
+
+class Listed(KeptFile):
+    """A row of a container's listing."""
+
+    media_type: str = Field(max_length=200)
+    created_at: int
+
+
+class Answered(BaseModel):
+    """What a result is beside its content. `error` is a `ToolError.type`."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    container: str = Field(default="", pattern=f"^{_ID}$")
+    error: str = Field(default="", pattern=r"^[a-z_]{0,40}$")
+    files: list[KeptFile] = Field(default=[], max_length=1000)
+
+
+def asked(meta: Any) -> Asked | None:
+    """What the caller says, or None where it is no server of ours or says nonsense."""
+    return _read(Asked, meta, ASKED)
+
+
+def answered(meta: Any) -> Answered | None:
+    """What the service says, or None."""
+    return _read(Answered, meta, ANSWERED)
+
+
+def _read(kind: type[M], meta: Any, key: str) -> M | None:
+    value = meta.get(key) if isinstance(meta, dict) else None
+    if value is None:
+        return None
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        logger.warning("tools service: %s is not read: %s", key, error.errors()[0]["msg"])
+        return None
