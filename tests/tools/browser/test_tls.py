@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import datetime
 import ssl
 from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 from mcp.server.mcpserver import MCPServer
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from tests.support.certificates import certificate
 from tests.support.servers import running
 from vllm_gptoss.tools.browser.fetch import Fetcher
 from vllm_gptoss.tools.browser.guard import Guard, GuardedTransport
@@ -28,29 +24,6 @@ from vllm_gptoss.tools.mcp.transport import Dialer
 
 async def to_loopback(host: str, port: int) -> Sequence[str]:
     return ["127.0.0.1"]
-
-
-def certificate(folder: Path, name: str) -> tuple[str, str]:
-    """A self-signed certificate for `name`, and its key."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    now = datetime.datetime.now(datetime.UTC)
-    built = (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(subject)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(hours=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    (folder / "cert.pem").write_bytes(built.public_bytes(serialization.Encoding.PEM))
-    unencrypted = serialization.NoEncryption()
-    pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, unencrypted)
-    (folder / "key.pem").write_bytes(pem)
-    return str(folder / "cert.pem"), str(folder / "key.pem")
 
 
 @pytest.mark.parametrize(("asked", "passes"), [("site.example", True), ("other.example", False)])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from starlette.responses import Response
 
 from tests.support.machine import without_namespaces
 from tests.support.notebooks import started
@@ -186,3 +187,38 @@ async def test_a_node_that_is_not_there_costs_no_call(node: Node) -> None:
         assert {result.text for result in results} == {"1\n"}
     finally:
         await alice.aclose()
+
+
+@HERE
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_call_that_a_node_does_not_take_goes_to_the_next_one_and_says_what_is_lost(node: Node) -> None:
+    """As behind a proxy that has lost its node."""
+    gone = False
+    app = http_app([GatedProvider(node.python)], "127.0.0.1", load_keys(None, {VARIABLE: ALICE}))
+
+    async def sometimes(scope: Any, receive: Any, send: Any) -> None:
+        if gone and scope["type"] == "http":
+            await Response(status_code=503)(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    other = await started(warm=0, preload=[], timeout_s=20, memory_mib=512)
+    keys = load_keys(None, {VARIABLE: ALICE})
+    async with running(sometimes) as first, running(http_app([GatedProvider(other)], "127.0.0.1", keys)) as second:
+        alice = service(ALICE, first, second)
+        await alice.start()
+        name = next(name for name in map(str, range(100)) if ranked([first, second], name)[0] == first)
+        before = await run(alice, "x = 1", name)
+        assert before.recall is not None
+        assert before.recall["node"] == first
+        gone = True
+        moved = await run(alice, "print('x' in globals())", name, past=after(before))
+        assert "This python session is new" in moved.text
+        assert moved.text.endswith("False\n")
+        assert moved.recall is not None
+        assert moved.recall["node"] == second
+        gone = False
+        stays = await run(alice, "print('x' in globals())", name, past=after(moved))
+        assert stays.text == "False\n"
+        await alice.aclose()
+    await other.aclose()

@@ -27,6 +27,7 @@ from .quotas import Quotas, account
 logger = logging.getLogger(__name__)
 
 _CHUNK = 1 << 20
+_PAUSE_S = 10.0  # for which a place that failed is not tried again
 
 MEDIA_TYPES = {
     ".csv": "text/csv",
@@ -74,6 +75,7 @@ class FileStore:
         self._keep_s = keep_s
         self._kept = kept
         self._quotas = quotas or Quotas()
+        self._failing_until = 0.0
         self._entries: dict[tuple[str, str], _Entry] = {}
 
     async def open(self) -> None:
@@ -96,7 +98,7 @@ class FileStore:
         try:
             self._quotas.check_kept(owner, self._held(owner), size)
             if self._kept is not None:
-                await asyncio.to_thread(self._kept.save, info, handle)
+                await self._save(self._kept, info, handle)
         except BaseException:
             handle.close()
             raise
@@ -106,6 +108,16 @@ class FileStore:
         self._entries[container_id, file_id] = entry
         await self.prune()
         return File(container_id, file_id, filename, size)
+
+    async def _save(self, place: KeptFiles, info: StoredFile, handle: IO[bytes]) -> None:
+        """Raises OSError, at once where the place failed a moment ago: a call may leave many files."""
+        if time.monotonic() < self._failing_until:
+            raise OSError("the file store failed")
+        try:
+            await asyncio.to_thread(place.save, info, handle)
+        except OSError:
+            self._failing_until = time.monotonic() + _PAUSE_S
+            raise
 
     def _held(self, owner: str) -> int:
         """Bytes that are kept for the owner's account."""
