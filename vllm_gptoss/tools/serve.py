@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import mcp_types as types
+import prometheus_client
 import typer
 from mcp.server.lowlevel import Server
 from mcp.server.sse import SseServerTransport
@@ -171,7 +172,7 @@ def http_app(providers: Sequence[GatedProvider], host: str, keys: Keys | None = 
             allowed_hosts=["127.0.0.1:*", "localhost:*", "[::1]:*"],
             allowed_origins=["http://127.0.0.1:*", "http://localhost:*", "http://[::1]:*"],
         )
-    routes: list[BaseRoute] = [Route("/health", _health)]
+    routes: list[BaseRoute] = [Route("/health", _health), Mount("/metrics", prometheus_client.make_asgi_app())]
     lifespans = []
     for provider in providers:
         prefixes = [f"/{provider.name}", *([""] if len(providers) == 1 else [])]

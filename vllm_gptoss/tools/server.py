@@ -76,7 +76,9 @@ class ToolServer:
         providers: list[ToolProvider] = [
             McpProvider(label, config, Dialer(config, environ=environ), taken=taken) for label, config in plan.mcp
         ]
-        if plan.service is not None:  # before a python of this process's own, whose place it takes
+        if plan.service is not None:
+            if plan.python is not None:
+                logger.info("python runs on the tools service; this server starts none of its own")
             providers.append(ServiceProvider(plan.service, environ))
         # Last, so that a server that the operator labels `python` or `browser` takes a built-in tool's place.
         if plan.python is not None and plan.service is None:

@@ -79,13 +79,25 @@ async def test_every_path_asks_for_a_key_but_the_health_check(monkeypatch: pytes
         running(http_app(tools.providers, "127.0.0.1", keys)) as url,
         httpx.AsyncClient(base_url=url) as client,
     ):
-        paths = ["/mcp", "/sse", "/browser/mcp", "/browser/sse", "/messages/", "/containers/c/files", "/", "/health/x"]
+        paths = [
+            "/mcp",
+            "/sse",
+            "/browser/mcp",
+            "/browser/sse",
+            "/messages/",
+            "/containers/c/files",
+            "/",
+            "/health/x",
+            "/metrics",
+        ]
         for path in paths:
             for method in ("GET", "POST", "DELETE"):
                 answer = await client.request(method, path, headers={"authorization": "Bearer wrong"})
                 assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer"), (method, path)
                 assert KEY not in answer.text
         assert (await client.get("/health")).status_code == 200
+        metrics = await client.get("/metrics/", headers={"authorization": f"Bearer {KEY}"})
+        assert "gptoss_tool_calls" in metrics.text
         ours = {"authorization": f"Bearer {KEY}", "host": "tools.example"}
         assert (await client.post("/mcp", headers=ours, json={})).status_code != 401
         assert (await client.post("/mcp", headers=ours, json={})).status_code != 421, "a proxy passes its own name on"

@@ -218,6 +218,9 @@ async def test_a_call_that_a_node_does_not_take_goes_to_the_next_one_and_says_wh
         assert moved.recall is not None
         assert moved.recall["node"] == second
         gone = False
+        async with asyncio.timeout(60):  # until it is known to be back
+            while any(each.unavailable for _, each in alice.in_order(name, "")):
+                await asyncio.sleep(0.05)
         stays = await run(alice, "print('x' in globals())", name, past=after(moved))
         assert stays.text == "False\n"
         await alice.aclose()

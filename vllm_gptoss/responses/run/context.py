@@ -15,7 +15,7 @@ from vllm_gptoss.responses.run.engine import Engine
 from vllm_gptoss.responses.state.caller import Caller
 from vllm_gptoss.responses.state.sealing import KeyRing
 from vllm_gptoss.responses.state.store import Store
-from vllm_gptoss.responses.state.stored import StoreError
+from vllm_gptoss.responses.state.stored import StoreError, TakenError
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,8 @@ class ContainerOwners:
             return
         try:
             await self._store.containers.put(container_id, tenant, notebook)
+        except TakenError:
+            pass  # another server has just written it
         except StoreError as error:
             logger.warning("Only this server gives out the files of container %s: %s", container_id, error)
 
