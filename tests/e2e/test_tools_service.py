@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.namespaces,
     pytest.mark.skipif(without_namespaces() is not None, reason=str(without_namespaces())),
 ]
-KEY, OTHER = "key of these replicas", "key of another team"
+KEY = "key of these replicas"
 NEW = "This python session is new"
 DONE = "<|channel|>final<|message|>Done.<|return|>"
 
@@ -70,15 +70,20 @@ def said(response: dict[str, Any]) -> str:
     return "".join(out["logs"] for out in call_of(response)["outputs"] if out["type"] == "logs")
 
 
-def replica(stack: ExitStack, tools: str, home: Path, key: str) -> httpx.Client:
+def replica(stack: ExitStack, tools: str, home: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.e2e.replay_server", tools, str(home / "store.sqlite")]
-    environment = {**os.environ, "GPTOSS_TOOLS_KEY": key}
+    environment = {**os.environ, "GPTOSS_TOOLS_KEY": KEY}
     with (home / "replicas.log").open("ab") as log:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
     assert process.stdout is not None
     stack.callback(process.stdout.close)
     stack.callback(process.wait)
     stack.callback(process.send_signal, signal.SIGKILL)
+    return process
+
+
+def client(stack: ExitStack, process: subprocess.Popen[str], home: Path) -> httpx.Client:
+    assert process.stdout is not None
     port = process.stdout.readline().strip()
     assert port, (home / "replicas.log").read_text()
     return stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120))
@@ -88,24 +93,28 @@ def replica(stack: ExitStack, tools: str, home: Path, key: str) -> httpx.Client:
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     home = tmp_path_factory.mktemp("service")
     keys = home / "keys"
-    keys.write_text(f"{KEY}  # ours\n{OTHER}\n")
+    keys.write_text(f"{KEY}\n")
     with ExitStack() as stack:
         place = stack.enter_context(storage()) if IS_HERE else str(home / "kept")
         nodes = [ToolsNode(home, keys, {"files": place}) for _ in range(2)]
         for node in nodes:
             stack.callback(node.kill)
-            node.start()
+            node.spawn()
+        for node in nodes:
+            node.wait()
         tools = ",".join(f"service:{node.url}" for node in nodes)
-        yield Service(nodes, [replica(stack, tools, home, KEY) for _ in range(2)])
+        processes = [replica(stack, tools, home) for _ in range(2)]
+        yield Service(nodes, [client(stack, process, home) for process in processes])
 
 
 def test_a_notebook_follows_its_conversation_over_replicas_and_is_told_when_its_node_dies(service: Service) -> None:
     first = service.ask(0, "x = 41; open('/mnt/data/kept.txt', 'w').write('kept')")
+    container = call_of(first)["container_id"]
+    # The other replica has never met this container.
+    (file,) = service.replicas[1].get(f"/v1/containers/{container}/files").json()["data"]
     second = service.ask(1, "print(x + 1)", previous_response_id=first["id"])
     assert said(second) == "42\n"
-    assert call_of(first)["container_id"] == call_of(second)["container_id"]
-    container = call_of(first)["container_id"]
-    (file,) = service.replicas[1].get(f"/v1/containers/{container}/files").json()["data"]
+    assert call_of(second)["container_id"] == container
     lost = service.holder()
     lost.kill()
     third = service.ask(0, "print('x' in globals())", previous_response_id=second["id"])

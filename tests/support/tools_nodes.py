@@ -43,13 +43,22 @@ class ToolsNode:
 
     def start(self) -> None:
         """Returns when it answers."""
+        self.spawn()
+        self.wait()
+
+    def spawn(self) -> None:
+        """Starts the process."""
         spec = self.home / f"node-{self.port}.yaml"
         small = {"warm": 0, "timeout_s": 20, "memory_mib": 512, "preload": []}
         spec.write_text(yaml.safe_dump({"python": small | self.options}))
         command = [sys.executable, "-m", "vllm_gptoss.cli", "tools", "serve", str(spec), "--port", str(self.port)]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen([*command, "--keys-file", str(self.keys)], cwd=ROOT, stdout=log, stderr=log)
+
+    def wait(self) -> None:
+        """Returns when it answers."""
         began = time.monotonic()
+        assert self.process is not None
         while True:
             try:
                 httpx.get(f"{self.url}/health").raise_for_status()

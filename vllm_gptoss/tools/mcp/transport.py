@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -187,11 +188,26 @@ def _check_command(config: McpServerConfig, env: Mapping[str, str]) -> None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), config.command)
 
 
-def _trust(ca_file: Path | None) -> ssl.SSLContext | bool:
-    if ca_file is None:
-        return True
+def _trust(ca_file: Path | None) -> ssl.SSLContext:
+    """What certificates are checked against, read again when a file of them changes."""
+    named = [str(ca_file or ""), os.environ.get("SSL_CERT_FILE", ""), os.environ.get("SSL_CERT_DIR", "")]
+    return _context(ca_file, tuple((name, _changed(name)) for name in named))
+
+
+def _changed(name: str) -> int:
+    try:
+        return os.stat(name).st_mtime_ns if name else 0
+    except OSError:
+        return 0
+
+
+@lru_cache(maxsize=32)
+def _context(ca_file: Path | None, read_from: tuple[tuple[str, int], ...]) -> ssl.SSLContext:
+    # Reading the usual certificates keeps the event loop for about 35 ms (one core): not for each conversation.
+    del read_from
     context: ssl.SSLContext = httpx2.create_ssl_context()
-    context.load_verify_locations(cafile=ca_file)
+    if ca_file is not None:
+        context.load_verify_locations(cafile=ca_file)
     return context
 
 
