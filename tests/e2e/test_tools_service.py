@@ -5,10 +5,16 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import re
 import signal
 import subprocess
 import sys
+import threading
+import time
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +24,7 @@ import httpx
 import pytest
 
 from demo.server import NAME
+from tests.support import scale
 from tests.support.machine import without_namespaces
 from tests.support.places import ROOT
 from tests.support.s3 import IS_HERE, storage
@@ -148,3 +155,56 @@ def test_a_node_that_dies_in_a_call_costs_that_call_and_says_so(service: Service
     assert NEW in said(after)
     assert said(after).endswith("2\n")
     node.start()
+
+
+TOLD = (NEW, "may have run", "No node of the tools service can be reached", "not the one that earlier calls ran in")
+COUNT = "n = globals().get('n', 0) + 1; print('n =', n)"
+TURNS, AT_ONCE = 6, 6
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_what_a_conversation_had_is_there_or_its_loss_is_told_whoever_is_killed(service: Service) -> None:
+    """Each turn counts one up. Both nodes are killed and started again in turn, all the time."""
+    count, over, seen = scale.count(500, 40), threading.Event(), Counter[str]()
+    numbers = iter(range(count))
+    began = time.monotonic()
+
+    def converse() -> None:
+        for number in numbers:
+            chance, last, certain = random.Random(number), 0, True
+            where: dict[str, Any] = {}
+            for _ in range(TURNS):
+                response = service.ask(chance.randrange(2), COUNT, **where)
+                text = said(response)
+                found = re.search(r"^n = (\d+)$", text, re.MULTILINE)
+                if any(note in text for note in TOLD):
+                    seen["told"] += 1
+                    last, certain = (int(found[1]), True) if found else (last, False)
+                else:
+                    assert found, text
+                    assert int(found[1]) in ((last + 1,) if certain else (last + 1, last + 2)), (last, text)
+                    seen["counted on"] += 1
+                    last, certain = int(found[1]), True
+                where = {"previous_response_id": response["id"]}
+
+    def chaos() -> None:
+        while not over.is_set():
+            for node in service.nodes:
+                node.kill()
+                seen["killed"] += 1
+                node.start()
+                over.wait(1)
+
+    with ThreadPoolExecutor(AT_ONCE + 1) as pool:
+        killing = pool.submit(chaos)
+        talking = [pool.submit(converse) for _ in range(AT_ONCE)]
+        try:
+            for each in talking:
+                each.result()
+        finally:
+            took = time.monotonic() - began
+            over.set()
+        killing.result()
+    print(f"{count} conversations of {TURNS} turns in {took:.0f} s: {dict(seen)}")
+    assert seen["counted on"] > seen["told"]

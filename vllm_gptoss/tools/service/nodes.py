@@ -85,10 +85,10 @@ class ServiceProvider(ToolProvider):
 
     @property
     def unavailable(self) -> str | None:
-        """None while a node is there; else why not."""
-        problems = {url: node.unavailable for url, node in self._nodes.items()}
-        if not all(problems.values()):
+        """Why no node has ever answered; None from the first answer on: each call finds out anew who is there."""
+        if self.namespaces():
             return None
+        problems = {url: node.unavailable for url, node in self._nodes.items()}
         return "; ".join(f"{origin(url)}: {problem}" for url, problem in problems.items())
 
     @property
