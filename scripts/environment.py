@@ -27,7 +27,7 @@ UNDERWAY = VENV.with_name(VENV.name + ".underway")
 """There while a step runs. pip does not notice what a killed pip left half installed: that environment is made anew."""
 
 CLIENTS = ROOT / "tests" / "responses" / "js"
-"""package.json and package-lock.json of the npm clients that tests run: Codex CLI, openai-node, TypeScript."""
+"""package.json and package-lock.json of the npm clients that tests run: Codex CLI, Claude Code, openai-node, tsc."""
 
 CLIENTS_CACHE = Path(os.environ.get("GPTOSS_CACHE", ROOT / ".cache")) / "clients"
 NODE = 20

@@ -56,6 +56,13 @@ def test_thinking_comes_before_the_answer(ask: Ask) -> None:
     assert message.stop_reason == "end_turn"
 
 
+def test_a_thinking_budget_is_an_effort(ask: Ask, served: Server) -> None:
+    message = ask(messages=[QUESTION], thinking={"type": "enabled", "budget_tokens": 5000}, max_tokens=6000)
+    assert [block.type for block in message.content] == ["thinking", "text"]
+    assert message.content[0].thinking
+    assert served.log.read_text().count("tokens is reasoning effort medium") == 1
+
+
 def test_a_tool_is_called_and_its_result_answered(ask: Ask) -> None:
     made = ask(messages=[QUESTION], tools=[WEATHER])
     call = blocks(made)["tool_use"]
@@ -86,6 +93,65 @@ def test_an_answer_keeps_to_its_schema(ask: Ask) -> None:
     }
     made = ask(messages=[QUESTION], output_config={"format": {"type": "json_schema", "schema": schema}})
     assert json.loads(blocks(made)["text"].text) in ({"sunny": value, "scale": "celsius"} for value in (True, False))
+
+
+LONG = {"description": "x" * 10_000}
+"""A schema with it is not read in the server's own thread."""
+
+
+def test_a_strict_tool_keeps_to_a_large_schema(ask: Ask) -> None:
+    schema = {**WEATHER["input_schema"], "properties": {"city": {"enum": ["Rome"], **LONG}}}
+    choice = {"type": "tool", "name": "get_weather"}
+    made = ask(messages=[QUESTION], tools=[{**WEATHER, "input_schema": schema, "strict": True}], tool_choice=choice)
+    assert blocks(made)["tool_use"].input == {"city": "Rome"}
+
+
+def test_an_answer_keeps_to_a_large_schema(ask: Ask) -> None:
+    schema = {"type": "object", "properties": {"scale": {"enum": ["kelvin"], **LONG}}, "required": ["scale"]}
+    schema["additionalProperties"] = False
+    made = ask(messages=[QUESTION], output_config={"format": {"type": "json_schema", "schema": schema}})
+    assert json.loads(blocks(made)["text"].text) == {"scale": "kelvin"}
+
+
+def test_an_answers_schema_without_a_grammar_is_refused(ask: Ask) -> None:
+    schema = {"type": "object", "properties": {"a": {"$ref": "https://example.com/a.json"}}}
+    with pytest.raises(anthropic.BadRequestError, match=r"output_config\.format\.schema: '\$ref'") as refused:
+        ask(messages=[QUESTION], output_config={"format": {"type": "json_schema", "schema": schema}})
+    assert refused.value.type == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"tool_choice": {"type": "any"}}, "'any' needs tools"),
+        ({"tool_choice": {"type": "tool", "name": "rm"}, "tools": [WEATHER]}, "no tool 'rm' in tools"),
+        ({"messages": []}, "at least one message"),
+    ],
+)
+def test_a_choice_that_no_answer_could_meet_is_refused(ask: Ask, fields: Any, why: str) -> None:
+    """vLLM's handler answers as if nothing had been asked for."""
+    with pytest.raises(anthropic.BadRequestError, match=why):
+        ask(**{"messages": [QUESTION], **fields})
+
+
+def test_a_tool_that_was_searched_for_can_be_called(ask: Ask) -> None:
+    """As Claude Code finds the tools that it keeps back: their search answers with references."""
+    history = [
+        QUESTION,
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "find", "input": {"q": "weather"}}]},
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "t",
+                    "content": [{"type": "tool_reference", "tool_name": "get_weather"}],
+                }
+            ],
+        },
+    ]
+    made = ask(messages=history, tools=[WEATHER], tool_choice={"type": "any"})
+    assert blocks(made)["tool_use"].name == "get_weather"
 
 
 def test_what_cannot_be_met_is_an_error_with_a_reason(served: Server) -> None:

@@ -214,6 +214,54 @@ def test_a_cut_call_keeps_its_text(forced: Server) -> None:
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "'
 
 
+def message(server: Server, text: str, **fields: Any) -> dict[str, Any]:
+    """What `/v1/messages` answers where the model says `text`."""
+    tools = [
+        {"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in (WEATHER, TIME)
+    ]
+    forced = {"forced": " ".join(map(str, tokens(text)))}
+    body = {"model": NAME, "max_tokens": 200, "messages": [{"role": "user", "content": QUESTION}], "tools": tools}
+    answer = httpx.post(f"{server.url}/v1/messages", json={**body, "vllm_xargs": forced, **fields}, timeout=120)
+    assert answer.status_code == 200, answer.text
+    made: dict[str, Any] = answer.json()
+    return made
+
+
+def test_a_cut_call_of_a_message_is_left_out_and_its_thoughts_stay(forced: Server) -> None:
+    """vLLM's handler decodes arguments: the whole answer was a 400, "Unterminated string"."""
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant" + ASK.split("Ülm")[0]
+    made = message(forced, text, max_tokens=len(tokens(text)))
+    assert [block["type"] for block in made["content"]] == ["thinking"]
+    assert made["stop_reason"] == "max_tokens"
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Paris"', "[1]", "Paris"])
+def test_arguments_that_are_no_object_reach_a_message_as_they_are(forced: Server, arguments: str) -> None:
+    made = message(forced, ASK.replace('{"city": "Ülm"}', arguments))
+    (block,) = made["content"]
+    assert (block["name"], block["input"]) == ("get_weather", {"INVALID_JSON": arguments})
+    assert made["stop_reason"] == "tool_use"
+
+
+TWO = ASK.replace("<|call|>", "<|end|><|start|>assistant") + ASK.replace("get_weather", "get_time").replace(
+    '{"city": "Ülm"}', "{}"
+)
+
+
+def test_two_calls_in_one_turn_are_both_there_where_the_client_allows(forced: Server) -> None:
+    """gpt-oss was trained to make one; one that does otherwise loses nothing."""
+    made = message(forced, TWO)
+    assert [(block["name"], block["input"]) for block in made["content"]] == [
+        ("get_weather", {"city": "Ülm"}),
+        ("get_time", {}),
+    ]
+    one = message(forced, TWO, tool_choice={"type": "auto", "disable_parallel_tool_use": True})
+    assert [block["name"] for block in one["content"]] == ["get_weather"]
+    fields = {"tools": [WEATHER, TIME], "vllm_xargs": {"forced": " ".join(map(str, tokens(TWO)))}}
+    assert [name for name, _ in ask(forced, **fields)[2]] == ["get_weather", "get_time"]
+    assert [name for name, _ in ask(forced, **fields, parallel_tool_calls=False)[2]] == ["get_weather"]
+
+
 def test_repairs_are_counted_and_logged_once(forced: Server) -> None:
     ids = tokens("<|message|>b<|return|>")
     for _ in range(3):

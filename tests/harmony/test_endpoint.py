@@ -12,18 +12,13 @@ import pytest
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.testclient import TestClient
 
+from tests.harmony.arguments import arguments
 from vllm_gptoss.harmony.endpoint import ChatCompletions
 from vllm_gptoss.harmony.tokens import encoding
 from vllm_gptoss.settings import Settings
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
-
-
-def arguments(backend: str = "auto", **given: Any) -> Namespace:
-    defaults = {"enable_auto_tool_choice": False, "tool_call_parser": None, "tool_strict_level": "auto"}
-    structured = SimpleNamespace(reasoning_parser="", backend=backend)
-    return Namespace(**{**defaults, **given}, structured_outputs_config=structured)
 
 
 def attached(settings: Settings, args: Namespace) -> Namespace:

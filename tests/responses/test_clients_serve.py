@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import agents
@@ -9,6 +10,7 @@ import openai
 import pytest
 
 from demo.server import NAME, Server, serve
+from tests.support.responses.claude import needs_claude, run_claude
 from tests.support.responses.codex import needs_codex, run_codex
 
 pytestmark = [pytest.mark.vllm, pytest.mark.serve, pytest.mark.timeout(600)]
@@ -16,17 +18,31 @@ pytestmark = [pytest.mark.vllm, pytest.mark.serve, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.fixture(scope="module")
+def coding(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Its own server: the small model has not learned their prompts, so a logits processor forces the tokens."""
+    log = tmp_path_factory.mktemp("coding") / "serve.log"
+    arguments = ["--logits-processors", "tests.support.responses.forced:ForcedAgents", "--max-num-seqs", "4"]
+    environment = {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(log.parent)}
+    with serve(model_dir, log, arguments, environment) as server:
+        yield server
+    assert "Failed to advance" not in log.read_text(), "the grammar of the offered tools must accept an agent's call"
+
+
 @needs_codex
 @pytest.mark.slow
-def test_codex_completes_tasks_on_the_real_engine(model_dir: Path, tmp_path: Path) -> None:
-    """Its own server, as the small model has not learned Codex's prompt: a logits processor forces the tokens."""
-    log = tmp_path / "serve.log"
-    arguments = ["--logits-processors", "tests.support.responses.forced:ForcedCodex", "--max-num-seqs", "4"]
-    environment = {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(tmp_path)}
-    with serve(model_dir, log, arguments, environment) as server:
-        run_codex(server.url, NAME, tmp_path / "sse", websocket=False)
-        run_codex(server.url, NAME, tmp_path / "websocket", websocket=True)
-    assert "Failed to advance" not in log.read_text(), "the grammar of the offered tools must accept Codex's call"
+def test_codex_completes_tasks_on_the_real_engine(coding: Server, tmp_path: Path) -> None:
+    run_codex(coding.url, NAME, tmp_path / "sse", websocket=False)
+    run_codex(coding.url, NAME, tmp_path / "websocket", websocket=True)
+
+
+@needs_claude
+@pytest.mark.slow
+def test_claude_code_completes_a_task_on_the_real_engine(coding: Server, tmp_path: Path) -> None:
+    """Twelve tools, thinking, system messages in the middle: three calls, each made after the result before it."""
+    assert run_claude(coding.url, NAME, tmp_path) == "I wrote hello."
+    files = {path.name: path.read_text() for path in (tmp_path / "work").iterdir()}
+    assert files == {"hello.txt": "goodbye\n", "copy.txt": "goodbye\n"}
 
 
 @agents.function_tool

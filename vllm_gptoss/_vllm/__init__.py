@@ -211,6 +211,19 @@ def chat_request() -> Any:
     return ChatCompletionRequest
 
 
+def messages() -> Any:
+    """What a body of POST /v1/messages is made of: `Request`, and the parts of it that we fill in."""
+    from types import SimpleNamespace
+
+    from vllm.entrypoints.anthropic import protocol
+
+    return SimpleNamespace(
+        Request=protocol.AnthropicMessagesRequest,
+        OutputConfig=protocol.AnthropicOutputConfig,
+        Adaptive=protocol.AnthropicThinkingConfigAdaptive,
+    )
+
+
 def client_error_status(error: Exception) -> int | None:
     """The HTTP status of an error that the request caused or that the engine asks to be retried; None for a failure."""
     from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMNotFoundError

@@ -143,10 +143,16 @@ def _text(message: Mapping[str, Any], index: int) -> str:
             parts.append(part)
             continue
         kind = part.get("type", "text")
-        text = part.get("refusal" if kind == "refusal" else "text")
+        text = _found(part) if kind == "tool_reference" else part.get("refusal" if kind == "refusal" else "text")
         if not isinstance(text, str):
             raise ChatInputError(
                 f"gpt-oss reads text only, not a part of type {kind!r}", f"messages[{index}].content[{number}]"
             )
         parts.append(text)
     return "".join(parts)
+
+
+def _found(part: Mapping[str, Any]) -> str | None:
+    """What a search for tools found, in words: the tool itself is among those of the request."""
+    name = part.get("name")
+    return f"The tool {name} can be called now.\n" if isinstance(name, str) else None

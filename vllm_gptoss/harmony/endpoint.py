@@ -13,8 +13,8 @@ from typing import Any
 
 from vllm_gptoss import _vllm
 from vllm_gptoss._vllm import replaced
+from vllm_gptoss.harmony import chat_route, messages_route
 from vllm_gptoss.harmony.chat_prompt import ChatInputError, conversation
-from vllm_gptoss.harmony.chat_route import replace_route
 from vllm_gptoss.harmony.grammar import GRAMMAR_BACKENDS
 from vllm_gptoss.harmony.messages import ToolSpec
 from vllm_gptoss.harmony.prompt import render
@@ -39,8 +39,10 @@ class ChatCompletions:
         self._is_on = bool(settings.parser and install())
         if not self._is_on:
             return
-        if not replace_route(app):
+        if not chat_route.replace_route(app):
             logger.warning("Chat completions refuse tool_choice allowed_tools: vLLM has no such route to replace.")
+        if not messages_route.replace_route(app):
+            logger.warning("/v1/messages refuses thinking budgets: vLLM has no such route to replace.")
         if not args.enable_auto_tool_choice or not args.tool_call_parser:
             logger.info("Tool calls are read without --enable-auto-tool-choice --tool-call-parser %s.", TOOL_PARSER)
             args.enable_auto_tool_choice = True

@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -20,9 +22,13 @@ from vllm_gptoss.harmony.events import Channel, ContentDelta, HarmonyEvent, Mess
 from vllm_gptoss.harmony.held import NOTHING
 from vllm_gptoss.harmony.offered import NO_TOOLS
 from vllm_gptoss.harmony.parser import HarmonyParser
+from vllm_gptoss.harmony.tokens import CALL
 from vllm_gptoss.harmony.vllm_constraint import HELD, constrain, offered_tools
 
 logger = logging.getLogger(__name__)
+
+NEEDS_OBJECTS: ContextVar[bool] = ContextVar("needs_objects", default=False)
+"""Whether a whole answer's calls must have JSON objects: `/v1/messages` decodes them, and else fails altogether."""
 
 
 class GptOssParser:
@@ -60,6 +66,8 @@ class GptOssParser:
                 calls[-1].arguments += call.arguments
             else:
                 calls.append(_vllm.harmony().FunctionCall(name=call.name, arguments=call.arguments))
+        if NEEDS_OBJECTS.get():
+            calls = _with_objects(calls, is_cut=CALL not in model_output_token_ids[-1:])
         return delta.reasoning + end.reasoning or None, delta.content + end.content or None, calls or None
 
     def parse_delta(
@@ -119,6 +127,29 @@ class GptOssParser:
 
     def adjust_request(self, request: Any) -> Any:
         return constrain(request, self.tool_strict_level)
+
+
+def _with_objects(calls: list[Any], *, is_cut: bool) -> list[Any]:
+    """`calls` without one that was cut in its last argument; other text is wrapped as Anthropic's documentation has it.
+
+    It names `INVALID_JSON` as the key in which a client tells the model of a call that was none.
+    """
+    if is_cut and calls and not _is_object(calls[-1].arguments):
+        calls = calls[:-1]
+    make = _vllm.harmony().FunctionCall
+    return [
+        call
+        if _is_object(call.arguments)
+        else make(name=call.name, arguments=json.dumps({"INVALID_JSON": call.arguments}))
+        for call in calls
+    ]
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _delta_message(deltas: Sequence[ChatDelta], include_reasoning: bool) -> Any:

@@ -1,10 +1,12 @@
-"""What the model says to Codex, and a logits processor that makes a real engine say it.
+"""What the model says to Codex and to Claude Code, and a logits processor that makes a real engine say it.
 
-Codex's prompt is long and its own, so the small model cannot have learned it.
+Their prompts are long and their own, so the small model cannot have learned them.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,8 +27,31 @@ def codex(prompt: Sequence[int]) -> list[int]:
     return said
 
 
-class ForcedCodex(AdapterLogitsProcessor):
-    """Every request is answered with `codex`. A grammar still judges the tokens: it sees what was sampled."""
+def claude(prompt: Sequence[int]) -> list[int]:
+    """A file is written, edited and copied, one call after each result; then the final words."""
+    text = encoding().decode(list(prompt))
+    folder = found[1] if (found := re.search(r"working directory: (\S+)", text)) else "/"
+    calls: list[tuple[str, dict[str, str]]] = [
+        ("Write", {"file_path": f"{folder}/hello.txt", "content": "hello\n"}),
+        ("Edit", {"file_path": f"{folder}/hello.txt", "old_string": "hello", "new_string": "goodbye"}),
+        ("Bash", {"command": "cp hello.txt copy.txt", "description": "Copy the file"}),
+    ]
+    done = text.count("to=assistant<|channel|>commentary")
+    said = WROTE
+    if done < len(calls):
+        name, arguments = calls[done]
+        said = f" to=functions.{name}<|channel|>commentary json<|message|>{json.dumps(arguments)}<|call|>"
+    ids: list[int] = encoding().encode(THINK + said, allowed_special="all")
+    return ids
+
+
+def agent(prompt: Sequence[int]) -> list[int]:
+    """Whose prompt it is, by a tool that only Codex has."""
+    return (codex if "type exec_command = " in encoding().decode(list(prompt)) else claude)(prompt)
+
+
+class ForcedAgents(AdapterLogitsProcessor):
+    """Every request is answered with `agent`. A grammar still judges the tokens: it sees what was sampled."""
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -36,7 +61,7 @@ class ForcedCodex(AdapterLogitsProcessor):
         said: list[int] = []
 
         def force(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-            said.extend(() if said else codex(prompt_ids))
+            said.extend(() if said else agent(prompt_ids))
             if len(output_ids) < len(said):
                 logits.fill_(float("-inf"))
                 logits[said[len(output_ids)]] = 0.0

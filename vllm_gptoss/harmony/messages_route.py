@@ -1,0 +1,127 @@
+"""POST /v1/messages as vLLM answers it, with what its handler has no seam for done before.
+
+A thinking budget becomes a reasoning effort, and grammars of large schemas are written in a confined worker. What this
+API promises and vLLM's handler passes over is a 400: a call of a tool that is not there, an answer of a schema that has
+no grammar.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+
+from vllm_gptoss import _vllm
+from vllm_gptoss.harmony.enforce import compiling
+from vllm_gptoss.harmony.enforce.errors import NotEnforceableError
+from vllm_gptoss.harmony.messages import Effort
+from vllm_gptoss.harmony.vllm_parser import NEEDS_OBJECTS
+
+logger = logging.getLogger(__name__)
+
+PATH = "/v1/messages"
+
+BUDGETS = ((4_096, Effort.LOW), (16_384, Effort.MEDIUM))
+"""Tokens of thinking below which an effort is meant; from the last on it is high."""
+
+_told: set[Effort] = set()
+
+
+def replace_route(app: FastAPI) -> bool:
+    """Adds our route beside vLLM's, which vLLM then takes out. False if there is none to replace."""
+    found = [r for r in app.routes if isinstance(r, APIRoute) and r.path == PATH and "POST" in r.methods]
+    if not found:
+        return False
+    core = found[-1]
+
+    async def create_messages(request: Any, raw_request: Request) -> Any:
+        if why := _impossible(request) or await _prepare(request):
+            return JSONResponse({"type": "error", "error": {"type": "invalid_request_error", "message": why}}, 400)
+        if not _has_budgets(raw_request):
+            request = with_effort(request)
+        NEEDS_OBJECTS.set(True)  # for this request's task
+        return await core.endpoint(request, raw_request)
+
+    # FastAPI reads the body's type from here; it is vLLM's, which is there at run time only.
+    create_messages.__annotations__ |= {"request": _vllm.messages().Request, "raw_request": Request}
+    app.add_api_route(PATH, create_messages, methods=["POST"], dependencies=core.dependencies, responses=core.responses)
+    return True
+
+
+def with_effort(request: Any) -> Any:
+    """A copy of `request` whose thinking budget is an effort, unless it names one itself.
+
+    gpt-oss was trained to think for a length that the effort in its prompt says. Ending its thoughts at a number of
+    tokens is vLLM's `--reasoning-config`; without that it refuses a budget.
+    """
+    vllm = _vllm.messages()
+    budget = getattr(request.thinking, "budget_tokens", None)
+    if budget is None:
+        return request
+    effort = next((effort for below, effort in BUDGETS if budget < below), Effort.HIGH)
+    output = request.output_config or vllm.OutputConfig()
+    if output.effort is None:
+        output = output.model_copy(update={"effort": effort.value})
+        _say(budget, effort)
+    return request.model_copy(update={"thinking": vllm.Adaptive(type="adaptive"), "output_config": output})
+
+
+def _say(budget: int, effort: Effort) -> None:
+    if effort not in _told:
+        _told.add(effort)
+        logger.info(
+            "/v1/messages: a thinking budget of %d tokens is reasoning effort %s, and no limit (said once an effort).",
+            budget,
+            effort.value,
+        )
+
+
+def _has_budgets(raw_request: Request) -> bool:
+    """Whether the engine was told how thinking is cut, so that vLLM keeps budgets itself."""
+    config = getattr(getattr(raw_request.app.state, "engine_client", None), "vllm_config", None)
+    return bool(getattr(getattr(config, "reasoning_config", None), "enabled", False))
+
+
+def _impossible(request: Any) -> str | None:
+    """Why nothing could be the answer to `request`; None if something could."""
+    if not request.messages:
+        return "messages: at least one message is needed."
+    choice = request.tool_choice
+    if choice is None or choice.type not in ("any", "tool"):
+        return None
+    names = {tool.name for tool in _tools(request)}
+    if not names:
+        return f"tool_choice.type: {choice.type!r} needs tools."
+    if choice.type == "tool" and choice.name not in names:
+        return f"tool_choice.name: there is no tool {choice.name[:80]!r} in tools."
+    return None
+
+
+async def _prepare(request: Any) -> str | None:
+    """Has the grammars written that the request will be held to. Why the answer's schema has none, or None."""
+    for tool in _tools(request):
+        if tool.strict:
+            with suppress(NotEnforceableError):  # refused by the tool's name where the request is constrained
+                await compiling.prepare({"type": "object", **tool.input_schema})
+    answer = getattr(getattr(request.output_config, "format", None), "json_schema", None)
+    if answer is None:
+        return None
+    try:
+        await compiling.prepare(answer)
+    except NotEnforceableError as error:
+        return f"output_config.format.schema: {error}. Leave 'format' out, or that part of the schema."
+    return None
+
+
+def _tools(request: Any) -> Iterator[Any]:
+    """All that a request defines, those that messages add in the middle of a conversation too."""
+    yield from request.tools or ()
+    for message in request.messages:
+        if not isinstance(message.content, str):
+            found = (getattr(block.tool, "definition", None) for block in message.content if block.tool is not None)
+            yield from (tool for tool in found if tool is not None)
