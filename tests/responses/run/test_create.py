@@ -70,6 +70,27 @@ def test_function_call_and_its_output(start: Start) -> None:
     assert prompt.endswith("to=assistant<|channel|>commentary<|message|>sunny<|end|><|start|>assistant")
 
 
+@pytest.mark.parametrize("allowed", [None, True, False])
+def test_several_calls_in_one_turn_are_for_clients_that_allow_them(start: Start, allowed: bool | None) -> None:
+    """gpt-oss was trained to make one; where it makes two all the same, none is lost that the client wants."""
+    more = (
+        CALL.replace("<|call|>", "<|end|>")
+        + "<|start|>assistant"
+        + CALL.split("assistant", 1)[1].replace("Rome", "Oslo")
+    )
+    server = start(more, HELLO)
+    fields = {"model": MODEL, "input": "weather?", "tools": [WEATHER], "parallel_tool_calls": allowed}
+    with server.http() as http:
+        response = stream(http, fields)[-1]["response"]
+        calls = [item for item in response["output"] if item["type"] == "function_call"]
+        assert response["parallel_tool_calls"] is (allowed is not False)
+        cities = [call["arguments"] for call in calls]
+        assert cities == (['{"city":"Rome"}'] if allowed is False else ['{"city":"Rome"}', '{"city":"Oslo"}'])
+        answers = [{"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"} for call in calls]
+        create(http, input=answers, previous_response_id=response["id"], tools=[WEATHER])
+    assert server.prompt().count("<|message|>sunny<|end|>") == len(calls)
+
+
 def test_obfuscation_pads_deltas_when_asked_for(start: Start) -> None:
     server = start(HELLO)
     with server.http() as http:

@@ -84,6 +84,11 @@ class Route:
         """Whether this server runs it, not the client."""
         return self.session is not None
 
+    @property
+    def waits(self) -> bool:
+        """Whether a call of it ends the turn, as the client has to answer or allow it."""
+        return self.session is None or self.needs_approval
+
 
 INPUT_SCHEMA: Mapping[str, Any] = {
     "type": "object",

@@ -176,6 +176,7 @@ def _limits(context: ServerContext, request: CreateRequest) -> JobLimits:
         tool_timeout=context.options.tool_timeout,
         stops=request.stops,
         min_tokens=request.min_tokens or 0,
+        one_call=request.parallel_tool_calls is False,
     )
 
 

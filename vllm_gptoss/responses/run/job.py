@@ -55,6 +55,7 @@ class JobLimits:
     output_tokens: that may be generated, over all turns
     tool_calls: of this server's tools; rounds: of calls and answers; tool_timeout: seconds of one call
     stops: strings that end the answer, once `min_tokens` tokens have been generated
+    one_call: a turn may leave the client one call to answer, not several
     """
 
     output_tokens: int | None = None
@@ -63,6 +64,7 @@ class JobLimits:
     tool_timeout: float = 300.0
     stops: Sequence[str] = ()
     min_tokens: int = 0
+    one_call: bool = False
 
 
 @dataclass(slots=True)

@@ -139,7 +139,7 @@ class Listener:
                     events += self._text(turn, message, event)
             elif isinstance(event, MessageStarted):
                 if not isinstance(turn.stopped_by, str):  # what comes after a stop string is not heard
-                    turn.open[event.index] = self._open(event)
+                    turn.open[event.index] = self._open(turn, event)
             elif isinstance(event, MessageEnded):
                 if event.index in turn.open:
                     events += self._close(turn, turn.open.pop(event.index), event)
@@ -177,7 +177,7 @@ class Listener:
             for entry in entries
         ]
 
-    def _open(self, event: MessageStarted) -> _Open:
+    def _open(self, turn: Turn, event: MessageStarted) -> _Open:
         route = self._job.toolset.routes.get(event.recipient) if event.recipient else None
         message = _Open(SilentWriter(), event.channel, route, event.content_type)
         style = self._job.style
@@ -187,15 +187,19 @@ class Listener:
                 message.stops = StopFinder(self._job.limits.stops) if self._job.limits.stops else None
             elif style.reasoning or style.summary or style.seal:
                 message.writer = ReasoningWriter(self._out, style)
-        elif route.is_ours and not route.needs_approval and self._is_spent():
+        elif self._is_spent(route) or self._is_second(turn, route):
             message.ignored = True
         else:
             message.writer = self._call_writer(route)
         return message
 
-    def _is_spent(self) -> bool:
+    def _is_spent(self, route: Route) -> bool:
         limit = self._job.limits.tool_calls
-        return limit is not None and self._calls_made >= limit
+        return not route.waits and limit is not None and self._calls_made >= limit
+
+    def _is_second(self, turn: Turn, route: Route) -> bool:
+        """Whether the client has a call to answer already, and wants no other: `parallel_tool_calls: false`."""
+        return self._job.limits.one_call and route.waits and any(call.route.waits for call in turn.calls)
 
     def _call_writer(self, route: Route) -> Writer:
         out, style = self._out, self._job.style

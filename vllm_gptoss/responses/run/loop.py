@@ -246,7 +246,7 @@ class Loop:
     async def _run_calls(self, turn: Turn, answers: list[Message]) -> AsyncGenerator[list[Event], None]:
         for call in turn.calls:
             route = call.route
-            if not route.is_ours or route.needs_approval:
+            if route.waits:
                 continue
             if call.ignored:
                 self._ignored += 1
