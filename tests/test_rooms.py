@@ -19,6 +19,7 @@ ORDER = (
     "device",
     "kernels",
     "settings",
+    "yaml_file",
     "choose",
     "_vllm",
     "announce",

@@ -46,6 +46,7 @@ class Settings(BaseModel):
         "", description="SQLAlchemy URL of the response store; empty: SQLite in the user's state directory"
     )
     tools: str = Field("", description="tool servers; empty: what --tool-server says")
+    prompts: str = Field("", description="prompt templates of /v1/responses: a YAML file, or a folder of them")
 
     @classmethod
     def load(cls, additional_config: object = None, environ: Mapping[str, str] | None = None) -> Settings:

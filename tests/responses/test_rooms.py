@@ -11,7 +11,7 @@ import vllm_gptoss.responses
 PACKAGE = Path(vllm_gptoss.responses.__file__).parent
 BASE = {"errors", "ids", "options"}
 ROOMS: dict[str, set[str]] = {
-    "endpoint": {"transport", "run", "prompt", "state", *BASE},
+    "endpoint": {"transport", "run", "prompt", "state", "request", *BASE},
     "transport": {"run", "state", "request", *BASE},
     "run": {"prompt", "state", "request", *BASE},
     "prompt": {"request", *BASE},

@@ -13,6 +13,7 @@ from vllm_gptoss.harmony.tokens import encode
 from vllm_gptoss.responses.errors import ApiError
 from vllm_gptoss.responses.options import ResponsesOptions
 from vllm_gptoss.responses.prompt.toolset import Providers
+from vllm_gptoss.responses.request.templates import Templates
 from vllm_gptoss.responses.run.background import Background
 from vllm_gptoss.responses.run.context import ContainerOwners, Models, ServerContext
 from vllm_gptoss.responses.run.engine import Engine, VllmEngine
@@ -33,6 +34,7 @@ class ResponsesEndpoint:
         self._service: Service | None = None
         self._background: Background | None = None
         self._tools: ToolServer | None = None
+        self._templates = Templates.load(self.options.prompts)
 
     def attach(self, app: FastAPI, args: Namespace, settings: Any) -> None:
         """The plugin's first hook. Takes `--tool-server` for itself: vLLM would dial it as an MCP server of its own.
@@ -40,8 +42,10 @@ class ResponsesEndpoint:
         Raises:
             ToolConfigError: the tool servers are not described rightly.
             ValueError: a `GPTOSS_RESPONSES_*` variable has no possible value.
+            YamlFileError: a file of prompt templates cannot be used.
         """
-        self.options = ResponsesOptions.load(store=settings.store, strict_tools=settings.strict_tools)
+        self.options = ResponsesOptions.load(settings.store, settings.strict_tools, settings.prompts)
+        self._templates = Templates.load(self.options.prompts)
         spec = settings.tools or getattr(args, "tool_server", None)
         if spec:
             self._tools = ToolServer.from_spec(spec, ToolServerOptions(count_tokens=lambda text: len(encode(text))))
@@ -91,9 +95,12 @@ class ResponsesEndpoint:
             await store.open()
         keys = KeyRing(await self._keys(store))
         owners = ContainerOwners(store)
-        self._service = Service(ServerContext(engine, models, self.options, providers, store, keys, owners))
+        context = ServerContext(engine, models, self.options, providers, store, keys, self._templates, owners)
+        self._service = Service(context)
         self._background = Background(self._service, store) if store else None
         logger.info("Responses API of vllm-gptoss: store %s", self.options.url or "off")
+        if self._templates:
+            logger.info("%d prompt templates of %s", len(self._templates), self.options.prompts)
 
     async def _keys(self, store: Store | None) -> list[bytes]:
         """The operator's keys, then the store's, which still opens what was sealed before there were any."""

@@ -27,6 +27,7 @@ class ResponsesOptions(BaseSettings):
       conversations are free
     max_input_items: of one request
     strict_tools: the engine keeps calls to the offered tools and their schemas
+    prompts: a YAML file of prompt templates, or a folder of them; empty for none
     """
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True)
@@ -41,15 +42,16 @@ class ResponsesOptions(BaseSettings):
     heartbeat: float = 30.0
     max_input_items: int = 10_000
     strict_tools: bool = True
+    prompts: str = ""
 
     @classmethod
-    def load(cls, store: str = "", strict_tools: bool = True) -> ResponsesOptions:
-        """From the environment. A `store` that is given wins, and so does `strict_tools` when it is off.
+    def load(cls, store: str = "", strict_tools: bool = True, prompts: str = "") -> ResponsesOptions:
+        """From the environment. `store` and `prompts` that are given win, and so does `strict_tools` when it is off.
 
         Raises:
             ValueError: a variable has no possible value; the message names it.
         """
-        given: dict[str, Any] = {"store": store} if store else {}
+        given: dict[str, Any] = {name: value for name, value in (("store", store), ("prompts", prompts)) if value}
         if not strict_tools:
             given["strict_tools"] = False
         try:

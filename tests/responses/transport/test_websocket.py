@@ -3,36 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from websockets.sync.client import ClientConnection, connect
 
 from tests.support.responses.events import check_stream
-from tests.support.responses.server import MODEL, Running, Start
+from tests.support.responses.server import MODEL, Start
 from tests.support.responses.turns import CALL, HELLO, LONG, WEATHER
+from tests.support.responses.websocket import ask, dial
 from tests.support.waiting import soon
 from vllm_gptoss.responses.state import caller
 from vllm_gptoss.responses.transport import websocket
-
-
-@contextmanager
-def dial(server: Running, key: str = "alice") -> Iterator[ClientConnection]:
-    url = server.url.replace("http", "ws") + "/v1/responses"
-    with connect(url, additional_headers={"Authorization": f"Bearer {key}"}) as socket:
-        yield socket
-
-
-def ask(socket: ClientConnection, **fields: Any) -> list[dict[str, Any]]:
-    socket.send(json.dumps({"type": "response.create", "model": MODEL, **fields}))
-    events = []
-    while True:
-        events.append(json.loads(socket.recv(20)))
-        kind = events[-1]["type"]
-        if kind == "error" or kind in ("response.completed", "response.failed", "response.incomplete"):
-            return events
 
 
 def test_responses_follow_each_other_on_one_connection(start: Start) -> None:

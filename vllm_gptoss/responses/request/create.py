@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from openai.types.responses.responses_client_event import ResponseCreate
@@ -16,7 +17,7 @@ from pydantic import BaseModel, PrivateAttr, ValidationError
 from vllm_gptoss.harmony.messages import EFFORTS, Effort
 from vllm_gptoss.harmony.tokens import VOCABULARY
 from vllm_gptoss.responses.errors import ApiError, unsupported
-from vllm_gptoss.responses.request.items import nameless, parse_input
+from vllm_gptoss.responses.request.items import Item, nameless, parse_input
 from vllm_gptoss.responses.request.tool_params import check_schema_size, check_tool_choice, parse_tools, strict_names
 from vllm_gptoss.responses.request.validation import check_model, from_validation
 
@@ -24,7 +25,7 @@ REFUSED: Mapping[str, str] = {
     "access_programs": "there are no access programs here; leave it out",
     "image": "gpt-oss reads text only",
     "moderation": "no moderation model is served; moderate in front of this server",
-    "prompt": "prompt templates are not stored here; send the text in `instructions` and `input`",
+    "prompt": "this server has no prompt templates (GPTOSS_PROMPTS); send the text in `instructions` and `input`",
     "structured_outputs": "use `text.format`, or a `custom` tool with a grammar",
     "chat_template_kwargs": "gpt-oss prompts are not made by a chat template; use `reasoning` and `text`",
     "mm_processor_kwargs": "gpt-oss reads text only",
@@ -39,6 +40,14 @@ REFUSED: Mapping[str, str] = {
 
 METADATA_PAIRS, METADATA_KEY, METADATA_VALUE = 16, 64, 512
 """OpenAI's documented limits of `metadata`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A prompt template with its variables in place: what stands before the conversation, and what answers repeat."""
+
+    opening: list[Item]
+    echo: dict[str, Any]
 
 
 class CreateRequest(ResponseCreate):
@@ -70,6 +79,17 @@ class CreateRequest(ResponseCreate):
     vllm_xargs: dict[str, Any] | None = None
     _strict_tools: frozenset[str] = PrivateAttr(default=frozenset())
     _nameless: frozenset[str] = PrivateAttr(default=frozenset())
+    _filled: Filled | None = PrivateAttr(default=None)
+
+    @property
+    def filled(self) -> Filled | None:
+        """The prompt template that the request named, its variables in place."""
+        return self._filled
+
+    @property
+    def opening(self) -> list[Item]:
+        """Items of the prompt template, which stand before everything that was said."""
+        return self._filled.opening if self._filled else []
 
     @property
     def strict_tools(self) -> frozenset[str]:
@@ -124,8 +144,11 @@ def plain(value: Any) -> Any:
     return value.to_dict() if isinstance(value, BaseModel) and hasattr(value, "to_dict") else value
 
 
-def parse_create(body: Any) -> CreateRequest:
-    """A request from its JSON `body`. Raises `ApiError` naming the field that is wrong or cannot be honoured."""
+def parse_create(body: Any, filled: Filled | None = None) -> CreateRequest:
+    """A request from its JSON `body`. Raises `ApiError` naming the field that is wrong or cannot be honoured.
+
+    `filled`: the prompt template that was taken out of the body.
+    """
     if not isinstance(body, dict):
         raise ApiError("The request body must be a JSON object.")
     body = dict(body)
@@ -140,6 +163,7 @@ def parse_create(body: Any) -> CreateRequest:
     check_model(request)
     request.input = parse_input(raw_input)
     request._nameless = nameless(raw_input, request.input)
+    request._filled = filled
     request.tools = parse_tools(raw_tools)
     request._strict_tools = strict_names(raw_tools)
     request.tool_choice = check_tool_choice(choice, request.tools)
@@ -179,11 +203,11 @@ def parse_compact(body: Any) -> CreateRequest:
     return parse_create({**body, "store": False})
 
 
-def parse_count(body: Any) -> CreateRequest:
+def parse_count(body: Any, filled: Filled | None = None) -> CreateRequest:
     """The body of POST /v1/responses/input_tokens. `personality` is a label there. Raises `ApiError`."""
     if isinstance(body, dict):
         body = {name: value for name, value in body.items() if name != "personality"}
-    return parse_create(body)
+    return parse_create(body, filled)
 
 
 def _check_combinations(request: CreateRequest) -> None:

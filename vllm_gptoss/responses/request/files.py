@@ -15,7 +15,8 @@ MAX_PDFS = 8
 """Of one request."""
 
 _MAGIC = base64.b64encode(b"%PDF-")[:6].decode()
-_Place = tuple[list[Any], int, str]
+_Place = tuple[Any, Any, str]
+"""A list or mapping, the index or key of a part in it, and what the request calls it."""
 
 
 async def read_pdfs(body: Any, caller: str) -> None:
@@ -39,8 +40,12 @@ def _pdfs(body: Any) -> Iterator[_Place]:
             for name in ("content", "output"):
                 parts = _list(item, name)
                 for index, part in enumerate(parts):
-                    if isinstance(part, dict) and part.get("type") == "input_file" and _is_pdf(part.get("file_data")):
+                    if _is_pdf(part):
                         yield parts, index, f"{field}[{at}].{name}[{index}].file_data"
+    prompt = body.get("prompt") if isinstance(body, dict) else None
+    variables = prompt.get("variables") if isinstance(prompt, dict) else None
+    if isinstance(variables, dict):
+        yield from ((variables, name, f"prompt.variables.{name}") for name, part in variables.items() if _is_pdf(part))
 
 
 def _list(value: Any, field: str) -> list[Any]:
@@ -48,7 +53,8 @@ def _list(value: Any, field: str) -> list[Any]:
     return inner if isinstance(inner, list) else []
 
 
-def _is_pdf(data: Any) -> bool:
+def _is_pdf(part: Any) -> bool:
+    data = part.get("file_data") if isinstance(part, dict) and part.get("type") == "input_file" else None
     if not isinstance(data, str):
         return False
     return data.startswith("data:application/pdf") or data.partition(",")[2].startswith(_MAGIC) or data[:6] == _MAGIC

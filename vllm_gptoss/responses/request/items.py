@@ -166,18 +166,23 @@ def _as_sent(part: Part) -> Part:
 
 
 def _parse_parts(parts: list[Any], where: str, kinds: Mapping[str, Callable[[Part, str], Part]]) -> list[Part]:
-    out = []
-    for index, part in enumerate(parts):
-        here = f"{where}[{index}]"
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind in ("input_image", "computer_screenshot"):
-            raise unsupported(here, "gpt-oss reads text only, no images")
-        if kind == "input_audio":
-            raise unsupported(here, "gpt-oss reads text only, no audio")
-        if not isinstance(kind, str) or kind not in kinds:
-            raise ApiError(f"Invalid '{here}.type': {kind!r}.", param=f"{here}.type", code="invalid_value")
-        out.append(kinds[kind](dict(part), here))
-    return out
+    return [_parse_part(part, f"{where}[{index}]", kinds) for index, part in enumerate(parts)]
+
+
+def _parse_part(part: Any, where: str, kinds: Mapping[str, Callable[[Part, str], Part]]) -> Part:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in ("input_image", "computer_screenshot"):
+        raise unsupported(where, "gpt-oss reads text only, no images")
+    if kind == "input_audio":
+        raise unsupported(where, "gpt-oss reads text only, no audio")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ApiError(f"Invalid '{where}.type': {kind!r}.", param=f"{where}.type", code="invalid_value")
+    return kinds[kind](dict(part), where)
+
+
+def part_text(part: Any, where: str) -> str:
+    """What the model reads of one `input_text` or `input_file`. Raises `ApiError` naming the place under `where`."""
+    return str(_parse_part(part, where, _USER_PARTS)["text"])
 
 
 def _input_text(part: Part, where: str) -> Part:

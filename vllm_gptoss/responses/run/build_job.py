@@ -97,7 +97,8 @@ def read_history(
 
     raw = frozenset(route.recipient for route in toolset.routes.values() if route.raw)
     reader = HistoryReader(previous.hidden, unseal, raw)
-    return reader.read([*previous.items, *request.items], own_from=len(previous.items))
+    before = [*request.opening, *previous.items]
+    return reader.read([*before, *request.items], own_from=len(before))
 
 
 async def _check_id_and_store(context: ServerContext, request: CreateRequest, caller: Caller) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from vllm_gptoss.responses.errors import ApiError
 from vllm_gptoss.responses.options import ResponsesOptions
 from vllm_gptoss.responses.prompt.toolset import Providers
+from vllm_gptoss.responses.request.templates import Templates
 from vllm_gptoss.responses.run.engine import Engine
 from vllm_gptoss.responses.state.caller import Caller
 from vllm_gptoss.responses.state.sealing import KeyRing
@@ -75,6 +76,7 @@ class ServerContext:
     providers: Providers
     store: Store | None
     keys: KeyRing
+    templates: Templates = field(default_factory=Templates)
     containers: ContainerOwners = field(default_factory=ContainerOwners)
 
     def need_store(self, param: str) -> Store:

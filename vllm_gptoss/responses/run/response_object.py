@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_gptoss.responses.request.create import CreateRequest, plain
+from vllm_gptoss.responses.request.items import Item, message_item
 
 
 @dataclass(slots=True)
@@ -58,7 +59,7 @@ def new_response(
         "background": bool(request.background),
         "error": None,
         "incomplete_details": None,
-        "instructions": request.instructions,
+        "instructions": _instructions(request),
         "max_output_tokens": request.max_output_tokens,
         "max_tool_calls": request.max_tool_calls,
         "model": model,
@@ -83,7 +84,21 @@ def new_response(
         "user": request.user,
         "metadata": dict(request.metadata or {}),
         **({"conversation": {"id": conversation}} if conversation else {}),
+        **({"prompt": request.filled.echo} if request.filled else {}),
     }
+
+
+def _instructions(request: CreateRequest) -> str | list[Item] | None:
+    """What stands before the conversation: with a template's messages a list, as the API has it then."""
+    if not request.opening:
+        return request.instructions
+    first = [message_item("developer", request.instructions)] if request.instructions else []
+    return [_as_sent(item) for item in (*first, *request.opening)]
+
+
+def _as_sent(item: Item) -> Item:
+    """A message of input has no id in the API; what an assistant said has one."""
+    return item if item["role"] == "assistant" else {key: value for key, value in item.items() if key != "id"}
 
 
 def _summary(request: CreateRequest) -> str | None:

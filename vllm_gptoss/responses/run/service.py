@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from vllm_gptoss.responses import ids
 from vllm_gptoss.responses.errors import not_found
 from vllm_gptoss.responses.prompt.toolset import Toolset
-from vllm_gptoss.responses.request.create import CreateRequest
+from vllm_gptoss.responses.request.create import CreateRequest, Filled, parse_create
 from vllm_gptoss.responses.request.items import Item
 from vllm_gptoss.responses.run.build_job import build_job, read_history, read_previous
 from vllm_gptoss.responses.run.compaction import summarise
@@ -21,12 +22,19 @@ from vllm_gptoss.responses.state.conversation_hold import ConversationHold
 from vllm_gptoss.responses.state.stored import Stored
 from vllm_gptoss.tools.protocol import CALLER
 
+Parse = Callable[[Any, Filled | None], CreateRequest]
+"""`parse_create`, or what reads another route's body."""
+
 
 class Service:
     """Makes responses, and finds those that are stored. Every method raises `ApiError` or `StoreError`."""
 
     def __init__(self, context: ServerContext) -> None:
         self.context = context
+
+    def read(self, body: Any, caller: Caller, parse: Parse = parse_create) -> CreateRequest:
+        """A checked request, its prompt template filled in."""
+        return parse(*self.context.templates.fill(body, caller.tenant))
 
     async def prepare(
         self, request: CreateRequest, caller: Caller, *, queued: bool = False, holds: bool = True

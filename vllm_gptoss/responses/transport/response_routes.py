@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from vllm_gptoss.responses.errors import ApiError
-from vllm_gptoss.responses.request.create import parse_compact, parse_count, parse_create
+from vllm_gptoss.responses.request.create import parse_compact, parse_count
 from vllm_gptoss.responses.run.background import Background
 from vllm_gptoss.responses.run.events import last_body
 from vllm_gptoss.responses.run.service import Service
@@ -69,8 +69,8 @@ class _Routes:
         return self._backend.background
 
     async def create(self, raw_request: Request) -> Response:
-        request = parse_create(await body_of(raw_request))
         caller = caller_of(raw_request)
+        request = self._service.read(await body_of(raw_request), caller)
         hides = bool(request.stream_options and request.stream_options.include_obfuscation)
         if request.background:
             background = self._background
@@ -136,6 +136,7 @@ class _Routes:
         return JSONResponse(await unless_gone(raw_request, self._service.compact(request, caller)))
 
     async def input_tokens(self, raw_request: Request) -> Response:
-        request, caller = parse_count(await body_of(raw_request)), caller_of(raw_request)
+        caller = caller_of(raw_request)
+        request = self._service.read(await body_of(raw_request), caller, parse_count)
         tokens = await self._service.count_input(request, caller)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})

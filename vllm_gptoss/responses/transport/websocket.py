@@ -17,7 +17,7 @@ from pydantic_core import to_json
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from vllm_gptoss.responses.errors import ApiError, internal, store_failed
-from vllm_gptoss.responses.request.create import CreateRequest, parse_create
+from vllm_gptoss.responses.request.create import CreateRequest
 from vllm_gptoss.responses.request.files import read_pdfs
 from vllm_gptoss.responses.run.events import Event
 from vllm_gptoss.responses.run.service import Service
@@ -116,7 +116,7 @@ class _Connection:
         try:
             await read_pdfs(message, self._caller.tenant)
             # A WebSocket always streams; `stream` and its options may be there, and mean nothing.
-            request = parse_create({**message, "stream": True})
+            request = self._service.read({**message, "stream": True}, self._caller)
             if request.generate is False:
                 await self._warm(request, stream_id)
                 return
