@@ -19,6 +19,7 @@ import promql_parser
 import pytest
 import yaml
 
+from tests.contract.source import Release, releases
 from vllm_gptoss.recipes import find, load, render
 from vllm_gptoss.recipes.schema import Recipe
 
@@ -124,12 +125,9 @@ def test_modal_reads_the_app_and_runs_the_recipe() -> None:
     assert words[words.index("--port") + 1] == str(app.PORT)
 
 
-def metrics() -> set[str]:
+def metrics(release: Release) -> set[str]:
     """Names of vLLM's source and ours, as they are defined."""
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None
-    assert spec.origin is not None
-    folders = (Path(spec.origin).parent / "v1", ROOT / "vllm_gptoss")
+    folders = (release.root / "vllm" / "v1", ROOT / "vllm_gptoss")
     named = re.compile(r'"((?:vllm:|gptoss_)[a-z_]+)"')
     return {name for folder in folders for path in folder.rglob("*.py") for name in named.findall(path.read_text())}
 
@@ -139,21 +137,49 @@ def selectors(expression: Any) -> list[str]:
     return re.findall(r"(?:vllm:|gptoss_)[a-z_:]+", str(expression))
 
 
+def panels() -> list[dict[str, Any]]:
+    return list(json.loads((DEPLOY / "grafana-dashboard.json").read_text())["panels"])
+
+
+def queries() -> list[str]:
+    """As Prometheus is asked: Grafana fills the interval in."""
+    asked = [target["expr"] for panel in panels() for target in panel["targets"]]
+    return [query.replace("$__rate_interval", "1m") for query in asked]
+
+
 @pytest.mark.vllm
-def test_the_dashboard_asks_for_metrics_that_are_there() -> None:
-    dashboard = json.loads((DEPLOY / "grafana-dashboard.json").read_text())
-    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    known = metrics()
-    for query in queries:
-        parsed = promql_parser.parse(query.replace("$__rate_interval", "1m"))
-        for name in selectors(parsed):
+@pytest.mark.parametrize("release", releases(), ids=lambda release: release.version)
+def test_the_dashboard_asks_for_metrics_that_are_there(release: Release) -> None:
+    known = metrics(release)
+    assert len(known) > 50
+    for query in queries():
+        for name in selectors(promql_parser.parse(query)):
             assert name in known or re.sub(r"_(total|bucket|sum|count)$", "", name) in known, name
-    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+
+
+def test_the_dashboard_is_whole() -> None:
+    assert len({panel["id"] for panel in panels()}) == len(panels())
     with pytest.raises(ValueError, match="unclosed"):
         promql_parser.parse("sum(rate(vllm:generation_tokens_total[1m])")
-    uids = {panel["datasource"]["uid"] for panel in dashboard["panels"]}
+    uids = {panel["datasource"]["uid"] for panel in panels()}
     (source,) = yaml.safe_load((DEPLOY / "grafana-datasource.yaml").read_text())["datasources"]
     assert uids == {source["uid"]}
+
+
+def promtool(*arguments: str | Path) -> int:
+    return subprocess.run(["promtool", "check", *arguments], capture_output=True, timeout=60).returncode
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of Debian's package prometheus")
+def test_prometheus_takes_its_configuration_and_the_queries_and_no_misspelt_ones(tmp_path: Path) -> None:
+    config, rules = tmp_path / "prometheus.yml", tmp_path / "rules.yaml"
+    assert promtool("config", DEPLOY / "prometheus.yml") == 0
+    config.write_text((DEPLOY / "prometheus.yml").read_text().replace("scrape_configs", "scrape_confgis"))
+    assert promtool("config", config) != 0
+    for asked, taken in ((queries(), True), ([*queries(), "sum(rate(vllm:x[1m])"], False)):
+        recorded = [{"record": f"dashboard:{number}", "expr": query} for number, query in enumerate(asked)]
+        rules.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": recorded}]}))
+        assert (promtool("rules", rules) == 0) is taken
 
 
 def test_prometheus_scrapes_the_service_that_compose_names() -> None:
