@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vllm_gptoss.choose import bands
-from vllm_gptoss.kernels import dense, experts, experts_many
+from vllm_gptoss.kernels import dense, experts_many, experts_plan
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,6 @@ def test_bands_rise_and_the_last_takes_any_number() -> None:
 
 def test_no_band_is_wider_than_its_kernel() -> None:
     assert bands.FUSED_TOKENS <= dense.MAX_TOKENS
-    assert bands.EXPERT_TOKENS <= experts.WIDE_TOKENS
+    assert bands.EXPERT_TOKENS <= experts_plan.WIDE_TOKENS
     assert bands.expert_tokens("gptoss") <= experts_many.MAX_TOKENS
     assert bands.ONE_TOKEN == 1

@@ -11,7 +11,7 @@ import torch
 from vllm_gptoss.choose import ChoiceError, Deployment, bands
 from vllm_gptoss.device import Device
 from vllm_gptoss.experts import method
-from vllm_gptoss.kernels import dense, experts, experts_many, nvrtc
+from vllm_gptoss.kernels import dense, experts, experts_many, experts_plan, nvrtc
 from vllm_gptoss.spec import GPT_OSS_20B
 
 H200 = Device("nvidia", "NVIDIA H200", "sm90", 139.8)
@@ -54,7 +54,7 @@ def test_few_tokens_are_ours_and_the_rest_upstreams(
 ) -> None:
     monkeypatch.setattr(experts, "multiprocessors", lambda device: multiprocessors)
     few = experts.FewTokenExperts(*projections(), 4, 32, alpha=1.0, limit=7.0)
-    many = experts_many.ManyTokenExperts(few) if few.max_tokens == experts.MAX_TOKENS else None
+    many = experts_many.ManyTokenExperts(few) if few.max_tokens == experts_plan.MAX_TOKENS else None
     of = prepared(few, many, wish)
     for tokens, side in ((0, "upstream"), (1, "ours"), (most, "ours"), (most + 1, "upstream"), (4096, "upstream")):
         of.apply_monolithic(None, torch.empty(tokens, 64), torch.empty(tokens, 32))

@@ -49,8 +49,9 @@ def experts(parallel: list[int], counts: list[int]) -> None:
     import torch
 
     from tests.gpu import cases
-    from vllm_gptoss.kernels.experts import NARROW_TOKENS, WIDE_TOKENS, FewTokenExperts
+    from vllm_gptoss.kernels.experts import FewTokenExperts
     from vllm_gptoss.kernels.experts_many import ManyTokenExperts
+    from vllm_gptoss.kernels.experts_plan import NARROW_TOKENS, WIDE_TOKENS
 
     for count in counts:
         for size in parallel:

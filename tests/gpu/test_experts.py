@@ -8,7 +8,7 @@ import torch
 from tests.gpu import cases
 from tests.gpu.cases import ACTIVE, ALPHA, LIMIT, C, Weights
 from tests.gpu.marks import SM90
-from vllm_gptoss.kernels import experts
+from vllm_gptoss.kernels import experts, experts_plan
 
 pytestmark = SM90
 
@@ -42,8 +42,8 @@ def taking(layer: Layer, tokens: int) -> experts.FewTokenExperts:
 @pytest.mark.parametrize("skewed", [False, True], ids=["uniform", "skewed"])
 def test_every_batch_matches_float64_and_repeats_bit_for_bit(layer: Layer, skewed: bool) -> None:
     module = prepared(layer)
-    few = min(experts.NARROW_TOKENS, torch.cuda.get_device_properties(0).multi_processor_count // 4)
-    assert module.max_tokens == (few if few < experts.NARROW_TOKENS else experts.MAX_TOKENS)
+    few = min(experts_plan.NARROW_TOKENS, torch.cuda.get_device_properties(0).multi_processor_count // 4)
+    assert module.max_tokens == (few if few < experts_plan.NARROW_TOKENS else experts_plan.MAX_TOKENS)
     cases.experts(module, layer[1], layer[2], module.max_tokens, skewed)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_gptoss.kernels import experts, nvrtc
+from vllm_gptoss.kernels import experts, experts_plan, nvrtc
 
 SOURCE = 'extern "C" __global__ void touch(int* p) { p[threadIdx.x] = N; }'
 
@@ -22,13 +22,13 @@ RANKS = [(intermediate, experts, experts) for intermediate in (2880, 1472, 768, 
 """Intermediate size, local and routed experts: 20b and 120b at TP 1, 2, 4, 8."""
 
 TUNINGS = [
-    ("experts_up", experts.UP, experts.NARROW_TOKENS),
-    ("experts_down", experts.DOWN, experts.NARROW_TOKENS),
-    ("experts_down", experts.DOWN_FEWEST, experts.NARROW_TOKENS),
-    ("experts_up", experts.UP_WIDE, experts.WIDE_TOKENS),
-    ("experts_down", experts.DOWN_WIDE, experts.WIDE_TOKENS),
-    ("experts_up", experts.UP_WIDE, experts.MAX_TOKENS),
-    ("experts_down", experts.DOWN_WIDE, experts.MAX_TOKENS),
+    ("experts_up", experts_plan.UP, experts_plan.NARROW_TOKENS),
+    ("experts_down", experts_plan.DOWN, experts_plan.NARROW_TOKENS),
+    ("experts_down", experts_plan.DOWN_FEWEST, experts_plan.NARROW_TOKENS),
+    ("experts_up", experts_plan.UP_WIDE, experts_plan.WIDE_TOKENS),
+    ("experts_down", experts_plan.DOWN_WIDE, experts_plan.WIDE_TOKENS),
+    ("experts_up", experts_plan.UP_WIDE, experts_plan.MAX_TOKENS),
+    ("experts_down", experts_plan.DOWN_WIDE, experts_plan.MAX_TOKENS),
 ]
 
 
@@ -36,9 +36,11 @@ TUNINGS = [
 def test_both_projections_compile_for_every_rank(intermediate: int, local: int, routed: int) -> None:
     for which, tuning, most in TUNINGS:
         rows, columns = (2 * intermediate, 2880) if which == "experts_up" else (2880, intermediate)
-        tuning = experts.fitted(tuning, columns // 64)
+        tuning = experts_plan.fitted(tuning, columns // 64)
         pairs = -(-columns // 128) * 2
-        macros = experts.defines(tuning, rows, columns // 64, pairs, local, 4, routed, (1, 0), local != routed, most)
+        macros = experts_plan.defines(
+            tuning, rows, columns // 64, pairs, local, 4, routed, (1, 0), local != routed, most
+        )
         macros["ONLY"] = experts.ONLY[which]
         options = [*(f"-D{k}={v}" for k, v in macros.items()), f"--maxrregcount={tuning.registers}"]
         assert which.encode() in nvrtc.compile_cubin(nvrtc.source(experts.SOURCE), "sm_90", options)
@@ -46,25 +48,25 @@ def test_both_projections_compile_for_every_rank(intermediate: int, local: int, 
 
 @pytest.mark.parametrize("mode", [(0, 0), (0, 1), (1, 0), (2, 0)])
 def test_every_routing_dtype_compiles(mode: tuple[int, int]) -> None:
-    macros = experts.defines(experts.UP, 5760, 45, 46, 32, 4, 32, mode, True)
+    macros = experts_plan.defines(experts_plan.UP, 5760, 45, 46, 32, 4, 32, mode, True)
     assert nvrtc.compile_cubin(nvrtc.source(experts.SOURCE), "sm_90", [f"-D{k}={v}" for k, v in macros.items()])
 
 
 @pytest.mark.parametrize(("which", "tuning", "most"), TUNINGS)
-def test_shared_memory_fits_for_every_token_count(which: str, tuning: experts.Tuning, most: int) -> None:
-    wide = 128 if most > experts.NARROW_TOKENS else 0
+def test_shared_memory_fits_for_every_token_count(which: str, tuning: experts_plan.Tuning, most: int) -> None:
+    wide = 128 if most > experts_plan.NARROW_TOKENS else 0
     for tokens in range(1, most + 1):
-        if experts.compiled_for(tokens) == most:
-            rows, _ = experts.staged_rows(which, tokens)
-            assert experts.shared_bytes(tuning, 45, rows, 4, wide, most) <= experts.SHARED_LIMIT
+        if experts_plan.compiled_for(tokens) == most:
+            rows, _ = experts_plan.staged_rows(which, tokens)
+            assert experts_plan.shared_bytes(tuning, 45, rows, 4, wide, most) <= experts_plan.SHARED_LIMIT
 
 
 @pytest.mark.parametrize("local", [16, 32, 128])
 @pytest.mark.parametrize(("which", "tuning", "most"), TUNINGS)
-def test_both_sides_lay_shared_memory_out_alike(which: str, tuning: experts.Tuning, most: int, local: int) -> None:
+def test_both_sides_lay_shared_memory_out_alike(which: str, tuning: experts_plan.Tuning, most: int, local: int) -> None:
     """What the host asks for is what the kernel's own types take: a byte less would be read past its end."""
-    macros = experts.defines(tuning, 5760, 45, 46, local, 4, local, (1, 0), False, most)
-    ours = experts.shared_bytes(tuning, 45, 1, 4, local if most > experts.NARROW_TOKENS else 0, most)
+    macros = experts_plan.defines(tuning, 5760, 45, 46, local, 4, local, (1, 0), False, most)
+    ours = experts_plan.shared_bytes(tuning, 45, 1, 4, local if most > experts_plan.NARROW_TOKENS else 0, most)
     check = f"\nstatic_assert(META_BYTES + RED_BYTES + RING_BYTES + XSTRIDE == {ours});"
     options = [f"-D{k}={v}" for k, v in {**macros, "ONLY": experts.ONLY[which]}.items()]
     assert nvrtc.compile_cubin(nvrtc.source(experts.SOURCE) + check, "sm_90", options)

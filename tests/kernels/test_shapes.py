@@ -17,7 +17,7 @@ from vllm_gptoss import choose
 from vllm_gptoss.choose import Deployment, RankExperts
 from vllm_gptoss.device import Device
 from vllm_gptoss.experts import sm90
-from vllm_gptoss.kernels import attention, dense, experts, experts_many, nvrtc, step
+from vllm_gptoss.kernels import attention, dense, experts, experts_many, experts_plan, nvrtc, step
 from vllm_gptoss.spec import ModelSpec
 
 H200 = Device("nvidia", "NVIDIA H200", "sm90", 139.8)
@@ -88,21 +88,21 @@ def rank(experts_: int, rows: int, columns: int) -> experts.Projection:
 def test_experts_that_are_taken_pass_the_launchers_checks_and_fit(
     hidden: int, intermediate: int, count: int, active: int
 ) -> None:
-    if experts.unsupported(hidden, intermediate, count, active) is not None:
+    if experts_plan.unsupported(hidden, intermediate, count, active) is not None:
         return
     few = experts.FewTokenExperts(
         rank(count, 2 * intermediate, hidden), rank(count, hidden, intermediate), active, count, alpha=1.7, limit=7.0
     )
-    for which, tokens in itertools.product(experts.ONLY, range(1, experts.MAX_TOKENS + 1)):
+    for which, tokens in itertools.product(experts.ONLY, range(1, experts_plan.MAX_TOKENS + 1)):
         projection, tuning = few._tuned(which, tokens)
         assert tuning.depth % tuning.chunk == 0
-        rows, _ = experts.staged_rows(which, tokens)
-        shared = few._shared(tuning, projection, rows, experts.compiled_for(tokens))
-        assert shared <= experts.SHARED_LIMIT
+        rows, _ = experts_plan.staged_rows(which, tokens)
+        shared = few._shared(tuning, projection, rows, experts_plan.compiled_for(tokens))
+        assert shared <= experts_plan.SHARED_LIMIT
     many = experts_many.ManyTokenExperts(few)
     for which in experts_many.ONLY:
         recipe = many.recipe(which, torch.bfloat16)
-        assert recipe.shared <= experts.SHARED_LIMIT
+        assert recipe.shared <= experts_plan.SHARED_LIMIT
         assert dict(recipe.options)["NROWS"] % 64 == 0
 
 
@@ -110,7 +110,7 @@ def test_experts_that_are_taken_pass_the_launchers_checks_and_fit(
 @given(round64, round64, st.integers(1, 3))
 def test_whatever_shape_is_taken_can_be_sampled(hidden: int, intermediate: int, count: int) -> None:
     """Two experts of the shape in memory, as a rank holds them."""
-    if experts.unsupported(hidden, intermediate, count, 4) is not None:
+    if experts_plan.unsupported(hidden, intermediate, count, 4) is not None:
         return
     for rows, columns in ((2 * intermediate, hidden), (hidden, intermediate)):
         blocks = torch.zeros(1, dtype=torch.uint8).expand(count, rows, columns // 2)
@@ -151,7 +151,7 @@ EDGES = [(64, 64, 1, 1), (64, 4096, 128, 4), (4096, 64, 3, 2), (6144, 6144, 128,
 @pytest.mark.slow
 @pytest.mark.parametrize(("hidden", "intermediate", "count", "active"), EDGES)
 def test_experts_at_the_edges_compile(hidden: int, intermediate: int, count: int, active: int) -> None:
-    if (why := experts.unsupported(hidden, intermediate, count, active)) is not None:
+    if (why := experts_plan.unsupported(hidden, intermediate, count, active)) is not None:
         assert "shared memory" in why, "an edge that is refused for another reason is no edge"
         return
     few = experts.FewTokenExperts(

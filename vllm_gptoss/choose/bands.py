@@ -65,5 +65,5 @@ FUSED_TOKENS: Final = most("layers", SIX_LAUNCHES)
 EXPERT_TOKENS: Final = most("experts", GPTOSS)
 MANY_PAIRS: Final = 6
 """Pairs (a token and one of its experts) for each routed expert, above which a step of more than
-`kernels.experts.NARROW_TOKENS` tokens runs `kernels/experts_many.py`: more than 48 tokens of the 20b, 192 of the 120b.
+`experts_plan.NARROW_TOKENS` tokens runs `kernels/experts_many.py`: more than 48 tokens of the 20b, 192 of the 120b.
 """

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from vllm_gptoss.choose.deployment import Cache, Deployment
 from vllm_gptoss.choose.measured import Measured
 from vllm_gptoss.device import Device
-from vllm_gptoss.kernels import attention, dense, experts, step
+from vllm_gptoss.kernels import attention, dense, experts_plan, step
 
 Condition = Callable[[Device, Deployment], str | None]
 
@@ -127,7 +127,7 @@ def expert_shapes(device: Device, deployment: Deployment) -> str | None:
     """Sizes of one rank's experts."""
     mine = deployment.experts_of_a_rank
     active = deployment.model.active_experts
-    why: str | None = experts.unsupported(mine.hidden, mine.intermediate, mine.count, active)
+    why: str | None = experts_plan.unsupported(mine.hidden, mine.intermediate, mine.count, active)
     return why
 
 
@@ -146,8 +146,8 @@ EXPERTS: tuple[Condition, ...] = (
     when(lambda d: d.weighs_input, "the router's weight is applied on the input"),
     when(lambda d: d.expert_bias is False, "the experts have no bias"),
     when(
-        lambda d: d.largest_scale is not None and d.largest_scale > experts.MAX_SCALE,
-        f"a scale is larger than e8m0 code {experts.MAX_SCALE}",
+        lambda d: d.largest_scale is not None and d.largest_scale > experts_plan.MAX_SCALE,
+        f"a scale is larger than e8m0 code {experts_plan.MAX_SCALE}",
     ),
 )
 """The kernels for few tokens over `triton`'s weights, `experts/method.py`."""

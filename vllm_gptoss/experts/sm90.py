@@ -15,16 +15,9 @@ from vllm_gptoss import spec
 from vllm_gptoss.choose import bands
 from vllm_gptoss.experts import mxfp4
 from vllm_gptoss.kernels import nvrtc
-from vllm_gptoss.kernels.experts import (
-    MAX_TOKENS,
-    NARROW_TOKENS,
-    WIDE_TOKENS,
-    FewTokenExperts,
-    Projection,
-    partial_sums,
-    partial_tokens,
-)
+from vllm_gptoss.kernels.experts import FewTokenExperts, Projection, partial_sums, partial_tokens
 from vllm_gptoss.kernels.experts_many import ManyTokenExperts
+from vllm_gptoss.kernels.experts_plan import MAX_TOKENS, NARROW_TOKENS, WIDE_TOKENS
 
 SAMPLED_VALUES, SAMPLED_SCALES = (slice(1), slice(32), slice(512)), (slice(1), slice(512), slice(32))
 """Experts, rows and bytes of a row whose layout is compared: two tiles of values, two blocks of scales. Few enough for

@@ -14,15 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_gptoss.kernels import nvrtc
-from vllm_gptoss.kernels.experts import (
-    PARTIAL_TOKENS,
-    SHARED_LIMIT,
-    FewTokenExperts,
-    Recipe,
-    multiprocessors,
-    partial_sums,
-    routing_mode,
-)
+from vllm_gptoss.kernels.experts import FewTokenExperts, Recipe, multiprocessors, partial_sums, routing_mode
+from vllm_gptoss.kernels.experts_plan import PARTIAL_TOKENS, SHARED_LIMIT
 
 if TYPE_CHECKING:
     import torch
