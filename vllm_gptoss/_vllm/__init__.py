@@ -19,6 +19,8 @@ from typing import Any
 
 SUPPORTED = ((0, 32), (0, 34))
 """vLLM versions this release was tested with: at least the first, below the second."""
+RANGE = ">={}.{},<{}.{}".format(*SUPPORTED[0], *SUPPORTED[1])
+"""The same as pip takes it."""
 
 
 def version() -> str | None:
@@ -41,8 +43,7 @@ def outside_range(version: str | None) -> str | None:
     number = (int(found[1]), int(found[2]))
     if SUPPORTED[0] <= number < SUPPORTED[1]:
         return None
-    low, high = (".".join(map(str, bound)) for bound in SUPPORTED)
-    return f"vLLM {version} is outside the supported range >={low},<{high}"
+    return f"vLLM {version} is outside the supported range {RANGE}"
 
 
 def register_model(architecture: str, path: str) -> None:

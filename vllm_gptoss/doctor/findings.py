@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import importlib.util
-import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -23,7 +21,7 @@ from vllm_gptoss.plugin import endpoint_is_off
 from vllm_gptoss.recipes import check as rules
 from vllm_gptoss.recipes import find, load, variables
 from vllm_gptoss.recipes.deployment import choices
-from vllm_gptoss.recipes.probe import ProbeError, ask
+from vllm_gptoss.recipes.probe import ProbeError, answer_of, ask
 from vllm_gptoss.settings import Settings
 from vllm_gptoss.version import __version__
 
@@ -50,6 +48,7 @@ class Finding:
 Findings = Iterator[Finding]
 
 ABSENT = "not installed"
+INSTALL = f"pip install 'vllm{_vllm.RANGE}'"
 
 TRITONS = {"triton", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu", "triton-nightly", "triton-rocm"}
 """Distributions that own the module `triton`."""
@@ -92,26 +91,18 @@ def _guarded(check: Callable[[], Findings]) -> Findings:
 
 
 def _probe() -> dict[str, Any]:
-    command = [sys.executable, "-m", "vllm_gptoss.doctor.probe"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=180)
-    except subprocess.TimeoutExpired:
-        return {"error": "vLLM's plugin discovery took more than 180 s"}
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        last = done.stderr.strip().splitlines()[-1:] or ["no output"]
-        return {"error": f"vLLM does not start here (exit code {done.returncode}): {last[0]}"}
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
+        return answer_of("vllm_gptoss.doctor.probe", "vLLM's plugin discovery")
+    except ProbeError as error:
+        return {"error": str(error)}
 
 
 def packages() -> Findings:
     """What is not installed and must be: vLLM, its torch, and what our own metadata requires."""
-    install = "pip install 'vllm>={},<{}'".format(*(".".join(map(str, bound)) for bound in _vllm.SUPPORTED))
     if not _vllm.version():
-        yield Finding(Status.PROBLEM, "package vllm", "not installed", install)
+        yield Finding(Status.PROBLEM, "package vllm", "not installed", INSTALL)
     if importlib.util.find_spec("torch") is None:
-        yield Finding(Status.PROBLEM, "package torch", "not installed", f"vLLM brings the torch it needs: {install}")
+        yield Finding(Status.PROBLEM, "package torch", "not installed", f"vLLM brings the torch it needs: {INSTALL}")
     for requirement in _requirements():
         found, wanted = _version(requirement.name), requirement.specifier
         if found != ABSENT and wanted.contains(found, prereleases=True):
@@ -137,10 +128,7 @@ def versions(found: dict[str, Any]) -> Findings:
     """vLLM in the supported range, and what else matters beside it."""
     version = _vllm.version()
     if why := _vllm.outside_range(version):
-        low, high = (".".join(map(str, bound)) for bound in _vllm.SUPPORTED)
-        yield Finding(
-            Status.PROBLEM, "versions", f"vllm-gptoss {__version__}: {why}", f"pip install 'vllm>={low},<{high}'"
-        )
+        yield Finding(Status.PROBLEM, "versions", f"vllm-gptoss {__version__}: {why}", INSTALL)
     else:
         others = ", ".join(f"{name} {_version(name)}" for name in ("torch", "oss-harmony", "mcp"))
         yield Finding(Status.OK, "versions", f"vllm-gptoss {__version__}, vLLM {version}, {others}")

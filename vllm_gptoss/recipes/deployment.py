@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from vllm_gptoss import choose, describe
-from vllm_gptoss.choose import Choice, ChoiceError, Deployment
+from vllm_gptoss.choose import Choice, Deployment
 from vllm_gptoss.device import Device
 from vllm_gptoss.settings import Settings
 from vllm_gptoss.spec import ModelSpec
@@ -100,6 +100,3 @@ def choices(
 def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = config.get(key)
     return value if isinstance(value, Mapping) else {}
-
-
-__all__ = ["ChoiceError", "choices", "deployment", "gpus", "no_numbers", "size"]

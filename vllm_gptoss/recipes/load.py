@@ -48,10 +48,10 @@ def load(path: Path) -> list[Recipe]:
         family = Family.model_validate(data)
     except ValidationError as error:
         raise RecipeError("\n".join(_explained(path, root, error))) from None
-    places = {index: f"{path.name}:{_line(root, ('recipes', index))}" for index in range(len(family.recipes))}
+    places = {index: f"{path.name}:{line_of(root, ('recipes', index))}" for index in range(len(family.recipes))}
     if family.family not in [each.name for each in families.FAMILIES]:
         names = ", ".join(each.name for each in families.FAMILIES)
-        raise RecipeError(f"{path}:{_line(root, ('family',))}: family: there is no {family.family!r}, only {names}")
+        raise RecipeError(f"{path}:{line_of(root, ('family',))}: family: there is no {family.family!r}, only {names}")
     found = expand(family, places)
     seen: dict[str, str] = {}
     for recipe in found:
@@ -98,11 +98,6 @@ def files(path: Path) -> list[Path]:
     return sorted(path.glob("*.yaml")) if path.is_dir() else [path]
 
 
-def line_of(root: yaml.Node, where: Sequence[str | int]) -> int:
-    """The line of a field, or of the nearest above it that is there."""
-    return _line(root, where)
-
-
 def _explained(path: Path, root: yaml.Node, error: ValidationError) -> Iterator[str]:
     for problem in error.errors():
         if problem["type"] == "too_short" and problem["input"]:
@@ -111,10 +106,11 @@ def _explained(path: Path, root: yaml.Node, error: ValidationError) -> Iterator[
         field = ".".join(str(part) for part in where) or "the file"
         said = problem["msg"].removeprefix("Value error, ")
         got = "" if problem["type"] in ("missing", "value_error") else f", got {str(problem['input'])[:80]!r}"
-        yield f"{path}:{_line(root, where)}: {field}: {said}{got}"
+        yield f"{path}:{line_of(root, where)}: {field}: {said}{got}"
 
 
-def _line(root: yaml.Node, where: Sequence[str | int]) -> int:
+def line_of(root: yaml.Node, where: Sequence[str | int]) -> int:
+    """The line of a field, or of the nearest above it that is there."""
     node, line = root, root.start_mark.line
     for part in where:
         found = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from vllm_gptoss.choose import devices
@@ -91,7 +91,7 @@ def plan(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mappin
     found = _plan(spec, device, config, env)
     if found.fits:
         return found
-    return Plan(**{**found.__dict__, "advice": tuple(_advice(spec, device, config, env, found))})
+    return replace(found, advice=tuple(_advice(spec, device, config, env, found)))
 
 
 def _plan(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mapping[str, str]) -> Plan:

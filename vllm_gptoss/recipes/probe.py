@@ -72,6 +72,27 @@ def ask(questions: Sequence[Question], root: Path | None = None) -> Release:
         return _ask(questions, [*([root] if root else []), Path(__file__).parents[2], _platform_plugin(Path(folder))])
 
 
+def answer_of(module: str, what: str, asked: str = "", environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The JSON in the last line that `python -m module` prints when it reads `asked`. what: its name in an error.
+
+    Raises:
+        ProbeError: it ended badly, said nothing, or took longer than `LIMIT_S`.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", module], input=asked, capture_output=True, text=True, timeout=LIMIT_S,
+            env=environ,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise ProbeError(f"{what} took more than {LIMIT_S} s") from None
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        last = done.stderr.strip().splitlines()[-1:] or ["no output"]
+        raise ProbeError(f"{what} does not start here (exit code {done.returncode}): {last[0]}")
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
 def platform() -> str:
     """vLLM's entry point for platforms: parsing needs no device, and must be the same on every machine."""
     return str(serve.PLATFORM)
@@ -89,22 +110,8 @@ def _platform_plugin(folder: Path) -> Path:
 def _ask(questions: Sequence[Question], path: Sequence[Path]) -> Release:
     environ = dict(os.environ) | {"PYTHONPATH": os.pathsep.join(map(str, path))}
     environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_PLUGINS": _PLUGIN}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", MODULE],
-            input=json.dumps([list(each) if not isinstance(each, Mapping) else dict(each) for each in questions]),
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            env=environ,
-        )
-    except subprocess.TimeoutExpired:
-        raise ProbeError(f"vLLM's parser took more than {LIMIT_S} s") from None
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        last = done.stderr.strip().splitlines()[-1:] or ["no output"]
-        raise ProbeError(f"vLLM's parser does not start here: {last[0]}")
-    found = json.loads(lines[-1])
+    asked = json.dumps([dict(each) if isinstance(each, Mapping) else list(each) for each in questions])
+    found = answer_of(MODULE, "vLLM's parser", asked, environ)
     parsed = tuple(
         Parsed(each["error"], tuple(each["restated"]), tuple(each["dropped"]), each["values"])
         for each in found["parsed"]
