@@ -114,9 +114,10 @@ class ServiceProvider(ToolProvider):
         return ServiceSession(self, conversation_id or options.response_id, options)
 
     def in_order(self, conversation_id: str, last: str) -> list[tuple[str, Node]]:
-        """Nodes to try for a conversation: that of its last call, then by rank; those known to be gone come last."""
+        """Nodes to try for a conversation: that of its last call, whatever is known of it, as leaving it loses the
+        notebook; then by rank, those known to be gone after the others."""
         order = ranked(list(self._nodes), conversation_id)
-        order.sort(key=lambda url: (bool(self._nodes[url].unavailable), url != last))
+        order.sort(key=lambda url: (url != last, bool(self._nodes[url].unavailable)))
         return [(url, self._nodes[url]) for url in order if self._nodes[url].namespaces()]
 
     async def list_files(self, container_id: str) -> Sequence[StoredFile]:
