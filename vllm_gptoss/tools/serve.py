@@ -48,7 +48,7 @@ from vllm_gptoss.tools.protocol import (
 from vllm_gptoss.tools.server import ToolServer, ToolServerOptions
 from vllm_gptoss.tools.service.access import VARIABLE, Doorkeeper, Keys, caller_of, load_keys
 from vllm_gptoss.tools.service.files import file_routes
-from vllm_gptoss.tools.service.wire import ANSWERED, Answered, Asked, KeptFile, asked
+from vllm_gptoss.tools.service.wire import ANSWERED, MAX_FILES, Answered, Asked, KeptFile, asked
 from vllm_gptoss.tools.version import VERSION
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ def _answer(result: ToolResult, for_us: bool = False) -> types.CallToolResult:
         if isinstance(part, File)
     ]
     error = result.error.type if result.error else ""
-    said = Answered(container=result.container_id or "", error=error, files=files)
+    said = Answered(container=result.container_id or "", error=error, files=files[:MAX_FILES])
     return types.CallToolResult(content=content, is_error=failed, _meta={ANSWERED: said.model_dump()})
 
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from tests.support.servers import running
 from vllm_gptoss.tools.config import ToolConfigError
-from vllm_gptoss.tools.serve import Listening, http_app
+from vllm_gptoss.tools.serve import Listening, http_app, serve
 from vllm_gptoss.tools.server import ToolServer, ToolServerOptions
 from vllm_gptoss.tools.service.access import VARIABLE, load_keys
 
@@ -70,6 +72,18 @@ def test_other_addresses_than_the_loopback_need_keys_or_a_word(monkeypatch: pyte
     assert not Listening("0.0.0.0", open_to_all=True).keys().digests
     monkeypatch.setenv(VARIABLE, KEY)
     assert Listening("0.0.0.0").keys().digests
+
+
+def test_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    app = typer.Typer()
+    app.command()(serve)
+    for arguments, advice in (
+        (["browser", "--host", "0.0.0.0"], "give --keys-file"),
+        (["browser", "--keys-file", str(tmp_path / "none")], "No such file"),
+    ):
+        done = CliRunner().invoke(app, arguments)
+        assert (done.exit_code, advice in done.output) == (2, True), done.output
 
 
 async def test_every_path_asks_for_a_key_but_the_health_check(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,7 +156,8 @@ async def test_a_notebook_that_is_not_the_one_of_earlier_calls_says_so(node: Nod
     try:
         await run(alice, "x = 'old'", "split")
         elsewhere = ({"recipient": "python", "recall": {"container": "cntr_" + "0" * 32, "node": "http://gone:1"}},)
-        result = await run(alice, "print(x)", "split", past=elsewhere)
+        nowhere = {"recipient": "python", "output": "No node of the tools service can be reached."}
+        result = await run(alice, "print(x)", "split", past=(*elsewhere, nowhere))
         assert "not the one that earlier calls ran in" in result.text
         again = await run(alice, "print(x)", "split", past=after(result))
         assert again.text == "old\n"

@@ -282,8 +282,9 @@ class PythonSession(ToolSession):
 
 
 def container_of(past: Sequence[Mapping[str, Any]]) -> str:
-    """The container that the last of these calls ran in; empty where that is not known."""
-    return str((past[-1].get("recall") or {}).get("container") or "") if past else ""
+    """The container that the last of these calls that ran was in; empty where that is not known."""
+    found = (str((call.get("recall") or {}).get("container") or "") for call in reversed(past))
+    return next((container for container in found if container), "")
 
 
 def _refused(reason: str) -> ToolResult:

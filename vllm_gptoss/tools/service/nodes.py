@@ -137,7 +137,8 @@ class ServiceSession(ToolSession):
         self._conversation = conversation_id
         self._options = options
         before = [call for call in options.past if call.get("recipient") == ToolKind.PYTHON]
-        recall = (before[-1].get("recall") or {}) if before else {}
+        # A call that no node took knows of none.
+        recall: Mapping[str, Any] = next((call["recall"] for call in reversed(before) if call.get("recall")), {})
         self._node = str(recall.get("node") or "")
         owner = opaque(options.owner) if options.owner else ""
         self._said = Asked(owner=owner, ran=bool(before), container=str(recall.get("container") or ""))

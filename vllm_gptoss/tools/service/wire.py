@@ -12,6 +12,9 @@ logger = logging.getLogger(__name__)
 ASKED, ANSWERED = "vllm-gptoss/asked", "vllm-gptoss/answered"
 """Keys of `_meta` in a call and in its result."""
 
+MAX_FILES = 1000
+"""Of one call."""
+
 M = TypeVar("M", bound=BaseModel)
 
 _ID = r"[A-Za-z0-9_-]{0,80}"
@@ -52,7 +55,7 @@ class Answered(BaseModel):
 
     container: str = Field(default="", pattern=f"^{_ID}$")
     error: str = Field(default="", pattern=r"^[a-z_]{0,40}$")
-    files: list[KeptFile] = Field(default=[], max_length=1000)
+    files: list[KeptFile] = Field(default=[], max_length=MAX_FILES)
 
 
 def asked(meta: Any) -> Asked | None:
