@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
 
 from tests.support.responses import fakes
 from tests.support.responses.events import EVENT_TYPES, check, check_response, check_stream, stream
-from tests.support.responses.server import MODEL, Running, Script, Start, running
+from tests.support.responses.postgres import ALSO_POSTGRES
+from tests.support.responses.server import MODEL, Running, Script, Start, create, running
 from tests.support.responses.turns import CALL, HELLO, SEARCH, WEATHER
+from tests.support.waiting import soon
 from vllm_gptoss.responses.errors import ApiError
 from vllm_gptoss.responses.options import ResponsesOptions
 from vllm_gptoss.responses.run.engine import Chunk, ReplayEngine
@@ -199,3 +203,51 @@ def test_a_websocket_survives_what_it_does_not_understand(server: Running) -> No
         socket.send(json.dumps({"type": "response.create", "model": MODEL, "input": f"hi {HALF}"}))
         while (event := json.loads(socket.recv()))["type"] != "response.completed":
             assert event["type"] != "error"
+
+
+NUL, TOO_LONG = "a\0b", "i" * 129
+
+
+@ALSO_POSTGRES
+def test_what_can_be_no_id_is_told_before_the_store_is_asked(start: Start) -> None:
+    """PostgreSQL takes no NUL and no id over its column: 500 and 503 with its words in them."""
+    server = start(HELLO)
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    with server.http() as http:
+        for wrong in (NUL, TOO_LONG, 5):
+            for item in ({"role": "user", "content": "hi"}, call, {"type": "item_reference"}):
+                refused = http.post("/responses", json={"model": MODEL, "input": [{**item, "id": wrong}]})
+                assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input[0].id")
+            items = [{"type": "message", "role": "user", "content": "hi", "id": wrong}]
+            assert http.post("/conversations", json={"items": items}).status_code == 400
+        for wrong in (NUL, TOO_LONG):
+            names: list[tuple[dict[str, Any], int]] = [({"previous_response_id": wrong}, 400)]
+            names += [({"conversation": wrong}, 404), ({"conversation": {"id": wrong}}, 404)]
+            for field, status in names:
+                refused = http.post("/responses", json={"model": MODEL, "input": "hi", **field})
+                assert (refused.status_code, refused.json()["error"]["param"]) == (status, next(iter(field)))
+            for path in ("responses/{}", "responses/{}/input_items", "conversations/{}/items", "containers/{}/files"):
+                assert http.get("/" + path.format(quote(wrong))).status_code == 404
+        kept = create(http, input=[{"role": "user", "content": "hi", "id": "i" * 128}])
+        assert http.get(f"/responses/{kept['id']}/input_items").json()["data"][0]["id"] == "i" * 128
+        assert create(http, input=[{"role": "user", "content": "hi", "id": ""}])["status"] == "completed"
+
+
+@ALSO_POSTGRES
+@pytest.mark.parametrize("after", [2**31, 10**30, -(10**30)])
+def test_a_stream_can_be_asked_for_from_any_number(start: Start, after: int) -> None:
+    server = start(HELLO)
+    with server.http() as http:
+        identifier = create(http, input="hi", background=True)["id"]
+        soon(lambda: http.get(f"/responses/{identifier}").json()["status"] == "completed")
+        told = http.get(f"/responses/{identifier}", params={"stream": True, "starting_after": after}).text
+    assert told.endswith("data: [DONE]\n\n")
+    assert ("response.created" in told) is (after < 0)
+    assert "error" not in re.findall(r"^event: (.*)$", told, re.MULTILINE)
+
+
+@pytest.mark.parametrize("stop", [["a", "b", "c", "d", "e"], "x" * 1025, ["a", ""]])
+def test_stop_strings_have_a_limit(server: Running, stop: Any) -> None:
+    """They are looked for in every piece of an answer: 100,000 of them held the event loop."""
+    got = answer(server, {"stop": stop})
+    assert (got.status_code, got.json()["error"]["param"]) == (400, "stop")

@@ -6,8 +6,9 @@ echoed where the API defines it as a label (`metadata`, `user`, …), or refused
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -16,7 +17,8 @@ from pydantic import BaseModel, PrivateAttr, ValidationError
 
 from vllm_gptoss.harmony.messages import EFFORTS, Effort
 from vllm_gptoss.harmony.tokens import VOCABULARY
-from vllm_gptoss.responses.errors import ApiError, unsupported
+from vllm_gptoss.responses import ids
+from vllm_gptoss.responses.errors import ApiError, not_found, unsupported
 from vllm_gptoss.responses.request.items import Item, nameless, parse_input
 from vllm_gptoss.responses.request.tool_params import check_schema_size, check_tool_choice, parse_tools, strict_names
 from vllm_gptoss.responses.request.validation import check_model, from_validation
@@ -40,6 +42,9 @@ REFUSED: Mapping[str, str] = {
 
 METADATA_PAIRS, METADATA_KEY, METADATA_VALUE = 16, 64, 512
 """OpenAI's documented limits of `metadata`."""
+
+MAX_STOP = 1_024
+"""Characters of a stop string: they are looked for in every piece of the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +172,7 @@ def parse_create(body: Any, filled: Filled | None = None) -> CreateRequest:
     request.tools = parse_tools(raw_tools)
     request._strict_tools = strict_names(raw_tools)
     request.tool_choice = check_tool_choice(choice, request.tools)
+    _check_ids(request)
     _check_combinations(request)
     _check_numbers(request)
     _check_details(request)
@@ -208,6 +214,15 @@ def parse_count(body: Any, filled: Filled | None = None) -> CreateRequest:
     if isinstance(body, dict):
         body = {name: value for name, value in body.items() if name != "personality"}
     return parse_create(body, filled)
+
+
+def _check_ids(request: CreateRequest) -> None:
+    """What can be no id names nothing: the store, which might not even take the question, is not asked."""
+    if (previous := request.previous_response_id) and not ids.is_one(previous):
+        message = f"Previous response with id '{previous[:128]}' not found."
+        raise ApiError(message, param="previous_response_id", code="previous_response_not_found")
+    if (conversation := request.conversation_id) and not ids.is_one(conversation):
+        raise not_found("Conversation", conversation[:128], "conversation")
 
 
 def _check_combinations(request: CreateRequest) -> None:
@@ -256,8 +271,7 @@ def _check_numbers(request: CreateRequest) -> None:
     if request.request_id is not None and not _ID.fullmatch(request.request_id):
         message = "'request_id' is letters, digits, '_' and '-', at most 100."
         raise ApiError(message, param="request_id", code="invalid_value")
-    if "" in request.stops:
-        raise ApiError("A stop string must not be empty.", param="stop", code="invalid_value")
+    _check_stops(request.stops)
     if request.cache_salt == "":
         raise ApiError("'cache_salt' must not be empty.", param="cache_salt")
     for index, token in enumerate(request.stop_token_ids or ()):
@@ -266,6 +280,15 @@ def _check_numbers(request: CreateRequest) -> None:
     for key in request.logit_bias or ():
         if not (key.isascii() and key.isdigit() and len(key) < 7 and int(key) < VOCABULARY):
             raise ApiError(f"Keys of 'logit_bias' are token ids up to {VOCABULARY - 1}.", param=f"logit_bias.{key}")
+
+
+def _check_stops(stops: Sequence[str]) -> None:
+    most = int(os.environ.get("VLLM_MAX_STOP_STRINGS", "4"))
+    if len(stops) > most:
+        message = f"There are at most {most} stop strings (the server's VLLM_MAX_STOP_STRINGS)."
+        raise ApiError(message, param="stop", code="invalid_value")
+    if not all(0 < len(stop) <= MAX_STOP for stop in stops):
+        raise ApiError(f"A stop string has 1 to {MAX_STOP} characters.", param="stop", code="invalid_value")
 
 
 def _check_details(request: CreateRequest) -> None:

@@ -83,6 +83,7 @@ def parse_item(raw: Any, where: str) -> Item:
     if not isinstance(raw, dict):
         raise ApiError(f"'{where}' must be an object.", param=where, code="invalid_type")
     item = {key: value for key, value in raw.items() if value is not None}
+    _check_id(item, where)
     kind = item.get("type") or ("message" if "role" in item else "item_reference")
     if kind == "message":
         return _parse_message(item, where)
@@ -101,6 +102,16 @@ def parse_item(raw: Any, where: str) -> Item:
     if isinstance(item.get("output"), list):
         item["output"] = _parse_parts(item["output"], f"{where}.output", _USER_PARTS)
     return item
+
+
+def _check_id(item: Item, where: str) -> None:
+    """An empty id is none; one that no store could keep is refused, not met at the end of the response."""
+    given = item.get("id")
+    if given == "":
+        del item["id"]
+    elif given is not None and not (isinstance(given, str) and ids.is_one(given)):
+        message = f"'{where}.id' is a string of 1 to 128 printable characters."
+        raise ApiError(message, param=f"{where}.id", code="invalid_value")
 
 
 def _no_defaults(item: Item) -> None:

@@ -15,7 +15,8 @@ from fastapi.responses import JSONResponse
 from starlette.requests import HTTPConnection
 from starlette.responses import Response
 
-from vllm_gptoss.responses.errors import ApiError, internal, store_failed
+from vllm_gptoss.responses import ids
+from vllm_gptoss.responses.errors import ApiError, internal, not_found, store_failed
 from vllm_gptoss.responses.request.files import read_pdfs
 from vllm_gptoss.responses.state.caller import PUBLIC, Caller
 from vllm_gptoss.responses.state.stored import StoreError
@@ -42,6 +43,7 @@ def errors(handler: Callable[P, Awaitable[Response]]) -> Callable[P, Coroutine[A
 
     async def answered(name: str, *args: P.args, **kwargs: P.kwargs) -> Response:
         try:
+            _check_ids(kwargs)
             return await handler(*args, **kwargs)
         except ApiError as error:
             return _answer(error)
@@ -53,6 +55,13 @@ def errors(handler: Callable[P, Awaitable[Response]]) -> Callable[P, Coroutine[A
             return _answer(internal(error))
 
     return wrapped
+
+
+def _check_ids(path: Mapping[str, Any]) -> None:
+    """What can be no id names nothing: the store, which might not even take the question, is not asked."""
+    for name, value in path.items():
+        if name.endswith("_id") and isinstance(value, str) and not ids.is_one(value):
+            raise not_found(name.removesuffix("_id").capitalize(), value[:128])
 
 
 def _answer(error: ApiError) -> Response:

@@ -19,6 +19,9 @@ from vllm_gptoss.responses.transport.openapi import create_body, object_body
 from vllm_gptoss.responses.transport.paging import page_of
 from vllm_gptoss.responses.transport.websocket import serve_websocket
 
+LAST = 2**31 - 2
+"""Sequence numbers are 32-bit integers in the store; no response has as many events."""
+
 
 class Backend(Protocol):
     """What the routes ask; it may be there later than they are."""
@@ -98,6 +101,7 @@ class _Routes:
         include_obfuscation: bool = False,
     ) -> Response:
         caller = caller_of(raw_request)
+        starting_after = max(-1, min(starting_after, LAST))
         stored = await self._service.get(response_id, caller)
         if stream:
             if not stored.body["background"]:
