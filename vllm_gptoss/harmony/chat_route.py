@@ -15,6 +15,8 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, create_model, model_validator
 
 from vllm_gptoss import _vllm
+from vllm_gptoss.harmony.chat_request import render_chat_early
+from vllm_gptoss.harmony.early import settle
 from vllm_gptoss.harmony.enforce import compiling
 from vllm_gptoss.harmony.enforce.errors import NotEnforceableError
 from vllm_gptoss.harmony.vllm_constraint import schemas
@@ -34,6 +36,8 @@ def replace_route(app: FastAPI) -> bool:
         for schema in schemas(request):
             with suppress(NotEnforceableError):  # what that means is said where the request is constrained
                 await compiling.prepare(schema)
+        settle(request.messages)
+        await render_chat_early(request, raw_request)
         return await core.endpoint(request, raw_request)
 
     # FastAPI reads the body's type from here; it is made at run time, because its base is vLLM's.

@@ -5,19 +5,18 @@
 
 from __future__ import annotations
 
-import datetime
 import logging
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from vllm_gptoss import _vllm
 from vllm_gptoss._vllm import replaced
 from vllm_gptoss.harmony import chat_route, messages_route
-from vllm_gptoss.harmony.chat_prompt import ChatInputError, conversation
+from vllm_gptoss.harmony.chat_prompt import ChatInputError
+from vllm_gptoss.harmony.chat_request import conversation_of, is_decode_side
+from vllm_gptoss.harmony.early import tokens_of
 from vllm_gptoss.harmony.grammar import GRAMMAR_BACKENDS
-from vllm_gptoss.harmony.messages import ToolSpec
-from vllm_gptoss.harmony.prompt import render
 from vllm_gptoss.harmony.vllm_constraint import RESPONSE_FORMAT
 from vllm_gptoss.harmony.vllm_parser import install
 from vllm_gptoss.harmony.vllm_stops import AnswerStops
@@ -82,36 +81,12 @@ def chat_prompt_of(renderer: Any, upstream: Callable[..., Any]) -> Callable[...,
     """
 
     def make_request(request: Any, should_include_tools: bool = True) -> tuple[list[Any], list[Any]]:
-        kv = getattr(request, "kv_transfer_params", None)
-        if isinstance(kv, Mapping) and kv.get("prompt_token_ids"):
-            # Disaggregated decode: the prompt was rendered where the prefill ran.
+        if is_decode_side(request):
             return upstream(request, should_include_tools)  # type: ignore[no-any-return]
-        efforts = getattr(renderer, "reasoning_effort_map", None) or {}
-        effort = request.reasoning_effort
-        tools = request.tools if should_include_tools else None
         try:
-            prompt = conversation(
-                [_plain(message) for message in request.messages],
-                tools=[
-                    ToolSpec(t.function.name, t.function.description or "", t.function.parameters) for t in tools or ()
-                ],
-                effort=efforts.get(effort, effort),
-                date=_vllm.harmony_environment()[0] or datetime.date.today().isoformat(),
-                response_format=getattr(request, RESPONSE_FORMAT, None),
-            )
+            prompt = conversation_of(renderer, request, should_include_tools, getattr(request, RESPONSE_FORMAT, None))
         except ChatInputError as error:
             raise _vllm.harmony().ValidationError(str(error), parameter=error.param) from None
-        return [], [_vllm.tokens_input(render(prompt), request.cache_salt)]
+        return [], [_vllm.tokens_input(tokens_of(prompt), request.cache_salt)]
 
     return make_request
-
-
-def _plain(message: Any) -> dict[str, Any]:
-    """A message as plain data: pydantic leaves lists of parts and calls as one-shot iterators."""
-    dumped = message if isinstance(message, Mapping) else message.model_dump(exclude_none=True)
-    lists = {key: list(dumped[key]) for key in ("tool_calls", "content") if _is_iterator(dumped.get(key))}
-    return {**dumped, **lists}
-
-
-def _is_iterator(value: Any) -> bool:
-    return value is not None and not isinstance(value, str | list)

@@ -17,6 +17,8 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
 from vllm_gptoss import _vllm
+from vllm_gptoss.harmony.chat_request import render_chat_early
+from vllm_gptoss.harmony.early import is_long, settle
 from vllm_gptoss.harmony.enforce import compiling
 from vllm_gptoss.harmony.enforce.errors import NotEnforceableError
 from vllm_gptoss.harmony.messages import Effort
@@ -24,7 +26,7 @@ from vllm_gptoss.harmony.vllm_parser import NEEDS_OBJECTS
 
 logger = logging.getLogger(__name__)
 
-PATH = "/v1/messages"
+PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 
 BUDGETS = ((4_096, Effort.LOW), (16_384, Effort.MEDIUM))
 """Tokens of thinking below which an effort is meant; from the last on it is high."""
@@ -33,11 +35,11 @@ _told: set[Effort] = set()
 
 
 def replace_route(app: FastAPI) -> bool:
-    """Adds our route beside vLLM's, which vLLM then takes out. False if there is none to replace."""
-    found = [r for r in app.routes if isinstance(r, APIRoute) and r.path == PATH and "POST" in r.methods]
-    if not found:
+    """Adds our routes beside vLLM's, which vLLM then takes out. False if there is none to replace."""
+    found = {r.path: r for r in app.routes if isinstance(r, APIRoute) and "POST" in r.methods}
+    if PATH not in found:
         return False
-    core = found[-1]
+    answers = found[PATH].endpoint
 
     async def create_messages(request: Any, raw_request: Request) -> Any:
         if why := _impossible(request) or await _prepare(request):
@@ -45,12 +47,31 @@ def replace_route(app: FastAPI) -> bool:
         if not _has_budgets(raw_request):
             request = with_effort(request)
         NEEDS_OBJECTS.set(True)  # for this request's task
-        return await core.endpoint(request, raw_request)
+        await _render_early(request, raw_request)
+        return await answers(request, raw_request)
 
-    # FastAPI reads the body's type from here; it is vLLM's, which is there at run time only.
+    async def count_tokens(request: Any, raw_request: Request) -> Any:
+        await _render_early(request, raw_request)
+        return await found[COUNT].endpoint(request, raw_request)
+
+    # FastAPI reads the bodies' types from here; they are vLLM's, which are there at run time only.
     create_messages.__annotations__ |= {"request": _vllm.messages().Request, "raw_request": Request}
-    app.add_api_route(PATH, create_messages, methods=["POST"], dependencies=core.dependencies, responses=core.responses)
+    count_tokens.__annotations__ |= {"request": _vllm.messages().CountRequest, "raw_request": Request}
+    for path, ours in ((PATH, create_messages), (COUNT, count_tokens)):
+        if core := found.get(path):
+            app.add_api_route(path, ours, methods=["POST"], dependencies=core.dependencies, responses=core.responses)
     return True
+
+
+async def _render_early(request: Any, raw_request: Request) -> None:
+    """Has a long prompt rendered before vLLM's handler, which makes a chat request of this one, asks for it."""
+    handler = getattr(raw_request.app.state, "anthropic_serving_messages", None)
+    if handler is None or not is_long(raw_request):
+        return
+    with suppress(ValueError):  # the handler finds the same, and says it in its API's words
+        chat = _vllm.as_chat(handler, request)
+        settle(chat.messages)
+        await render_chat_early(chat, raw_request)
 
 
 def with_effort(request: Any) -> Any:

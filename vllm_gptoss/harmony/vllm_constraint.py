@@ -67,14 +67,14 @@ def constrain(request: Any, level: Any) -> Any:
     tag = grammar.structural_tag(calls, must_call=must_call, answer=answer)
     if tag is None:
         return request
-    response_format = _response_format(request)
+    shown = response_format(request)
     if params is None:
         request.structured_outputs = vllm.StructuredOutputsParams(structural_tag=tag)
     else:
         request.structured_outputs = replace(params, **dict.fromkeys(_CONSTRAINTS), structural_tag=tag)
     if hasattr(request, "response_format"):
         request.response_format = None
-        setattr(request, RESPONSE_FORMAT, response_format)
+        setattr(request, RESPONSE_FORMAT, shown)
         setattr(request, HELD, Held(bool(calls), isinstance(answer, grammar.JSONArguments)))
     else:
         request.text = None
@@ -155,7 +155,7 @@ def schemas(request: Any) -> list[Mapping[str, Any]]:
     return [*found, *([answer] if isinstance(answer, Mapping) else [])]
 
 
-def _response_format(request: Any) -> ResponseFormat | None:
+def response_format(request: Any) -> ResponseFormat | None:
     """The JSON schema that a chat request names, for the prompt to show."""
     found = getattr(getattr(request, "response_format", None), "json_schema", None)
     schema = getattr(found, "json_schema", None)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import datetime
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
 from vllm_gptoss.harmony import messages as harmony
+from vllm_gptoss.harmony.early import QUICK, in_renderer
 from vllm_gptoss.harmony.messages import Conversation, Message
 from vllm_gptoss.harmony.prompt import render, render_message, without_spent_analysis
 from vllm_gptoss.responses.errors import ApiError
@@ -20,12 +19,6 @@ from vllm_gptoss.responses.prompt.toolset import Toolset
 from vllm_gptoss.responses.request.create import CreateRequest
 
 logger = logging.getLogger(__name__)
-
-QUICK = 16_384
-"""Characters of text that are tokenised on the event loop, in a few milliseconds; schemas never are."""
-
-_RENDERER = ThreadPoolExecutor(1, "gptoss-render")
-"""One thread: several would take the interpreter's lock from the event loop in turns."""
 
 T = TypeVar("T")
 
@@ -53,7 +46,7 @@ async def rendering(conversation: Conversation, work: Callable[[], T]) -> T:
     texts = (conversation.developer.instructions or "", *(message.text for message in conversation.messages))
     if not conversation.developer.tools and sum(map(len, texts)) <= QUICK:
         return work()
-    return await asyncio.get_running_loop().run_in_executor(_RENDERER, work)
+    return await in_renderer(work)
 
 
 def fit(request: CreateRequest, conversation: Conversation, window: int) -> tuple[list[int], Conversation]:

@@ -1,0 +1,143 @@
+"""Long prompts are rendered beside the event loop, and are the ones that vLLM's step wants."""
+
+from __future__ import annotations
+
+import threading
+from argparse import Namespace
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI, Request
+
+from tests.harmony.arguments import arguments
+from vllm_gptoss.harmony import early
+from vllm_gptoss.harmony.chat_request import render_chat_early
+from vllm_gptoss.harmony.early import QUICK, settle
+from vllm_gptoss.harmony.endpoint import ChatCompletions
+from vllm_gptoss.harmony.messages_route import _render_early
+from vllm_gptoss.harmony.prompt import render
+from vllm_gptoss.harmony.vllm_constraint import constrain
+from vllm_gptoss.settings import Settings
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.vllm
+
+WEATHER = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+TOOLS = [{"type": "function", "function": WEATHER}]
+CALL = {"id": "c", "type": "function", "function": {"name": "get_weather", "arguments": '{"city":"Rome"}'}}
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "Weather?"}, {"type": "text", "text": " In Rome."}]},
+    {"role": "assistant", "reasoning": "Look it up.", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c", "content": "sunny"},
+]
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+Make = Callable[[Any], list[int]]
+
+
+@pytest.fixture
+async def renderer() -> Any:
+    """The server's renderer with our step in it, of which `make` is the way in."""
+    renderer = SimpleNamespace(_make_request_with_harmony=lambda *_: pytest.fail("upstream's prompt"))
+    renderer.exclude_tools_when_tool_choice_none = True
+    part = ChatCompletions()
+    part.attach(FastAPI(), arguments(), Settings())
+    await part.start(None, SimpleNamespace(online_renderer=renderer), Namespace())
+    return renderer
+
+
+def raw_request(renderer: Any, length: int | None, **state: Any) -> Request:
+    app = FastAPI()
+    app.state.online_renderer = renderer
+    vars(app.state)["_state"].update(state)
+    headers = [] if length is None else [(b"content-length", str(length).encode())]
+    return Request({"type": "http", "app": app, "headers": headers})
+
+
+@pytest.fixture
+def rendered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The threads in which prompts were rendered."""
+    threads: list[str] = []
+
+    def watched(conversation: Any) -> list[int]:
+        threads.append(threading.current_thread().name)
+        return render(conversation)
+
+    monkeypatch.setattr(early, "render", watched)
+    return threads
+
+
+def chat(**fields: Any) -> Any:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    return ChatCompletionRequest(**{"model": "m", "messages": TALK, **fields})
+
+
+FIELDS: dict[str, dict[str, Any]] = {
+    "talk": {},
+    "tools": {"tools": TOOLS, "reasoning_effort": "high"},
+    "hidden tools": {"tools": TOOLS, "tool_choice": "none"},
+    "form": {"response_format": FORM, "tools": TOOLS},
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+async def test_a_long_chat_prompt_is_there_when_vllm_asks_for_it(renderer: Any, rendered: list[str], name: str) -> None:
+    request, plain = chat(**FIELDS[name]), chat(**FIELDS[name])
+    settle(request.messages)
+    await render_chat_early(request, raw_request(renderer, QUICK + 1))
+    assert [thread.startswith("gptoss-render") for thread in rendered] == [True]
+    shows_tools = "tool_choice" not in FIELDS[name] and "tools" in FIELDS[name]
+    _, (given,) = renderer._make_request_with_harmony(constrain(request, "function"), shows_tools)
+    assert len(rendered) == 1, "nothing is left to do on the event loop"
+    early._EARLY.set(None)
+    _, (wanted,) = renderer._make_request_with_harmony(constrain(plain, "function"), shows_tools)
+    assert given["prompt_token_ids"] == wanted["prompt_token_ids"]
+
+
+async def test_a_long_prompt_of_a_message_is_there_too(renderer: Any, rendered: list[str]) -> None:
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages as Serving
+
+    class Handler:
+        _merge_inline_system = False
+        to_chat_completion_request = Serving.to_chat_completion_request
+
+    tool = {"name": "get_weather", "input_schema": WEATHER["parameters"]}
+    turns = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "system", "content": "Hurry."},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "get_weather", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "sunny"}]},
+    ]
+    body = AnthropicMessagesRequest(model="m", max_tokens=9, messages=turns, tools=[tool])
+    await _render_early(body, raw_request(renderer, None, anthropic_serving_messages=Handler()))
+    handled = Serving.to_chat_completion_request(body, disabled_thinking_effort="low")
+    renderer._make_request_with_harmony(constrain(handled, "function"), True)
+    assert len(rendered) == 1
+
+
+async def test_a_short_prompt_costs_no_thread(renderer: Any, rendered: list[str]) -> None:
+    await render_chat_early(chat(), raw_request(renderer, QUICK))
+    assert not rendered
+
+
+async def test_another_prompt_is_never_taken_for_the_one_that_is_wanted(renderer: Any, rendered: list[str]) -> None:
+    await render_chat_early(chat(messages=[{"role": "user", "content": "Mine."}]), raw_request(renderer, None))
+    _, (given,) = renderer._make_request_with_harmony(chat(messages=[{"role": "user", "content": "Yours."}]), False)
+    assert len(rendered) == 2
+    assert given["prompt_token_ids"] != early._EARLY.get()[1]  # type: ignore[index]
+
+
+async def test_what_is_wrong_is_left_to_the_handler(renderer: Any, rendered: list[str]) -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    request = chat(messages=[{"role": "tool", "tool_call_id": "nobody", "content": "x"}])
+    await render_chat_early(request, raw_request(renderer, None))
+    with pytest.raises(VLLMValidationError, match="tool_call_id"):
+        renderer._make_request_with_harmony(request, False)
+    assert not rendered
+    with pytest.raises(VLLMValidationError, match="text"):
+        settle(chat(messages=[{"role": "user", "content": [{"type": "text", "text": 5}]}]).messages)
