@@ -159,6 +159,9 @@ def test_what_cannot_be_met_is_an_error_with_a_reason(served: Server) -> None:
         image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
         with pytest.raises(anthropic.BadRequestError, match="text only"):
             client.messages.create(model=NAME, max_tokens=9, messages=[{"role": "user", "content": [image]}])
+        wrong = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": {"x": "y" * 20_000}}]}
+        with pytest.raises(anthropic.BadRequestError):
+            client.messages.create(model=NAME, max_tokens=9, messages=[{"role": "user", "content": [wrong]}])
         tool = {**WEATHER, "name": "get weather"}
         with pytest.raises(anthropic.BadRequestError, match="cannot be called"):
             client.messages.create(model=NAME, max_tokens=9, messages=[QUESTION], tools=[tool])

@@ -212,25 +212,6 @@ def chat_request() -> Any:
     return ChatCompletionRequest
 
 
-def messages() -> Any:
-    """What bodies of POST /v1/messages and .../count_tokens are, and the parts of them that we fill in."""
-    from types import SimpleNamespace
-
-    from vllm.entrypoints.anthropic import protocol
-
-    return SimpleNamespace(
-        Request=protocol.AnthropicMessagesRequest,
-        CountRequest=protocol.AnthropicCountTokensRequest,
-        OutputConfig=protocol.AnthropicOutputConfig,
-        Adaptive=protocol.AnthropicThinkingConfigAdaptive,
-    )
-
-
-def as_chat(handler: Any, request: Any) -> Any:
-    """The chat request that vLLM's handler of /v1/messages makes of a body. Raises ValueError for what it refuses."""
-    return handler.to_chat_completion_request(request, merge_inline_system=handler._merge_inline_system)
-
-
 def client_error_status(error: Exception) -> int | None:
     """The HTTP status of an error that the request caused or that the engine asks to be retried; None for a failure."""
     from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMNotFoundError

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 from vllm_gptoss import _vllm
-from vllm_gptoss.harmony.chat_prompt import ChatInputError
 from vllm_gptoss.harmony.messages import Conversation
 from vllm_gptoss.harmony.prompt import render
 
@@ -42,12 +41,12 @@ def is_long(raw_request: Request) -> bool:
 
 
 async def render_early(make: Callable[[], Conversation]) -> None:
-    """Renders what `make` gives, for `tokens_of` in the same request. What is wrong with it is left to the handler."""
+    """Renders what `make` gives, for `tokens_of` in the same request."""
     try:
         prompt = make()
-    except (ChatInputError, ValueError):  # the handler finds the same, and says it in its API's words
+        _EARLY.set((prompt, await in_renderer(lambda: render(prompt))))
+    except Exception:  # whatever is wrong with it, the handler meets it too, and says it in its API's words
         return
-    _EARLY.set((prompt, await in_renderer(lambda: render(prompt))))
 
 
 def tokens_of(prompt: Conversation) -> list[int]:

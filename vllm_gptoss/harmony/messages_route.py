@@ -16,7 +16,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
-from vllm_gptoss import _vllm
+from vllm_gptoss._vllm import messages
 from vllm_gptoss.harmony.chat_request import render_chat_early
 from vllm_gptoss.harmony.early import is_long, settle
 from vllm_gptoss.harmony.enforce import compiling
@@ -55,8 +55,8 @@ def replace_route(app: FastAPI) -> bool:
         return await found[COUNT].endpoint(request, raw_request)
 
     # FastAPI reads the bodies' types from here; they are vLLM's, which are there at run time only.
-    create_messages.__annotations__ |= {"request": _vllm.messages().Request, "raw_request": Request}
-    count_tokens.__annotations__ |= {"request": _vllm.messages().CountRequest, "raw_request": Request}
+    create_messages.__annotations__ |= {"request": messages.bodies().Request, "raw_request": Request}
+    count_tokens.__annotations__ |= {"request": messages.bodies().CountRequest, "raw_request": Request}
     for path, ours in ((PATH, create_messages), (COUNT, count_tokens)):
         if core := found.get(path):
             app.add_api_route(path, ours, methods=["POST"], dependencies=core.dependencies, responses=core.responses)
@@ -68,8 +68,8 @@ async def _render_early(request: Any, raw_request: Request) -> None:
     handler = getattr(raw_request.app.state, "anthropic_serving_messages", None)
     if handler is None or not is_long(raw_request):
         return
-    with suppress(ValueError):  # the handler finds the same, and says it in its API's words
-        chat = _vllm.as_chat(handler, request)
+    with suppress(Exception):  # the handler meets the same, and says it in its API's words
+        chat = messages.as_chat(handler, request)
         settle(chat.messages)
         await render_chat_early(chat, raw_request)
 
@@ -80,7 +80,7 @@ def with_effort(request: Any) -> Any:
     gpt-oss was trained to think for a length that the effort in its prompt says. Ending its thoughts at a number of
     tokens is vLLM's `--reasoning-config`; without that it refuses a budget.
     """
-    vllm = _vllm.messages()
+    vllm = messages.bodies()
     budget = getattr(request.thinking, "budget_tokens", None)
     if budget is None:
         return request
