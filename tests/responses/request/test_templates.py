@@ -37,6 +37,8 @@ prompts:
           temperature: 0.25
           reasoning: {{effort: low}}
           max_output_tokens: 77
+      3:
+        instructions: Not yet.
   hers:
     callers: [{ALICE}]
     versions:
@@ -142,7 +144,7 @@ def test_an_unknown_prompt_is_told_with_those_the_caller_may_use(server: Running
         assert "There are: file, reply." in hidden[1]["message"]
         status, error = refused(bob, {"id": "reply", "version": "9"}, input="x")
     assert (status, error["code"]) == (404, "prompt_version_not_found")
-    assert "There are: 1, 2." in error["message"]
+    assert "There are: 1, 2, 3." in error["message"]
 
 
 @pytest.mark.parametrize(
