@@ -111,6 +111,7 @@ def test_a_later_turn_has_no_template_unless_it_names_one(server: Running) -> No
         assert "ACME" not in server.prompt()
         create(http, NAMED, previous_response_id=second.json()["id"], input="three")
         assert server.prompt().count("I am ") == 1
+        assert server.prompt().index("I am ") < server.prompt().index("<|message|>one<|end|>")
         items = http.get(f"/responses/{first['id']}/input_items").json()["data"]
     assert [item["content"][0]["text"] for item in items] == ["one"]
 
