@@ -6,7 +6,7 @@ every event with openai-python's type of it, strictly. Items follow openai-pytho
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -31,9 +31,16 @@ class Output:
 
     def event(self, kind: str, **fields: Any) -> Event:
         """The next event, of type `kind`."""
+        return {"type": kind, "sequence_number": self._number(), **fields}
+
+    def delta(self, kind: str, where: Mapping[str, Any], text: str) -> Event:
+        """The next event, which adds `text` at `where`; one per token, so it is made without keyword arguments."""
+        return {"type": kind, "sequence_number": self._number(), **where, "delta": text}
+
+    def _number(self) -> int:
         number = self._sequence
         self._sequence = number + 1
-        return {"type": kind, "sequence_number": number, **fields}
+        return number
 
     def add(self, item: Item) -> tuple[int, Event]:
         """Places `item`; returns its index and the event that announces it."""

@@ -75,6 +75,8 @@ class ReasoningWriter(Writer):
         self._style = style
         self.item_id = ids.new("rs")
         self._where: dict[str, Any] = {}
+        self._where_text: dict[str, Any] = {}
+        self._where_summary: dict[str, Any] = {}
         self._index = -1
 
     def _start(self) -> list[Event]:
@@ -83,6 +85,8 @@ class ReasoningWriter(Writer):
             item["content"] = []
         self._index, added = self._out.add(item)
         self._where = {"item_id": item["id"], "output_index": self._index}
+        self._where_text = {**self._where, "content_index": 0}
+        self._where_summary = {**self._where, "summary_index": 0}
         events = [added]
         if self._style.reasoning:
             part = {"type": "reasoning_text", "text": ""}
@@ -99,9 +103,9 @@ class ReasoningWriter(Writer):
         del logprobs
         events = self._start() if self._index < 0 else []
         if self._style.reasoning:
-            events.append(self._event("response.reasoning_text.delta", content_index=0, delta=text))
+            events.append(self._out.delta("response.reasoning_text.delta", self._where_text, text))
         if self._style.summary in ("auto", "detailed"):
-            events.append(self._event("response.reasoning_summary_text.delta", summary_index=0, delta=text))
+            events.append(self._out.delta("response.reasoning_summary_text.delta", self._where_summary, text))
         return events
 
     def end(self, text: str, *, cut: bool) -> list[Event]:
@@ -126,7 +130,7 @@ class ReasoningWriter(Writer):
             text = first_sentence(text)
             part = {"type": "summary_text", "text": ""}
             events.append(self._event("response.reasoning_summary_part.added", summary_index=0, part=part))
-            events.append(self._event("response.reasoning_summary_text.delta", summary_index=0, delta=text))
+            events.append(self._out.delta("response.reasoning_summary_text.delta", self._where_summary, text))
         part = {"type": "summary_text", "text": text}
         changes["summary"] = [part]
         events.append(self._event("response.reasoning_summary_text.done", summary_index=0, text=text))
@@ -184,8 +188,9 @@ class MessageWriter(Writer):
         self._pieces.append(piece)
         logprobs, self._pending = self._pending, []
         self._logprobs += logprobs
-        kind = "response.output_text.delta"
-        events.append(self._out.event(kind, **self._where, delta=piece, logprobs=logprobs))
+        event = self._out.delta("response.output_text.delta", self._where, piece)
+        event["logprobs"] = logprobs
+        events.append(event)
         if annotation:
             events.append(self._annotate(annotation))
 
@@ -277,8 +282,7 @@ class FunctionCallWriter(_CallWriter):
     def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
         del logprobs
         events = self._start() if self._index < 0 else []
-        kind = "response.function_call_arguments.delta"
-        return [*events, self._out.event(kind, **self._where, delta=text)]
+        return [*events, self._out.delta("response.function_call_arguments.delta", self._where, text)]
 
     def end(self, text: str, *, cut: bool) -> list[Event]:
         # A call without arguments generates nothing and means `{}`.
@@ -312,7 +316,7 @@ class CustomCallWriter(_CallWriter):
         if not piece:
             return []
         self._pieces.append(piece)
-        return [self._out.event("response.custom_tool_call_input.delta", **self._where, delta=piece)]
+        return [self._out.delta("response.custom_tool_call_input.delta", self._where, piece)]
 
     def end(self, text: str, *, cut: bool) -> list[Event]:
         events = self._start() if self._index < 0 else []
