@@ -135,6 +135,7 @@ class GptOssEndpoint:
     def __init__(self) -> None:
         self._parts: list[Any] = []
         self._watch: Any = None
+        self._is_lean = False
 
     def attach_router(self, app: Any) -> None:
         """Adds our routes, when the served model is gpt-oss; otherwise leaves the app as it is.
@@ -147,6 +148,7 @@ class GptOssEndpoint:
         _vllm.share_logging()  # vLLM sets its logging up between loading plugins and here
         settings = Settings.load(getattr(args, "additional_config", None))
         self._parts = _parts(settings)
+        self._is_lean = settings.host != "stock"
         for part in self._parts:
             part.attach(app, args, settings)
 
@@ -159,6 +161,10 @@ class GptOssEndpoint:
 
             self._watch = LoopWatch()
             self._watch.start()
+        if self._is_lean:
+            from vllm_gptoss import front
+
+            front.settle()
 
 
 def _parts(settings: Settings) -> list[Any]:

@@ -41,6 +41,9 @@ class Settings(BaseModel):
     layers: Literal["auto", "upstream", "gptoss"] = Field("auto", description="fused decode layer kernels")
     endpoint: bool = Field(True, description="serve /v1/responses with the plugin's handler")
     parser: bool = Field(True, description="read Harmony with the plugin's parser in chat completions")
+    host: Literal["auto", "stock"] = Field(
+        "auto", description="`stock` leaves vLLM's own way to stream chat completions"
+    )
     strict_tools: bool = Field(True, description="constrain tool calls to the offered tools and schemas")
     store: str = Field(
         "", description="SQLAlchemy URL of the response store; empty: SQLite in the user's state directory"

@@ -91,6 +91,19 @@ SEAMS = (
         ("precision_config",),
         "reading upstream's laid out scales in place",
     ),
+    Seam("vllm.envs", "enable_envs_cache", (), "reading vLLM's variables once"),
+    Seam(
+        "vllm.entrypoints.openai.chat_completion.serving",
+        "OpenAIServingChat.chat_completion_stream_generator",
+        ("request", "result_generator"),
+        "framing the text of streams",
+    ),
+    Seam(
+        "vllm.v1.executor.abstract",
+        "Executor.execute_model",
+        ("scheduler_output", "non_block"),
+        "measuring the API server without a model",
+    ),
     Seam(
         "vllm.model_executor.models.gpt_oss",
         "GptOssForCausalLM",
@@ -142,6 +155,19 @@ def test_the_route_of_chat_completions_can_be_replaced(release: Release) -> None
     text = source(release, "vllm.entrypoints.openai.chat_completion.api_router")
     assert '"/v1/chat/completions"' in text
     assert "async def create_chat_completion(request: ChatCompletionRequest, raw_request: Request)" in text
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
+def test_a_chat_stream_begins_before_the_first_tokens_are_read(release: Release) -> None:
+    """`chat_stream.py` adds to the first result what it told while vLLM's generator holds it, and the parser knows by
+    the list's type: so the list must reach the parser as it is."""
+    path = release.module("vllm.entrypoints.openai.chat_completion.serving")
+    assert path is not None
+    source = path.read_text()
+    body = source[source.index("async for res in result_generator") : source.index("async def chat_completion_full")]
+    assert body.index("first_iteration = False") < body.index("res.outputs")
+    assert body.index("yield") < body.index("res.outputs")
+    assert "as_list(output.token_ids)" in body
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)

@@ -76,14 +76,14 @@ class Engine:
             self.closed = True
 
 
-def generate(engine: Engine, **fields: Any) -> list[Any]:
+def generate(engine: Engine, makes_text: bool = True, **fields: Any) -> list[Any]:
     from vllm.sampling_params import SamplingParams
 
     from vllm_gptoss.harmony.vllm_stops import AnswerStops
 
     async def run() -> list[Any]:
         params = SamplingParams(n=len(engine.texts), max_tokens=500, **fields)
-        return [output async for output in AnswerStops(engine).generate([1], params, "r")]
+        return [output async for output in AnswerStops(engine, makes_text=makes_text).generate([1], params, "r")]
 
     return asyncio.run(run())
 
@@ -119,6 +119,20 @@ def test_each_choice_has_its_own_end(kind: int) -> None:
     ends = {choice.index: choice.stop_reason for output in outputs for choice in output.outputs if choice.finish_reason}
     assert ends == {0: "STOP", 1: None}
     assert sum(len(c.token_ids) for o in outputs for c in o.outputs if c.index == 1) == len(tokens(long))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("fields", "makes_text"),
+    [({}, False), ({"stop": ["STOP"]}, False), ({"logprobs": 1}, True), ({"prompt_logprobs": 1}, True)],
+)
+def test_text_is_made_only_where_somebody_reads_it(fields: dict[str, Any], makes_text: bool) -> None:
+    """Logprobs are told with the text of their tokens."""
+    pytest.importorskip("vllm")
+    for asked in (True, False):
+        engine = Engine(ANSWER)
+        assert generate(engine, asked, output_kind=kinds()[0], **fields)
+        assert engine.params.detokenize is (asked or makes_text)
 
 
 @pytest.mark.vllm

@@ -212,6 +212,41 @@ def chat_request() -> Any:
     return ChatCompletionRequest
 
 
+def chat_text_chunk(identifier: str, created: int, model: str, text: str) -> str:
+    """The JSON with which vLLM's chat handler streams `text` of an answer."""
+    from vllm.entrypoints.generate.base.protocol import DeltaMessage
+    from vllm.entrypoints.openai.chat_completion.protocol import (
+        ChatCompletionResponseStreamChoice,
+        ChatCompletionStreamResponse,
+    )
+
+    choice = ChatCompletionResponseStreamChoice(
+        index=0, delta=DeltaMessage(content=text), logprobs=None, finish_reason=None, token_ids=None
+    )
+    # 0.33 sets one more field in every chunk.
+    also = {"kv_transfer_params": None} if "kv_transfer_params" in ChatCompletionStreamResponse.model_fields else {}
+    chunk = ChatCompletionStreamResponse(
+        id=identifier, object="chat.completion.chunk", created=created, choices=[choice], model=model, **also
+    )
+    return chunk.model_dump_json(exclude_unset=True)
+
+
+def without_text(params: Any) -> None:
+    """Tells vLLM, in place, not to make text of the tokens of a request whose `SamplingParams` these are.
+
+    Whoever reads token ids needs no text. Stop strings are found in it, and logprobs are told with it: then it stays.
+    """
+    if not params.stop and params.logprobs is None and params.prompt_logprobs is None:
+        params.detokenize = False
+
+
+def cache_environment() -> None:
+    """vLLM's own cache of its variables, which it turns on in the engine's process. 0.32 reads one for each token."""
+    from vllm.envs import enable_envs_cache
+
+    enable_envs_cache()
+
+
 def client_error_status(error: Exception) -> int | None:
     """The HTTP status of an error that the request caused or that the engine asks to be retried; None for a failure."""
     from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMNotFoundError

@@ -47,6 +47,13 @@ REPLACED: tuple[Replaced, ...] = (
         "vLLM looks for stop strings in reasoning too, and offers no hook between engine and handler",
     ),
     Replaced(
+        "state.openai_serving_chat",
+        "_vllm/replaced.py",
+        "the chat handler in the app's state, by a copy of it whose class is a subclass of its own",
+        "the API server of a gpt-oss model",
+        "vLLM makes the handler, and builds three models for each streamed token in it",
+    ),
+    Replaced(
         "layer.attn_backend",
         "attention/sm90.py",
         "FlashAttention 3's backend, by a subclass of it, on the attention layers of the model",
@@ -56,7 +63,9 @@ REPLACED: tuple[Replaced, ...] = (
 )
 
 FILLED: Mapping[str, frozenset[str]] = {
-    "_vllm/__init__.py": frozenset({"streamed.stop", "streamed.output_text_buffer_length", "streamed.output_kind"}),
+    "_vllm/__init__.py": frozenset(
+        {"streamed.stop", "streamed.output_text_buffer_length", "streamed.output_kind", "params.detokenize"}
+    ),
     "harmony/endpoint.py": frozenset(
         {
             "args.enable_auto_tool_choice",
@@ -74,6 +83,7 @@ FILLED: Mapping[str, frozenset[str]] = {
             "request[HELD]",
         }
     ),
+    "harmony/chat_stream.py": frozenset({"choice.token_ids", "choice.token_ids.untold"}),
     "harmony/vllm_parser.py": frozenset({"message.content", "message.reasoning", "message.tool_calls"}),
     "harmony/vllm_stops.py": frozenset(
         {
@@ -130,3 +140,14 @@ def watch_generation(state: Any, wrap: Callable[[Any], Any]) -> None:
         handler = getattr(state, name, None)
         if handler is not None:
             handler.engine_client = wrap(handler.engine_client)
+
+
+def use_chat_stream(state: Any, ours: type) -> None:
+    """Puts `ours` over the class of the chat handler in the app's `state`, if there is one."""
+    handler = getattr(state, "openai_serving_chat", None)
+    if handler is None:
+        return
+    theirs = type(handler)
+    streaming = object.__new__(type(theirs.__name__, (ours, theirs), {"__module__": ours.__module__}))
+    vars(streaming).update(vars(handler))
+    state.openai_serving_chat = streaming

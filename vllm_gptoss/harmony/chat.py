@@ -43,6 +43,9 @@ class ChatDelta:
             self.calls.append(CallDelta(index, name, arguments))
 
 
+_LAST = (RETURN, CALL)
+
+
 class _Kind(Enum):
     REASONING = auto()
     CONTENT = auto()
@@ -99,9 +102,11 @@ class ChatReader:
     def _until_end(self, token_ids: Sequence[int]) -> Sequence[int]:
         if self._is_over:
             return ()
-        end = next((at for at, token in enumerate(token_ids, 1) if token in (RETURN, CALL)), None)
-        self._is_over = end is not None
-        return token_ids[:end]
+        for at, token in enumerate(token_ids, 1):
+            if token in _LAST:
+                self._is_over = True
+                return token_ids[:at]
+        return token_ids
 
     def finish(self) -> ChatDelta:
         """The end of generation. A message that no token ended was cut; its text is kept, without a stop string."""

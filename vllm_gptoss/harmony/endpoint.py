@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from vllm_gptoss import _vllm
@@ -15,6 +16,7 @@ from vllm_gptoss._vllm import replaced
 from vllm_gptoss.harmony import chat_route, messages_route
 from vllm_gptoss.harmony.chat_prompt import ChatInputError
 from vllm_gptoss.harmony.chat_request import conversation_of, is_decode_side
+from vllm_gptoss.harmony.chat_stream import ChatStream
 from vllm_gptoss.harmony.early import tokens_of
 from vllm_gptoss.harmony.grammar import GRAMMAR_BACKENDS
 from vllm_gptoss.harmony.vllm_constraint import RESPONSE_FORMAT
@@ -32,10 +34,12 @@ class ChatCompletions:
 
     def __init__(self) -> None:
         self._is_on = False
+        self._streams = False
 
     def attach(self, app: Any, args: Namespace, settings: Any) -> None:
         """Installs the parser and fills in the arguments without which vLLM would drop tool calls."""
         self._is_on = bool(settings.parser and install())
+        self._streams = settings.host != "stock"
         if not self._is_on:
             return
         if not chat_route.replace_route(app):
@@ -65,7 +69,10 @@ class ChatCompletions:
         """Gives vLLM's renderer our prompt, and its chat handlers our stop strings; see `_vllm/replaced.py`."""
         if not self._is_on:
             return
-        replaced.watch_generation(state, AnswerStops)
+        makes_text = not self._streams or getattr(args, "enable_log_outputs", False)
+        replaced.watch_generation(state, partial(AnswerStops, makes_text=makes_text))
+        if self._streams:
+            replaced.use_chat_stream(state, ChatStream)
         if _vllm.harmony_environment()[1]:
             logger.warning("vLLM's chat prompt stays: VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS asks for its form.")
             return

@@ -20,7 +20,7 @@ from vllm_gptoss._vllm import replaced
 from vllm_gptoss.harmony.chat import CallDelta, ChatDelta, ChatReader
 from vllm_gptoss.harmony.events import Channel, ContentDelta, HarmonyEvent, MessageEnded, MessageStarted
 from vllm_gptoss.harmony.held import NOTHING
-from vllm_gptoss.harmony.offered import NO_TOOLS
+from vllm_gptoss.harmony.offered import NO_TOOLS, OfferedTools
 from vllm_gptoss.harmony.parser import HarmonyParser
 from vllm_gptoss.harmony.tokens import CALL
 from vllm_gptoss.harmony.vllm_constraint import HELD, constrain, offered_tools
@@ -29,6 +29,28 @@ logger = logging.getLogger(__name__)
 
 NEEDS_OBJECTS: ContextVar[bool] = ContextVar("needs_objects", default=False)
 """Whether a whole answer's calls must have JSON objects: `/v1/messages` decodes them, and else fails altogether."""
+
+
+class ReadTokens(list[int]):
+    """Token ids that `reader` has read; what it made of them was told, but for `untold`. See `chat_stream.py`."""
+
+    def __init__(self, reader: ChatReader) -> None:
+        super().__init__()
+        self.reader = reader
+        self.untold = ChatDelta()
+
+
+def chat_reader(request: Any, offered: OfferedTools) -> ChatReader:
+    """The reader of one choice of a chat request, whose tools are `offered`."""
+    stop = getattr(request, "stop", None) or ()
+    return ChatReader(
+        NO_TOOLS if getattr(request, "tool_choice", None) == "none" else offered,
+        (stop,) if isinstance(stop, str) else stop,
+        keeps_stop=bool(getattr(request, "include_stop_str_in_output", False)),
+        min_tokens=getattr(request, "min_tokens", 0) or 0,
+        held=getattr(request, HELD, NOTHING),
+        reads_on=bool(getattr(request, "ignore_eos", False)),
+    )
 
 
 class GptOssParser:
@@ -80,8 +102,12 @@ class GptOssParser:
         finished: bool,
     ) -> Any:
         """What the next tokens add, as a `DeltaMessage`, or None."""
-        reader = self._chat = self._chat or self._reader(request)
-        deltas = [reader.feed(delta_token_ids)]
+        if isinstance(delta_token_ids, ReadTokens):
+            reader = self._chat = delta_token_ids.reader
+            deltas = [delta_token_ids.untold]
+        else:
+            reader = self._chat = self._chat or self._reader(request)
+            deltas = [reader.feed(delta_token_ids)]
         if finished:
             deltas.append(reader.finish())
             self._chat = None
@@ -89,16 +115,7 @@ class GptOssParser:
         return _delta_message(deltas, request.include_reasoning)
 
     def _reader(self, request: Any) -> ChatReader:
-        offered = NO_TOOLS if getattr(request, "tool_choice", None) == "none" else self._offered
-        stop = getattr(request, "stop", None) or ()
-        return ChatReader(
-            offered,
-            (stop,) if isinstance(stop, str) else stop,
-            keeps_stop=bool(getattr(request, "include_stop_str_in_output", False)),
-            min_tokens=getattr(request, "min_tokens", 0) or 0,
-            held=getattr(request, HELD, NOTHING),
-            reads_on=bool(getattr(request, "ignore_eos", False)),
-        )
+        return chat_reader(request, self._offered)
 
     def _count(self, reader: ChatReader, tokens: int) -> None:
         self._num_counted_tokens, self._num_reasoning_tokens = tokens, reader.reasoning_tokens

@@ -26,10 +26,14 @@ class _AnyFunction(OfferedTools):
 
 
 class AnswerStops:
-    """vLLM's `EngineClient`; all but stop strings goes through to it as it is."""
+    """vLLM's `EngineClient`; all but stop strings goes through to it as it is.
 
-    def __init__(self, client: Any) -> None:
+    `makes_text`: whether vLLM's text of the answers is needed, by its log of outputs say. Our parser reads token ids.
+    """
+
+    def __init__(self, client: Any, *, makes_text: bool = True) -> None:
         self._client = client
+        self._makes_text = makes_text
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -37,6 +41,8 @@ class AnswerStops:
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
         if getattr(sampling_params, "stop", None):
             return self._watched(prompt, sampling_params, request_id, options)
+        if not self._makes_text:
+            _vllm.without_text(sampling_params)
         return self._client.generate(prompt, sampling_params, request_id, **options)  # type: ignore[no-any-return]
 
     async def _watched(
@@ -44,6 +50,8 @@ class AnswerStops:
     ) -> AsyncGenerator[Any, None]:
         watch = _Watch(asked)
         params, wants_deltas = _vllm.without_stops(asked)
+        if not self._makes_text:
+            _vllm.without_text(params)
         whole = None
         async with aclosing(self._client.generate(prompt, params, request_id, **options)) as outputs:
             async for output in outputs:

@@ -1,0 +1,31 @@
+"""What the API server's process sets for itself once it serves gpt-oss: less work for each streamed token.
+
+Called by the endpoint plugin (`plugin.GptOssEndpoint.init_state`), once per API server process.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+
+from vllm_gptoss import _vllm
+
+logger = logging.getLogger(__name__)
+
+YOUNG = 20_000
+"""Objects made, less those freed, before the collector looks at the young ones; Python's default is 700.
+
+One step of 256 requests makes some 3,000 that all are freed when their tokens are sent. Looking at them meanwhile finds
+nothing, and makes them old: 6 % of the process's time.
+"""
+
+
+def settle() -> None:
+    """Idempotent; says in one line what it set."""
+    gc.set_threshold(max(YOUNG, gc.get_threshold()[0]), *gc.get_threshold()[1:])
+    _vllm.cache_environment()
+    logger.info(
+        "Streams: text is framed by the plugin, the collector waits for %d objects, vLLM's variables are read once"
+        " (GPTOSS_HOST=stock leaves all of it as vLLM has it).",
+        YOUNG,
+    )
