@@ -35,7 +35,7 @@ def measure(job: EngineRun, tokenizer: Path | None, save: Callable[[dict[str, An
     """Serves one variant and measures every batch; `save` gets everything known so far, after every batch."""
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        _tokenizer(directory, tokenizer)
+        write_tokenizer(directory, tokenizer)
         began = time.monotonic()
         with _server(job, directory) as url:
             result: dict[str, Any] = {"start_s": time.monotonic() - began, "rows": []}
@@ -49,7 +49,12 @@ def measure(job: EngineRun, tokenizer: Path | None, save: Callable[[dict[str, An
                 save(result)
 
 
-def _tokenizer(directory: Path, tokenizer: Path | None) -> None:
+def write_tokenizer(directory: Path, tokenizer: Path | None) -> None:
+    """Puts gpt-oss's tokenizer into `directory`: that of the folder `tokenizer`, or of this checkout's demo.
+
+    Raises:
+        ServedError: there is none.
+    """
     if tokenizer is not None:
         for path in tokenizer.glob("*token*.json"):
             shutil.copy(path, directory)
@@ -77,11 +82,9 @@ def serve_arguments(job: EngineRun, directory: Path) -> list[str]:
 
 @contextlib.contextmanager
 def _server(job: EngineRun, directory: Path) -> Iterator[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     log = directory / "serve.log"
-    command = [*_vllm(), "serve", *serve_arguments(job, directory), "--host", "127.0.0.1", "--port", str(port)]
+    command = [*vllm_command(), "serve", *serve_arguments(job, directory), "--host", "127.0.0.1", "--port", str(port)]
     environment = {key: value for key, value in job.environment.items() if key != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -90,9 +93,9 @@ def _server(job: EngineRun, directory: Path) -> Iterator[str]:
         )  # fmt: skip
     url = f"http://127.0.0.1:{port}"
     try:
-        while not _healthy(url):
+        while not healthy(url):
             if process.poll() is not None:
-                raise ServedError(f"vllm serve ended with {process.returncode}:\n{_tail(log)}")
+                raise ServedError(f"vllm serve ended with {process.returncode}:\n{tail(log)}")
             time.sleep(0.5)
         yield url
     finally:
@@ -104,13 +107,21 @@ def _server(job: EngineRun, directory: Path) -> Iterator[str]:
         process.wait()
 
 
-def _vllm() -> list[str]:
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def vllm_command() -> list[str]:
     """The `vllm` command of this environment, or its module where only the package was unpacked."""
     command = Path(sys.executable).with_name("vllm")
     return [str(command)] if command.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 
 
-def _healthy(url: str) -> bool:
+def healthy(url: str) -> bool:
+    """Whether the server at `url` answers `/health`."""
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:  # noqa: S310  our own server
             return bool(answer.status == 200)
@@ -120,7 +131,7 @@ def _healthy(url: str) -> bool:
 
 def _client(job: EngineRun, directory: Path, url: str, batch: int) -> dict[str, Any]:
     command = [
-        *_vllm(), "bench", "serve", "--backend", "openai", "--base-url", url, "--model", NAME,
+        *vllm_command(), "bench", "serve", "--backend", "openai", "--base-url", url, "--model", NAME,
         "--tokenizer", str(directory), "--dataset-name", "random", "--random-input-len", str(job.prompt),
         "--random-output-len", str(job.output), "--ignore-eos", "--temperature", "0", "--disable-tqdm",
         "--max-concurrency", str(batch), "--num-prompts", str(batch * job.repeats), "--num-warmups", str(batch),
@@ -130,10 +141,10 @@ def _client(job: EngineRun, directory: Path, url: str, batch: int) -> dict[str, 
     with log.open("wb") as out:
         done = subprocess.run(command, env=job.environment, stdout=out, stderr=subprocess.STDOUT, check=False)
     if done.returncode:
-        raise ServedError(f"vllm bench serve ended with {done.returncode}:\n{_tail(log)}")
+        raise ServedError(f"vllm bench serve ended with {done.returncode}:\n{tail(log)}")
     found = json.loads((directory / "client.json").read_text())
     if found["completed"] < batch * job.repeats:
-        raise ServedError(f"{batch * job.repeats - found['completed']} requests failed:\n{_tail(log)}")
+        raise ServedError(f"{batch * job.repeats - found['completed']} requests failed:\n{tail(log)}")
     return {
         "batch": batch,
         "tpot_ms": [found["median_tpot_ms"]],
@@ -143,5 +154,6 @@ def _client(job: EngineRun, directory: Path, url: str, batch: int) -> dict[str, 
     }
 
 
-def _tail(log: Path, lines: int = 30) -> str:
+def tail(log: Path, lines: int = 30) -> str:
+    """The end of a log, for an error message."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
