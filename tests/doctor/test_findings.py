@@ -82,13 +82,14 @@ def test_a_second_triton_is_a_problem(monkeypatch: pytest.MonkeyPatch, second: s
 
 
 def test_missing_tool_parser_flags_matter_only_without_our_parser(monkeypatch: pytest.MonkeyPatch) -> None:
-    (found,) = findings.serve_command(["vllm", "serve", "openai/gpt-oss-20b"])
+    found, _ = findings.serve_command(["vllm", "serve", "openai/gpt-oss-20b"])
     assert found.status is Status.INFO
     monkeypatch.setenv("GPTOSS_PARSER", "0")
-    (found,) = findings.serve_command(["vllm", "serve", "openai/gpt-oss-20b"])
+    found, _ = findings.serve_command(["vllm", "serve", "openai/gpt-oss-20b"])
     assert found.status is Status.PROBLEM
     assert "add both flags" in found.fix
     complete = ["vllm", "serve", "m", "--enable-auto-tool-choice", "--tool-call-parser", "openai"]
+    complete += ["--api-server-count", "2"]
     assert not list(findings.serve_command(complete))
 
 

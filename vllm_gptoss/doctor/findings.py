@@ -329,6 +329,13 @@ def serve_command(command: Sequence[str]) -> Findings:
             ),
             "" if parser else "add both flags, or set GPTOSS_PARSER=1",
         )
+    if not any(word.startswith("--api-server-count") or word == "-asc" for word in text):
+        yield Finding(
+            Status.INFO,
+            "API servers",
+            "one process streams about 20,000 tokens a second, what one core can; vLLM lets no plugin start more",
+            "for more: --api-server-count 2; docs/host.md",
+        )
     for flag in ("--moe-backend", "--attention-backend", "--kv-cache-dtype"):
         if (word := next((w for w in text if w.startswith(flag)), None)) is not None:
             yield Finding(Status.INFO, flag, f"{word} decides instead of the plugin's tables")
