@@ -54,7 +54,7 @@ def test_the_replay_says_its_answer_a_token_a_step_once_the_prompt_is_read() -> 
     executor._init_executor()
     words = answer(200)
     assert executor._answer == words
-    assert len(words) == 200 + 9, "as many tokens as words, and the control tokens and headers around them"
+    assert len(words) == 200 + 10, "as many tokens as words, and the control tokens and headers around them"
 
     def step(new: list[tuple[str, int]], cached: dict[str, int], **scheduled: int) -> dict[str, list[int]]:
         output = executor.execute_model(

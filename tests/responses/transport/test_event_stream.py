@@ -105,7 +105,7 @@ def test_a_silent_stream_is_kept_alive_and_a_client_that_goes_ends_it(monkeypatc
         await stream
         return reader.taken, closed
 
-    taken, closed = asyncio.run(run())
+    taken, closed = asyncio.run(asyncio.wait_for(run(), 30))
     assert taken[1].startswith(b"event: response.output_text.delta")
     assert closed == [True]
 
@@ -123,7 +123,7 @@ def test_a_stream_that_speaks_needs_no_keep_alive(monkeypatch: pytest.MonkeyPatc
         await stream
         return reader.taken
 
-    assert b": keep-alive\n\n" not in asyncio.run(run())
+    assert b": keep-alive\n\n" not in asyncio.run(asyncio.wait_for(run(), 30))
 
 
 @pytest.mark.parametrize("takes", [1, 2, 3])
@@ -137,4 +137,4 @@ def test_a_reader_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch
         await EventStream(endless(closed, 3600 if takes == 3 else 0))({}, reader.receive, reader.send)
         return closed
 
-    assert asyncio.run(asyncio.wait_for(run(), 60)) == [True]
+    assert asyncio.run(asyncio.wait_for(run(), 30)) == [True]
