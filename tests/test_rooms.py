@@ -36,6 +36,7 @@ ORDER = (
     "responses",
     "parent_death",
     "loop_watch",
+    "front",
     "plugin",
     "recipes",
     "doctor",
