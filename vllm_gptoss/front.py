@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 YOUNG = 20_000
 """Objects made, less those freed, before the collector looks at the young ones; Python's default is 700.
 
-One step of 256 requests makes some 3,000 that all are freed when their tokens are sent. Looking at them meanwhile finds
-nothing, and makes them old: 6 % of the process's time.
+One step of 256 requests makes thousands that are all freed when their tokens are sent. Looking at them meanwhile finds
+nothing, and makes them old: the collector took 6 % of the process's time (perf, 256 streams of `/v1/responses`).
 """
 
 
