@@ -16,7 +16,7 @@ YOUNG = 20_000
 """Objects made, less those freed, before the collector looks at the young ones; Python's default is 700.
 
 One step of 256 requests makes thousands that are all freed when their tokens are sent. Looking at them meanwhile finds
-nothing, and makes them old: the collector took 6 % of the process's time (perf, 256 streams of `/v1/responses`).
+nothing, and makes them old: the collector took 5 % of the process's time (perf, 256 streams of `/v1/responses`).
 """
 
 
