@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +15,7 @@ import pytest
 from httpx_sse import connect_sse
 
 from demo.server import NAME, Server
+from tests.support.places import OPEN_RESPONSES
 from tests.support.responses.events import check_response, check_stream, read, stream
 
 pytestmark = [pytest.mark.vllm, pytest.mark.serve, pytest.mark.timeout(600)]
@@ -181,18 +180,16 @@ def test_stop_ends_the_answer_where_asked(http: httpx.Client) -> None:
     assert "5" not in said(response)
 
 
-CACHES = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-SUITE = Path(os.environ.get("GPTOSS_OPENRESPONSES", CACHES / "vllm-gptoss" / "openresponses"))
-"""Where openresponses.sh puts openresponses/openresponses at 92c12d96d7b6, with zod and bun."""
+BUN = OPEN_RESPONSES / "node_modules" / ".bin" / "bun"
 
 
-@pytest.mark.skipif(not (SUITE / "node_modules/.bin/bun").exists(), reason=f"no Open Responses suite under {SUITE}")
+@pytest.mark.skipif(not BUN.exists(), reason=f"no Open Responses suite under {OPEN_RESPONSES}; docs/testing.md")
 @pytest.mark.parametrize(("path", "failures"), [("/openresponses", 1), ("", 8)])
 def test_open_responses_compliance_suite(served: Server, path: str, failures: int) -> None:
     """Seventeen tests. The one that needs eyes is refused by name; at `/v1` streamed reasoning has OpenAI's names."""
-    command = [str((SUITE / "node_modules/.bin/bun").resolve()), "run", "bin/compliance-test.ts", "--json"]
+    command = [str(BUN.resolve()), "run", "bin/compliance-test.ts", "--json"]
     command += ["--base-url", f"{served.api}{path}", "--api-key", "x", "--model", NAME]
-    done = subprocess.run(command, cwd=SUITE, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=OPEN_RESPONSES, capture_output=True, text=True, timeout=300)
     results = {result["id"]: result for result in json.loads(done.stdout)["results"]}
     failed = {name: result for name, result in results.items() if result["status"] != "passed"}
     assert (len(results), len(failed)) == (17, failures), failed
