@@ -35,7 +35,7 @@ def engine(depth):
         load_plugin()
     if depth:
         start(depth - 1)
-    print(os.getpid(), flush=True)
+    os.write(1, b"%d\\n" % os.getpid())  # whole, though others write too
     time.sleep(60)
 
 def start(depth):
@@ -43,7 +43,7 @@ def start(depth):
 
 def stranger():
     if not os.fork():
-        print(os.getpid(), flush=True)
+        os.write(1, b"%d\\n" % os.getpid())  # whole, though others write too
         time.sleep(60)
         os._exit(0)
 

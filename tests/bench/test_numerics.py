@@ -138,7 +138,7 @@ def test_plain_decode_of_real_engines_is_compared_with_each_other_and_with_float
     checkpoint.write(dataclasses.replace(shapes.TINY, vocabulary=2048), tmp_path)
     job = {"model": str(tmp_path), "chunk": 1, "prompt": 8, "tensor_parallel": 1}
     job["stream"] = numerics._stream(None, 2048, 2, 40)
-    specs = [(name, "plugin", {"enforce_eager": True}) for name in ("plugin", "same")]
+    specs = [(name, "plugin", {"enforce_eager": True}) for name in ("plugin", "same", "again")]
     found = numerics.compare(job, specs, together=True, exact=True, slack=1.1)
     assert found["positions"] == 2 * 32
     assert found["distances"]["plugin - same"]["mean"] < 1e-3, "the same numbers as seeds"

@@ -28,7 +28,7 @@ from tests.e2e.asking import PYTHON, SEARCH
 from tests.support import scale
 from tests.support.servers import running
 
-pytestmark = [pytest.mark.alone, pytest.mark.namespaces, pytest.mark.soak, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.namespaces, pytest.mark.soak, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
 CONVERSATIONS, RATE, ATTACKERS = 32, 10.0, 4

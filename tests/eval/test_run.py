@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -134,19 +135,24 @@ def start(api: str, data: Path, out: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def slowly(body: dict[str, Any], before: int) -> Reply:
-    return Raw(events(sums(body, before), False), headers={"content-type": "text/event-stream"}, pause_s=0.01)
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_run_goes_on_and_every_sample_counts_once(tmp_path: Path, how: signal.Signals) -> None:
     data, out = questions(tmp_path, 400), tmp_path / "run"
-    with serving(slowly) as served:
+    answers = itertools.count()
+    killed = False
+
+    def stuck(body: dict[str, Any], before: int) -> Reply:
+        """After 100 answers none more, until the run was killed."""
+        pause = 0.0 if killed or next(answers) < 100 else 30.0
+        return Raw(events(sums(body, before), False), headers={"content-type": "text/event-stream"}, pause_s=pause)
+
+    with serving(stuck) as served:
         process = start(served.api, data, out)
         file = out / "samples.jsonl"
         until(lambda: file.exists() and file.read_bytes().count(b"\n") >= 20)
         process.send_signal(how)
         output, _ = process.communicate(timeout=60)
+        killed = True
         kept = len(lines(out)) if how is signal.SIGINT else file.read_bytes().count(b"\n")
         assert 20 <= kept < 400
         if how is signal.SIGINT:
@@ -169,6 +175,10 @@ def until(what: Any, seconds: float = 60) -> None:
     while not what():
         assert time.monotonic() - began < seconds, "it did not happen in time"
         time.sleep(0.02)
+
+
+def slowly(body: dict[str, Any], before: int) -> Reply:
+    return Raw(events(sums(body, before), False), headers={"content-type": "text/event-stream"}, pause_s=0.01)
 
 
 def test_two_runs_do_not_write_into_one_folder(tmp_path: Path) -> None:

@@ -24,18 +24,18 @@ def names(text: str) -> frozenset[str]:
 
 ANSWERED = names(
     "ApiError ChatInputError DeniedError EngineError LostError NotAllowedError NotEnforceableError PageError"
-    " Refused RetiredKeyError TakenError UsageError"
+    " QuotaError Refused RetiredKeyError TakenError UsageError"
 )
 """Errors that answer one request, or that the model reads; docs/responses.md and docs/tools.md have those."""
 HELD = names(
     "BusyError CgroupError ConfinedError DocumentError FetchError IsolationError KernelError LayoutError MalformedError"
-    " NotHereError ProtocolError SlowError UnavailableError _LostError _TooManyFilesError"
+    " NotHereError ProtocolError SlowError UnavailableError _LostError _RefusedError _TooManyFilesError"
 )
 """Errors that another part of ours catches."""
 OPERATORS = names(
     "BackendError CheckpointError ChoiceError CompareError DamagedFileError DataError DeviceError DrawError"
     " MissingVariableError NvrtcError PlanError ProbeError RecipeError RecordError RequestError ResultsError"
-    " SandboxError ServedError SettingsError StoppedError StoreError ToolConfigError"
+    " SandboxError ServedError SettingsError StoppedError StoreError ToolConfigError YamlFileError"
 )
 """Errors that whoever starts a server or types a command of ours reads; so are these of Python's and typer's."""
 FOREIGN = frozenset({"ValueError", "typer.BadParameter"})

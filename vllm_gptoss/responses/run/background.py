@@ -226,10 +226,12 @@ class Background:
                 stored = await self.checked(stored)
                 if stored.status not in UNFINISHED and not await self._store.background.since(key, after, 1):
                     last = await self._store.background.last(key)
-                    if last and after <= last[0] and json.loads(last[1])["type"] in TERMINAL:
+                    number = last[0] if last else -1
+                    is_whole = last is not None and json.loads(last[1])["type"] in TERMINAL
+                    if is_whole and after <= number:
                         return
-                    if self._is_silent(stored):  # its server died before it wrote all that it had told
-                        yield [_last_event(stored, max(after, last[0] if last else -1) + 1)]
+                    if is_whole or self._is_silent(stored):  # its server died before it wrote all that it had told
+                        yield [_last_event(stored, max(after, number) + 1)]
                         return
             if news is None:
                 await asyncio.sleep(POLL)
