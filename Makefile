@@ -4,7 +4,7 @@ VENV ?= .venv
 export GPTOSS_VENV := $(VENV)
 BIN := $(VENV)/bin
 
-WORKERS ?= 3
+WORKERS ?= 2
 PYTEST = "$(BIN)/python" -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 COVERAGE ?=
 ifneq ($(COVERAGE),)
