@@ -40,8 +40,8 @@ def read(path: Path, most_bytes: int) -> tuple[Any, yaml.Node]:
         root = yaml.compose(text, yaml.SafeLoader)
         if root is None:
             raise YamlFileError(f"{path}: the file is empty")
-        for line, key in _twice(root):
-            raise YamlFileError(f"{path}:{line}: {key}: the key is there twice")
+        for line, wrong in _keys(root):
+            raise YamlFileError(f"{path}:{line}: {wrong}")
         return yaml.safe_load(text), root
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -79,14 +79,19 @@ def line_of(root: yaml.Node, where: Sequence[str | int]) -> int:
     return line + 1
 
 
-def _twice(node: yaml.Node) -> Iterator[tuple[int, str]]:
+def _keys(node: yaml.Node) -> Iterator[tuple[int, str]]:
+    """What is wrong with keys, and the line."""
     if isinstance(node, yaml.MappingNode):
         seen = set()
         for key, value in node.value:
-            if key.value in seen:
-                yield key.start_mark.line + 1, str(key.value)
-            seen.add(key.value)
-            yield from _twice(value)
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                yield line, "a key is a list or a mapping, not a word"
+            elif key.value in seen:
+                yield line, f"{key.value}: the key is there twice"
+            else:
+                seen.add(key.value)
+            yield from _keys(value)
     elif isinstance(node, yaml.SequenceNode):
         for each in node.value:
-            yield from _twice(each)
+            yield from _keys(each)

@@ -21,12 +21,13 @@ from vllm_gptoss.choose import ChoiceError, devices
 from vllm_gptoss.device import Device
 from vllm_gptoss.recipes import defaults, plan, variables
 from vllm_gptoss.recipes.deployment import choices, deployment, gpus, no_numbers
-from vllm_gptoss.recipes.load import FOLDER, line_of
+from vllm_gptoss.recipes.load import FOLDER
 from vllm_gptoss.recipes.plan import PlanError
 from vllm_gptoss.recipes.probe import Parsed, Release
 from vllm_gptoss.recipes.schema import SPECS, Claim, Recipe
 from vllm_gptoss.settings import SettingsError
 from vllm_gptoss.spec import ModelSpec
+from vllm_gptoss.yaml_file import line_of
 
 RESULTS: Final = FOLDER.resolve().parent / "benchmarks" / "results"
 """Where claims are proven; a wheel has none."""

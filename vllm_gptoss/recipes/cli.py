@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from vllm_gptoss import yaml_file
 from vllm_gptoss.choose import devices
 from vllm_gptoss.choose.devices import DeviceError
 from vllm_gptoss.device import Device, detect
@@ -149,7 +150,7 @@ def check(
 
 def _check_path(path: Path, device: str, sources: Sequence[Path], day: date | None) -> list[Trouble]:
     """Of a file or folder of recipes, or of a file that `vllm serve --config` reads."""
-    files = load.files(path)
+    files = yaml_file.files(path)
     if not files:
         raise RecipeError(f"{path}: no .yaml file is here")
     first, root = load.read(files[0])

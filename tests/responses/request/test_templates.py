@@ -216,6 +216,7 @@ FINE = VERSION + "        instructions: hi\n"
         (VERSION + "        instructions: hi\n    callers: [alice]\n", "'alice' is no SHA-256 of an API key"),
         ("prompts:\n  a b: {versions: {x: {instructions: hi}}}\n", "'a b' is no id"),
         ("prompts:\n  a: 1\n  a: 2\n", "p.yaml:3: a: the key is there twice"),
+        ("? [a, b]\n: 1\n", "p.yaml:1: a key is a list or a mapping, not a word"),
         ("prompts: [", "p.yaml:1: no YAML"),
         ("prompts: {}\n", "no prompts are here"),
         ("x" * (2 << 20), "larger than 1024 kB"),
