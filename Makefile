@@ -11,7 +11,7 @@ ifneq ($(COVERAGE),)
 PYTEST += --cov --cov-report=term:skip-covered
 endif
 
-.PHONY: demo serve test check soak lint environment environment-test model clean
+.PHONY: demo serve test test-gpu check soak lint environment environment-test model clean
 
 demo: environment       ## serve the bundled small gpt-oss with real vLLM and ask it a question
 	@"$(BIN)/python" -m demo.run
@@ -22,6 +22,9 @@ serve: environment      ## the same server, kept running
 test: environment-test lint  ## everything that needs no GPU; COVERAGE=1 counts lines too
 	@"$(BIN)/python" scripts/vllm_source.py
 	@$(PYTEST) --durations=40 --durations-min=5 $(ARGS)
+
+test-gpu:               ## everything that a GPU can run, with $(PYTHON), which has vLLM for CUDA; keeps a record
+	@"$(PYTHON)" -m tests.gpu.suite $(ARGS)
 
 check: lint             ## what needs no engine: lint, types, and the tests that take seconds
 	@$(PYTEST) -m "not vllm and not serve and not slow and not soak and not gpu" $(ARGS)

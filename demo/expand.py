@@ -1,4 +1,4 @@
-"""`python -m demo.expand [DIR]`: the small model as a full model directory, ready for `vllm serve DIR`.
+"""`python -m demo.expand [DIR] [--wide]`: the small model as a full model directory, ready for `vllm serve DIR`.
 
 Built beside the target and renamed, so a directory that exists is whole; whatever an interrupted run left is removed
 by the next. Checksums written into it are compared on every use: a damaged directory is built again.
@@ -16,8 +16,14 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from demo.model import Shape
 
 logger = logging.getLogger(__name__)
 
@@ -25,23 +31,26 @@ WEIGHTS = Path(__file__).with_name("weights.safetensors")
 SUMS = "SHA256SUMS.json"
 
 
-def key() -> str:
+def key(wide: bool = False) -> str:
     """What the expanded model depends on, as 16 hex digits: the weights and the code that expands them."""
     digest = hashlib.sha256()
-    for name in ("weights.safetensors", "checkpoint.py", "expand.py", "tokenizer.py"):
+    for name in ("weights.safetensors", "checkpoint.py", "expand.py", "tokenizer.py", *["widen.py"][: int(wide)]):
         digest.update(Path(__file__).with_name(name).read_bytes())
     return digest.hexdigest()[:16]
 
 
-def model_dir(cache: Path | None = None) -> Path:
-    """The expanded model, built if needed: `cache`/<key>, by default under the user's cache directory."""
+def model_dir(cache: Path | None = None, wide: bool = False) -> Path:
+    """The expanded model, built if needed: `cache`/<key>, by default under the user's cache directory.
+
+    wide: in `widen.LIKE_20B`'s shape, which every kernel takes; 5 GB.
+    """
     if cache is None:
         base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
         cache = Path(base) / "vllm-gptoss" / "demo"
-    return expand(cache / key())
+    return expand(cache / key(wide), wide)
 
 
-def expand(target: Path) -> Path:
+def expand(target: Path, wide: bool = False) -> Path:
     """Puts the model at `target` and returns it. FileExistsError if something else is there."""
     target = target.absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +63,7 @@ def expand(target: Path) -> Path:
                 logger.warning("Building %s again: %s", target, problem)
                 shutil.rmtree(target)
         if not target.exists():
-            _build(target)
+            _build(target, write_wide if wide else write)
     return target
 
 
@@ -70,18 +79,30 @@ def damage(folder: Path) -> str | None:
 
 def write(folder: Path) -> None:
     """All files of the model but the checksums into `folder`."""
+    from demo import checkpoint
+
+    _write(folder, *checkpoint.tensors(WEIGHTS))
+
+
+def write_wide(folder: Path) -> None:
+    """The same, as wide as gpt-oss-20b."""
+    from demo import checkpoint, widen
+
+    _write(folder, widen.LIKE_20B, widen.widen(*checkpoint.tensors(WEIGHTS), widen.LIKE_20B))
+
+
+def _write(folder: Path, shape: Shape, tensors: dict[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
     from demo import checkpoint, tokenizer
 
-    shape, tensors = checkpoint.tensors(WEIGHTS)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     for name, data in (("config", checkpoint.config(shape)), ("generation_config", checkpoint.generation_config())):
         (folder / f"{name}.json").write_text(json.dumps(data, indent=2) + "\n", "utf-8")
     tokenizer.write(folder)
 
 
-def _build(target: Path) -> None:
+def _build(target: Path, write: Callable[[Path], None]) -> None:
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
     try:
         write(partial)
@@ -120,9 +141,10 @@ def main() -> None:
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, nargs="?", help="where to put the model; default: the user's cache")
+    parser.add_argument("--wide", action="store_true", help="in gpt-oss-20b's sizes, for a GPU's kernels: 5 GB")
     args = parser.parse_args()
     start = time.monotonic()
-    path = expand(args.directory) if args.directory else model_dir()
+    path = expand(args.directory, args.wide) if args.directory else model_dir(wide=args.wide)
     logger.info("Small gpt-oss ready in %.1f s", time.monotonic() - start)
     print(path)
 

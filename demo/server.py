@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
 import signal
 import socket
@@ -24,7 +25,14 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
 
-ARGUMENTS = ("--served-model-name", NAME, "--max-model-len", "16384", "--max-num-seqs", "64", "--enforce-eager")
+ARGUMENTS = ("--served-model-name", NAME, "--max-model-len", "16384", "--max-num-seqs", "64")
+
+CPU = ("--enforce-eager",)
+GPU = (
+    *("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(2**31)),
+    *("--compilation-config", '{"cudagraph_capture_sizes": [1, 8, 32, 64]}'),
+)
+"""What a server is started with beside: on a GPU other servers may run, and few graphs are captured soon."""
 
 
 class ServerError(RuntimeError):
@@ -55,6 +63,17 @@ def reserved() -> socket.socket:
     return held
 
 
+def on_gpu() -> bool:
+    """Whether there is an NVIDIA GPU and a torch that can use it, without importing torch, which takes seconds."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) and not importlib.metadata.version("torch").endswith("+cpu")
+
+
+def vllm() -> list[str]:
+    """The command; where vLLM is on a path of its own and has no script, its module."""
+    script = Path(sys.executable).with_name("vllm")
+    return [str(script)] if script.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+
+
 @contextlib.contextmanager
 def serve(
     model: Path,
@@ -73,11 +92,10 @@ def serve(
     """
     with reserved() as held:
         port = port or int(held.getsockname()[1])
-        vllm = str(Path(sys.executable).with_name("vllm"))
         where = ["--host", "127.0.0.1", "--port", str(port)]
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [vllm, "serve", str(model), *where, *base_arguments, *arguments],
+                [*vllm(), "serve", str(model), *where, *base_arguments, *(GPU if on_gpu() else CPU), *arguments],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

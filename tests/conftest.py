@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from demo.server import Server, serve
+from demo.server import Server, on_gpu, serve
 from tests.support import caged_lines
 from tests.support.machine import without_namespaces
 from tests.support.mcp_servers import McpServers
@@ -94,10 +94,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def model_dir() -> Path:
-    """The small gpt-oss, expanded once and kept between runs."""
+    """The small gpt-oss, expanded once and kept between runs; on a GPU in a shape that its kernels take."""
     from demo.expand import model_dir
 
-    return model_dir(CACHE)
+    return model_dir(CACHE, wide=on_gpu())
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,63 +21,80 @@ from tests.support import planted
 pytestmark = [
     *SM90,
     pytest.mark.slow,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM for CUDA"),
 ]
 ROOT = Path(__file__).parents[2]
 WHOLE = {"fused_layers": 2, "one_launch": 2, "own_experts": 2}
+SIDE_BY_SIDE = 5
+"""Engines at once: two layers each, but all compile."""
+
+COMPILER = "vllm_gptoss.kernels.nvrtc:at_once"
+LAYERS = [where for where in planted.LAYERS if where != COMPILER]  # the experts compile by it too
+WISHES: list[tuple[str, dict[str, str]]] = [
+    ("vllm_gptoss.describe:built_model", {"layers": "gptoss"}),
+    ("vllm_gptoss.experts.sm90:sample", {"experts": "gptoss"}),
+]
+STARTS: list[tuple[str, dict[str, str]]] = [
+    *((where, {}) for where in ("", COMPILER, *LAYERS, *planted.EXPERTS)),
+    *WISHES,
+]
+Done = subprocess.CompletedProcess[str]
 
 
-def start(where: str = "", **settings: str) -> subprocess.CompletedProcess[str]:
+def start(where: str, settings: dict[str, str]) -> Done:
     command = [sys.executable, "-m", "tests.gpu.start", json.dumps({"where": where, "settings": settings})]
     environment = {**os.environ, "VLLM_NO_USAGE_STATS": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
 
 
-def answer(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def starts() -> Iterator[dict[tuple[str, bool], Done]]:
+    """What each start said, by the place of its fault and whether something was asked for."""
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        done = pool.map(lambda each: start(*each), STARTS)
+        yield {(where, bool(settings)): each for (where, settings), each in zip(STARTS, done, strict=True)}
+
+
+def answer(done: Done) -> dict[str, Any]:
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     assert found["tokens"] == [[TOKENS] * count for count in BATCHES]
     return dict(found["paths"])
 
 
-def test_without_a_fault_everything_is_ours() -> None:
-    done = start()
+def test_without_a_fault_everything_is_ours(starts: dict[tuple[str, bool], Done]) -> None:
+    done = starts["", False]
     assert answer(done) == WHOLE
     assert "upstream from here on" not in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("where", planted.LAYERS)
-def test_a_fault_of_the_layers_leaves_upstreams(where: str) -> None:
-    if where.endswith("at_once"):
-        pytest.skip("the experts compile by it too: below")
-    done = start(where)
+@pytest.mark.parametrize("where", LAYERS)
+def test_a_fault_of_the_layers_leaves_upstreams(where: str, starts: dict[tuple[str, bool], Done]) -> None:
+    done = starts[where, False]
     assert answer(done) == {"fused_layers": 0, "one_launch": 0, "own_experts": 2}
     said = done.stdout + done.stderr
     assert said.count(f"layers: upstream from here on (RuntimeError: {planted.MESSAGE})") == 1
 
 
 @pytest.mark.parametrize("where", planted.EXPERTS)
-def test_a_fault_of_the_experts_leaves_upstreams(where: str) -> None:
-    done = start(where)
+def test_a_fault_of_the_experts_leaves_upstreams(where: str, starts: dict[tuple[str, bool], Done]) -> None:
+    done = starts[where, False]
     paths = answer(done)
     said = (done.stdout + done.stderr).count(f"experts: upstream from here on (RuntimeError: {planted.MESSAGE})")
     assert paths["own_experts"] == 0
     assert said == 1
 
 
-def test_a_compiler_that_refuses_leaves_everything_to_upstream() -> None:
-    assert answer(start("vllm_gptoss.kernels.nvrtc:at_once")) == dict.fromkeys(WHOLE, 0)
-
-
-WISHES = [
-    ("vllm_gptoss.describe:built_model", {"layers": "gptoss"}),
-    ("vllm_gptoss.experts.sm90:sample", {"experts": "gptoss"}),
-]
+def test_a_compiler_that_refuses_leaves_everything_to_upstream(starts: dict[tuple[str, bool], Done]) -> None:
+    assert answer(starts[COMPILER, False]) == dict.fromkeys(WHOLE, 0)
 
 
 @pytest.mark.parametrize(("where", "settings"), WISHES)
-def test_a_wish_ends_in_an_error_that_says_why(where: str, settings: dict[str, str]) -> None:
-    done = start(where, **settings)
+def test_a_wish_ends_in_an_error_that_says_why(
+    where: str, settings: dict[str, str], starts: dict[tuple[str, bool], Done]
+) -> None:
+    done = starts[where, True]
     assert done.returncode != 0
     [(part, _)] = settings.items()
     assert f"{part}=gptoss cannot run here: RuntimeError: {planted.MESSAGE}" in done.stdout + done.stderr

@@ -1,12 +1,14 @@
 """Run vLLM's `LLM` on token prompts, each job in a process of its own, and keep what it says.
 
 Run as a program: `python -m tests.support.generate JOBS OUT`, JOBS a JSON object of jobs by name:
-    {"model": directory, "environ": {...}, "args": {arguments of LLM}, "rounds": [[request, ...], ...]}
+    {"model": directory, "environ": {...}, "args": {arguments of LLM}, "rounds": [[request, ...], ...],
+     "seconds": limit of the job, "paths": whether to say what of ours runs, "sleep": whether to sleep after a round}
     request: {"prompt": [token, ...], "lora": directory or null, ...fields of SamplingParams}
 vLLM is imported once and each job forked from there. Writes OUT/<name>.json: one list per round of
     {"tokens", "logprobs": [{token: logprob}], "prompt_logprobs": [...], "cached": prompt tokens found in the cache,
      "text"}
-or {"error": ...}; and OUT/<name>.log with what the job logged.
+beside them "paths", and "preemptions" where statistics are on; or {"error": ...}; and OUT/<name>.log with what the
+job logged.
 """
 
 from __future__ import annotations
@@ -67,7 +69,23 @@ def run(job: dict[str, Any], out: Path) -> None:
             }
             for answer in answers
         ])  # fmt: skip
-    out.write_text(json.dumps({"rounds": rounds}))
+        if job.get("sleep"):
+            llm.sleep(level=1)
+            llm.wake_up()
+    out.write_text(json.dumps({"rounds": rounds, **facts(llm, job)}))
+
+
+def facts(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
+    """What of ours runs, the same on every rank, and how often a request was preempted."""
+    found: dict[str, Any] = {}
+    if job.get("paths"):
+        from vllm_gptoss.bench import numerics
+
+        [found["paths"]] = [dict(each) for each in {tuple(rank.items()) for rank in llm.apply_model(numerics.paths)}]
+    if not job.get("args", {}).get("disable_log_stats", True):
+        values = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]
+        found["preemptions"] = sum(values)
+    return found
 
 
 def main() -> None:
@@ -78,7 +96,7 @@ def main() -> None:
     for name, job in jobs.items():
         process = context.Process(target=run, args=(job, out / f"{name}.json"))
         process.start()
-        process.join(180)
+        process.join(job.get("seconds", 180))
         process.kill()
 
 

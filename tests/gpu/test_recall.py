@@ -1,0 +1,170 @@
+"""The small model in gpt-oss-20b's shape, on CUDA, says what it says on a CPU, token for token, whatever is switched
+on, and the kernels that should run are those that ran.
+
+Its answers are known by heart (demo/README.md), so the wanted tokens are the conversations' own. Engines run side by
+side on one GPU; each has three steps of graphs, so that every token band is replayed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from demo import verify
+from demo.verify import Case
+from demo.widen import LIKE_20B
+from tests.gpu.marks import SM90
+from tests.support import jobs
+from vllm_gptoss.bench import shapes
+from vllm_gptoss.spec import ModelSpec
+
+pytestmark = [
+    *SM90,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM for CUDA"),
+]
+
+SIDE_BY_SIDE = 5
+"""Engines at once: 16 cores compile for so many, and their weights and caches take half of an 80 GB GPU."""
+GRAPHS = {"cudagraph_capture_sizes": [1, 8, 32, 64, 256]}
+LAYERS, EXPERTS = LIKE_20B.layers, LIKE_20B.layers
+ALL = {"fused_layers": LAYERS, "one_launch": LAYERS, "own_experts": EXPERTS}
+SIX_LAUNCHES = ALL | {"one_launch": 0}
+EXPERTS_ONLY = SIX_LAUNCHES | {"fused_layers": 0}
+NOTHING = EXPERTS_ONLY | {"own_experts": 0}
+WIDE = ModelSpec("wide", LAYERS, LIKE_20B.hidden, LIKE_20B.intermediate, LIKE_20B.experts, LIKE_20B.active,
+                 LIKE_20B.heads, LIKE_20B.kv_heads, LIKE_20B.head_dim, 201_088)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """One engine. paths: what of ours must run; at_once: prompts of each round, None for all; args: of `vllm.LLM`."""
+
+    paths: dict[str, int]
+    at_once: tuple[int | None, ...] = (64,)
+    args: dict[str, Any] = field(default_factory=dict)
+    environ: dict[str, str] = field(default_factory=dict)
+    job: dict[str, Any] = field(default_factory=dict)
+    gpus: int = 1
+
+
+def wish(**settings: str) -> dict[str, Any]:
+    return {"additional_config": {"gptoss": settings}}
+
+
+def graphs(mode: str) -> dict[str, Any]:
+    return {"compilation_config": GRAPHS | {"cudagraph_mode": mode}}
+
+
+SITUATIONS = {
+    "one, 8, 32, 256 and all at once": Situation(ALL, (1, 1, 8, 32, 256, None), {"max_num_seqs": 256}),
+    "only FULL graphs": Situation(ALL, (1, 8, 64), graphs("FULL")),
+    "only PIECEWISE graphs": Situation(EXPERTS_ONLY, (1, 8, 64), graphs("PIECEWISE")),
+    "no graphs": Situation(ALL, (1, 8), {"enforce_eager": True}),
+    "prefixes from the cache": Situation(ALL, (64, 64), {"enable_prefix_caching": True}),
+    "prompts in chunks": Situation(ALL, (None,), {"max_num_batched_tokens": 64, "max_num_seqs": 32}),
+    "preemption": Situation(ALL, (None,), {"num_gpu_blocks_override": 160, "disable_log_stats": False}),
+    "drafts by n-gram": Situation(
+        SIX_LAUNCHES, (1, 64), {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    ),
+    "drafts by EAGLE3": Situation(SIX_LAUNCHES, (1, 64), {"speculative_config": {"method": "eagle3"}}),
+    "LoRA": Situation(NOTHING, (64,), {"enable_lora": True, "max_lora_rank": 8}),
+    "asleep and awake": Situation(ALL, (8, 8), {"enable_sleep_mode": True}, job={"sleep": True}),
+    "experts asked for": Situation(ALL, (256,), {"max_num_seqs": 256, **wish(experts="gptoss")}),
+    "layers upstream": Situation(EXPERTS_ONLY, (1, 64), wish(layers="upstream")),
+    "experts upstream": Situation(NOTHING, (1, 64), wish(experts="upstream", layers="upstream")),
+    "stock": Situation({}, (1, 64), environ={"VLLM_PLUGINS": "none"}),
+    "two GPUs": Situation(SIX_LAUNCHES, (1, 64), {"tensor_parallel_size": 2}, gpus=2),
+}
+"""Two GPUs: an engine of several processes; the rest runs in one."""
+
+
+def asked(cases: list[Case], count: int | None) -> list[Case]:
+    """`count` of the cases, spread over all of them."""
+    return cases if count is None else [cases[at * len(cases) // count] for at in range(count)]
+
+
+@pytest.fixture(scope="module")
+def cases() -> list[Case]:
+    return verify.cases(0)
+
+
+def job(situation: Situation, cases: list[Case], model: Path, draft: Path) -> dict[str, Any]:
+    """What `tests.support.generate` runs."""
+    args = {
+        "enforce_eager": False, "max_model_len": 4096, "max_num_seqs": 64, "compilation_config": GRAPHS,
+        "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2**31,
+    } | situation.args  # fmt: skip
+    if args.get("speculative_config", {}).get("method") == "eagle3":
+        dummy = {"load_format": "dummy"}
+        args["speculative_config"] |= {"model": str(draft), "num_speculative_tokens": 3, "draft_load_config": dummy}
+    if "num_gpu_blocks_override" in args:
+        del args["kv_cache_memory_bytes"]
+    rounds = [
+        [{"prompt": case.prompt, "max_tokens": len(case.wanted) + 8} for case in asked(cases, count)]
+        for count in situation.at_once
+    ]
+    environ = {"VLLM_PLUGINS": "gptoss", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} | situation.environ
+    if situation.gpus > 1:
+        environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    return {"model": str(model), "args": args, "rounds": rounds, "environ": environ, "paths": bool(situation.paths),
+            "seconds": 420} | situation.job  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def results(
+    model_dir: Path, cases: list[Case], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, jobs.Results]]:
+    base = tmp_path_factory.mktemp("recall")
+    draft = base / "draft"
+    draft.mkdir()
+    (draft / "config.json").write_text(json.dumps(shapes.draft_config(WIDE)))
+    wanted = {name: each for name, each in SITUATIONS.items() if each.gpus <= torch.cuda.device_count()}
+
+    def run(name: str) -> jobs.Results:
+        work = {"job": job(wanted[name], cases, model_dir, draft)}
+        return jobs.run(work, base / name.replace(" ", "-"), timeout=440)
+
+    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        yield dict(zip(wanted, pool.map(run, wanted), strict=True))
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_every_answer_is_the_one_known_by_heart(name: str, results: dict[str, jobs.Results], cases: list[Case]) -> None:
+    situation = SITUATIONS[name]
+    if name not in results:
+        pytest.skip(f"needs {situation.gpus} GPUs")
+    rounds = results[name].rounds("job")
+    for count, answers in zip(situation.at_once, rounds, strict=True):
+        for case, answer in zip(asked(cases, count), answers, strict=True):
+            assert answer["tokens"] == case.wanted, (count, case.source, case.name)
+    assert results[name]["job"].get("paths", {}) == situation.paths, results[name].log("job")[-3000:]
+
+
+def test_a_prefix_was_cached(results: dict[str, jobs.Results]) -> None:
+    first, second = results["prefixes from the cache"].rounds("job")
+    assert sum(answer["cached"] for answer in second) > sum(answer["cached"] for answer in first) + 1000
+
+
+def test_requests_were_preempted(results: dict[str, jobs.Results]) -> None:
+    results["preemption"].rounds("job")
+    assert results["preemption"]["job"]["preemptions"] > 0
+
+
+def test_the_files_of_a_start_are_there() -> None:
+    """An engine that silently measures stock is the usual mistake: the plugin is installed where vLLM looks."""
+    from importlib.metadata import entry_points
+
+    assert any(point.name == "gptoss" for point in entry_points(group="vllm.general_plugins")), os.environ.get(
+        "PYTHONPATH"
+    )
