@@ -11,23 +11,34 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import warm
 from vllm_gptoss import _vllm, plugin
 
 DISCOVER = "from vllm.plugins import load_general_plugins as load; load(); "
 
 
-def python(code: str, **environ: str | None) -> subprocess.CompletedProcess[str]:
-    """Runs `code` in a fresh interpreter; a variable set to None is unset."""
-    environment = {**os.environ, **{k: v for k, v in environ.items() if v is not None}}
-    for name in (k for k, v in environ.items() if v is None):
-        environment.pop(name, None)
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+Done = subprocess.CompletedProcess[str]
+
+
+def python(code: str, **environ: str | None) -> Done:
+    """Runs `code` where nothing of vLLM or ours is imported; a variable set to None is unset."""
+    return warm.run(["-c", code], environment(environ))
+
+
+def fresh(code: str, **environ: str | None) -> Done:
+    """The same in an interpreter that nobody started another one in."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, env=environment(environ), timeout=300)
+
+
+def environment(changes: dict[str, str | None]) -> dict[str, str]:
+    wanted = os.environ | changes
+    return {name: value for name, value in wanted.items() if value is not None}
 
 
 def test_importing_the_plugin_imports_neither_vllm_nor_torch() -> None:
-    done = python(
-        "import sys, vllm_gptoss.plugin; print([m for m in ('vllm', 'torch', 'transformers') if m in sys.modules])"
-    )
+    code = "import sys, vllm_gptoss.plugin; print([m for m in ('vllm', 'torch', 'transformers') if m in sys.modules])"
+    done = fresh(code)
     assert done.stdout.strip() == "[]", done.stderr
 
 
@@ -93,7 +104,7 @@ def test_batches_are_read_by_our_parser(command: str) -> None:
     """`vllm run-batch` loads no endpoint plugin, so the general one installs the parser there, and only there."""
     code = f"import sys; sys.argv = ['vllm', '{command}'];" + DISCOVER
     code += "import vllm.parser.harmony as h; print(h.HarmonyParser.__module__)"
-    done = python(code, VLLM_PLUGINS=None)
+    done = fresh(code, VLLM_PLUGINS=None)
     is_ours = done.stdout.splitlines()[-1] == "vllm_gptoss.harmony.vllm_parser"
     assert is_ours == (command == "run-batch"), done.stderr
     assert ("read by our parser" in done.stderr) == is_ours

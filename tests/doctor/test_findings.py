@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support import warm
 from vllm_gptoss.choose import devices
 from vllm_gptoss.doctor import Finding, Status, findings
 from vllm_gptoss.recipes import variables
@@ -19,8 +18,7 @@ pytestmark = pytest.mark.vllm
 
 def doctor(*arguments: str, **environ: str) -> tuple[int, list[dict[str, str]]]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "GPTOSS_"))} | environ
-    command = [sys.executable, "-m", "vllm_gptoss.cli", "doctor", "--json", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    done = warm.run(["-m", "vllm_gptoss.cli", "doctor", "--json", *arguments], environment)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
 

@@ -6,20 +6,20 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+
+from tests.support import warm
 
 ID = "20b-h100-latency-eagle3"
 AITER = "20b-mi355x-agent"
 
 
 def recipe(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "vllm_gptoss.cli", "recipe", *arguments]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "GPTOSS_"))} | environ
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    return warm.run(["-m", "vllm_gptoss.cli", "recipe", *arguments], environment)
 
 
 def test_every_form_says_the_same() -> None:

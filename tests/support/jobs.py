@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.support import warm
 
 
 class Results(dict[str, Any]):
@@ -33,7 +31,7 @@ def run(jobs: dict[str, dict[str, Any]], directory: Path, timeout: float = 400, 
     """All jobs, one after the other. environ: for the program, before vLLM is imported."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "jobs").write_text(json.dumps(jobs))
-    command = [sys.executable, "-m", "tests.support.generate", str(directory / "jobs"), str(directory)]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | environ, capture_output=True, text=True, timeout=timeout)
+    module = ["-m", "tests.support.generate", str(directory / "jobs"), str(directory)]
+    done = warm.run(module, os.environ | environ, timeout)
     assert done.returncode == 0, done.stderr[-3000:]
     return Results(directory, done.stderr)

@@ -1,0 +1,9 @@
+"""What vLLM takes of transformers, which imports its parts when they are asked for: loaded beforehand by `warm.py`."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read once, when huggingface_hub is imported
+
+from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer, AutoVideoProcessor
+
+__all__ = ["AutoConfig", "AutoImageProcessor", "AutoProcessor", "AutoTokenizer", "AutoVideoProcessor"]
