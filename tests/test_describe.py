@@ -70,7 +70,7 @@ def compilation(**changes: Any) -> Any:
         ({"parallel_config": parallel(enable_expert_parallel=True)}, "expert_parallel", True),
         ({"parallel_config": parallel(enable_dbo=True)}, "micro_batches", True),
         ({"lora_config": SimpleNamespace()}, "lora", True),
-        ({"kv_transfer_config": SimpleNamespace()}, "kv_transfer", True),
+        ({"kv_transfer_config": SimpleNamespace(kv_connector="NixlConnector")}, "kv_connector", "NixlConnector"),
         ({"cache_config": CacheConfig(cache_dtype="fp8")}, "kv_cache_dtype", "fp8"),
         ({"speculative_config": SimpleNamespace(method="eagle3")}, "drafts", "eagle3"),
         ({"compilation_config": compilation(mode=1)}, "compiled_whole", True),

@@ -15,7 +15,7 @@ from vllm_gptoss.spec import ModelSpec
 def configuration(config: Any) -> Deployment:
     """What a `VllmConfig` says, before a model is built of it."""
     parallel, speculative = config.parallel_config, config.speculative_config
-    backend = config.attention_config.backend
+    backend, transfer = config.attention_config.backend, config.kv_transfer_config
     return Deployment(
         model=model_spec(config.model_config),
         device_type=config.device_config.device_type,
@@ -29,7 +29,7 @@ def configuration(config: Any) -> Deployment:
         sequence_parallel=parallel.use_sequence_parallel_moe and config.lora_config is None,
         micro_batches=parallel.use_ubatching,
         kv_cache_dtype=config.cache_config.cache_dtype,
-        kv_transfer=config.kv_transfer_config is not None,
+        kv_connector=None if transfer is None else str(transfer.kv_connector),
         lora=config.lora_config is not None,
         drafts=None if speculative is None else speculative.method,
         piecewise_graphs=_vllm.only_piecewise_graphs(config),

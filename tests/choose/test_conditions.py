@@ -45,7 +45,6 @@ LAYERS = [
     ({"device_type": "cpu"}, "the kernels are CUDA kernels"),
     ({"dtype": "float16"}, "activations are float16, not bfloat16"),
     ({"lora": True}, "LoRA is on"),
-    ({"kv_transfer": True}, "a KV connector is configured"),
     ({"kv_cache_dtype": "fp8"}, "the KV cache is not bfloat16"),
     ({"data_parallel": 2}, "data parallelism is on"),
     ({"expert_parallel": True}, "expert parallelism is on"),
@@ -88,6 +87,7 @@ UNTRIED = [
     ({"tensor_parallel": 4}, "more than 2 GPUs, or a pipeline"),
     ({"pipeline_parallel": 2}, "more than 2 GPUs, or a pipeline"),
     ({"drafts": "draft_model"}, "drafts by draft_model"),
+    ({"kv_connector": "NixlConnector"}, "the KV connector NixlConnector"),
 ]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -66,6 +67,18 @@ def graphs(mode: str) -> dict[str, Any]:
     return {"compilation_config": GRAPHS | {"cudagraph_mode": mode}}
 
 
+EXAMPLE = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": "FOLDER"}}
+OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 2**30}}
+CONNECTORS: dict[str, dict[str, Any]] = {
+    "example": EXAMPLE,
+    "offloading": OFFLOADING,
+    "multi": {
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {"connectors": [{**each, "kv_role": "kv_both"} for each in (EXAMPLE, OFFLOADING)]},
+    },
+}
+"""FOLDER: a new one for each engine. vLLM's example takes caches of one kind only."""
+
 SITUATIONS = {
     "one, 8, 32, 256 and all at once": Situation(ALL, (1, 1, 8, 32, 256, None), {"max_num_seqs": 256}),
     "only FULL graphs": Situation(ALL, (1, 8, 64), graphs("FULL")),
@@ -80,6 +93,18 @@ SITUATIONS = {
     "drafts by EAGLE3": Situation(SIX_LAUNCHES, (1, 64), {"speculative_config": {"method": "eagle3"}}),
     "LoRA": Situation(NOTHING, (64,), {"enable_lora": True, "max_lora_rank": 8}),
     "asleep and awake": Situation(ALL, (8, 8), {"enable_sleep_mode": True}, job={"sleep": True}),
+    **{
+        f"KV connector: {name}": Situation(
+            ALL,
+            (1, 32, 32),
+            {
+                "kv_transfer_config": {"kv_role": "kv_both", **transfer},
+                **wish(layers="gptoss"),
+                "disable_hybrid_kv_cache_manager": name != "offloading",
+            },
+        )
+        for name, transfer in CONNECTORS.items()
+    },
     "experts asked for": Situation(ALL, (256,), {"max_num_seqs": 256, **wish(experts="gptoss")}),
     "layers upstream": Situation(EXPERTS_ONLY, (1, 64), wish(layers="upstream")),
     "experts upstream": Situation(NOTHING, (1, 64), wish(experts="upstream", layers="upstream")),
@@ -108,6 +133,9 @@ def job(situation: Situation, cases: list[Case], model: Path, draft: Path) -> di
     if args.get("speculative_config", {}).get("method") == "eagle3":
         dummy = {"load_format": "dummy"}
         args["speculative_config"] |= {"model": str(draft), "num_speculative_tokens": 3, "draft_load_config": dummy}
+    if "kv_transfer_config" in args:
+        storage = json.dumps(args["kv_transfer_config"]).replace("FOLDER", tempfile.mkdtemp(dir=draft.parent))
+        args["kv_transfer_config"] = json.loads(storage)
     if "num_gpu_blocks_override" in args:
         del args["kv_cache_memory_bytes"]
     rounds = [

@@ -1,7 +1,8 @@
 """One rank of a gloo group that runs vLLM's own gpt-oss layers through `FewTokens`, kernels replaced by `standins`.
 
 `python -m tests.model.ranks LAYOUT RANK WORLD PORT MODEL OUT`: LAYOUT is `tensor` or `pipeline`. Real parts: vLLM's
-model class, its sharded weights and loader, its groups and collectives, its forward context, and all of `FewTokens`.
+model class, its sharded weights and loader, its groups and collectives, its forward context, and all of `FewTokens`;
+with `tensor` also a KV connector.
 Writes to OUT what the last rank has: hidden states of every token of every request, the auxiliary states that EAGLE3
 reads, and how far the experts path over vLLM's own runner is from vLLM's MLP.
 """
@@ -184,6 +185,7 @@ def main(layout: str, rank: int, world: int, port: int, model: str, out: str) ->
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
+    from tests.model import elsewhere
     from vllm_gptoss.plugin import register
 
     register()
@@ -192,10 +194,12 @@ def main(layout: str, rank: int, world: int, port: int, model: str, out: str) ->
         init_distributed_environment(world, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
         initialize_model_parallel(tensor, pipeline)
     built, config = build(model, tensor, pipeline)
+    connector = elsewhere.connect(config) if layout == "tensor" else None
     found = states(built, config, layout)
     distance = experts_distance(model, tensor) if layout == "tensor" else 0.0
     if found is not None and rank in (0, world - 1):
-        torch.save({"hidden": found[0], "aux": found[1], "distance": distance}, f"{out}.{rank}")
+        saved = connector.saved if connector else 0
+        torch.save({"hidden": found[0], "aux": found[1], "distance": distance, "saved": saved}, f"{out}.{rank}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Two processes each: vLLM's real sharding, loader, groups and all-reduce, the kernels as their contracts in float32. What
 can go wrong is what is between kernels: a sum taken once too often or not at all, a bias added by every rank, heads or
-sinks of another rank, drafts that stay in the cache after they were rejected.
+sinks of another rank, drafts that stay in the cache after they were rejected, a KV connector that is not told.
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ def test_tensor_parallel_ranks_and_verified_drafts_give_the_whole_models_answer(
             assert distance(aux, wanted_aux) < 1e-5
         # bfloat16 throughout, and vLLM rounds the router's logits
         assert rank["distance"] < 2e-2
+        # a KV connector had the cache of each layer between the steps
+        assert rank["saved"] == len(list(ranks.plan())) * SHAPE.layers
     assert all(torch.equal(a, b) for a, b in zip(found[0]["hidden"], found[1]["hidden"], strict=True))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_gptoss import _vllm
 from vllm_gptoss.choose import Deployment
 from vllm_gptoss.device import Device
 from vllm_gptoss.kernels import nvrtc, step
@@ -134,6 +135,34 @@ def test_a_cache_that_vllm_makes_anew_is_the_one_that_is_read() -> None:
         assert path.asked[-1][1] == [only.attention.kv_cache.data_ptr()]
         only.attention.kv_cache = torch.zeros(9, 8, 16, 128)
     assert path.asked[0][1] != path.asked[1][1]
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_a_connector_hears_of_every_layer_around_the_one_launch_and_of_none_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, runs: bool
+) -> None:
+    """Six launches tell it themselves: a layer that is waited for twice is a connector's error."""
+    told: list[str] = []
+    connector = SimpleNamespace(
+        wait_for_layer_load=lambda name: told.append(f"wait {name}"),
+        save_kv_layer=lambda name, cache, metadata: told.append(f"save {name}"),
+    )
+    monkeypatch.setattr(_vllm, "kv_connector", lambda: connector)
+    path = one_token.OneToken([place("layers.0"), place("layers.1")])
+
+    class Launch:
+        def table(self, *_: Any) -> int | None:
+            return 1 if runs else None
+
+        def __call__(self, *_: Any) -> tuple[str, str]:
+            told.append("launch")
+            return "x", "residual"
+
+    path.step = Launch()  # type: ignore[assignment]
+    found = path(torch.zeros(1, 2880), None, torch.zeros(1), context(1))
+    assert (found is not None) is runs
+    whole = ["wait layers.0", "wait layers.1", "launch", "save layers.0", "save layers.1"]
+    assert told == (whole if runs else [])
 
 
 def test_more_kinds_of_tables_than_the_kernel_takes_keep_six_launches_and_say_so_once(

@@ -280,6 +280,16 @@ def forward_context() -> Any:
     return get_forward_context() if is_forward_context_available() else None
 
 
+def kv_connector() -> Any | None:
+    """The KV connector that wants to know of each layer in the step that runs, or None."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group, is_v1_kv_transfer_group
+
+    if not has_kv_transfer_group() or not is_v1_kv_transfer_group():
+        return None
+    connector = get_kv_transfer_group()
+    return connector if connector.has_connector_metadata() else None
+
+
 def in_piecewise_graph(context: Any) -> bool:
     """True where vLLM replays or captures graphs between attention layers: those belong to the compiled model."""
     from vllm.config import CUDAGraphMode

@@ -72,7 +72,6 @@ LAYERS: tuple[Condition, ...] = (
     sm90,
     when(lambda d: d.dtype != "bfloat16", "activations are {d.dtype}, not bfloat16"),
     when(lambda d: d.lora, "LoRA is on"),
-    when(lambda d: d.kv_transfer, "a KV connector is configured"),
     when(lambda d: d.kv_cache_dtype not in ("auto", "bfloat16"), "the KV cache is not bfloat16"),
     when(lambda d: d.data_parallel > 1, "data parallelism is on"),
     when(lambda d: d.expert_parallel, "expert parallelism is on"),
@@ -168,4 +167,5 @@ def beyond(measured: Measured, *, whole: bool) -> tuple[Condition, ...]:
             f"more than {max(sizes)} GPUs, or a pipeline",
         ),
         when(lambda d: d.drafts not in (None, *measured.drafts), "drafts by {d.drafts}"),
+        when(lambda d: d.kv_connector not in (None, *measured.kv_connectors), "the KV connector {d.kv_connector}"),
     )

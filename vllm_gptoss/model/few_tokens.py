@@ -20,7 +20,7 @@ from vllm_gptoss.choose import bands
 from vllm_gptoss.kernels import attention, dense, nvrtc
 from vllm_gptoss.kernels.layer import LayerTensors
 from vllm_gptoss.model import chain, one_token
-from vllm_gptoss.model.place import Place
+from vllm_gptoss.model.place import Place, transferred
 
 MAX_TOKENS = bands.FUSED_TOKENS
 
@@ -144,13 +144,14 @@ class FewTokens:
         self, place: Place, x: Tensor, residual: Tensor | None, positions: Tensor, context: Any
     ) -> tuple[Tensor, Tensor]:
         """One block. x: [T, C] bf16 is added to residual [T, C] bf16; returns the experts' output and that sum."""
-        return chain.layer(
-            place.tensors,
-            place.attention.kv_cache,
-            place.requests(context),
-            positions,
-            x,
-            residual,
-            reduce=_vllm.all_reduce if self.deployment.tensor_parallel > 1 else None,
-            others=place.others if place.tensors.experts is None else None,
-        )
+        with transferred([place], context):
+            return chain.layer(
+                place.tensors,
+                place.attention.kv_cache,
+                place.requests(context),
+                positions,
+                x,
+                residual,
+                reduce=_vllm.all_reduce if self.deployment.tensor_parallel > 1 else None,
+                others=place.others if place.tensors.experts is None else None,
+            )

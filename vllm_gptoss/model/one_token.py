@@ -16,7 +16,7 @@ from vllm_gptoss import _vllm, choose, device
 from vllm_gptoss.choose import bands
 from vllm_gptoss.kernels import nvrtc, step
 from vllm_gptoss.kernels.layer import Requests
-from vllm_gptoss.model.place import Place
+from vllm_gptoss.model.place import Place, transferred
 from vllm_gptoss.spec import RMS_NORM_EPS
 
 
@@ -61,7 +61,8 @@ class OneToken:
         caches = [place.attention.kv_cache for place in self.places]
         table = self.step.table(groups, caches) if len(requests) <= step.MAX_GROUPS else None
         if table is not None:
-            result: tuple[Tensor, Tensor] = self.step(x, residual, positions, requests, table)
+            with transferred(self.places, context):
+                result: tuple[Tensor, Tensor] = self.step(x, residual, positions, requests, table)
             return result
         if not self.said:
             self.said = True

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from vllm_gptoss import _vllm
 from vllm_gptoss.kernels.layer import LayerTensors, Requests
 
 
@@ -31,3 +34,22 @@ class Place:
     def others(self, normed: Tensor, logits: Tensor) -> Tensor:
         """vLLM's experts of this layer: normed [T, C] bf16, logits [T, E] f32; [T, C] bf16, summed over ranks."""
         return self.runner(hidden_states=normed, router_logits=logits.to(normed.dtype))  # type: ignore[no-any-return]
+
+
+@contextmanager
+def transferred(places: Sequence[Place], context: Any) -> Iterator[None]:
+    """What runs inside reads and writes the caches of `places`; a KV connector hears of it.
+
+    As vLLM's `maybe_transfer_kv_layer` (`model_executor/layers/attention/kv_transfer_utils.py`) does around its own
+    attention. The replay of a graph tells nobody, there as here: connectors that must hear of each layer ask vLLM for
+    PIECEWISE graphs, whose steps are not ours.
+    """
+    connector = _vllm.kv_connector()
+    if connector is None:
+        yield
+        return
+    for place in places:
+        connector.wait_for_layer_load(place.name)
+    yield
+    for place in places:
+        connector.save_kv_layer(place.name, place.attention.kv_cache, context.attn_metadata[place.name])
