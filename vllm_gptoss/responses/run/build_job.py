@@ -22,6 +22,7 @@ from vllm_gptoss.responses.run.job import Compacted, Compaction, Job, JobLimits
 from vllm_gptoss.responses.run.response_object import new_response
 from vllm_gptoss.responses.run.sampling import sampling_of
 from vllm_gptoss.responses.state.caller import Caller
+from vllm_gptoss.responses.state.patience import update_at_last
 from vllm_gptoss.responses.state.previous import Previous, previous_items
 from vllm_gptoss.responses.state.stored import Stored
 from vllm_gptoss.tools.protocol import ToolKind
@@ -218,8 +219,13 @@ class _Hooks:
         stored.nameless = request.nameless
         is_finished = body["status"] in ("completed", "incomplete")
         if request.stores and store:
-            write = store.update if request.background else store.save
-            await write(stored, request.conversation_id if is_finished else None)
+            conversation = request.conversation_id if is_finished else None
+            if not request.background:
+                await store.save(stored, conversation)
+            elif is_finished:
+                await update_at_last(store, stored, conversation)
+            else:
+                await store.update(stored, conversation)
         elif request.conversation_id and store and is_finished:
             await store.conversations.append(request.conversation_id, stored.items_with_hidden())
         if is_finished and not request.stores and self._caller.memory is not None:

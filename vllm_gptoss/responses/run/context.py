@@ -33,20 +33,23 @@ class ContainerOwners:
     def __init__(self, store: Store | None = None) -> None:
         self._store = store
         self._owners: OrderedDict[str, tuple[str, str]] = OrderedDict()
+        self._unwritten: set[str] = set()
 
     async def remember(self, container_id: str, tenant: str, notebook: str) -> None:
         """`notebook` is the conversation of the python tool that the container belongs to."""
-        if self._owners.get(container_id) == (tenant, notebook):
+        if self._owners.get(container_id) == (tenant, notebook) and container_id not in self._unwritten:
             return
         self._owners[container_id] = (tenant, notebook)
         while len(self._owners) > MAX_CONTAINERS:
-            self._owners.popitem(last=False)
+            self._unwritten.discard(self._owners.popitem(last=False)[0])
         if self._store is None:
             return
+        self._unwritten.add(container_id)  # until it is: the next call tries again
         try:
             await self._store.containers.put(container_id, tenant, notebook)
+            self._unwritten.discard(container_id)
         except TakenError:
-            pass  # another server has just written it
+            self._unwritten.discard(container_id)  # another server has just written it
         except StoreError as error:
             logger.warning("Only this server gives out the files of container %s: %s", container_id, error)
 

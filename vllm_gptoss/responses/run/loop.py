@@ -34,7 +34,7 @@ from vllm_gptoss.responses.run.tool_writers import (
     list_tools,
 )
 from vllm_gptoss.responses.state.conversation_hold import ConversationHold
-from vllm_gptoss.responses.state.stored import LostError, TakenError
+from vllm_gptoss.responses.state.stored import StoreError, TakenError
 from vllm_gptoss.tools.protocol import File, ToolCall, ToolResult, call_within
 
 logger = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ class Loop:
             await self._job.hooks.commit(self.body, self._listener.hidden)
             self.is_kept = True
         except Exception as error:
-            known = isinstance(error, LostError | TakenError)
+            known = isinstance(error, StoreError)
             logger.error("Response %s could not be kept: %s", self._job.id, error, exc_info=not known)
             if isinstance(error, TakenError):  # another request of the same id was quicker
                 self.refused = id_taken(self._job.id)

@@ -28,7 +28,16 @@ from vllm_gptoss.responses.state.conversation_store import ConversationStore, ap
 from vllm_gptoss.responses.state.database import cause_of, check_columns, connect, keep_private
 from vllm_gptoss.responses.state.event_store import EventStore, unfinished
 from vllm_gptoss.responses.state.shielding import shield_methods
-from vllm_gptoss.responses.state.stored import UNFINISHED, LostError, Stored, StoreError, TakenError, row_key, stored_of
+from vllm_gptoss.responses.state.stored import (
+    UNFINISHED,
+    LostError,
+    Stored,
+    StoreError,
+    TakenError,
+    TooLargeError,
+    row_key,
+    stored_of,
+)
 from vllm_gptoss.responses.state.tables import (
     events,
     item_index,
@@ -160,7 +169,7 @@ class Store:
         row = stored.row()
         size, limit = row["bytes"], self.config.max_response_bytes
         if size > limit:
-            raise StoreError(f"The response has {size} bytes; {limit} may be stored. Use 'store': false.")
+            raise TooLargeError(f"The response has {size} bytes; {limit} may be stored. Use 'store': false.")
         return row
 
     async def get(self, tenant: str, identifier: str) -> Stored | None:

@@ -20,6 +20,10 @@ class TakenError(StoreError):
     """There is a row of this id already."""
 
 
+class TooLargeError(StoreError):
+    """The response is larger than one may be; it never fits."""
+
+
 class LostError(StoreError):
     """The response was deleted, or has been ended by another server."""
 
