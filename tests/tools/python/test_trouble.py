@@ -17,6 +17,7 @@ from tests.support.notebooks import run_in, started
 from tests.support.waiting import soon
 from vllm_gptoss.tools.protocol import SessionOptions, ToolCall
 from vllm_gptoss.tools.python import PythonProvider
+from vllm_gptoss.tools.python.provider import _ANOTHER, _ROOM_LOST
 from vllm_gptoss.tools.sandbox import launcher
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -279,6 +280,25 @@ while time.monotonic() < end:
     assert states[1] is not None
     assert states[0][0] == states[1][0]
     assert states[0][1] == str(told == "Variables are kept")
+
+
+async def test_what_a_cancelled_call_would_have_been_told_is_told_to_the_next(provider: PythonProvider) -> None:
+    """A server that dies in a call loses the answer in which the loss of the earlier session stood."""
+    first = await run_in(provider, "x = 41", "cancel-told")
+    provider._evict("cancel-told", _ROOM_LOST)
+    past = ({"recipient": "python", "recall": {"container": first.container_id}},)
+    session = await provider.open("cancel-told", SessionOptions(past=past))
+    code = "open('/mnt/data/beat', 'w').close()\nimport time; time.sleep(30)"
+    call = asyncio.create_task(session.call(ToolCall("c", "python", None, code)))
+    while not (there := provider._containers.get("cancel-told")) or not await _has_file(there, "beat"):
+        await asyncio.sleep(0.01)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    again = await provider.open("cancel-told", SessionOptions(past=past))
+    told = (await again.call(ToolCall("c", "python", None, "print('x' in globals())"))).text
+    for note in (_ROOM_LOST, "The previous python call was cancelled. ", _ANOTHER, "False"):
+        assert note in told
 
 
 async def _has_file(container: object, name: str) -> bool:

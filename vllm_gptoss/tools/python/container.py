@@ -57,6 +57,11 @@ class Container:
     def alive(self) -> bool:
         return self._kernel is not None
 
+    def tell(self, lost: str) -> None:
+        """`lost` too, behind what was not told yet: a call that is cancelled has told nobody what was lost before."""
+        if lost not in self.lost:
+            self.lost = f"{self.lost} {lost}".lstrip()
+
     async def run(self, code: str) -> ToolResult:
         """Runs one cell. Raises only CancelledError, after the code stopped."""
         async with self.lock:
@@ -111,7 +116,7 @@ class Container:
             self._needs_kernel = False
         elif self._needs_kernel or self._kernel.sandbox.death.done():
             if not self._needs_kernel:
-                self.lost = f"[The python kernel died between calls. {_VARIABLES_LOST}]"
+                self.tell(f"[The python kernel died between calls. {_VARIABLES_LOST}]")
             await self._kernel.client.aclose()
             try:
                 self._kernel.client = await self._pool.start_kernel(self._kernel.sandbox)
@@ -212,9 +217,9 @@ class Container:
         try:
             if kernel.sandbox.death.done() or not (running.done() or await self._interrupt(kernel, running)):
                 await self._kill_kernel(kernel, "cancelled")
-                self.lost = f"[{cancelled} {_VARIABLES_LOST}]"
+                self.tell(f"[{cancelled} {_VARIABLES_LOST}]")
             else:
-                self.lost = f"[{cancelled} Variables are kept as it left them.]"
+                self.tell(f"[{cancelled} Variables are kept as it left them.]")
             await kernel.sandbox.settle()
         except SandboxError:
             await self.discard(f"[{cancelled} {_ALL_LOST}]")

@@ -131,7 +131,7 @@ class PythonProvider(ToolProvider):
         if conversation_id and before and there is None:
             self._remember_loss(conversation_id, self._lost.get(conversation_id, _ELSEWHERE))
         elif before and there and container_of(before) not in ("", there.id):
-            there.lost = there.lost or _ANOTHER
+            there.tell(_ANOTHER)
         return PythonSession(self, conversation_id, options.owner)
 
     async def run(self, conversation_id: str, code: str, owner: str = "") -> ToolResult:
