@@ -20,6 +20,7 @@ from fastapi import FastAPI
 
 from demo.server import NAME
 from tests.support.loop_watch import watched
+from tests.support.responses.upgrading import be_later
 from tests.support.sockets import listening
 from vllm_gptoss.harmony.tokens import END, encoding
 from vllm_gptoss.responses.endpoint import ResponsesEndpoint
@@ -55,7 +56,9 @@ def models(name: str | None) -> tuple[str, Any]:
     return name or NAME, None
 
 
-async def main(tools: str, store: str, port: int, rate: float | None, clock: float) -> None:
+async def main(tools: str, store: str, port: int, rate: float | None, clock: float, later: bool) -> None:
+    if later:
+        be_later()
     right = time.time
     time.time = lambda: right() + clock
     endpoint, app = ResponsesEndpoint(ResponsesOptions(store=store)), FastAPI()
@@ -86,4 +89,5 @@ if __name__ == "__main__":
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--rate", type=float, help="tokens per second and stream")
     parser.add_argument("--clock", type=float, default=0.0, help="seconds by which this host's clock is wrong")
+    parser.add_argument("--later", action="store_true", help="of the next release, whose schema is newer")
     asyncio.run(main(**vars(parser.parse_args())))

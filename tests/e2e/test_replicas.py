@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,90 +27,17 @@ import yaml
 from demo.server import NAME
 from tests.support import scale
 from tests.support.places import ROOT
+from tests.support.replicas import HAPROXY, NO_HAPROXY, Replica, balancer
 from tests.support.responses.postgres import Postgres
-from tests.support.sockets import listening
 
-HAPROXY = shutil.which("haproxy", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(HAPROXY is None, reason="there is no haproxy: the distribution's package has it"),
+    pytest.mark.skipif(HAPROXY is None, reason=NO_HAPROXY),
 ]
 HOUR = 3600.0
-HEARTBEAT = 3.0
 ANSWER = "user message {users} of this conversation, and some words more that take their time to come"
 TURNS, AT_ONCE = 6, 8
 ENDED = ("completed", "failed", "incomplete", "cancelled")
-
-BALANCER = """
-defaults
-  mode http
-  timeout connect 2s
-  timeout client 60s
-  timeout server 60s
-  retries 3
-  option redispatch
-frontend all
-  bind 127.0.0.1:{port}
-  default_backend replicas
-backend replicas
-  balance random(1)
-  default-server check inter 100ms fall 1 rise 1
-{servers}
-"""
-
-
-def free_port() -> int:
-    with listening() as listener:
-        return int(listener.getsockname()[1])
-
-
-@dataclass
-class Replica:
-    """A server that is killed without a word, and comes back at the same address."""
-
-    store: str
-    tools: Path
-    clock: float
-    log: Path
-    port: int = field(default_factory=free_port)
-    process: subprocess.Popen[str] | None = None
-
-    @property
-    def api(self) -> str:
-        return f"http://127.0.0.1:{self.port}/v1"
-
-    def start(self) -> None:
-        command = [sys.executable, "-m", "tests.e2e.replay_server", str(self.tools), self.store]
-        command += ["--port", str(self.port), "--rate", "100", "--clock", str(self.clock)]
-        environment = {**os.environ, "GPTOSS_RESPONSES_HEARTBEAT": str(HEARTBEAT)}
-        with self.log.open("a") as log:
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, text=True
-            )
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline(), self.log.read_text()
-
-    def kill(self) -> None:
-        if self.process:
-            self.process.send_signal(signal.SIGKILL)
-            self.process.wait()
-            self.process.stdout.close()  # type: ignore[union-attr]
-            self.process = None
-
-
-@contextmanager
-def balancer(replicas: list[Replica], home: Path) -> Iterator[str]:
-    """HAProxy in front of `replicas`; its address."""
-    port = free_port()
-    servers = "\n".join(f"  server r{n} 127.0.0.1:{replica.port}" for n, replica in enumerate(replicas))
-    config = home / "haproxy.cfg"
-    config.write_text(BALANCER.format(port=port, servers=servers))
-    assert HAPROXY is not None
-    with subprocess.Popen([HAPROXY, "-db", "-q", "-f", str(config)]) as process:
-        try:
-            yield f"http://127.0.0.1:{port}/v1"
-        finally:
-            process.kill()
 
 
 @dataclass
@@ -145,7 +68,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, database.home)
         stack.callback(database.stop)
-        replicas = [Replica(database.url, tools, clock, tmp_path / "log") for clock in (0.0, HOUR)]
+        replicas = [Replica(database.url, str(tools), tmp_path / "log", clock) for clock in (0.0, HOUR)]
         for replica in replicas:
             stack.callback(replica.kill)
             replica.start()

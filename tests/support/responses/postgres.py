@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import pytest
 
 NOBODY = 65534
@@ -46,6 +50,35 @@ class Postgres:
 
     def stop(self) -> None:
         self.run("pg_ctl", "stop", "--mode=immediate", "--wait", "--pgdata", str(self.data))
+
+    def kill(self) -> None:
+        """SIGKILL to the server and all its processes, as the machine's own out-of-memory killer would."""
+        if not (self.data / "postmaster.pid").exists():
+            return
+        server = self.process
+        for process in (server, *server.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        while server.is_running() and server.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.05)
+        for lock in ("postmaster.pid", ".s.PGSQL.5432.lock"):
+            # Where nobody buries the dead, a start would take the number in here for a server that lives.
+            (self.data / lock).unlink(missing_ok=True)
+
+    @property
+    def process(self) -> psutil.Process:
+        """The server, whose children are its connections and workers."""
+        return psutil.Process(int((self.data / "postmaster.pid").read_text().split()[0]))
+
+    def connections(self) -> int:
+        """Clients' connections, by the names that the server gives its processes."""
+        named = re.compile(r"postgres: postgres postgres ")
+        found = 0
+        with contextlib.suppress(psutil.Error, OSError, ValueError):  # it is down
+            for child in self.process.children():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    found += bool(named.match(" ".join(child.cmdline())))
+        return found
 
     def sql(self, statement: str) -> None:
         self.run("psql", "--host", str(self.data), "--username=postgres", "--command", statement)

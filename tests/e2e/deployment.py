@@ -1,0 +1,146 @@
+"""A deployment whose every part can be killed: two servers behind HAProxy, a tools service, PostgreSQL, S3 (moto)."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from tests.support.replicas import Replica, balancer
+from tests.support.responses import earlier
+from tests.support.responses.postgres import Postgres
+from tests.support.s3 import storage
+from tests.support.tools_nodes import ToolsNode
+from tests.support.watched import Watch
+from vllm_gptoss.responses.options import ResponsesOptions
+from vllm_gptoss.responses.state.database import connect
+from vllm_gptoss.responses.state.store import Store
+from vllm_gptoss.responses.state.upgrade import VERSION
+
+KERNELS = 16
+KEY = "key of these replicas"
+
+
+@dataclass
+class Part:
+    name: str
+    kill: Callable[[], None]
+    start: Callable[[], None]
+
+
+@dataclass
+class Cluster:
+    """`chaos` kills and starts the parts in turn. `killed`: when, in seconds since the watch began, and what."""
+
+    api: str
+    replicas: list[Replica]
+    node: ToolsNode
+    database: Postgres
+    files: str
+    watch: Watch
+    quiet_responses: int = 0
+    quiet_transactions: int = 0
+    killed: list[tuple[float, str]] = field(default_factory=list)
+
+    @property
+    def parts(self) -> list[Part]:
+        servers = [Part(f"replica {n}", r.kill, r.start) for n, r in enumerate(self.replicas)]
+        tools = Part("tools service", self.node.kill, self.node.start)
+        return [*servers, tools, Part("database", self.database.kill, self.database.start)]
+
+    async def chaos(self, over: asyncio.Event, down: float, between: float) -> None:
+        """Seconds that a part is `down` before it is started, and that all are there `between` two deaths."""
+        while not over.is_set():
+            for part in self.parts:
+                self.killed.append((time.monotonic() - self.watch.began, part.name))
+                await asyncio.to_thread(part.kill)
+                await asyncio.sleep(down)
+                await asyncio.to_thread(part.start)
+                await asyncio.sleep(between)
+
+    async def look(self) -> None:
+        while True:
+            await asyncio.to_thread(self.watch.look)
+            await asyncio.sleep(1.0)
+
+
+@asynccontextmanager
+async def cluster(home: Path, make: Callable[..., Replica], **fields: Any) -> AsyncIterator[Cluster]:
+    """`make`: the class of the servers, with `fields`. The database has what servers before schema versions wrote."""
+    keys = home / "keys"
+    keys.write_text(f"{KEY}\n")
+    database = Postgres()
+    await write_as_earlier(database)
+    async with AsyncExitStack() as stack:
+        stack.callback(shutil.rmtree, database.home)
+        stack.callback(database.kill)
+        files = stack.enter_context(storage())
+        options = {"files": files, "file_keep_s": 86_400, "max_conversations": KERNELS}
+        node = ToolsNode(home, keys, options)
+        stack.callback(node.kill)
+        node.spawn()
+        settings = {"GPTOSS_TOOLS_KEY": KEY, "XDG_STATE_HOME": str(home)}
+        replicas = [
+            make(
+                database.url,
+                f"service:{node.url}",
+                home / f"replica-{n}.log",
+                environment=settings,
+                heartbeat=5.0,
+                **fields,
+            )
+            for n in range(2)
+        ]
+        for replica in replicas:
+            stack.callback(replica.kill)
+            replica.spawn()
+        node.wait()
+        for replica in replicas:
+            replica.wait()
+        pids = {f"replica {n}": (lambda r=r: r.pid) for n, r in enumerate(replicas)}
+        pids["tools service"] = lambda: node.process.pid if node.process else None
+        watch = Watch(pids, database.connections)
+        yield Cluster(stack.enter_context(balancer(replicas, home)), replicas, node, database, files, watch)
+
+
+def engine_of(database: Postgres) -> AsyncEngine:
+    return connect(sa.make_url(ResponsesOptions(store=database.url).url or ""))
+
+
+async def transactions(database: Postgres) -> int:
+    """How many the database has committed since it was started."""
+    await asyncio.sleep(1.5)  # its processes report once a second
+    engine = engine_of(database)
+    async with engine.begin() as connection:
+        query = "select xact_commit from pg_stat_database where datname = 'postgres'"
+        found = int(await connection.scalar(sa.text(query)) or 0)
+    await engine.dispose()
+    return found
+
+
+async def write_as_earlier(database: Postgres) -> None:
+    """Tables and rows of servers from before there were schema versions."""
+    engine = engine_of(database)
+    async with engine.begin() as connection:
+        await connection.run_sync(earlier.fill, time.time())
+        await connection.execute(sa.delete(earlier.settings))  # its key is none
+    await engine.dispose()
+
+
+async def schema_of(database: Postgres) -> int:
+    """The schema, in whose database what the earliest servers wrote is still read."""
+    store = Store(ResponsesOptions(store=database.url))
+    await store.open()
+    try:
+        assert await store.get("alice", "mine")
+        return int(await store.setting(VERSION) or 0)
+    finally:
+        await store.aclose()
