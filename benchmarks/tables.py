@@ -5,7 +5,7 @@
 
 A table stands between two comments, `<!-- table: KIND [FILE ...] -->` and `<!-- /table -->`. FILE lies
 in benchmarks/results/. KIND is a function of `KINDS`; `hardware` and `bands` need no file, they ask
-`vllm_gptoss.choose`. Nothing else of a document is touched.
+`vllm_gptoss.choose`, and neither does `capacity`. Nothing else of a document is touched.
 """
 
 from __future__ import annotations
@@ -197,6 +197,14 @@ def bands(files: Sequence[Row]) -> str:
     return markdown(["tokens in the step", "layers", "attention", "experts"], table)
 
 
+def capacity(files: Sequence[Row]) -> str:
+    """What numbers of users need, by `benchmarks/capacity.py` with its own assumptions."""
+    del files
+    from benchmarks import capacity as model
+
+    return markdown(model.HEAD, model.table())
+
+
 KINDS: dict[str, Callable[[Sequence[Row]], str]] = {
     "decode": decode,
     "speed": speed,
@@ -207,6 +215,7 @@ KINDS: dict[str, Callable[[Sequence[Row]], str]] = {
     "accuracy": accuracy,
     "hardware": hardware,
     "bands": bands,
+    "capacity": capacity,
 }
 
 
@@ -248,4 +257,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
     sys.exit(main(sys.argv[1:]))

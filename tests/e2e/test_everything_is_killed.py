@@ -279,10 +279,10 @@ async def test_a_thousand_conversations_while_each_part_is_killed_in_turn(tmp_pa
         script = lambda number: Replayed(random.Random(-number), seen)  # noqa: E731
         ledger = await run(deployed, script, (1.5, 4.0), Load(CONVERSATIONS, 20), upgrade=True)
         record = figures(deployed, ledger, time.monotonic() - began) | {"calls": dict(seen)}
-        record["transactions_by_style"] = await transactions_by_style(deployed, script)
-        print(json.dumps(record, indent=1))
         runs = runs_by_nonce(deployed.files)
-        print("nonces that left a file:", len(runs), "twice:", [n for n, c in runs.items() if c > 1])
+        record["transactions_by_style"] = await transactions_by_style(deployed, script)
+        record["calls"] |= {"that left a file": len(runs), "run twice": [n for n, c in runs.items() if c > 1]}
+        print(json.dumps(record, indent=1))
         for replica in deployed.replicas:
             await same_on(replica, ledger.kept)
         assert not faults(ledger), "\n".join(faults(ledger)[:20])

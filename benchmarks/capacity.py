@@ -1,0 +1,227 @@
+"""How many GPUs, servers and connections a number of users needs: arithmetic over measured figures.
+
+    python -m benchmarks.capacity                       # the table of docs/scale.md
+    python -m benchmarks.capacity --users 500 --speed 30 --context 16384
+
+Measured, from result files: time per token by requests at once, prefill, the API server's processor time per token, the
+store's transactions per response. Arithmetic: whatever joins them, between measured batches a straight line. More
+requests at once than were measured are never assumed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from vllm_gptoss.choose import Deployment
+from vllm_gptoss.recipes.memory import MEASURED, Cache
+from vllm_gptoss.spec import GPT_OSS_20B, GPT_OSS_120B, ModelSpec
+
+RESULTS = Path(__file__).resolve().parent / "results"
+USERS = (10, 100, 1_000, 10_000)
+UTILISATION = 0.92
+BLOCK = 16
+IN_FLIGHT = 2048  # tokens of a prompt that are read in one step
+POOL = 15
+"""Database connections of one API server at most: SQLAlchemy's pool of 5, and 10 more under load."""
+IDLE_NOTEBOOK_MIB = 31
+"""Measured, docs/security.md."""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What is assumed of users.
+
+    generating: share of them who are being answered at a moment; speed: tokens a second that each reads at least
+    context: tokens of a conversation; read: of them new in a turn; answer: tokens of one
+    tools: calls of python a turn, call_s seconds each; notebooks: share of users who have one, notebook_mib in it
+    background: share of responses that run there; fill: how full a part may be; spare: replicas that may be missing
+    node_gib: memory of a tools node
+    """
+
+    generating: float = 0.2
+    speed: float = 40.0
+    context: int = 8192
+    read: int = 1000
+    answer: int = 600
+    tools: float = 0.5
+    call_s: float = 1.0
+    notebooks: float = 0.25
+    notebook_mib: int = 256
+    fill: float = 0.8
+    node_gib: int = 64
+    spare: int = 1
+    background: float = 0.1
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One replica. tpot: ms a token by requests at once, 512 + 128 tokens; prefill: tokens a second of the largest
+    batch; per_token_ns: what each token of context adds to a step; kv_gib: of cache."""
+
+    model: ModelSpec
+    gpu: str
+    gpus: int
+    tpot: dict[int, float]
+    prefill: float
+    per_token_ns: float
+    kv_gib: float
+
+    def step_ms(self, streams: float, context: int) -> float:
+        """A step of `streams` requests with `context` tokens each. Measured at batches, a line between them."""
+        longer = max(0, context - 512) * streams * self.per_token_ns / 1e6
+        batches = sorted(self.tpot)
+        for few, many in itertools.pairwise(batches):
+            if streams <= many:
+                share = max(0.0, (streams - few) / (many - few))
+                return self.tpot[few] + share * (self.tpot[many] - self.tpot[few]) + longer
+        raise ValueError(f"{streams} requests at once were not measured, only up to {batches[-1]}")
+
+    def speed(self, streams: int, wishes: Wishes) -> float:
+        """Tokens a second for each of `streams`, while prompts of as many turns a second are read as they make."""
+        step_s = self.step_ms(streams, wishes.context) / 1000
+        read_s = streams * wishes.read / self.prefill  # for an answer of each stream
+        return wishes.answer / (wishes.answer * step_s + read_s)
+
+    def fits(self, wishes: Wishes) -> int:
+        """Requests whose context fits the cache at once."""
+        return int(Cache.of(Deployment(self.model), BLOCK).requests(self.kv_gib, wishes.context, IN_FLIGHT))
+
+    def streams(self, wishes: Wishes) -> int:
+        """The most at once that are measured, fit, and are as fast as wished; 0 if not even one is."""
+        most = min(max(self.tpot), self.fits(wishes))
+        return max((n for n in range(1, most + 1) if self.speed(n, wishes) >= wishes.speed), default=0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `users` need. turns, transactions: a second; api_servers: processes, in all replicas."""
+
+    users: int
+    streams: int
+    turns: float
+    streams_per_replica: int
+    replicas: int
+    gpus: int
+    api_servers: int
+    tools_nodes: int
+    transactions: float
+    connections: int
+
+
+def plan(users: int, engine: Engine, wishes: Wishes) -> Plan:
+    """Raises ValueError where the engine is not as fast as wished even for one."""
+    each = engine.streams(wishes)
+    if not each:
+        raise ValueError(f"{engine.model.name} on {engine.gpu} is slower than {wishes.speed} tokens a second")
+    streams = math.ceil(users * wishes.generating)
+    needed = math.ceil(streams / (each * wishes.fill))
+    replicas = needed + (wishes.spare if users > USERS[0] else 0)
+    turns = streams * wishes.speed / wishes.answer
+    busiest = min(streams / needed, each)
+    per_server = host_us_per_token() / 1e6 * busiest * engine.speed(max(1, round(busiest)), wishes)
+    servers = replicas * math.ceil(per_server / wishes.fill)
+    notebooks = max(users * wishes.notebooks, turns * wishes.tools * wishes.call_s)
+    per_node = wishes.node_gib * 1024 * wishes.fill / (wishes.notebook_mib + IDLE_NOTEBOOK_MIB)
+    nodes = math.ceil(notebooks / per_node) + (1 if users > USERS[0] else 0)
+    store = turns * transactions_per_response(wishes.background)
+    return Plan(users, streams, turns, each, replicas, replicas * engine.gpus, servers, nodes, store, servers * POOL)
+
+
+# Measured figures
+
+
+def _result(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text())
+
+
+def host_us_per_token() -> float:
+    """Microseconds of the API server's processor time for a streamed token of `/v1/responses`."""
+    rows = _result("host-cpu-2026-11-23.json")["rows"]
+    (row,) = [r for r in rows if (r["variant"], r["endpoint"]) == ("plugin", "responses")]
+    return float(row["cpu_us_per_token"])
+
+
+def transactions_per_response(background: float) -> float:
+    """Of the store, for one response of five turns with calls of python in two of them. background: share of those that
+    run there and are followed, at 100 tokens a second; the others are streamed."""
+    found = _result("soak-cpu-2026-11-23.json")["transactions_by_style"]
+    return float(background * found["followed"] + (1 - background) * found["streamed"])
+
+
+def _rows(name: str, model: str) -> list[dict[str, Any]]:
+    """The first measurement of each batch."""
+    found: dict[int, dict[str, Any]] = {}
+    for row in _result(name)["rows"]:
+        if row["model"] == model:
+            found.setdefault(row["batch"], row)
+    return list(found.values())
+
+
+def _per_token_ns() -> float:
+    """What a token of context adds to a step of the 20b on H200: 8 requests of 8,192 and of 512 tokens."""
+    (long,) = [r for r in _rows("decode-h200-8k-2026-11-22.json", "20b") if r["batch"] == 8]
+    (short,) = [r for r in _rows("decode-h200-2026-11-22.json", "20b") if r["batch"] == 8]
+    tokens = 8 * (long["prompt"] + long["output"] / 2 - short["prompt"] - short["output"] / 2)
+    return float(long["plugin_tpot_ms"] - short["plugin_tpot_ms"]) / tokens * 1e6
+
+
+def _engine(model: ModelSpec, short: str, gpu: str, name: str, kv_gib: float, slower: float = 1.0) -> Engine:
+    rows = _rows(name, short)
+    tpot = {row["batch"]: float(row["plugin_tpot_ms"]) for row in rows}
+    last = max(rows, key=lambda row: int(row["batch"]))
+    prefill = last["batch"] * last["prompt"] / (last["plugin_prefill_ms"] / 1000)
+    per_token = _per_token_ns() * model.layers / GPT_OSS_20B.layers * slower
+    return Engine(model, gpu, 1, tpot, prefill, per_token, kv_gib)
+
+
+def engines() -> Sequence[Engine]:
+    """Those that were measured up to 64 requests at once. The H100's cache is reckoned: what the H200 uses beside its
+    cache, taken from 79.2 GiB; its longer contexts cost more by the ratio of the memories' bandwidths."""
+    kv = {(start.model, start.experts): start.kv_gib for start in MEASURED if not start.layers and start.count == 1}
+    beside = 139.8 * UTILISATION - kv["20b", "gptoss"]
+    h100 = 79.2 * UTILISATION - beside
+    return (
+        _engine(GPT_OSS_20B, "20b", "H200", "decode-h200-2026-11-22.json", kv["20b", "gptoss"]),
+        _engine(GPT_OSS_20B, "20b", "H100", "decode-h100-before-after-2026-11-23.json", h100, slower=4.8 / 3.35),
+        _engine(GPT_OSS_120B, "120b", "H200", "decode-h200-2026-11-22.json", kv["120b", "gptoss"]),
+    )
+
+
+HEAD = (
+    "model", "GPU", "users", "streams at once", "streams a replica", "replicas = GPUs", "API servers", "tools nodes",
+    "turns/s", "store transactions/s", "database connections, at most",
+)  # fmt: skip
+
+
+def table(users: Sequence[int] = USERS, wishes: Wishes | None = None) -> list[list[str]]:
+    """Rows under `HEAD`."""
+    rows = []
+    for engine in engines():
+        for count in users:
+            p = plan(count, engine, wishes or Wishes())
+            row = [engine.model.name.removeprefix("gpt-oss-"), engine.gpu, f"{count:,}", f"{p.streams:,}"]
+            row += [str(p.streams_per_replica), f"{p.gpus:,}", f"{p.api_servers:,}", f"{p.tools_nodes:,}"]
+            rows.append([*row, f"{p.turns:,.1f}", f"{p.transactions:,.0f}", f"{p.connections:,}"])
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--users", type=int, nargs="+", default=USERS)
+    for field in fields(Wishes):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default)
+    given = vars(parser.parse_args())
+    users = given.pop("users")
+    for row in [list(HEAD), *table(users, Wishes(**given))]:
+        print(" | ".join(row))
+
+
+if __name__ == "__main__":
+    main()
