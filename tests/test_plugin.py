@@ -125,6 +125,20 @@ def test_another_packages_endpoint_is_not_opted_in_behind_its_back(tmp_path: Pat
     assert "VLLM_PLUGINS=" in done.stderr
 
 
+@pytest.mark.vllm
+def test_rays_workers_are_told_what_was_wished_and_no_secret() -> None:
+    """By vLLM's own list, to which the user's entries belong too."""
+    code = DISCOVER + (
+        "from vllm.ray.ray_env import get_env_vars_to_copy as copied;"
+        "print(sorted(n for n in copied() if n.startswith(('GPTOSS_', 'MINE'))))"
+    )
+    done = python(
+        code, GPTOSS_EXPERTS="upstream", GPTOSS_TOOLS_KEY="secret", VLLM_RAY_EXTRA_ENV_VARS_TO_COPY="MINE",
+        GPTOSS_LAYERS=None,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1] == "['GPTOSS_EXPERTS', 'MINE']", done.stderr
+
+
 def test_an_unsupported_vllm_makes_us_step_aside(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

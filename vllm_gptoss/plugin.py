@@ -28,6 +28,10 @@ OTHER_GROUPS = (
 )
 NAME = "gptoss"
 
+COPIED = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
+FOR_WORKERS = ("GPTOSS_EXPERTS", "GPTOSS_LAYERS")
+"""The settings that a worker reads. Others may hold secrets, and Ray shows an actor's variables to its dashboard."""
+
 
 def _quantization() -> type:
     from vllm_gptoss.experts.config import GptOssQuantConfig
@@ -61,6 +65,7 @@ def register() -> None:
         except Exception as error:  # a moved vLLM internal must not stop a server of another model
             _say(f"not registered: {name}: {type(error).__name__}: {error}. Run `vllm-gptoss doctor`.")
     _allow_endpoint()
+    _tell_ray_workers()
     if _is_run_batch() and not _is_off("parser"):
         _read_batches()
 
@@ -119,6 +124,14 @@ def _allow_endpoint() -> None:
         f"VLLM_PLUGINS was unset; set to {value} so that the endpoint loads"
         " (GPTOSS_ENDPOINT=0 and GPTOSS_PARSER=0 leave it alone)"
     )
+
+
+def _tell_ray_workers() -> None:
+    """Names our settings in vLLM's list of variables that its Ray executor copies: workers of other nodes would choose
+    by defaults while this one follows a wish."""
+    named = [name for name in os.environ.get(COPIED, "").split(",") if name]
+    if missing := [name for name in FOR_WORKERS if name in os.environ and name not in named]:
+        os.environ[COPIED] = ",".join([*named, *missing])
 
 
 def _say(line: str) -> None:
