@@ -36,11 +36,12 @@ def hadolint(path: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program, path], capture_output=True, text=True, timeout=60)
 
 
-def test_the_dockerfile_is_clean_and_a_bad_one_is_not(tmp_path: Path) -> None:
-    done = hadolint(DEPLOY / "Dockerfile")
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.ray"])
+def test_the_dockerfile_is_clean_and_a_bad_one_is_not(tmp_path: Path, name: str) -> None:
+    done = hadolint(DEPLOY / name)
     assert done.returncode == 0, done.stdout
-    bad = tmp_path / "Dockerfile"
-    bad.write_text((DEPLOY / "Dockerfile").read_text().replace("EXPOSE", "EXPOZE"))
+    bad = tmp_path / name
+    bad.write_text((DEPLOY / name).read_text().replace("EXPOSE", "EXPOZE"))
     assert hadolint(bad).returncode != 0
 
 

@@ -1,0 +1,111 @@
+"""Manifests for Ray, KubeRay, llm-d and the production-stack: what can be read here is, and they are one recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from vllm_gptoss.recipes import find, load, probe, render
+
+DEPLOY = Path(__file__).resolve().parents[2] / "recipes" / "deploy"
+RECIPE = find.by_id(load.shipped(), "120b-2xh100-agent")
+TOOLS = "browser,service:http://gptoss-tools:8001"
+"""In place of the recipe's `demo`: several replicas share their notebooks."""
+
+
+def read(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((DEPLOY / name).read_text()))
+
+
+def validate(document: dict[str, Any]) -> None:
+    kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+
+
+def llm_config() -> dict[str, Any]:
+    (document,) = read("ray_serve.yaml")
+    (application,) = document["applications"]
+    (config,) = application["args"]["llm_configs"]
+    return dict(config)
+
+
+def flags() -> dict[str, list[str]]:
+    """The words after `vllm serve` that each manifest comes to."""
+    config, (stack,) = llm_config(), read("production_stack.yaml")
+    (model,) = stack["servingEngineSpec"]["modelSpec"]
+    (patch,) = read("llm_d.yaml")
+    ray = [f"--{name.replace('_', '-')}={value}" for name, value in config["engine_kwargs"].items()]
+    sized = f"--tensor-parallel-size={model['vllmConfig']['tensorParallelSize']}"
+    return {
+        "ray": [config["model_loading_config"]["model_id"], *ray],
+        "stack": [model["modelURL"], sized, *model["vllmConfig"]["extraArgs"]],
+        "llm-d": patch["spec"]["template"]["spec"]["containers"][0]["args"],
+    }
+
+
+@pytest.mark.vllm
+def test_vllms_parser_reads_each_as_the_recipe() -> None:
+    wanted, *found = probe.ask([render.words(RECIPE)[2:], *flags().values()]).parsed
+    for name, each in zip(flags(), found, strict=True):
+        assert not each.error, f"{name}: {each.error}"
+        tools = {} if name == "ray" else {"tool-server": TOOLS}
+        assert dict(each.values) == {**{k: v for k, v in wanted.values.items() if k != "tool-server"}, **tools}, name
+
+
+def test_ray_is_given_its_tools_where_it_reads_them() -> None:
+    """As `--tool-server` vLLM would look for an MCP server of that name, before the plugin is asked."""
+    config = llm_config()
+    assert config["runtime_env"]["env_vars"] == {"GPTOSS_TOOLS": TOOLS}
+    assert "tool_server" not in config["engine_kwargs"]
+
+
+def test_rays_image_turns_on_what_our_endpoint_needs() -> None:
+    text = (DEPLOY / "Dockerfile.ray").read_text()
+    assert "RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING=1 RAY_SERVE_ENABLE_HA_PROXY=1" in text
+    pinned = (DEPLOY.parents[1] / "tests" / "support" / "ray.txt").read_text()
+    assert "ray==2.60.0" in pinned
+    assert "'ray[default,serve]==2.60.0'" in text
+
+
+def test_kuberay_serves_the_same_and_its_pods_are_kubernetes_own() -> None:
+    (service,) = read("kuberay.yaml")
+    assert yaml.safe_load(service["spec"]["serveConfigV2"]) == read("ray_serve.yaml")[0]
+    cluster = service["spec"]["rayClusterConfig"]
+    (workers,) = cluster["workerGroupSpecs"]
+    for template in (cluster["headGroupSpec"]["template"], workers["template"]):
+        validate({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ray"}, **template})
+    scaling = llm_config()["deployment_config"]["autoscaling_config"]
+    assert (workers["minReplicas"], workers["maxReplicas"]) == (scaling["min_replicas"], scaling["max_replicas"])
+    gpus = workers["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+    assert int(gpus) == llm_config()["engine_kwargs"]["tensor_parallel_size"]
+
+
+def test_the_ingress_sends_every_path_of_ours_past_the_router() -> None:
+    service, ingress = read("responses_ingress.yaml")
+    for document in (service, ingress):
+        validate(document)
+    with pytest.raises(kubernetes_validate.ValidationError):
+        validate({**ingress, "specc": {}})
+    (rule,) = ingress["spec"]["rules"]
+    ours = {path["path"] for path in rule["http"]["paths"] if path["backend"]["service"]["name"] == "gptoss-responses"}
+    routes = Path(__file__).resolve().parents[2] / "vllm_gptoss" / "responses" / "transport"
+    text = "".join(path.read_text() for path in routes.glob("*.py"))
+    for path in ("/v1/responses", "/v1/openresponses", "/v1/conversations", "/v1/containers"):
+        assert path in text
+        assert path in ours
+    assert (
+        service["spec"]["selector"]["model"]
+        == read("production_stack.yaml")[0]["servingEngineSpec"]["modelSpec"][0]["name"]
+    )
+
+
+def test_llm_ds_patch_is_of_a_deployment() -> None:
+    """A patch is not whole: what kustomize adds is added here."""
+    (patch,) = read("llm_d.yaml")
+    labels = {"matchLabels": {"app": "x"}}
+    patch["spec"]["selector"] = labels
+    patch["spec"]["template"]["metadata"] = {"labels": labels["matchLabels"]}
+    validate(patch)
