@@ -11,7 +11,7 @@ ifneq ($(COVERAGE),)
 PYTEST += --cov --cov-report=term:skip-covered
 endif
 
-.PHONY: demo serve test test-gpu check soak lint environment environment-test model clean
+.PHONY: demo serve test test-gpu check soak lint environment environment-test environment-soak model clean
 
 demo: environment       ## serve the bundled small gpt-oss with real vLLM and ask it a question
 	@"$(BIN)/python" -m demo.run
@@ -29,7 +29,7 @@ test-gpu:               ## everything that a GPU can run, with $(PYTHON), which 
 check: lint             ## what needs no engine: lint, types, and the tests that take seconds
 	@$(PYTEST) -m "not vllm and not serve and not slow and not soak and not gpu" $(ARGS)
 
-soak: environment-test  ## the long tests in full: a million streams, thousands of conversations
+soak: environment-soak  ## the long tests in full: a million streams, thousands of conversations
 	@GPTOSS_SOAK=1 "$(BIN)/python" -m pytest -m soak $(ARGS)
 
 lint: environment-test
@@ -41,6 +41,9 @@ environment:
 
 environment-test:
 	@"$(PYTHON)" scripts/environment.py test
+
+environment-soak:
+	@"$(PYTHON)" scripts/environment.py soak
 
 clean:                  ## remove what the above made, but not what they downloaded elsewhere
 	rm -rf "$(VENV)" "$(VENV).underway" .cache .coverage .mypy_cache .pytest_cache .ruff_cache

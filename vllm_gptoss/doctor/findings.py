@@ -237,7 +237,7 @@ def toolkit() -> Findings:
     if detect().vendor != "nvidia":
         return
     wanted = torch.version.cuda or "0"
-    driver = _driver_cuda()
+    driver = driver_cuda()
     if driver and _number(driver)[0] < _number(wanted)[0]:
         yield Finding(
             Status.PROBLEM,
@@ -257,7 +257,8 @@ def toolkit() -> Findings:
         )
 
 
-def _driver_cuda() -> str | None:
+def driver_cuda() -> str | None:
+    """The CUDA version that the driver speaks, as `13.0`; None without a driver."""
     try:
         import ctypes
 
