@@ -132,6 +132,8 @@ def test_a_problem_of_every_node_is_told_once() -> None:
     problem = {"status": "problem", "check": "harmony", "detail": "two own it", "fix": "remove one"}
     (found,) = cluster.judge([Node("a", facts(findings=[problem])), Node("b", facts(findings=[problem]))])
     assert found.detail == "every node: two own it"
+    (found,) = cluster.judge([Node("a", facts(findings=[problem])), Node("b", facts())])
+    assert found.detail == "a: two own it"
 
 
 def test_a_node_without_the_plugin_is_told_what_to_do() -> None:
