@@ -45,12 +45,14 @@ def test_a_bad_environment_fails_with_a_fix_for_each_problem(tmp_path: Path) -> 
         VLLM_ATTENTION_BACKEND="TRITON_ATTN_VLLM_V1",
         VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8="1",
         VLLM_NO_SUCH_THING="1",
+        VLLM_USE_RUST_FRONTEND="1",
         GPTOSS_EXPERTS="marlin",
         PYTHONPATH=str(tmp_path),
     )
     assert code == 1
     assert "add gptoss to it" in of(found, "plugin: model")["fix"]
     assert "add gptoss to it" in of(found, "plugin: endpoint")["fix"]
+    assert "unset VLLM_USE_RUST_FRONTEND" in of(found, "Rust front end")["fix"]
     assert "--attention-backend" in of(found, "variable VLLM_ATTENTION_BACKEND")["fix"]
     assert "flashinfer_trtllm_mxfp8" in of(found, "variable VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8")["fix"]
     assert "no such variable" in of(found, "variable VLLM_NO_SUCH_THING")["fix"]

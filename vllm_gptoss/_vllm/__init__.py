@@ -179,6 +179,13 @@ def allowed_endpoint_plugins() -> list[str]:
     return [plugin.name for plugin in load_endpoint_plugins(("generate",))]
 
 
+def uses_rust_frontend() -> bool:
+    """Whether `vllm serve` answers requests with its program in Rust, which knows no plugin."""
+    import vllm.envs as envs
+
+    return bool(envs.VLLM_USE_RUST_FRONTEND)
+
+
 def environment_variables() -> list[str]:
     """Every `VLLM_*` name that this vLLM reads."""
     import vllm.envs as envs

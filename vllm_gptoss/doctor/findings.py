@@ -149,6 +149,9 @@ def active(probe: dict[str, Any]) -> Findings:
             "" if ours else _inactive(probe),
         )
     endpoint = "gptoss" in (probe.get("endpoint_plugins") or ())
+    if probe.get("rust_frontend"):
+        what = "VLLM_USE_RUST_FRONTEND is set: no Python serves requests; /v1/responses, tools, Harmony are vLLM's"
+        yield Finding(Status.WARNING, "Rust front end", what, "unset VLLM_USE_RUST_FRONTEND; kernels are ours anyway")
     if endpoint_is_off():
         yield Finding(Status.INFO, "plugin: endpoint", "/v1/responses is vLLM's own: GPTOSS_ENDPOINT is off")
     elif endpoint:

@@ -28,6 +28,7 @@ def discover() -> dict[str, Any]:
         answer["model"] = _vllm.registered_model(spec.ARCHITECTURE)
         answer["quantization"] = _vllm.registered_quantization(spec.QUANTIZATION)
         answer["endpoint_plugins"] = _vllm.allowed_endpoint_plugins()
+        answer["rust_frontend"] = _vllm.uses_rust_frontend()
         answer["variables"] = _vllm.environment_variables()
     except Exception as error:
         answer["error"] = f"{type(error).__name__}: {error}"
