@@ -57,7 +57,7 @@ def two_nodes() -> Iterator[Cluster]:
 @pytest.mark.vllm
 def test_every_node_is_asked_and_what_differs_is_a_finding(two_nodes: Cluster) -> None:
     done = doctor("--ray-address", two_nodes.address, "--json", **rays.environment())
-    said = json.loads(done.stdout)
+    said: dict[str, Any] = json.loads(done.stdout)
     first, second = said["nodes"]
     assert not first["trouble"] + second["trouble"]
     assert first["facts"]["versions"] == second["facts"]["versions"]
@@ -69,13 +69,13 @@ def test_every_node_is_asked_and_what_differs_is_a_finding(two_nodes: Cluster) -
     assert done.returncode == 1
     two_nodes.kill_the_second()
     late = doctor("--ray-address", two_nodes.address, "--json", "--node-timeout", "1", **rays.environment())
-    trouble = [node["trouble"] for node in json.loads(late.stdout)["nodes"]]
-    assert "its checks took more than 1 s" in trouble
-    (gone,) = (each for each in trouble if each != "its checks took more than 1 s")
-    assert gone.startswith(
-        ("died: ", "did not answer in 1 s", "the check could not run: ")
-    )  # as Ray has noticed it yet
-    assert len(json.loads(late.stdout)["findings"]) == 2
+    said = json.loads(late.stdout)
+    assert [node["name"] for node in said["nodes"]] == [first["name"], second["name"]]
+    # As far as Ray has noticed, and as busy as the machine is.
+    ends = ("died: ", "did not answer in 1 s", "its checks took more than 1 s", "the check could not run: ")
+    assert all(node["trouble"].startswith(ends) for node in said["nodes"])
+    assert len(said["findings"]) == 2
+    assert late.returncode == 1
 
 
 def test_without_ray_the_error_says_what_to_install() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,14 +44,15 @@ def ask(address: str = "auto", limit_s: float = LIMIT_S) -> list[Node]:
     Raises:
         ClusterError: ray is not installed, or no cluster answers at `address`.
     """
-    ray = _connected(address)
-    try:
-        listed = ray.nodes()
-        alive = {node["NodeID"]: _name(node) for node in listed if node["Alive"]}
-        dead = [Node(_name(node), trouble=why) for node in listed if not node["Alive"] and (why := _death(node))]
-        return sorted([*_answers(ray, alive, limit_s), *dead], key=lambda node: node.name)
-    finally:
-        ray.shutdown()
+    with contextlib.redirect_stdout(sys.stderr):  # where Ray tells what happens to nodes; ours may be JSON
+        ray = _connected(address)
+        try:
+            listed = ray.nodes()
+            alive = {node["NodeID"]: _name(node) for node in listed if node["Alive"]}
+            dead = [Node(_name(node), trouble=why) for node in listed if not node["Alive"] and (why := _death(node))]
+            return sorted([*_answers(ray, alive, limit_s), *dead], key=lambda node: node.name)
+        finally:
+            ray.shutdown()
 
 
 def _connected(address: str) -> Any:
