@@ -30,7 +30,7 @@ NAME = "gptoss"
 
 COPIED = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 FOR_WORKERS = ("GPTOSS_EXPERTS", "GPTOSS_LAYERS")
-"""The settings that a worker reads. Others may hold secrets, and Ray shows an actor's variables to its dashboard."""
+"""The settings that a worker reads. Others may hold secrets, which it need not have."""
 
 
 def _quantization() -> type:
@@ -127,8 +127,9 @@ def _allow_endpoint() -> None:
 
 
 def _tell_ray_workers() -> None:
-    """Names our settings in vLLM's list of variables that its Ray executor copies: workers of other nodes would choose
-    by defaults while this one follows a wish."""
+    """Names our settings in vLLM's list of variables that it copies to data-parallel engines that Ray starts, and with
+    0.32's first Ray executor to workers: those of other nodes would choose by defaults while this one follows a wish.
+    """
     named = [name for name in os.environ.get(COPIED, "").split(",") if name]
     if missing := [name for name in FOR_WORKERS if name in os.environ and name not in named]:
         os.environ[COPIED] = ",".join([*named, *missing])
