@@ -171,6 +171,25 @@ def test_a_container_id_means_the_notebook_that_had_it(start: Start) -> None:
     assert keys[0] == keys[1] != keys[2]
 
 
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_client_that_echoes_its_items_finds_what_its_code_left(start: Start, stored: bool) -> None:
+    """As OpenAI has it: `auto` is the container of the last call in the conversation, here of the caller's own."""
+    tool = fakes.python()
+    server = start(PYTHON, HELLO, PYTHON, HELLO, PYTHON, HELLO, providers=[tool])
+    asked: dict[str, Any] = {"model": MODEL, "tools": [INTERPRETER], "store": stored}
+    items: list[dict[str, Any]] = [{"role": "user", "content": "1?"}]
+    with server.http() as http, server.http("bob") as bob:
+        items += stream(http, {**asked, "input": items})[-1]["response"]["output"]
+        items.append({"role": "user", "content": "2?"})
+        again = stream(http, {**asked, "input": items})[-1]["response"]
+        if stored:
+            stream(http, {**asked, "input": "3?", "previous_response_id": again["id"]})
+        stream(bob, {**asked, "input": [item for item in items if item.get("type") != "reasoning"]})
+    *mine, other = [conversation for conversation, _ in tool.opened]
+    assert set(mine) == {mine[0]}, "a chain that began with an echo goes on with the same, too"
+    assert other.split(":")[0] != mine[0].split(":")[0]
+
+
 def test_a_cut_call_is_never_run(start: Start) -> None:
     tool = fakes.python()
     server = start(PYTHON, HELLO, providers=[tool])

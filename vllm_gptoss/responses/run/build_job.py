@@ -46,7 +46,8 @@ async def build_job(
     previous = await read_previous(context, request, caller)
     if caller.adds_search:
         _leave_out_search(context, request)
-    hooks = _Hooks(context, request, caller, previous.root or identifier)
+    root = previous.root or identifier
+    hooks = _Hooks(context, request, caller, root, await _notebook(context, request, caller, previous, root))
     toolset = await _open_tools(context, request, caller, previous, hooks.notebook, identifier)
     try:
         history = hooks.history = read_history(context, request, previous, caller, toolset)
@@ -125,6 +126,19 @@ async def _open_tools(
     return await opener.open(request.tool_list, request.tool_choice)
 
 
+async def _notebook(
+    context: ServerContext, request: CreateRequest, caller: Caller, previous: Previous, root: str
+) -> str:
+    """The python state that a request goes on with where it names no container: that of the conversation's last call,
+    so that a client which echoes its items finds what they left. Else one of the chain's, or the conversation's, own.
+    """
+    items = reversed([*previous.items, *request.items])
+    called = (item.get("container_id") for item in items if item["type"] == "code_interpreter_call")
+    last = next(filter(None, called), None)
+    used = await context.containers.used(last, caller) if last else None
+    return used or f"{caller.tenant}:{request.conversation_id or root}"
+
+
 def _leave_out_search(context: ServerContext, request: CreateRequest) -> None:
     """A search that an agent offers by itself is no reason to refuse its user, if nobody has set up a browser."""
     provider = context.providers.of_kind(ToolKind.BROWSER)
@@ -200,17 +214,19 @@ def _style(context: ServerContext, request: CreateRequest, caller: Caller, tools
 
 
 class _Hooks:
-    """`JobHooks` of a request. `root`: the first response of its chain, which keys the python tool's state."""
+    """`JobHooks` of a request. `root`: the first response of its chain. `notebook` keys the python tool's state."""
 
     history: History
     conversation: Conversation
 
-    def __init__(self, context: ServerContext, request: CreateRequest, caller: Caller, root: str) -> None:
+    def __init__(
+        self, context: ServerContext, request: CreateRequest, caller: Caller, root: str, notebook: str
+    ) -> None:
         self._context = context
         self._request = request
         self._caller = caller
         self._root = root
-        self.notebook = f"{caller.tenant}:{request.conversation_id or root}"
+        self.notebook = notebook
 
     async def commit(self, body: dict[str, Any], hidden: dict[str, Any]) -> None:
         request, store = self._request, self._context.store

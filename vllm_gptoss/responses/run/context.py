@@ -55,8 +55,12 @@ class ContainerOwners:
 
     async def notebook(self, container_id: str, caller: Caller) -> str:
         """The conversation whose notebook a request means by `container`: the one that used it, else a named one."""
+        return await self.used(container_id, caller) or f"{caller.tenant}:container:{container_id}"
+
+    async def used(self, container_id: str, caller: Caller) -> str | None:
+        """The conversation whose notebook this container is, None where it is not one of the caller's."""
         tenant, notebook = await self._owner(container_id)
-        return notebook if tenant == caller.tenant else f"{caller.tenant}:container:{container_id}"
+        return notebook if tenant == caller.tenant else None
 
     async def owns(self, container_id: str, caller: Caller) -> bool:
         """Whether a tool of the caller's left files in this container."""
