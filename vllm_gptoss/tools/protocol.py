@@ -198,6 +198,11 @@ class ToolSession(ABC):
     async def call(self, call: ToolCall) -> ToolResult:
         """Runs `call`. Raises only `asyncio.CancelledError`, after the tool stopped."""
 
+    @property
+    def container_id(self) -> str:
+        """The container that the next call runs in, where a session knows it before the call; else empty."""
+        return ""
+
     def source(self, cursor: int, line: int | None = None) -> Source | None:
         """The page behind a citation's cursor, if this session opened it; `line` tells search results apart."""
         return None

@@ -27,6 +27,11 @@ class WrapperSession(ToolSession):
         """`inner`'s."""
         return self.inner.namespaces
 
+    @property
+    def container_id(self) -> str:
+        """`inner`'s."""
+        return self.inner.container_id
+
     async def call(self, call: ToolCall) -> ToolResult:
         """`inner`'s."""
         return await self.inner.call(call)

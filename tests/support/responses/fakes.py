@@ -57,6 +57,10 @@ class FakeSession(ToolSession):
     def namespaces(self) -> Sequence[Namespace]:
         return self._provider.namespaces()
 
+    @property
+    def container_id(self) -> str:
+        return self._provider.container_id
+
     async def call(self, call: ToolCall) -> ToolResult:
         self._provider.calls.append(call)
         try:
@@ -77,6 +81,7 @@ class FakeProvider(ToolProvider):
 
     name = ""
     unavailable: str | None = None
+    container_id = ""
 
     def __init__(self, namespace: Namespace, answer: Answer) -> None:
         self.name = namespace.name

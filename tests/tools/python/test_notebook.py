@@ -35,6 +35,17 @@ async def test_state_over_two_calls(provider: PythonProvider) -> None:
     assert first.container_id == second.container_id
 
 
+async def test_a_session_knows_its_container_before_the_first_call(provider: PythonProvider) -> None:
+    """A client is told of a call before it has run, and some keep what they are told first."""
+    session = await provider.open("known", SessionOptions())
+    known = session.container_id
+    code = [ToolCall(number, "python", None, number) for number in "12"]
+    assert [(await session.call(call)).container_id for call in code] == [known, known]
+    assert session.container_id == known
+    await provider.forget("known")
+    assert session.container_id not in ("", known), "another container has another id"
+
+
 async def test_two_conversations_do_not_share_state(provider: PythonProvider) -> None:
     await run_in(provider, "x = 1", "one")
     result = await run_in(provider, "x", "two")

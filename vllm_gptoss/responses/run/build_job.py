@@ -14,6 +14,7 @@ from vllm_gptoss.responses.prompt.conversation import build_conversation, fit, r
 from vllm_gptoss.responses.prompt.history import History, HistoryReader
 from vllm_gptoss.responses.prompt.toolset import Opener, Toolset
 from vllm_gptoss.responses.request.create import CreateRequest
+from vllm_gptoss.responses.request.items import Item
 from vllm_gptoss.responses.request.tool_params import WEB_SEARCH
 from vllm_gptoss.responses.run.compaction import compact_conversation
 from vllm_gptoss.responses.run.context import ServerContext
@@ -133,10 +134,16 @@ async def _notebook(
     so that a client which echoes its items finds what they left. Else one of the chain's, or the conversation's, own.
     """
     items = reversed([*previous.items, *request.items])
-    called = (item.get("container_id") for item in items if item["type"] == "code_interpreter_call")
+    called = (_container(item, previous) for item in items if item["type"] == "code_interpreter_call")
     last = next(filter(None, called), None)
     used = await context.containers.used(last, caller) if last else None
     return used or f"{caller.tenant}:{request.conversation_id or root}"
+
+
+def _container(item: Item, previous: Previous) -> str:
+    """What is stored knows better than a client that keeps an item as its stream began it."""
+    recall = (previous.hidden.get(item.get("id", "")) or {}).get("recall") or {}
+    return str(recall.get("container") or item.get("container_id") or "")
 
 
 def _leave_out_search(context: ServerContext, request: CreateRequest) -> None:

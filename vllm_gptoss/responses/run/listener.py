@@ -208,7 +208,7 @@ class Listener:
         if route.kind is Kind.CUSTOM:
             return CustomCallWriter(out, route.name, route.namespace, raw=route.raw)
         if route.kind is Kind.PYTHON:
-            return PythonCallWriter(out, style, "")
+            return PythonCallWriter(out, style, route.session.container_id if route.session else "")
         if route.kind is Kind.BROWSER:
             return BrowserCallWriter(out, style, route.name)
         label = route.namespace or ""

@@ -33,13 +33,24 @@ async def _first(a: asyncio.Future[Any], b: asyncio.Future[Any], timeout_s: floa
     return done
 
 
+def new_container_id() -> str:
+    """`cntr_` and 32 digits."""
+    return f"cntr_{secrets.token_hex(16)}"
+
+
 class Container:
     """`run` is called once at a time. `lost` is what the model has to be told at its next call."""
 
     def __init__(
-        self, pool: KernelPool, store: FileStore, options: PythonOptions, lost: str = "", owner: str = ""
+        self,
+        pool: KernelPool,
+        store: FileStore,
+        options: PythonOptions,
+        lost: str = "",
+        owner: str = "",
+        container_id: str = "",
     ) -> None:
-        self.id = f"cntr_{secrets.token_hex(16)}"
+        self.id = container_id or new_container_id()
         self.lost = lost
         self.owner = owner
         self.memory = 0  # bytes held between calls

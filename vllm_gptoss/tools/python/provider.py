@@ -25,7 +25,7 @@ from vllm_gptoss.tools.protocol import (
 )
 from vllm_gptoss.tools.sandbox.launcher import SandboxError
 
-from .container import Container
+from .container import Container, new_container_id
 from .files import FileStore
 from .kept import KeptFiles
 from .options import PythonOptions
@@ -134,8 +134,13 @@ class PythonProvider(ToolProvider):
             there.tell(_ANOTHER)
         return PythonSession(self, conversation_id, options.owner)
 
-    async def run(self, conversation_id: str, code: str, owner: str = "") -> ToolResult:
-        """Runs a cell in the conversation's notebook, which is made if need be."""
+    def id_of(self, conversation_id: str) -> str:
+        """Of the conversation's container; empty while there is none."""
+        container = self._containers.get(conversation_id)
+        return container.id if container is not None else ""
+
+    async def run(self, conversation_id: str, code: str, owner: str = "", container_id: str = "") -> ToolResult:
+        """Runs a cell in the conversation's notebook, which is made if need be, in a container of the given id."""
         if self._unavailable is not None or self._pool is None:
             reason = self._unavailable or "not started"
             return failed("unavailable", reason, f"[python is unavailable: {reason}]")
@@ -147,7 +152,7 @@ class PythonProvider(ToolProvider):
         container = self._containers.get(conversation_id)
         if container is None:
             lost = self._lost.pop(conversation_id, "")
-            container = Container(self._pool, self._store, self.options, lost, owner)
+            container = Container(self._pool, self._store, self.options, lost, owner, container_id)
             self._containers[conversation_id] = container
         try:
             return await container.run(code)
@@ -260,11 +265,17 @@ class PythonSession(ToolSession):
         self._owner = owner
         self._anonymous = not conversation_id
         self._conversation_id = conversation_id or f"anonymous-{secrets.token_hex(16)}"
+        self._id_of_new = new_container_id()
 
     @property
     def namespaces(self) -> Sequence[Namespace]:
         """`python`."""
         return self._provider.namespaces()
+
+    @property
+    def container_id(self) -> str:
+        """The conversation's, or the one that is made for it."""
+        return self._provider.id_of(self._conversation_id) or self._id_of_new
 
     async def call(self, call: ToolCall) -> ToolResult:
         """Runs the call's source code as one cell."""
@@ -273,7 +284,8 @@ class PythonSession(ToolSession):
             return _refused("the call carries no code")
         if len(code) > _MAX_CODE:
             return _refused(f"the code is longer than {_MAX_CODE} characters")
-        return await self._provider.run(self._conversation_id, code, self._owner)
+        fresh, self._id_of_new = self._id_of_new, new_container_id()
+        return await self._provider.run(self._conversation_id, code, self._owner, fresh)
 
     async def aclose(self) -> None:
         """Ends the request; the notebook stays for the conversation's next one, if it has a name to come back by."""

@@ -149,6 +149,11 @@ class ServiceSession(ToolSession):
         """`python`."""
         return self._provider.namespaces()
 
+    @property
+    def container_id(self) -> str:
+        """That of the last call; a new one is named by its node."""
+        return self._said.container
+
     async def call(self, call: ToolCall) -> ToolResult:
         """Runs the call's source code as one cell, on the node that has the notebook if it is there."""
         result = failed("unavailable", "No node of the tools service can be reached. Nothing was run.")
