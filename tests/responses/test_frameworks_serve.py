@@ -14,4 +14,6 @@ pytestmark = [pytest.mark.namespaces, pytest.mark.vllm, pytest.mark.serve, pytes
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_framework_on_the_real_engine(served: Server, tmp_path: Path, name: str) -> None:
-    check(play(name, served.api, NAME, tmp_path, chat=True), served.api)
+    scenes = play(name, served.api, NAME, tmp_path, chat=True)
+    check(scenes, served.api)
+    assert ("chat_streamed" in scenes) == (name == "litellm")

@@ -79,6 +79,9 @@ EXPECTED: dict[str, dict[str, Any]] = {
 }
 """What the small model says by heart. Of each turn's python calls, the last one's code and what it printed."""
 
+CHAT = {"chat", "chat_streamed"}
+"""Scenes of the one framework that is asked for chat completions, too, where the server has them."""
+
 
 def play(name: str, api: str, model: str, folder: Path, *, chat: bool = False, **ask: list[str]) -> dict[str, Any]:
     """What the framework's user gets, by scene. `chat`: whether the server has chat completions, too. `ask`: other
@@ -115,6 +118,7 @@ def _command(name: str, folder: Path) -> list[str]:
 def check(scenes: dict[str, Any], api: str, **other: dict[str, Any]) -> None:
     """Every scene ended as it must; ids and usage are those of the stored responses. `other`: than `EXPECTED`."""
     expected = EXPECTED | other
+    assert set(scenes) | CHAT == set(expected), "no scene is left out"
     for name, scene in scenes.items():
         if "runs" in scene:
             scene["runs"] = [[turn[-1][0], turn[-1][1].strip()] for turn in scene["runs"] if turn]
