@@ -122,7 +122,8 @@ def test_another_gpu_or_driver_is_told(name: str) -> None:
 
 
 def test_a_head_without_a_gpu_differs_in_versions_only() -> None:
-    head = facts(device="a CPU", accelerators=0, driver="none", choices={"experts": "native"})
+    problem = {"status": "problem", "check": "vLLM", "detail": "it finds no device", "fix": "give it one"}
+    head = facts(device="a CPU", accelerators=0, driver="none", choices={"experts": "native"}, findings=[problem])
     assert checks(Node("head", head), Node("b", facts())) == []
     head["versions"] = {**head["versions"], "vllm": "0.32.0"}
     assert checks(Node("head", head), Node("b", facts())) == ["nodes differ: vllm"]

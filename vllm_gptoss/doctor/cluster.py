@@ -158,7 +158,10 @@ def _death(node: Mapping[str, Any]) -> str:
 def judge(nodes: Sequence[Node]) -> list[Finding]:
     """What is wrong on a node, with its name, and what differs between nodes."""
     there = [node for node in nodes if node.facts]
-    return [finding for check in (_silent(nodes), _troubles(there), _differences(there)) for finding in check]
+    # A node without a GPU, as a cluster's head often is, runs no engine where others have GPUs.
+    engines = [node for node in there if node.facts["accelerators"]] or there
+    checks = (_silent(nodes), _troubles(engines), _differences(there, engines))
+    return [finding for check in checks for finding in check]
 
 
 def _silent(nodes: Sequence[Node]) -> Findings:
@@ -187,10 +190,8 @@ def _troubles(nodes: Sequence[Node]) -> Findings:
         yield Finding(finding.status, finding.check, f"{where}: {finding.detail}", finding.fix)
 
 
-def _differences(nodes: Sequence[Node]) -> Findings:
-    """Nodes of one engine must be alike. One without a GPU, as a cluster's head often is, runs no engine where
-    others have GPUs: only its versions are compared."""
-    engines = [node for node in nodes if node.facts["accelerators"]] or list(nodes)
+def _differences(nodes: Sequence[Node], engines: Sequence[Node]) -> Findings:
+    """All nodes must have the same versions; those of one engine must be alike in everything."""
     fix = "give every node the same image and the same driver, or keep nodes that differ in clusters of their own"
     for name in ("vllm-gptoss", "vllm", "torch"):
         values = {node.name: node.facts["versions"][name] for node in nodes}
