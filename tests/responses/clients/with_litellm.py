@@ -11,6 +11,7 @@ import litellm
 import openai
 from pydantic import BaseModel
 
+litellm.suppress_debug_info = True  # it would print advice
 given = json.load(sys.stdin)
 ask = given["ask"]
 SERVER = {"model": f"openai/{given['model']}", "api_base": given["url"], "api_key": "alice", "max_retries": 0}

@@ -97,7 +97,7 @@ def play(name: str, api: str, model: str, folder: Path, *, chat: bool = False, *
         timeout=300,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    scenes: dict[str, Any] = json.loads(ran.stdout)
+    scenes: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
     return scenes
 
 
