@@ -72,10 +72,17 @@ class KernelClient:
             raise
 
     async def _greet(self) -> None:
-        request = await self._send("kernel_info_request", {})
-        await self._reply(request)
+        """Returns when the kernel stands idle, and not when it replies: between the two ipykernel flushes its streams.
+
+        A kernel that is stopped in there (a warm one is, at once) finds the ten seconds of `IOStream.flush_timeout`
+        over when it goes on, and `IOStream.flush timed out` stands in the output of its first cell.
+        """
+        await self._reply(await self._send("kernel_info_request", {}))
         while (await self._receive(self._iopub)).kind not in ("iopub_welcome", "status"):
-            pass
+            pass  # what is published from here on arrives
+        request = await self._send("kernel_info_request", {})
+        await self._outputs(request, lambda message: None)
+        await self._reply(request)
 
     async def _send(self, kind: str, content: dict[str, Any]) -> str:
         """Sends a request on the shell channel and returns its id."""
