@@ -78,8 +78,8 @@ def vllm_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planned, "plan_once", lambda model: True)
     monkeypatch.setattr(few_tokens.FewTokens, "could_take", staticmethod(lambda tokens: True))
     monkeypatch.setattr(few_tokens, "look_up", lambda layer, rank: place)
-    monkeypatch.setattr(few_tokens._vllm, "tensor_parallel_rank", lambda: 0)
-    monkeypatch.setattr(few_tokens._vllm, "is_last_pipeline_rank", lambda: True)
+    monkeypatch.setattr(few_tokens.worker, "tensor_parallel_rank", lambda: 0)
+    monkeypatch.setattr(few_tokens.worker, "is_last_pipeline_rank", lambda: True)
     monkeypatch.setattr(nvrtc, "at_once", lambda loads: None)
     monkeypatch.setattr(step, "Step", lambda tensors, eps: SimpleNamespace(compile=lambda: None))
     monkeypatch.setattr(one_token.OneToken, "__call__", lambda self, x, *_: (x, x))
@@ -221,7 +221,7 @@ def test_a_rank_whose_neighbour_stepped_aside_does_so_too(
         aside._said.clear()
         said.clear()
         answers = iter(disagree)
-        monkeypatch.setattr(aside._vllm, "all_ranks", lambda yes, answers=answers: next(answers))
+        monkeypatch.setattr(aside.worker, "all_ranks", lambda yes, answers=answers: next(answers))
         assert serve("auto") == ["upstream", "upstream"]
         assert lines(said) == ["layers: upstream from here on (another rank stepped aside)"]
 

@@ -7,6 +7,7 @@ import error, so this line is the proof that the plugin runs.
 from __future__ import annotations
 
 from vllm_gptoss import _vllm
+from vllm_gptoss._vllm import worker
 from vllm_gptoss.version import __version__
 
 _notes: dict[str, str] = {}
@@ -21,5 +22,5 @@ def say() -> None:
     """Logs the line in the worker that speaks for its group, and forgets what was noted."""
     line = "; ".join(f"{part}: {decision}" for part, decision in _notes.items())
     _notes.clear()
-    if _vllm.is_first_rank():
+    if worker.is_first_rank():
         _vllm.init_logger("vllm.gptoss").info("vllm-gptoss %s is active. %s", __version__, line or "nothing was chosen")

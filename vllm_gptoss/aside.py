@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from vllm_gptoss import _vllm
+from vllm_gptoss._vllm import worker
 from vllm_gptoss.choose import ChoiceError
 
 T = TypeVar("T")
@@ -46,7 +47,7 @@ def attempt(part: str, wish: str, do: Callable[[], T], meant: tuple[type[Excepti
 
 def together(part: str, ready: bool) -> bool:
     """Whether every tensor-parallel rank is ready. Ranks on different paths would wait for one another's sums."""
-    everybody: bool = _vllm.all_ranks(ready)
+    everybody: bool = worker.all_ranks(ready)
     if ready and not everybody:
         _say(part, "another rank stepped aside")
     return everybody

@@ -65,7 +65,7 @@ class Other(FlashAttentionBackend):
 def test_only_layers_that_vllm_built_for_flash_attention_3_get_it(
     monkeypatch: pytest.MonkeyPatch, version: int | None, given: bool
 ) -> None:
-    monkeypatch.setattr(sm90._vllm, "flash_attention_version", lambda: version)
+    monkeypatch.setattr(sm90.worker, "flash_attention_version", lambda: version)
     of = model(FlashAttentionBackend, Other)
     assert sm90.plan_once(of) is given
     first, second = (layer.attn.attn.attn_backend for layer in of.model.layers[:2])

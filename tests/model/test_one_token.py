@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_gptoss import _vllm
+from vllm_gptoss._vllm import worker
 from vllm_gptoss.choose import Deployment
 from vllm_gptoss.device import Device
 from vllm_gptoss.kernels import nvrtc, step
@@ -147,7 +147,7 @@ def test_a_connector_hears_of_every_layer_around_the_one_launch_and_of_none_wher
         wait_for_layer_load=lambda name: told.append(f"wait {name}"),
         save_kv_layer=lambda name, cache, metadata: told.append(f"save {name}"),
     )
-    monkeypatch.setattr(_vllm, "kv_connector", lambda: connector)
+    monkeypatch.setattr(worker, "kv_connector", lambda: connector)
     path = one_token.OneToken([place("layers.0"), place("layers.1")])
 
     class Launch:
@@ -195,7 +195,7 @@ def test_one_launch_is_taken_unless_a_draft_reads_between_layers(
     """EAGLE3's auxiliary states lie where one launch cannot be looked into."""
     monkeypatch.setattr(few_tokens.device, "detect", lambda: H200)
     monkeypatch.setattr(one_token.device, "detect", lambda: H200)
-    monkeypatch.setattr(few_tokens._vllm, "tensor_parallel_rank", lambda: 0)
+    monkeypatch.setattr(few_tokens.worker, "tensor_parallel_rank", lambda: 0)
     monkeypatch.setattr(few_tokens.nvrtc, "at_once", lambda loads: None)
     monkeypatch.setattr(few_tokens, "look_up", lambda found, rank: place())
     monkeypatch.setattr(one_token.step, "compile_for", lambda shape, device: None)

@@ -140,16 +140,6 @@ def share_logging() -> None:
         ours.propagate = False
 
 
-def is_first_rank() -> bool:
-    """True in the worker that speaks for its group, and where there is no group."""
-    try:
-        from vllm.distributed import get_world_group
-
-        return bool(get_world_group().is_first_rank)
-    except AssertionError:  # no group was initialised
-        return True
-
-
 def load_plugins() -> None:
     """vLLM's own discovery of general plugins, as every vLLM process does it."""
     from vllm.plugins import load_general_plugins
@@ -280,30 +270,6 @@ def lark_to_ebnf(definition: str) -> str:
         raise ValueError(str(error)) from None
 
 
-def forward_context() -> Any:
-    """The `ForwardContext` of the step that runs (attention metadata, slots, graph mode), or None outside one."""
-    from vllm.forward_context import get_forward_context, is_forward_context_available
-
-    return get_forward_context() if is_forward_context_available() else None
-
-
-def kv_connector() -> Any | None:
-    """The KV connector that wants to know of each layer in the step that runs, or None."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group, is_v1_kv_transfer_group
-
-    if not has_kv_transfer_group() or not is_v1_kv_transfer_group():
-        return None
-    connector = get_kv_transfer_group()
-    return connector if connector.has_connector_metadata() else None
-
-
-def in_piecewise_graph(context: Any) -> bool:
-    """True where vLLM replays or captures graphs between attention layers: those belong to the compiled model."""
-    from vllm.config import CUDAGraphMode
-
-    return bool(context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE)
-
-
 def only_piecewise_graphs(config: Any) -> bool:
     """True where every graphed step is cut at the attention layers, decode included."""
     from vllm.config import CUDAGraphMode
@@ -323,67 +289,6 @@ def batch_invariant() -> bool:
     import vllm.envs as envs
 
     return bool(envs.VLLM_BATCH_INVARIANT)
-
-
-def tensor_parallel_rank() -> int:
-    """This worker's rank in its tensor-parallel group."""
-    from vllm.distributed import get_tensor_model_parallel_rank
-
-    return int(get_tensor_model_parallel_rank())
-
-
-def all_ranks(yes: bool) -> bool:
-    """Whether every tensor-parallel rank says yes. All of them must ask, in the same order; it waits for them."""
-    import torch
-    from vllm.distributed import get_tp_group, model_parallel_is_initialized
-
-    if not model_parallel_is_initialized() or get_tp_group().world_size == 1:
-        return yes
-    said = torch.tensor([yes], dtype=torch.int32)
-    torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group)
-    return bool(said)
-
-
-def is_last_pipeline_rank() -> bool:
-    """True in the worker that ends the pipeline."""
-    from vllm.distributed import get_pp_group
-
-    return bool(get_pp_group().is_last_rank)
-
-
-def all_reduce(tensor: Any) -> Any:
-    """Sum over the tensor-parallel group, through whatever vLLM chose for it."""
-    from vllm.distributed import tensor_model_parallel_all_reduce
-
-    return tensor_model_parallel_all_reduce(tensor)
-
-
-def flash_attention_version() -> int | None:
-    """The FlashAttention that vLLM runs here, 2, 3 or 4; None where it has none."""
-    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
-
-    return get_flash_attn_version()
-
-
-def replace_parameter(layer: Any, name: str, tensor: Any) -> None:
-    """Puts `tensor` in the place of a parameter so that vLLM can still reload weights into the layer."""
-    from vllm.model_executor.utils import replace_parameter
-
-    replace_parameter(layer, name, tensor)
-
-
-def weight_scale(precision: Any) -> Any:
-    """The MXFP4 scales of a triton_kernels `PrecisionConfig`, whose field was renamed between its versions."""
-    from vllm.model_executor.layers.quantization.utils.mxfp4_utils import weight_mx_scale
-
-    return weight_mx_scale(precision)
-
-
-def intermediate_tensors(tensors: dict[str, Any]) -> Any:
-    """What a pipeline rank hands to the next one."""
-    from vllm.sequence import IntermediateTensors
-
-    return IntermediateTensors(tensors)
 
 
 @functools.cache

@@ -14,7 +14,8 @@ from typing import Any
 
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionMetadataBuilder
 
-from vllm_gptoss import _vllm, aside
+from vllm_gptoss import aside
+from vllm_gptoss._vllm import worker
 from vllm_gptoss.choose.bands import FUSED_TOKENS
 
 
@@ -48,7 +49,7 @@ class GptOssFlashAttentionBackend(FlashAttentionBackend):
 
 def plan_once(model: Any) -> bool:
     """Gives this backend to the layers of `model` that vLLM built for FlashAttention 3; whether there are any."""
-    if _vllm.flash_attention_version() != 3:
+    if worker.flash_attention_version() != 3:
         return False
     attention = [layer.attn.attn for layer in model.model.layers if hasattr(layer, "attn")]
     ours = [layer for layer in attention if layer.attn_backend is FlashAttentionBackend]

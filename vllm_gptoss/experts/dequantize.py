@@ -12,7 +12,7 @@ import torch
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod
 
-from vllm_gptoss import _vllm
+from vllm_gptoss._vllm import worker
 from vllm_gptoss.experts.mxfp4 import dequantize
 
 
@@ -33,6 +33,6 @@ class DequantizedExpertsMethod(UnquantizedFusedMoEMethod):
             weight = torch.empty(experts, rows, 2 * half, dtype=torch.bfloat16, device=blocks.device)
             for expert in range(experts):
                 weight[expert] = dequantize(blocks[expert], scales[expert])
-            _vllm.replace_parameter(layer, name, weight)
+            worker.replace_parameter(layer, name, weight)
             delattr(layer, f"{name}_scale")
         super().process_weights_after_loading(layer)

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod
 
-from vllm_gptoss import _vllm, aside, choose, describe, device
+from vllm_gptoss import aside, choose, describe, device
+from vllm_gptoss._vllm import worker
 from vllm_gptoss.choose import bands
 from vllm_gptoss.experts import sm90
 from vllm_gptoss.kernels.experts import FewTokenExperts, Projection
@@ -73,7 +74,7 @@ class GptOssExpertsMethod(GptOssMxfp4MoEMethod):
     def _projection(weight: Any, precision: Any, bias: Tensor) -> Projection:
         return Projection(
             sm90.storage(weight, "HOPPER_VALUE"),
-            sm90.storage(_vllm.weight_scale(precision), "HOPPER_SCALE"),
+            sm90.storage(worker.weight_scale(precision), "HOPPER_SCALE"),
             bias.data,
         )
 

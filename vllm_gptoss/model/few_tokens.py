@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_gptoss import _vllm, choose, describe, device
+from vllm_gptoss import choose, describe, device
+from vllm_gptoss._vllm import worker
 from vllm_gptoss.aside import NotHereError
 from vllm_gptoss.choose import bands
 from vllm_gptoss.kernels import attention, dense, nvrtc
@@ -82,10 +83,10 @@ class FewTokens:
         """Whether the step about to run fits: few tokens, real attention metadata, not inside piecewise graphs."""
         if tokens > MAX_TOKENS:
             return False
-        context = _vllm.forward_context()
+        context = worker.forward_context()
         if context is None or not isinstance(context.attn_metadata, dict) or not context.attn_metadata:
             return False
-        return not (_vllm.in_piecewise_graph(context) or torch.compiler.is_compiling())
+        return not (worker.in_piecewise_graph(context) or torch.compiler.is_compiling())
 
     def prepare(self, wish: str) -> choose.Choice[str]:
         """Looks the layers up, asks again now that the cache is there, and compiles every kernel that a step may need.
@@ -94,7 +95,7 @@ class FewTokens:
             NotHereError: the cache is not what the kernels read.
             NvrtcError: a kernel cannot be compiled.
         """
-        model, rank = self.model, _vllm.tensor_parallel_rank()
+        model, rank = self.model, worker.tensor_parallel_rank()
         places = [look_up(model.layers[i], rank) for i in range(model.start_layer, model.end_layer)]
         self.deployment = describe.first_step(self.deployment, places, model.aux_hidden_state_layers)
         choice = choose.layers(device.detect(), self.deployment, wish)
@@ -120,9 +121,9 @@ class FewTokens:
             residual = None
         else:
             x, residual = intermediate["hidden_states"], intermediate["residual"]
-        x, residual, aux = self._all_layers(x, residual, positions, _vllm.forward_context())
-        if not _vllm.is_last_pipeline_rank():
-            return _vllm.intermediate_tensors({"hidden_states": x, "residual": residual})
+        x, residual, aux = self._all_layers(x, residual, positions, worker.forward_context())
+        if not worker.is_last_pipeline_rank():
+            return worker.intermediate_tensors({"hidden_states": x, "residual": residual})
         x, _ = model.norm(x, residual)
         return (x, aux) if aux else x
 
@@ -152,6 +153,6 @@ class FewTokens:
                 positions,
                 x,
                 residual,
-                reduce=_vllm.all_reduce if self.deployment.tensor_parallel > 1 else None,
+                reduce=worker.all_reduce if self.deployment.tensor_parallel > 1 else None,
                 others=place.others if place.tensors.experts is None else None,
             )

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vllm_gptoss import _vllm
+from vllm_gptoss._vllm import worker
 from vllm_gptoss.kernels.layer import LayerTensors, Requests
 
 
@@ -44,7 +44,7 @@ def transferred(places: Sequence[Place], context: Any) -> Iterator[None]:
     attention. The replay of a graph tells nobody, there as here: connectors that must hear of each layer ask vLLM for
     PIECEWISE graphs, whose steps are not ours.
     """
-    connector = _vllm.kv_connector()
+    connector = worker.kv_connector()
     if connector is None:
         yield
         return
