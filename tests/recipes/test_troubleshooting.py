@@ -24,7 +24,7 @@ def names(text: str) -> frozenset[str]:
 
 ANSWERED = names(
     "ApiError ChatInputError DeniedError EngineError LostError NotAllowedError NotEnforceableError PageError"
-    " QuotaError Refused RetiredKeyError TakenError UsageError"
+    " QuotaError Refused RetiredKeyError TakenError TooLargeError UsageError"
 )
 """Errors that answer one request, or that the model reads; docs/responses.md and docs/tools.md have those."""
 HELD = names(
