@@ -10,16 +10,13 @@ from typing import Any
 import pytest
 
 from demo.server import NAME, Server
-from tests.support.places import CACHE
+from tests.support.responses import npm
 from tests.support.responses.events import unparsed
 from tests.support.responses.scenes import SCENES, TERMINALS, Stage, providers, request
 from tests.support.responses.server import Start
 
-CLIENTS = CACHE / "clients" / "node_modules"
 SOURCE = Path(__file__).parent / "js"
-needs_clients = pytest.mark.skipif(
-    not (CLIENTS.parent / "digest").exists(), reason="no npm clients: scripts/environment.py installs them, with node"
-)
+needs_clients = pytest.mark.skipif(npm.missing() is not None, reason=str(npm.missing()))
 OURS = {"lines", "presence_penalty", "frequency_penalty", "store"}
 EXTRA = {
     "response.function_call_arguments.done": {"name"},
@@ -72,7 +69,7 @@ def test_openai_node_reads_tools_reasoning_and_citations_of_the_real_engine(serv
 
 def play(url: str, folder: Path, requests: dict[str, Any]) -> dict[str, Any]:
     """What openai-node reads of each request, after checking it against the stored response and the client's types."""
-    (folder / "node_modules").symlink_to(CLIENTS)
+    (folder / "node_modules").symlink_to(npm.PACKAGES)
     (folder / "client.mjs").symlink_to(SOURCE / "client.mjs")
     (folder / "requests.json").write_text(json.dumps(requests))
     command = ["node", "--preserve-symlinks", "--preserve-symlinks-main", "client.mjs", f"{url}/v1", "requests.json"]
@@ -93,7 +90,7 @@ def type_check(folder: Path, events: list[dict[str, Any]]) -> None:
     (folder / "events.ts").write_text(f"{head}export const events: ResponseStreamEvent[] = [\n{literals}\n];\n")
     options = ["--strict", "--noEmit", "--skipLibCheck", "--target", "es2022", "--module", "nodenext", "--types", ""]
     checked = subprocess.run(
-        [CLIENTS / ".bin" / "tsc", *options, "events.ts"], cwd=folder, capture_output=True, text=True, timeout=120
+        [npm.PACKAGES / ".bin" / "tsc", *options, "events.ts"], cwd=folder, capture_output=True, text=True, timeout=120
     )
     assert checked.returncode == 0, checked.stdout[:5000]
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.places import CACHE
+from tests.support.responses import npm
 
-PACKAGES = CACHE / "clients" / "node_modules" / "@anthropic-ai"
+PACKAGES = npm.PACKAGES / "@anthropic-ai"
 # The package's own `claude` is put in place by an install script, and none are run here.
 CLAUDE = next((path for path in sorted(PACKAGES.glob("claude-code-*/claude*")) if path.stem == "claude"), None)
 needs_claude = pytest.mark.skipif(
-    not (CACHE / "clients" / "digest").exists() or CLAUDE is None,
+    npm.missing(node=False) is not None or CLAUDE is None,
     reason="no Claude Code: scripts/environment.py installs it with the npm clients, where there is node",
 )
 

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.support.places import CACHE
+from tests.support.responses import npm
 
-CODEX = CACHE / "clients" / "node_modules" / ".bin" / "codex"
-needs_codex = pytest.mark.skipif(
-    not (CACHE / "clients" / "digest").exists() or shutil.which("node") is None,
-    reason="no npm clients: scripts/environment.py installs them where there is node",
-)
+CODEX = npm.PACKAGES / ".bin" / "codex"
+needs_codex = pytest.mark.skipif(npm.missing() is not None, reason=str(npm.missing()))
 
 
 def run_codex(url: str, model: str, folder: Path, *, websocket: bool) -> None:

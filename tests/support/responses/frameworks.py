@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from tests.support.places import CACHE, ROOT
+from tests.support.responses import npm
 
 NAMES = ("langchain", "litellm", "pydantic_ai", "vercel", "agents")
 SCRIPTS = ROOT / "tests" / "responses"
@@ -108,9 +109,9 @@ def _command(name: str, folder: Path) -> list[str]:
         if not (home / "digest").exists():
             pytest.skip(f"no {name}: {HOW}")
         return [str(home / "bin" / "python"), str(SCRIPTS / "clients" / f"with_{name}.py")]
-    if not (CACHE / "clients" / "digest").exists():
-        pytest.skip(f"no npm client {name}: {HOW}, with node")
-    (folder / "node_modules").symlink_to(CACHE / "clients" / "node_modules")
+    if why := npm.missing():
+        pytest.skip(why)
+    (folder / "node_modules").symlink_to(npm.PACKAGES)
     (folder / script.name).symlink_to(script)
     return ["node", "--preserve-symlinks", "--preserve-symlinks-main", script.name]
 
