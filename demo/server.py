@@ -68,10 +68,12 @@ def on_gpu() -> bool:
     return any(Path("/dev").glob("nvidia[0-9]*")) and not importlib.metadata.version("torch").endswith("+cpu")
 
 
-def vllm() -> list[str]:
-    """The command; where vLLM is on a path of its own and has no script, its module."""
+def command(model: Path, port: int, base_arguments: Sequence[str], arguments: Sequence[str]) -> list[str]:
+    """`vllm serve` on this device. Where vLLM is on a path of its own and has no script, its module is run."""
     script = Path(sys.executable).with_name("vllm")
-    return [str(script)] if script.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+    vllm = [str(script)] if script.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+    where = ["--host", "127.0.0.1", "--port", str(port)]
+    return [*vllm, "serve", str(model), *where, *base_arguments, *(GPU if on_gpu() else CPU), *arguments]
 
 
 @contextlib.contextmanager
@@ -92,10 +94,9 @@ def serve(
     """
     with reserved() as held:
         port = port or int(held.getsockname()[1])
-        where = ["--host", "127.0.0.1", "--port", str(port)]
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [*vllm(), "serve", str(model), *where, *base_arguments, *(GPU if on_gpu() else CPU), *arguments],
+                command(model, port, base_arguments, arguments),
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

@@ -20,7 +20,7 @@ import pytest
 from demo.server import ARGUMENTS, NAME, Server, serve
 from tests.support import many_cpus, scale
 from tests.support.machine import without_namespaces
-from tests.support.sockets import listening
+from tests.support.sockets import free_port
 
 pytestmark = [
     pytest.mark.vllm,
@@ -55,8 +55,7 @@ def wide_model(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.fixture(params=CASES)
 def nodes(request: pytest.FixtureRequest, wide_model: Path, tmp_path: Path) -> Iterator[list[Server]]:
     """The servers of a case. They wait for one another, so that all are started at once."""
-    with listening() as listener:
-        port = str(listener.getsockname()[1])
+    port = str(free_port())
     environment = {
         "XDG_STATE_HOME": str(tmp_path),
         "GPTOSS_STRICT_TOOLS": "0",

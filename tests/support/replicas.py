@@ -15,9 +15,9 @@ from pathlib import Path
 
 import httpx
 
-from demo.server import ARGUMENTS, ENVIRONMENT
+from demo.server import ARGUMENTS, ENVIRONMENT, command
 from tests.support.places import ROOT
-from tests.support.sockets import listening
+from tests.support.sockets import free_port
 
 HAPROXY = shutil.which("haproxy", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 NO_HAPROXY = "there is no haproxy: the distribution's package has it"
@@ -42,11 +42,6 @@ backend replicas
   default-server check inter 100ms fall 1 rise 1
 {servers}
 """
-
-
-def free_port() -> int:
-    with listening() as listener:
-        return int(listener.getsockname()[1])
 
 
 @dataclass
@@ -124,9 +119,7 @@ class VllmReplica(Replica):
     model: Path = Path()
 
     def command(self) -> Sequence[str]:
-        vllm = str(Path(sys.executable).with_name("vllm"))
-        where = ["--host", "127.0.0.1", "--port", str(self.port), "--tool-server", self.tools]
-        return [vllm, "serve", str(self.model), *where, *ARGUMENTS]
+        return command(self.model, self.port, ARGUMENTS, ["--tool-server", self.tools])
 
     def settings(self) -> dict[str, str]:
         return {**super().settings(), **ENVIRONMENT, "GPTOSS_STORE": self.store}

@@ -13,14 +13,9 @@ import httpx
 import yaml
 
 from tests.support.places import ROOT
-from tests.support.sockets import listening
+from tests.support.sockets import free_port
 
 PATIENCE = 120.0  # seconds for a process to start on a busy machine
-
-
-def free_port() -> int:
-    with listening() as listener:
-        return int(listener.getsockname()[1])
 
 
 @dataclass
