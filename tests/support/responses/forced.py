@@ -8,11 +8,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
 
-import torch
-from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
-
+from tests.support.forcing import Forcing
 from vllm_gptoss.harmony.tokens import encoding
 
 THINK = "<|channel|>analysis<|message|>Let me do it.<|end|><|start|>assistant"
@@ -50,21 +47,8 @@ def agent(prompt: Sequence[int]) -> list[int]:
     return (codex if "type exec_command = " in encoding().decode(list(prompt)) else claude)(prompt)
 
 
-class ForcedAgents(AdapterLogitsProcessor):
+class ForcedAgents(Forcing):
     """Every request is answered with `agent`. A grammar still judges the tokens: it sees what was sampled."""
 
-    def is_argmax_invariant(self) -> bool:
-        return False
-
-    def new_req_logits_processor(self, params: Any) -> Any:
-        del params
-        said: list[int] = []
-
-        def force(prompt_ids: list[int], output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-            said.extend(() if said else agent(prompt_ids))
-            if len(output_ids) < len(said):
-                logits.fill_(float("-inf"))
-                logits[said[len(output_ids)]] = 0.0
-            return logits
-
-        return force
+    def answer(self, prompt: Sequence[int]) -> list[int]:
+        return agent(prompt)
