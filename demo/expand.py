@@ -34,7 +34,8 @@ SUMS = "SHA256SUMS.json"
 def key(wide: bool = False) -> str:
     """What the expanded model depends on, as 16 hex digits: the weights and the code that expands them."""
     digest = hashlib.sha256()
-    for name in ("weights.safetensors", "checkpoint.py", "expand.py", "tokenizer.py", *["widen.py"][: int(wide)]):
+    names = ("weights.safetensors", "checkpoint.py", "expand.py", "tokenizer.py")
+    for name in (*names, "widen.py") if wide else names:
         digest.update(Path(__file__).with_name(name).read_bytes())
     return digest.hexdigest()[:16]
 

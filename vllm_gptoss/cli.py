@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_gptoss.doctor import Finding, Status, examine
+from vllm_gptoss.doctor import Finding, Status, cluster, examine
 from vllm_gptoss.version import __version__
 
 app = typer.Typer(name="vllm-gptoss", no_args_is_help=True, add_completion=False, help="gpt-oss on vLLM.")
@@ -81,7 +81,9 @@ def doctor(
     ray_address: Annotated[
         str, typer.Option(envvar="RAY_ADDRESS", help="The cluster, host:port; `auto`: the one this node is of.")
     ] = "auto",
-    node_timeout: Annotated[float, typer.Option(min=1, help="Seconds that one node of the cluster may take.")] = 180,
+    node_timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds that one node of the cluster may take.")
+    ] = cluster.LIMIT_S,
 ) -> None:
     """Say whether the plugin is active here, what it chose and why, and which settings do nothing."""
     if ray:
@@ -99,8 +101,6 @@ def doctor(
 
 
 def _doctor_of_nodes(address: str, limit_s: float, as_json: bool) -> None:
-    from vllm_gptoss.doctor import cluster
-
     try:
         nodes = cluster.ask(address, limit_s)
     except cluster.ClusterError as error:

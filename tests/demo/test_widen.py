@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,10 +15,9 @@ from torch import Tensor
 from demo import checkpoint
 from demo.model import Shape, SmallGptOss
 from demo.widen import LIKE_20B, shifts, widen
-from vllm_gptoss import choose, reference
+from vllm_gptoss import choose, describe, reference
 from vllm_gptoss.choose.deployment import Deployment
 from vllm_gptoss.device import Device
-from vllm_gptoss.spec import ModelSpec
 
 SMALL = Shape(hidden=32, intermediate=64, layers=2, experts=4, heads=4, kv_heads=2)
 WIDE = replace(SMALL, hidden=96, intermediate=320, layers=4, experts=12, heads=32, kv_heads=4)
@@ -83,11 +83,8 @@ def test_what_cannot_be_is_said(tensors: dict[str, Tensor], wide: Shape, said: s
 
 
 def test_every_kernel_takes_the_shape_on_a_hopper_gpu() -> None:
-    shape = LIKE_20B
-    model = ModelSpec(
-        "wide", shape.layers, shape.hidden, shape.intermediate, shape.experts, shape.active, shape.heads,
-        shape.kv_heads, shape.head_dim, 201_088,
-    )  # fmt: skip
+    config = SimpleNamespace(**checkpoint.config(LIKE_20B))
+    model = describe.model_spec(SimpleNamespace(model="wide", hf_config=config))
     hopper, served = Device("nvidia", "NVIDIA H200", "sm90", 139.8), Deployment(model)
     found = [part(hopper, served).value for part in (choose.layers, choose.one_token, choose.experts)]
     assert found == ["gptoss", "one launch", "gptoss"]

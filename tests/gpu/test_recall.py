@@ -13,7 +13,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from demo.widen import LIKE_20B
 from tests.gpu.marks import SM90
 from tests.support import jobs
 from vllm_gptoss.bench import shapes
-from vllm_gptoss.spec import ModelSpec
+from vllm_gptoss.spec import GPT_OSS_20B
 
 pytestmark = [
     *SM90,
@@ -38,13 +38,11 @@ pytestmark = [
 SIDE_BY_SIDE = 5
 """Engines at once: 16 cores compile for so many, and their weights and caches take half of an 80 GB GPU."""
 GRAPHS = {"cudagraph_capture_sizes": [1, 8, 32, 64, 256]}
-LAYERS, EXPERTS = LIKE_20B.layers, LIKE_20B.layers
-ALL = {"fused_layers": LAYERS, "one_launch": LAYERS, "own_experts": EXPERTS}
+LAYERS = LIKE_20B.layers
+ALL = {"fused_layers": LAYERS, "one_launch": LAYERS, "own_experts": LAYERS}
 SIX_LAUNCHES = ALL | {"one_launch": 0}
 EXPERTS_ONLY = SIX_LAUNCHES | {"fused_layers": 0}
 NOTHING = EXPERTS_ONLY | {"own_experts": 0}
-WIDE = ModelSpec("wide", LAYERS, LIKE_20B.hidden, LIKE_20B.intermediate, LIKE_20B.experts, LIKE_20B.active,
-                 LIKE_20B.heads, LIKE_20B.kv_heads, LIKE_20B.head_dim, 201_088)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +154,7 @@ def results(
     base = tmp_path_factory.mktemp("recall")
     draft = base / "draft"
     draft.mkdir()
-    (draft / "config.json").write_text(json.dumps(shapes.draft_config(WIDE)))
+    (draft / "config.json").write_text(json.dumps(shapes.draft_config(replace(GPT_OSS_20B, layers=LAYERS))))
     wanted = {name: each for name, each in SITUATIONS.items() if each.gpus <= torch.cuda.device_count()}
 
     def run(name: str) -> jobs.Results:

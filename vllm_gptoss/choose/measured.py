@@ -14,7 +14,9 @@ class Measured:
     tensor_parallel: tuple[int, ...]
     pipeline_parallel: tuple[int, ...]
     drafts: tuple[str, ...]
-    kv_connectors: tuple[str, ...] = ()
+    kv_connectors: tuple[str, ...]
 
 
-SM90: Final = Measured("H200", tensor_parallel=(1, 2), pipeline_parallel=(1,), drafts=("ngram", "eagle3"))
+SM90: Final = Measured(
+    "H200", tensor_parallel=(1, 2), pipeline_parallel=(1,), drafts=("ngram", "eagle3"), kv_connectors=()
+)

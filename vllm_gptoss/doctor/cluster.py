@@ -38,7 +38,7 @@ class Node:
     trouble: str = ""
 
 
-def ask(address: str = "auto", limit_s: float = LIMIT_S) -> list[Node]:
+def ask(address: str, limit_s: float) -> list[Node]:
     """Every node that Ray lists, those that have died included, in the order of their names.
 
     Raises:
