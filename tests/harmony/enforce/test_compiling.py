@@ -112,17 +112,17 @@ def test_the_tools_of_one_request_share_a_budget() -> None:
 
 
 @pytest.mark.alone
-def test_a_new_schema_of_plain_strings_costs_what_xgrammars_own_does() -> None:
-    """Rules that name each other are compiled anew for each grammar: 200 ms a tool."""
-    compiler = _compiler()
-    times = []
-    for name in ("first", "second", "third"):
+def test_a_new_schema_compiles_only_what_is_new_in_it() -> None:
+    """xgrammar keeps rules that name only each other. Where ours named the schema's, each tool cost all of them again.
+    Measured: 100 ms after 165 for the first; as much as the first where nothing is kept."""
+    compiler, times = _compiler.__wrapped__(), []
+    for name in ("first", "second", "third", "fourth"):
         schema = {**closed({"type": "string"}), "title": name}
         schema["properties"][name] = {"type": "integer"}
         began = time.process_time()
         compiler.compile_grammar(write(json.dumps(schema), 32)[0])
         times.append(time.process_time() - began)
-    assert min(times[1:]) < 0.16, times
+    assert min(times[1:]) < 0.8 * times[0], times
 
 
 @pytest.mark.parametrize(
