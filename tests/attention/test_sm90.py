@@ -2,54 +2,112 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionMetadataBuilder
 
 from vllm_gptoss.attention import sm90
 
 
+@dataclass
+class Common:
+    """As much of vLLM's as the builder reads."""
+
+    num_actual_tokens: int
+    max_query_len: int = 1
+    max_seq_len: int = 90
+
+    def replace(self, **changed: int) -> Common:
+        return replace(self, **changed)
+
+
 @pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """`fast_build` of every call that reached upstream's builder."""
-    calls: list[bool] = []
-    monkeypatch.setattr(FlashAttentionMetadataBuilder, "build", lambda self, prefix, common, fast: calls.append(fast))
+def given(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Common, bool]]:
+    """What reached upstream's builder: the batch and `fast_build`."""
+    calls: list[tuple[Common, bool]] = []
+    monkeypatch.setattr(
+        FlashAttentionMetadataBuilder, "build", lambda self, prefix, common, fast: calls.append((common, fast))
+    )
     return calls
 
 
-def builder(*windows: tuple[int, int]) -> Any:
+@pytest.fixture
+def built(given: list[tuple[Common, bool]]) -> Callable[[], list[bool]]:
+    return lambda: [fast for _, fast in given]
+
+
+def builder(
+    *windows: tuple[int, int],
+    mode: CUDAGraphMode = CUDAGraphMode.FULL_AND_PIECEWISE,
+    largest: int = 64,
+    drafts: int = 0,
+) -> Any:
     of = object.__new__(sm90.GptOssFlashAttentionBackend.get_builder_cls())
     layers = {str(index): SimpleNamespace(impl=SimpleNamespace(sliding_window=w)) for index, w in enumerate(windows)}
-    of.vllm_config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    of.compilation_config = SimpleNamespace(static_forward_context=layers, cudagraph_mode=mode)
+    of.vllm_config = SimpleNamespace(compilation_config=of.compilation_config, num_speculative_tokens=drafts)
+    of.model_config = SimpleNamespace(max_model_len=4096)
+    of.use_full_cuda_graph, of.max_cudagraph_size = mode.has_full_cudagraphs(), largest
     of.layer_names, of.aot_sliding_window = list(layers), None
     return of
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (127, 0)])
-def test_a_group_plans_for_the_window_of_its_own_layers(built: list[bool], window: tuple[int, int]) -> None:
+def test_a_group_plans_for_the_window_of_its_own_layers(
+    built: Callable[[], list[bool]], window: tuple[int, int]
+) -> None:
     of = builder(window, window)
-    of.build(0, SimpleNamespace(num_actual_tokens=17))
+    of.build(0, Common(num_actual_tokens=17))
     assert of.aot_sliding_window == window
-    assert built == [False]
+    assert built() == [False]
 
 
-def test_a_group_of_both_windows_is_left_to_upstream(built: list[bool]) -> None:
+def test_a_group_of_both_windows_is_left_to_upstream(built: Callable[[], list[bool]]) -> None:
     of = builder((-1, -1), (127, 0))
-    of.build(0, SimpleNamespace(num_actual_tokens=17))
+    of.build(0, Common(num_actual_tokens=17))
     assert of.aot_sliding_window is None
 
 
 @pytest.mark.parametrize(("tokens", "fast"), [(1, True), (16, True), (17, False)])
-def test_steps_of_few_tokens_get_no_plan(built: list[bool], tokens: int, fast: bool) -> None:
-    builder((-1, -1)).build(0, SimpleNamespace(num_actual_tokens=tokens))
-    assert built == [fast]
+def test_steps_of_few_tokens_get_no_plan(built: Callable[[], list[bool]], tokens: int, fast: bool) -> None:
+    builder((-1, -1)).build(0, Common(num_actual_tokens=tokens))
+    assert built() == [fast]
 
 
-def test_a_draft_gets_no_plan_either_way(built: list[bool]) -> None:
-    builder((-1, -1)).build(0, SimpleNamespace(num_actual_tokens=500), fast_build=True)
-    assert built == [True]
+def test_a_draft_gets_no_plan_either_way(built: Callable[[], list[bool]]) -> None:
+    builder((-1, -1)).build(0, Common(num_actual_tokens=500), fast_build=True)
+    assert built() == [True]
+
+
+@pytest.mark.parametrize("mode", [CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_step_is_planned_as_the_graph_was_captured(
+    given: list[tuple[Common, bool]], mode: CUDAGraphMode, drafts: int
+) -> None:
+    """A capture says the longest of all sequences, and in a graph of several tokens a request the most of those. A step
+    of short sequences, or of one token each, had a plan of another layout: FA3 then read beside it, and answers were
+    wrong (450 known by heart, on an H100)."""
+    of = builder((127, 0), mode=mode, drafts=drafts)
+    captured = 1 if mode.separate_routine() and not drafts else 1 + drafts if mode.separate_routine() else 64
+    for common in (Common(64, captured, 4096), Common(64, 1, 90), Common(64, min(captured, 2), 4000)):
+        of.build(0, common)
+    seen = {(common.max_seq_len, common.max_query_len > 1) for common, _ in given}
+    assert seen == {(4096, captured > 1)}
+
+
+@pytest.mark.parametrize(
+    ("mode", "tokens"), [(CUDAGraphMode.FULL, 65), (CUDAGraphMode.PIECEWISE, 64), (CUDAGraphMode.NONE, 64)]
+)
+def test_a_step_that_no_graph_replays_is_planned_as_it_is(
+    given: list[tuple[Common, bool]], mode: CUDAGraphMode, tokens: int
+) -> None:
+    builder((127, 0), mode=mode).build(0, Common(tokens, 7, 90))
+    assert [common for common, _ in given] == [Common(tokens, 7, 90)]
 
 
 def model(*backends: type) -> Any:

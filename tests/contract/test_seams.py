@@ -197,6 +197,24 @@ def test_flash_attention_plans_for_a_window_that_is_known_before_it_builds(relea
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
+def test_a_plan_is_made_from_two_bounds_that_we_set(release: Release) -> None:
+    """Why a step is planned as its graph was captured: the builder reads these of the batch, and nothing else that
+    differs between a capture and a replay."""
+    text = source(release, "vllm.v1.attention.backends.flash_attn")
+    for needed in (
+        "max_query_len = common_attn_metadata.max_query_len",
+        "max_seq_len = common_attn_metadata.max_seq_len",
+        "self.use_full_cuda_graph = (",
+        "self.max_cudagraph_size = self.compilation_config.max_cudagraph_capture_size",
+    ):
+        assert needed in text
+    assert find(release, "vllm.v1.attention.backend", "CommonAttentionMetadata.replace")
+    assert find(release, "vllm.config.compilation", "CUDAGraphMode.separate_routine")
+    assert find(release, "vllm.config.vllm", "VllmConfig.num_speculative_tokens")
+    assert "max_seq_len = self.max_model_len" in source(release, "vllm.v1.worker.gpu.model_states.default")
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
 def test_harmony_is_switched_on_by_the_model_type(release: Release) -> None:
     """Why the model keeps its `model_type`."""
     text = source(release, "vllm.renderers.online_renderer")

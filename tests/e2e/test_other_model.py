@@ -106,20 +106,22 @@ def without_ids_and_times(body: str) -> str:
 
 
 def with_tokens_joined(stream: str) -> str:
-    """Events that only carry on the one before, as one: a busy vLLM sends two tokens at once."""
+    """Events that only carry on the one before, as one: a busy vLLM sends two tokens at once, the last ones too."""
     said: list[dict[str, Any]] = []
     for line in filter(None, stream.split("\n")):
         event = json.loads(line[6:]) if line.startswith("data: {") else {"line": line}
-        if said and _goes_on(event) and _goes_on(said[-1]):
-            said[-1]["choices"][0]["delta"]["content"] += event["choices"][0]["delta"]["content"]
-        else:
-            said.append(event)
+        if said and _says(event) and _says(said[-1]) and said[-1]["choices"][0]["finish_reason"] is None:
+            event["choices"][0]["delta"]["content"] = "".join(_content(each) for each in (said.pop(), event))
+        said.append(event)
     return "\n".join(event.get("line") or "data: " + json.dumps(event) for event in said)
 
 
-def _goes_on(event: dict[str, Any]) -> bool:
-    choices = event.get("choices")
-    return bool(choices) and [*choices[0]["delta"]] == ["content"] and choices[0]["finish_reason"] is None
+def _says(event: dict[str, Any]) -> bool:
+    return bool(event.get("choices")) and [*event["choices"][0]["delta"]] == ["content"]
+
+
+def _content(event: dict[str, Any]) -> str:
+    return str(event["choices"][0]["delta"]["content"])
 
 
 def without_paths(log: str) -> str:
@@ -167,10 +169,11 @@ def test_streams_are_compared_by_what_they_say() -> None:
         return "data: " + json.dumps({"choices": [{"delta": {"content": content}, "finish_reason": finish}]}) + "\n\n"
 
     role = 'data: {"choices": [{"delta": {"role": "assistant"}, "finish_reason": null}]}\n\n'
-    one, two = role + chunk("a") + chunk("b") + chunk("c", "stop"), role + chunk("ab") + chunk("c", "stop")
-    assert with_tokens_joined(one) == with_tokens_joined(two)
-    assert with_tokens_joined(one) != with_tokens_joined(role + chunk("a") + chunk("c", "stop"))
-    assert with_tokens_joined(one) != with_tokens_joined(role + chunk("abc", "stop"))
+    one = role + chunk("a") + chunk("b") + chunk("c", "stop")
+    for two in (role + chunk("ab") + chunk("c", "stop"), role + chunk("a") + chunk("bc", "stop")):
+        assert with_tokens_joined(one) == with_tokens_joined(two)
+    for other in (role + chunk("a") + chunk("c", "stop"), role + chunk("abc", "length"), chunk("abc", "stop")):
+        assert with_tokens_joined(one) != with_tokens_joined(other)
 
 
 def test_the_requests_were_answered(bodies: dict[str, dict[str, str]]) -> None:

@@ -56,8 +56,8 @@ def main(options: list[str]) -> int:
 
 
 def parallel() -> list[str]:
-    """Three workers: the one with the server, engines of recall, the rest."""
-    return ["--numprocesses=3", "--dist=loadfile", "--no-loadscope-reorder"]
+    """Six workers: the shared servers, recall, planted faults and three files with servers of their own, side by side."""
+    return ["--numprocesses=6", "--dist=loadfile", "--no-loadscope-reorder"]
 
 
 def read(report: Path) -> dict[str, Any]:

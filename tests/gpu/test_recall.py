@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -39,6 +39,7 @@ SIDE_BY_SIDE = 5
 """Engines at once: 16 cores compile for so many, and their weights and caches take half of an 80 GB GPU."""
 GRAPHS = {"cudagraph_capture_sizes": [1, 8, 32, 64, 256]}
 LAYERS = LIKE_20B.layers
+WINDOW = LIKE_20B.window
 ALL = {"fused_layers": LAYERS, "one_launch": LAYERS, "own_experts": LAYERS}
 SIX_LAUNCHES = ALL | {"one_launch": 0}
 EXPERTS_ONLY = SIX_LAUNCHES | {"fused_layers": 0}
@@ -47,10 +48,11 @@ NOTHING = EXPERTS_ONLY | {"own_experts": 0}
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """One engine. paths: what of ours must run; at_once: prompts of each round, None for all; args: of `vllm.LLM`."""
+    """One engine. paths: what of ours must run; at_once: prompts of each round, None for all, "short" for those that
+    stay within a window with their answers; args: of `vllm.LLM`."""
 
     paths: dict[str, int]
-    at_once: tuple[int | None, ...] = (64,)
+    at_once: tuple[int | Literal["short"] | None, ...] = (64,)
     args: dict[str, Any] = field(default_factory=dict)
     environ: dict[str, str] = field(default_factory=dict)
     job: dict[str, Any] = field(default_factory=dict)
@@ -78,17 +80,19 @@ CONNECTORS: dict[str, dict[str, Any]] = {
 """FOLDER: a new one for each engine. vLLM's example takes caches of one kind only."""
 
 SITUATIONS = {
-    "one, 8, 32, 256 and all at once": Situation(ALL, (1, 1, 8, 32, 256, None), {"max_num_seqs": 256}),
-    "only FULL graphs": Situation(ALL, (1, 8, 64), graphs("FULL")),
+    "one, 8, 32, 256 and all at once": Situation(ALL, (1, 1, 8, 32, "short", 256, None), {"max_num_seqs": 256}),
+    "only FULL graphs": Situation(ALL, (1, 8, 64, "short"), graphs("FULL")),
     "only PIECEWISE graphs": Situation(EXPERTS_ONLY, (1, 8, 64), graphs("PIECEWISE")),
     "no graphs": Situation(ALL, (1, 8), {"enforce_eager": True}),
     "prefixes from the cache": Situation(ALL, (64, 64), {"enable_prefix_caching": True}),
     "prompts in chunks": Situation(ALL, (None,), {"max_num_batched_tokens": 64, "max_num_seqs": 32}),
-    "preemption": Situation(ALL, (None,), {"num_gpu_blocks_override": 160, "disable_log_stats": False}),
-    "drafts by n-gram": Situation(
-        SIX_LAUNCHES, (1, 64), {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    "preemption": Situation(
+        ALL, (None,), {"num_gpu_blocks_override": 640, "max_model_len": 2048, "disable_log_stats": False}
     ),
-    "drafts by EAGLE3": Situation(SIX_LAUNCHES, (1, 64), {"speculative_config": {"method": "eagle3"}}),
+    "drafts by n-gram": Situation(
+        SIX_LAUNCHES, (1, 64, "short"), {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    ),
+    "drafts by EAGLE3": Situation(SIX_LAUNCHES, (1, 64, "short"), {"speculative_config": {"method": "eagle3"}}),
     "LoRA": Situation(NOTHING, (64,), {"enable_lora": True, "max_lora_rank": 8}),
     "asleep and awake": Situation(ALL, (8, 8), {"enable_sleep_mode": True}, job={"sleep": True}),
     **{
@@ -112,8 +116,10 @@ SITUATIONS = {
 """Two GPUs: an engine of several processes; the rest runs in one."""
 
 
-def asked(cases: list[Case], count: int | None) -> list[Case]:
+def asked(cases: list[Case], count: int | Literal["short"] | None) -> list[Case]:
     """`count` of the cases, spread over all of them."""
+    if count == "short":
+        return [case for case in cases if len(case.prompt) + len(case.wanted) <= WINDOW]
     return cases if count is None else [cases[at * len(cases) // count] for at in range(count)]
 
 

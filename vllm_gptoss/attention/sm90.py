@@ -6,6 +6,10 @@ of its 24 or 36 layers launches the planner again. A metadata builder serves one
 layers of a group have one window: that is all this backend tells it.
 
 Covered: steps that upstream's layers run. Up to `FUSED_TOKENS` tokens have an attention of their own and need no plan.
+
+A plan's layout follows from the window, from the longest sequence and from whether any request has several tokens
+(`mha_fwd_get_scheduler_metadata` of vLLM's flash-attention, hopper/flash_api.cpp). A FULL graph keeps what was true
+when it was captured. So every step that one may replay is planned as the capture was.
 """
 
 from __future__ import annotations
@@ -29,7 +33,17 @@ class GptOssFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         if self.aot_sliding_window is None:
             self.aot_sliding_window = aside.attempt("attention plan", "auto", self._window)
         few = common_attn_metadata.num_actual_tokens <= FUSED_TOKENS
-        return super().build(common_prefix_len, common_attn_metadata, fast_build or few)
+        common = common_attn_metadata if few else self._as_captured(common_attn_metadata)
+        return super().build(common_prefix_len, common, fast_build or few)
+
+    def _as_captured(self, common: Any) -> Any:
+        """`common` with the bounds of a captured graph, which hold for every step that may replay it."""
+        if not self.use_full_cuda_graph or common.num_actual_tokens > (self.max_cudagraph_size or 0):
+            return common
+        decode_alone = self.compilation_config.cudagraph_mode.separate_routine()
+        several = not decode_alone or self.vllm_config.num_speculative_tokens > 0
+        longest = common.num_actual_tokens if several else common.max_query_len
+        return common.replace(max_seq_len=self.model_config.max_model_len, max_query_len=longest)
 
     def _window(self) -> tuple[int, int] | None:
         """The window that all layers of this group share; None where they differ, and upstream then makes no plan."""
