@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,14 +18,18 @@ _SYSTEM = (
 )
 # Not the prefix itself: a virtual environment may lie in a project's folder, and conda's holds much else.
 _OF_PREFIX = ("bin", "lib", "lib64", "pyvenv.cfg")
-_QUESTION = "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix]))"
+# Where installers put packages; a `.pth` file may name such a folder of another environment, and Debian's Python has
+# one below /usr/local. What else a `.pth` names, such as a checkout that is installed editable, is not shown.
+_PACKAGES = ("site-packages", "dist-packages")
+_QUESTION = "import json, sys; print(json.dumps([[sys.prefix, sys.base_prefix], sys.path]))"
 _ANSWER_S = 20.0
 
 
 async def build_view(options: PythonOptions) -> View:
     """The view for `options`. Raises SandboxError if the interpreter does not run or a path is missing."""
-    prefixes = await _prefixes(options.python)
+    prefixes, path = await _ask(options.python)
     shown = [f"{prefix}/{part}" for prefix in prefixes for part in _OF_PREFIX]
+    shown += [folder for folder in path if Path(folder).name in _PACKAGES]
     _check_exist(options.read_only_paths)
     extra = [str(p.absolute()) for p in options.read_only_paths]
     return View(
@@ -44,16 +47,15 @@ def _check_exist(paths: Iterable[Path]) -> None:
             raise SandboxError(f"read_only_paths: {path} does not exist")
 
 
-async def _prefixes(python: Path) -> tuple[str, str]:
-    if str(python) == sys.executable:
-        return sys.prefix, sys.base_prefix
+async def _ask(python: Path) -> tuple[list[str], list[str]]:
+    """The interpreter's prefixes and its `sys.path`, as a sandbox's process has them."""
     try:
         process = await asyncio.create_subprocess_exec(
             str(python), "-I", "-c", _QUESTION, stdout=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL
         )
         async with asyncio.timeout(_ANSWER_S):
             answer, _ = await process.communicate()
-        prefix, base = json.loads(answer)
+        prefixes, path = json.loads(answer)
     except (OSError, ValueError, TimeoutError) as error:
         raise SandboxError(f"cannot run the interpreter {python}: {error}") from error
-    return str(prefix), str(base)
+    return prefixes, path

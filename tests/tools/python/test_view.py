@@ -1,0 +1,47 @@
+"""Packages that lie outside an interpreter's own folders are there in the sandbox, and nothing else of the host."""
+
+from __future__ import annotations
+
+import site
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.notebooks import run_in, started
+from vllm_gptoss.tools.python.options import PythonOptions
+from vllm_gptoss.tools.python.view import build_view
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment whose packages another one has, and a checkout installed editable."""
+    folder = tmp_path_factory.mktemp("environment")
+    (folder / "checkout").mkdir()
+    (folder / "checkout" / ".env").write_text("TOKEN=secret")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
+    [own] = (folder / "venv").glob("lib/python*/site-packages")
+    lines = [f"import site; site.addsitedir({where!r})" for where in site.getsitepackages()]
+    (own / "others.pth").write_text("\n".join([*lines, str(folder / "checkout"), ""]))
+    return folder
+
+
+async def test_packages_of_another_environment_are_shown_and_a_checkout_is_not(environment: Path) -> None:
+    view = await build_view(PythonOptions(python=environment / "venv" / "bin" / "python"))
+    for where in site.getsitepackages():
+        assert where in view.read_only
+    assert str(environment / "checkout") not in view.read_only
+
+
+@pytest.mark.namespaces
+async def test_a_program_imports_what_another_environment_has(environment: Path) -> None:
+    provider = await started(python=environment / "venv" / "bin" / "python", warm=0, max_conversations=1, preload=[])
+    try:
+        result = await run_in(provider, "import IPython.core.debugger, numpy; print(numpy.ones(3).sum())", "a")
+        assert result.error is None, result
+        assert "3.0" in str(result)
+        result = await run_in(provider, f"open({str(environment / 'checkout' / '.env')!r}).read()", "a")
+        assert "secret" not in str(result)
+    finally:
+        await provider.aclose()
