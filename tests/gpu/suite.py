@@ -56,7 +56,7 @@ def main(options: list[str]) -> int:
 
 
 def parallel() -> list[str]:
-    """Six workers: the shared servers, recall, planted faults and three files with servers of their own, side by side."""
+    """Six workers: shared servers, recall, planted faults and three files with servers of their own."""
     return ["--numprocesses=6", "--dist=loadfile", "--no-loadscope-reorder"]
 
 

@@ -102,54 +102,6 @@ __device__ __forceinline__ uint4 ld_cg16(const u8* p) {
   return v;
 }
 
-// Router logits to the ACTIVE largest (ties: the lower expert) and their softmax, one warp per
-// token.
-__device__ __forceinline__ void choose(
-    Meta& m, const u8* logits, const int* map, int tokens, int warp, int lane) {
-  constexpr int PER = (ROUTED + 31) / 32;
-  for (int t = warp; t < tokens; t += NWARPS) {
-    u32 key[PER];
-#pragma unroll
-    for (int i = 0; i < PER; i++) {
-      int e = lane + 32 * i;
-      u32 bits = 0xFF800000u;  // -inf
-      if (e < ROUTED) {
-        const u64 at = (u64)t * ROUTED + e;
-        bits = LOGITS == 2 ? ld_cg_u32(logits + at * 4) : (u32)ld_cg_u16(logits + at * 2) << 16;
-      }
-      key[i] = bits & 0x80000000u ? ~bits : bits | 0x80000000u;  // unsigned order = float order
-    }
-    float value[ACTIVE];
-#pragma unroll
-    for (int a = 0; a < ACTIVE; a++) {
-      u32 best = 0;
-#pragma unroll
-      for (int i = 0; i < PER; i++) best = max(best, key[i]);
-      best = __reduce_max_sync(~0u, best);
-      u32 where = 1 << 20;
-#pragma unroll
-      for (int i = PER - 1; i >= 0; i--) where = key[i] == best ? lane + 32 * i : where;
-      where = __reduce_min_sync(~0u, where);
-#pragma unroll
-      for (int i = 0; i < PER; i++) key[i] = where == lane + 32 * i ? 0 : key[i];
-      value[a] = __uint_as_float(best & 0x80000000u ? best & 0x7FFFFFFFu : ~best);
-      if (lane == 0) {
-        const int e = where < ROUTED ? (int)where : 0;
-        m.ids[t * ACTIVE + a] = MAPPED ? map[e] : e;
-      }
-    }
-    float sum = 0.f;
-#pragma unroll
-    for (int a = 0; a < ACTIVE; a++) sum += __expf(value[a] - value[0]);
-    if (lane < ACTIVE) {
-      float mine = value[0];
-#pragma unroll
-      for (int a = 1; a < ACTIVE; a++) mine = lane == a ? value[a] : mine;
-      m.weights[t * ACTIVE + lane] = __expf(mine - value[0]) / sum;
-    }
-  }
-}
-
 __device__ __forceinline__ void read_ids(
     Meta& m, const u8* routing, const float* weights, const int* map, int pairs, int thread) {
   for (int i = thread; i < pairs; i += THREADS) {
@@ -243,16 +195,7 @@ __device__ __forceinline__ int find_slots_sorted(Meta& m, u16* seen, const u8* r
   __syncthreads();
   int count = 0, slots = 0, before = 0;
   if (warp < 4) {
-    if (thread < EXPERTS) {
-      u16 here[NWARPS];
-#pragma unroll
-      for (int w = 0; w < NWARPS; w++) here[w] = seen[w * EXPERTS + thread];
-#pragma unroll
-      for (int w = 0; w < NWARPS; w++) {
-        seen[w * EXPERTS + thread] = count;
-        count += here[w];
-      }
-    }
+    if (thread < EXPERTS) count = count_before_warps<NWARPS>(seen, thread);
     slots = (count + SLOT - 1) >> SLOT_LOG;
     before = sum_up_to(slots, lane);
     if (lane == 31) m.warp_sums[warp] = before;
@@ -299,7 +242,7 @@ __device__ __forceinline__ Routing find_slots(Meta& m, u8* scratch, const u8* ro
     return {slots, m.slot_expert};
   }
   if (LOGITS) {
-    choose(m, routing, map, tokens, warp, lane);
+    choose_experts<1, false>(m.ids, m.weights, routing, map, tokens, warp, NWARPS, lane);
     __syncthreads();
   }
   if (!WIDE && pairs <= 32) {

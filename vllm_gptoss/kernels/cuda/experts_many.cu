@@ -140,16 +140,7 @@ __device__ __forceinline__ void find_chunks(Meta& m, u16* seen, int tokens, int 
   __syncthreads();
   int count = 0, chunks = 0, size = 0, cost = 0, places = 0, costs = 0;
   if (thread < 128) {
-    if (thread < EXPERTS) {
-      u16 here[WARPS];
-#pragma unroll
-      for (int w = 0; w < WARPS; w++) here[w] = seen[w * EXPERTS + thread];
-#pragma unroll
-      for (int w = 0; w < WARPS; w++) {
-        seen[w * EXPERTS + thread] = count;
-        count += here[w];
-      }
-    }
+    if (thread < EXPERTS) count = count_before_warps<WARPS>(seen, thread);
     chunks = (count + MOST - 1) / MOST;
     size = chunks ? (count + chunks - 1) / chunks : 0;
     cost = cost_of(size);

@@ -32,8 +32,9 @@ __device__ __forceinline__ int local_id(const u8* routing, const int* map, int i
   return e < EXPERTS ? e : -1;
 }
 
-// One logit of a token as an unsigned number of the same order; one of bfloat16 with its expert
-// below it, so that one maximum finds both and a tie is the lower expert's.
+// One logit of a token as an unsigned number of the same order; TAGGED, of bfloat16, with its
+// expert below it, so that one maximum finds both and a tie is the lower expert's.
+template <bool TAGGED>
 __device__ __forceinline__ u32 logit_key(const u8* logits, u64 token, int e) {
   u32 bits = 0xFF800000u;  // -inf
   if (e < ROUTED) {
@@ -41,12 +42,12 @@ __device__ __forceinline__ u32 logit_key(const u8* logits, u64 token, int e) {
     bits = LOGITS == 2 ? ld_cg_u32(logits + at * 4) : (u32)ld_cg_u16(logits + at * 2) << 16;
   }
   const u32 key = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-  return LOGITS == 1 ? (key & 0xFFFF0000u) | (0xFFFFu - e) : key;
+  return TAGGED ? (key & 0xFFFF0000u) | (0xFFFFu - e) : key;
 }
 
 // The ACTIVE largest logits of each token (ties: the lower expert) and their softmax. A warp takes
 // SOME tokens at once, because a maximum over its lanes is long in coming.
-template <int SOME, class Id>
+template <int SOME, bool TAGGED = LOGITS == 1, class Id>
 __device__ __forceinline__ void choose_experts(Id* ids, float* weights, const u8* logits,
     const int* map, int tokens, int warp, int warps, int lane) {
   constexpr int PER = (ROUTED + 31) / 32;
@@ -57,7 +58,7 @@ __device__ __forceinline__ void choose_experts(Id* ids, float* weights, const u8
     for (int s = 0; s < SOME; s++)
 #pragma unroll
       for (int i = 0; i < PER; i++)
-        key[s][i] = logit_key(logits, min(first + s, tokens - 1), lane + 32 * i);
+        key[s][i] = logit_key<TAGGED>(logits, min(first + s, tokens - 1), lane + 32 * i);
 #pragma unroll
     for (int a = 0; a < ACTIVE; a++) {
       u32 best[SOME], where[SOME];
@@ -70,7 +71,7 @@ __device__ __forceinline__ void choose_experts(Id* ids, float* weights, const u8
       }
 #pragma unroll
       for (int s = 0; s < SOME; s++) {
-        if (LOGITS == 1) {
+        if (TAGGED) {
           where[s] = 0xFFFFu - (best[s] & 0xFFFFu);
         } else {
           where[s] = 1 << 20;
@@ -82,7 +83,7 @@ __device__ __forceinline__ void choose_experts(Id* ids, float* weights, const u8
 #pragma unroll
         for (int i = 0; i < PER; i++) key[s][i] = where[s] == lane + 32 * i ? 0 : key[s][i];
         const u32 bits =
-            LOGITS == 1 ? (best[s] & 0xFFFF0000u) | (best[s] & 0x80000000u ? 0 : 0xFFFF) : best[s];
+            TAGGED ? (best[s] & 0xFFFF0000u) | (best[s] & 0x80000000u ? 0 : 0xFFFF) : best[s];
         value[s][a] = __uint_as_float(bits & 0x80000000u ? bits & 0x7FFFFFFFu : ~bits);
         if (lane == 0 && first + s < tokens) {
           const int e = where[s] < ROUTED ? (int)where[s] : 0;
@@ -123,6 +124,22 @@ __device__ __forceinline__ void rank_pairs(
     ranks[p] = before + __popc(below);
     __syncwarp();
   }
+}
+
+// Replaces each warp's count of one expert, in seen [warps][EXPERTS], by those of the warps before
+// it; returns the sum of all.
+template <int WARPS_COUNTED>
+__device__ __forceinline__ int count_before_warps(u16* seen, int expert) {
+  u16 here[WARPS_COUNTED];
+#pragma unroll
+  for (int w = 0; w < WARPS_COUNTED; w++) here[w] = seen[w * EXPERTS + expert];
+  int count = 0;
+#pragma unroll
+  for (int w = 0; w < WARPS_COUNTED; w++) {
+    seen[w * EXPERTS + expert] = count;
+    count += here[w];
+  }
+  return count;
 }
 
 // The sum of a warp's values up to this lane's own.
