@@ -30,7 +30,7 @@ ARGUMENTS = ("--served-model-name", NAME, "--max-model-len", "16384", "--max-num
 CPU = ("--enforce-eager",)
 GPU = (
     *("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(2**31)),
-    *("--compilation-config", '{"cudagraph_capture_sizes": [1, 8, 32, 64]}'),
+    *("--max-cudagraph-capture-size", "64"),
 )
 """What a server is started with beside: on a GPU other servers may run, and few graphs are captured soon."""
 

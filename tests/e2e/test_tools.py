@@ -130,7 +130,8 @@ async def test_conversations_side_by_side_each_get_their_own_answer_and_leave_no
     after = await crowd()
     await client.close()
     assert calm(after)
-    assert after.descriptors <= before.descriptors + 8, "kernels that the first crowd had not yet made"
+    # kernels that the first crowd had not yet made; one for each conversation of a crowd would be 24
+    assert after.descriptors <= before.descriptors + 16
     # vLLM's route of /v1/messages logs a request that it refuses with a traceback.
     told = [line for line in served.log.read_text().splitlines() if "[api_router.py:" not in line]
     assert not re.search(r"ERROR .*(Task|never retrieved|Traceback)", "\n".join(told))

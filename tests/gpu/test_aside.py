@@ -58,7 +58,8 @@ def starts() -> Iterator[dict[tuple[str, bool], Done]]:
 
 def answer(done: Done) -> dict[str, Any]:
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]  # vLLM's own may come after
+    found: dict[str, Any] = json.loads(lines[-1])
     assert found["tokens"] == [[TOKENS] * count for count in BATCHES]
     return dict(found["paths"])
 

@@ -87,10 +87,10 @@ SITUATIONS = {
     "prefixes from the cache": Situation(ALL, (64, 64), {"enable_prefix_caching": True}),
     "prompts in chunks": Situation(ALL, (None,), {"max_num_batched_tokens": 64, "max_num_seqs": 32}),
     "preemption": Situation(
-        ALL, (None,), {"num_gpu_blocks_override": 640, "max_model_len": 2048, "disable_log_stats": False}
+        ALL, (None,), {"kv_cache_memory_bytes": 2**26, "max_model_len": 2048, "disable_log_stats": False}
     ),
     "drafts by n-gram": Situation(
-        SIX_LAUNCHES, (1, 64, "short"), {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+        ALL, (1, 64, "short"), {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
     ),
     "drafts by EAGLE3": Situation(SIX_LAUNCHES, (1, 64, "short"), {"speculative_config": {"method": "eagle3"}}),
     "LoRA": Situation(NOTHING, (64,), {"enable_lora": True, "max_lora_rank": 8}),
@@ -140,8 +140,6 @@ def job(situation: Situation, cases: list[Case], model: Path, draft: Path) -> di
     if "kv_transfer_config" in args:
         storage = json.dumps(args["kv_transfer_config"]).replace("FOLDER", tempfile.mkdtemp(dir=draft.parent))
         args["kv_transfer_config"] = json.loads(storage)
-    if "num_gpu_blocks_override" in args:
-        del args["kv_cache_memory_bytes"]
     rounds = [
         [{"prompt": case.prompt, "max_tokens": len(case.wanted) + 8} for case in asked(cases, count)]
         for count in situation.at_once
@@ -160,7 +158,8 @@ def results(
     base = tmp_path_factory.mktemp("recall")
     draft = base / "draft"
     draft.mkdir()
-    (draft / "config.json").write_text(json.dumps(shapes.draft_config(replace(GPT_OSS_20B, layers=LAYERS))))
+    config = shapes.draft_config(replace(GPT_OSS_20B, layers=LAYERS)) | {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}
+    (draft / "config.json").write_text(json.dumps(config))
     wanted = {name: each for name, each in SITUATIONS.items() if each.gpus <= torch.cuda.device_count()}
 
     def run(name: str) -> jobs.Results:

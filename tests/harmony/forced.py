@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+from tests.support.forcing import Forcing
 
 
-class ForcedTokens(AdapterLogitsProcessor):
+class ForcedTokens(Forcing):
     """Requests bring their tokens as `vllm_xargs: {"forced": "1 2 3"}`."""
 
-    def is_argmax_invariant(self) -> bool:
-        return False
-
-    def new_req_logits_processor(self, params: Any) -> Any:
-        forced = [int(token) for token in str((params.extra_args or {}).get("forced", "")).split()]
-        if not forced:
-            return None
-
-        def force(output_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-            if len(output_ids) < len(forced):
-                logits.fill_(float("-inf"))
-                logits[forced[len(output_ids)]] = 0.0
-            return logits
-
-        return force
+    def answer(self, prompt: Sequence[int], params: Any) -> list[int]:
+        del prompt
+        return [int(token) for token in str((params.extra_args or {}).get("forced", "")).split()]

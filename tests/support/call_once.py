@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from tests.support.forcing import Forcing
 from vllm_gptoss.harmony.tokens import encoding
@@ -14,7 +15,8 @@ ANSWER = "<|channel|>final<|message|>It is 42.<|return|>"
 class CallsOnce(Forcing):
     """`ANSWER` where the prompt has python's output, else `CALL`."""
 
-    def answer(self, prompt: Sequence[int]) -> list[int]:
+    def answer(self, prompt: Sequence[int], params: Any) -> list[int]:
+        del params
         text = ANSWER if "python to=assistant" in encoding().decode(list(prompt)) else CALL
         said: list[int] = encoding().encode(text, allowed_special="all")
         return said

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from tests.support.forcing import Forcing
 from vllm_gptoss.harmony.tokens import encoding
@@ -50,5 +51,6 @@ def agent(prompt: Sequence[int]) -> list[int]:
 class ForcedAgents(Forcing):
     """Every request is answered with `agent`. A grammar still judges the tokens: it sees what was sampled."""
 
-    def answer(self, prompt: Sequence[int]) -> list[int]:
+    def answer(self, prompt: Sequence[int], params: Any) -> list[int]:
+        del params
         return agent(prompt)
