@@ -91,7 +91,7 @@ def test_flags_start_and_answer(name: str, model_dir: Path, tmp_path: Path) -> N
         assert httpx.get(f"{served.url}/health").status_code == 200
 
 
-def modal_client(served: Server) -> ModuleType:
+def modal_client(server: Server) -> ModuleType:
     """The client of the Modal app, asking this server: it reads today's events and uses a tool."""
     spec = importlib.util.spec_from_file_location("modal_app", ROOT / "recipes" / "deploy" / "modal_app.py")
     assert spec is not None

@@ -56,8 +56,8 @@ def main(options: list[str]) -> int:
 
 
 def parallel() -> list[str]:
-    """Six workers: shared servers, recall, planted faults and three files with servers of their own."""
-    return ["--numprocesses=6", "--dist=loadfile", "--no-loadscope-reorder"]
+    """Seven workers: shared servers, recall, planted faults and four files with servers of their own."""
+    return ["--numprocesses=7", "--dist=loadfile", "--no-loadscope-reorder"]
 
 
 def read(report: Path) -> dict[str, Any]:
