@@ -24,6 +24,12 @@ def test_every_device_has_a_family_and_every_family_a_device() -> None:
         ("rtx pro 6000", "RTX-PRO-6000", 1),
         ("mi355x", "MI355X", 1),
         ("GB10", "DGX-Spark", 1),
+        ("NVIDIA H100 80GB HBM3", "H100", 1),
+        ("NVIDIA H100 NVL", "H100-NVL", 1),
+        ("2x NVIDIA A100-SXM4-40GB", "2xA100-40GB", 2),
+        ("NVIDIA GeForce RTX 5090", "RTX-5090", 1),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000", 1),
+        ("AMD Instinct MI300X", "MI300X", 1),
     ],
 )
 def test_what_a_user_types_is_understood(text: str, label: str, count: int) -> None:
@@ -34,7 +40,14 @@ def test_what_a_user_types_is_understood(text: str, label: str, count: int) -> N
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("RTX-409", "RTX-4090"), ("9xH100", "1 to 8 H100"), ("toaster", "H100"), ("2xDGX-Spark", "1 to 1")],
+    [
+        ("RTX-409", "RTX-4090"),
+        ("9xH100", "1 to 8 H100"),
+        ("toaster", "H100"),
+        ("2xDGX-Spark", "1 to 1"),
+        ("NVIDIA RTX A1000", "there "),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "no device is called"),
+    ],
 )
 def test_an_unknown_device_names_near_ones(text: str, said: str) -> None:
     with pytest.raises(DeviceError, match=said):

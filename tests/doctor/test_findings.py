@@ -119,7 +119,7 @@ def test_what_a_serve_line_chooses_is_said_with_its_reason() -> None:
     line = ["vllm", "serve", "openai/gpt-oss-20b", "--async-scheduling", "--kv-cache-dtype", "fp8"]
     code, found = doctor("--", "VLLM_USE_V1=1", *line)
     assert of(found, "serve line: async")["status"] == "warning"
-    assert of(found, "serve line: variables")["fix"] == "instead: nothing: there is only one engine"
+    assert of(found, "serve line: variables")["fix"] == "unset it: there is only one engine"
     assert code == 1
     code, found = doctor("--", *line)
     assert code == 0, [finding for finding in found if finding["status"] == "problem"]

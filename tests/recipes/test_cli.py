@@ -106,6 +106,12 @@ def test_what_is_asked_wrongly_ends_with_2(arguments: list[str], said: str) -> N
     assert "Traceback" not in done.stderr
 
 
+def test_a_machine_without_recipes_gets_no_empty_table() -> None:
+    done = recipe("list", "--device", "V100")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "vLLM's own defaults serve it" in done.stderr
+
+
 def test_the_list_is_for_the_machine_that_is_named() -> None:
     rows = json.loads(recipe("list", "--device", "8xH100", "--json").stdout)
     assert {row["device"] for row in rows} == {"8xH100"}

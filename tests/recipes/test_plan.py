@@ -156,6 +156,15 @@ def test_two_gpus_are_advised_to_stay_below_the_guides_limit() -> None:
     assert not list(check.room_for_several(dataclasses.replace(case, device=devices.named("2xH200"))))
 
 
+def test_a_plan_that_fits_is_told_where_the_guide_ran_out() -> None:
+    high = {"tensor-parallel-size": 2, "gpu-memory-utilization": 0.95}
+    found = plan(GPT_OSS_120B, devices.named("2xH100"), high, {})
+    assert found.fits
+    assert [each.partition(":")[0] for each in found.advice] == ["stay below 0.95"]
+    assert plan(GPT_OSS_120B, devices.named("2xH200"), high, {}).advice == ()
+    assert plan(GPT_OSS_120B, devices.named("H100"), {"gpu-memory-utilization": 0.95}, {}).advice == ()
+
+
 @pytest.mark.parametrize("device", [model.name for model in devices.MODELS if model.vendor != "cpu"])
 @pytest.mark.parametrize("model", SPECS)
 def test_every_advice_fits_when_it_is_taken(model: str, device: str) -> None:
@@ -173,8 +182,20 @@ def _number(text: str) -> Any:
 
 
 def test_a_cpu_is_no_gpu() -> None:
-    with pytest.raises(PlanError, match="VLLM_CPU_KVCACHE_SPACE"):
+    with pytest.raises(PlanError, match=r"39 GiB of it are weights, VLLM_CPU_KVCACHE_SPACE .* --device"):
         plan(GPT_OSS_20B, devices.named("CPU"), {}, {})
+    with pytest.raises(PlanError, match="no attention with sinks"):
+        plan(GPT_OSS_20B, devices.named("CPU"), {"kv-cache-dtype": "nvfp4"}, {})
+
+
+def test_weights_that_the_host_cannot_hold_are_found() -> None:
+    host = dataclasses.replace(devices.named("CPU"), memory_gib=24.0)
+    case = check.case_of({"model": "openai/gpt-oss-20b"}, host, {})
+    (found,) = check.command(case, ())
+    assert (found.rule, found.fatal) == ("host", False)
+    assert "this host has 24" in found.what
+    assert not check.command(dataclasses.replace(case, device=dataclasses.replace(host, memory_gib=64.0)), ())
+    assert not check.command(check.case_of({"model": "/models/small"}, host, {}), ())
 
 
 def test_what_does_not_divide_is_an_error() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -86,7 +87,7 @@ _COUNTED = re.compile(r"(?:(\d+)\s*[x*×]\s*)?(.+)", re.IGNORECASE)
 
 
 def named(text: str) -> Device:
-    """`H100`, `8xH100`, `2 x rtx 4090` as a device.
+    """`H100`, `8xH100`, `2 x rtx 4090`, or as the driver says it (`NVIDIA H100 80GB HBM3`), as a device.
 
     Raises:
         DeviceError: no row is called that, or no host has so many.
@@ -94,9 +95,8 @@ def named(text: str) -> Device:
     found = _COUNTED.fullmatch(text.strip())
     count, name = (int(found[1] or 1), found[2]) if found else (1, text)
     known = (*MODELS, *NEIGHBOURS)
-    model = next(
-        (model for model in known if _plain(name) in {_plain(each) for each in (model.name, *model.also)}), None
-    )
+    same = (model for model in known if _plain(name) in {_plain(each) for each in (model.name, *model.also)})
+    model = next(same, None) or _within(name, known)
     if model is None:
         near = difflib.get_close_matches(_plain(name), [_plain(each.name) for each in MODELS], n=3, cutoff=0.5)
         names = [each.name for each in MODELS if _plain(each.name) in near] or [each.name for each in MODELS]
@@ -106,6 +106,20 @@ def named(text: str) -> Device:
     if not 1 <= count <= model.most:
         raise DeviceError(f"{text}: one host has 1 to {model.most} {model.name}")
     return model.device(count)
+
+
+def _within(name: str, known: Iterable[Model]) -> Model | None:
+    """The row whose spelling stands, word by word, in a driver's name; of several the longest. Not laptops' chips."""
+    said = _words(name)
+    if "laptop" in said:
+        return None
+    found = [
+        (len(spelt), model)
+        for model in known
+        for spelt in map(_words, (model.name, *model.also))
+        if any(said[start : start + len(spelt)] == spelt for start in range(len(said)))
+    ]
+    return max(found, key=lambda each: each[0])[1] if found else None
 
 
 def of(device: Device) -> Model | None:
@@ -129,6 +143,10 @@ def of(device: Device) -> Model | None:
 def label(device: Device) -> str:
     """`8xH100`, as `named` reads it."""
     return f"{device.count}x{device.name}" if device.count > 1 else device.name
+
+
+def _words(name: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", name.lower())
 
 
 def _plain(name: str) -> str:

@@ -202,7 +202,7 @@ def dead_variables(probe: dict[str, Any]) -> Findings:
     """Variables that do nothing today, with what to set instead."""
     found = variables.dead(os.environ, probe.get("variables") or ())
     for name, instead in found.items():
-        yield Finding(Status.PROBLEM, f"variable {name}", "this vLLM does not read it", f"unset it; instead: {instead}")
+        yield Finding(Status.PROBLEM, f"variable {name}", "this vLLM does not read it", variables.remedy(instead))
     for name, why in variables.IGNORED_BY_US.items():
         if name in os.environ:
             yield Finding(Status.INFO, f"variable {name}", f"not needed: {why}")

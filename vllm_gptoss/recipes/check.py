@@ -150,10 +150,23 @@ def fits(case: Case) -> Iterator[Trouble]:
         yield Trouble(case.place, "plan", f"does not fit {devices.label(case.device)}: {found.why}", found.would_fit)
 
 
+def room_on_host(case: Case) -> Iterator[Trouble]:
+    """A CPU's weights fit into the host's memory, where that is known."""
+    have = case.device.memory_gib
+    if case.device.vendor != "cpu" or not have or case.spec.name not in str(case.config.get("model", "")):
+        return
+    try:
+        need = plan.on_cpu(case.spec, case.device, case.config, case.env)
+    except PlanError:
+        return  # said by settings_and_tables
+    if need > have:
+        what = f"the weights take {need:.0f} GiB, this host has {have:.0f}"
+        yield Trouble(case.place, "host", what, "take a host with more memory, or a GPU", fatal=False)
+
+
 def room_for_several(case: Case) -> Iterator[Trouble]:
     """Several H100 at a utilisation of 0.95 ran out of memory, says vLLM's usage guide."""
-    high = float(case.config.get("gpu-memory-utilization", 0)) >= plan.CEILING
-    if high and gpus(case.config) > 1 and case.device.arch == "sm90" and case.device.memory_gib < 100:
+    if plan.crowded(case.device, case.config):
         what = f"--gpu-memory-utilization {case.config['gpu-memory-utilization']} on several 80 GB cards may run out"
         yield Trouble(case.place, "utilization", what, "stay below 0.95", fatal=False)
 
@@ -196,7 +209,7 @@ def dead_variables(case: Case, release: Release) -> Iterator[Trouble]:
     """Variables that this release does not read."""
     for name, instead in variables.dead(case.env, release.variables).items():
         where = f"{case.place} (vLLM {release.version})"
-        yield Trouble(where, "variables", f"nothing reads {name}", f"instead: {instead}")
+        yield Trouble(where, "variables", f"nothing reads {name}", variables.remedy(instead))
 
 
 # What a recipe promises beyond that.
@@ -344,6 +357,6 @@ def _anyone(case: Case, releases: Sequence[tuple[Release, Parsed]]) -> Iterator[
         yield from dead_variables(case, release)
     if no_numbers(case.config):  # the parser has said so, or reads `auto` or `8k`, which nothing below counts with
         return
-    rules: tuple[Rule, ...] = (settings_and_tables, fits, room_for_several, aiter_is_on, keeps_fused_layers, needless)
-    for rule in rules:
+    rooms: tuple[Rule, ...] = (fits, room_on_host, room_for_several)
+    for rule in (settings_and_tables, *rooms, aiter_is_on, keeps_fused_layers, needless):
         yield from rule(case)

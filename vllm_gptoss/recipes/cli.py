@@ -72,8 +72,10 @@ def list_(
     if markdown:
         typer.echo(render.table(recipes), nl=False)
         return
+    if not rows:
+        return  # said above
     table = Table(box=None, padding=(0, 1))
-    for column in rows[0] if rows else ():
+    for column in rows[0]:
         table.add_column(column, no_wrap=column in ("id", "status"))
     for each in rows:
         table.add_row(*each.values())

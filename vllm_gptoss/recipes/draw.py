@@ -53,7 +53,7 @@ def _said(plan: Plan) -> list[str]:
             f"measured: {start.kv_gib:.1f} GiB of KV cache with {start.requests} requests of {start.length} tokens and"
             f" {start.tokens:,} batched tokens ({start.results})"
         )
-    return lines
+    return [*lines, *(f"-> {each}" for each in plan.advice)]
 
 
 def data(plan: Plan, title: str) -> dict[str, Any]:

@@ -83,22 +83,38 @@ def plan(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mappin
         PlanError: heads or experts do not divide, a wish cannot be met, too few GPUs, or a CPU.
     """
     if device.memory_gib <= 0 or device.vendor == "cpu":
-        raise PlanError("a CPU shares the host's memory: VLLM_CPU_KVCACHE_SPACE sizes its KV cache, in GiB")
+        raise PlanError(
+            f"a CPU shares the host's memory: {on_cpu(spec, device, config, env):.0f} GiB of it are weights,"
+            " VLLM_CPU_KVCACHE_SPACE sizes the KV cache, in GiB; --device plans for a GPU"
+        )
     if wrong := no_numbers(config):
         raise PlanError(f"{wrong[0]}: {config[wrong[0]]!r} is no number to plan with")
     if gpus(config) > device.count:
         raise PlanError(f"uses {gpus(config)} GPUs, {devices.label(device)} has {device.count}")
     found = _plan(spec, device, config, env)
     if found.fits:
-        return found
+        return replace(found, advice=(BELOW,)) if crowded(device, config) else found
     return replace(found, advice=tuple(_advice(spec, device, config, env, found)))
 
 
-def _plan(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mapping[str, str]) -> Plan:
+def on_cpu(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mapping[str, str]) -> float:
+    """GiB of the host's memory that a CPU's weights take.
+
+    Raises:
+        PlanError: a wish that cannot be met.
+    """
+    return memory.weights(deployment(spec, device, config, env), _experts(spec, device, config, env)).total
+
+
+def _experts(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mapping[str, str]) -> str:
     try:
-        experts = choices(device, config, env, spec)["experts"].value
+        return choices(device, config, env, spec)["experts"].value
     except ValueError as error:  # ChoiceError and SettingsError
         raise PlanError(str(error)) from None
+
+
+def _plan(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mapping[str, str]) -> Plan:
+    experts = _experts(spec, device, config, env)
     asked = deployment(spec, device, config, env)
     if experts == "upstream" and asked.moe_backend != "auto":
         experts = asked.moe_backend
@@ -162,6 +178,14 @@ def _measured(device: Device, spec: ModelSpec, experts: str, config: Mapping[str
 
 CEILING: Final = 0.95
 """Utilisation that the usage guide advises for one full GPU; with several it ran out of memory there."""
+
+BELOW: Final = f"stay below {CEILING}: there vLLM's usage guide ran out of memory on several 80 GB cards"
+
+
+def crowded(device: Device, config: Mapping[str, Any]) -> bool:
+    """Several H100 at a utilisation that ran out of memory there."""
+    high = float(config.get("gpu-memory-utilization", 0)) >= CEILING
+    return high and gpus(config) > 1 and device.arch == "sm90" and device.memory_gib < 100
 
 
 def _advice(

@@ -41,6 +41,12 @@ IGNORED_BY_US: Final[Mapping[str, str]] = {
 """Variables that vLLM's own Responses handler reads and ours does not need."""
 
 
+def remedy(instead: str) -> str:
+    """What to do about a variable, from what replaced it."""
+    kind, sign, why = instead.partition(": ")
+    return f"unset it: {why}" if sign and kind == "nothing" else f"unset it; instead: {instead}"
+
+
 def dead(environ: Mapping[str, str], known: Iterable[str]) -> dict[str, str]:
     """Variables that are set and do nothing: name to what replaces it.
 
