@@ -21,12 +21,19 @@ AT_ONCE = 64
 MINUTE = 60
 PORT = 8000
 
+COMPILED = {
+    "VLLM_CACHE_ROOT": "/compiled/vllm",
+    "TRITON_CACHE_DIR": "/compiled/triton",
+    "GPTOSS_CACHE": "/compiled/vllm-gptoss",
+}
+"""Graphs of torch.compile, kernels of Triton and of the plugin: one volume keeps them all."""
+
 image = (
     modal.Image.from_registry("vllm/vllm-openai:v0.33.0")
     .entrypoint([])
     .add_local_dir("dist", "/wheels", copy=True)
     .run_commands("python3 -m pip install --find-links /wheels 'vllm-gptoss[postgres,python-tool,portable]'")
-    .env({"HF_XET_HIGH_PERFORMANCE": "1"})
+    .env({"HF_XET_HIGH_PERFORMANCE": "1", **COMPILED})
 )
 weights = modal.Volume.from_name("gptoss-weights", create_if_missing=True)
 compiled = modal.Volume.from_name("gptoss-compiled", create_if_missing=True)
@@ -42,7 +49,7 @@ def command() -> list[str]:
 @app.function(
     image=image,
     gpu="H100",
-    volumes={"/root/.cache/huggingface": weights, "/root/.cache/vllm": compiled},
+    volumes={"/root/.cache/huggingface": weights, "/compiled": compiled},
     scaledown_window=15 * MINUTE,
     timeout=30 * MINUTE,
 )

@@ -83,19 +83,35 @@ def test_kuberay_serves_the_same_and_its_pods_are_kubernetes_own() -> None:
     assert int(gpus) == llm_config()["engine_kwargs"]["tensor_parallel_size"]
 
 
+OURS = {"/v1/responses", "/v1/openresponses", "/v1/conversations", "/v1/containers"}
+
+
+def paths_to(ingress: dict[str, Any], service: str) -> set[str]:
+    (rule,) = ingress["spec"]["rules"]
+    return {path["path"] for path in rule["http"]["paths"] if path["backend"]["service"]["name"] == service}
+
+
+def test_our_paths_are_those_that_the_endpoint_has() -> None:
+    routes = Path(__file__).resolve().parents[2] / "vllm_gptoss" / "responses" / "transport"
+    text = "".join(path.read_text() for path in routes.glob("*.py"))
+    assert not {path for path in OURS if path not in text}
+
+
+def test_beside_dynamo_our_paths_go_to_the_servers_of_the_manifest() -> None:
+    (ingress,) = read("dynamo_ingress.yaml")
+    validate(ingress)
+    (service,) = (each for each in read("kubernetes.yaml") if each["kind"] == "Service")
+    assert paths_to(ingress, service["metadata"]["name"]) == OURS
+    assert paths_to(ingress, "NAME-frontend") == {"/"}
+
+
 def test_the_ingress_sends_every_path_of_ours_past_the_router() -> None:
     service, ingress = read("responses_ingress.yaml")
     for document in (service, ingress):
         validate(document)
     with pytest.raises(kubernetes_validate.ValidationError):
         validate({**ingress, "specc": {}})
-    (rule,) = ingress["spec"]["rules"]
-    ours = {path["path"] for path in rule["http"]["paths"] if path["backend"]["service"]["name"] == "gptoss-responses"}
-    routes = Path(__file__).resolve().parents[2] / "vllm_gptoss" / "responses" / "transport"
-    text = "".join(path.read_text() for path in routes.glob("*.py"))
-    for path in ("/v1/responses", "/v1/openresponses", "/v1/conversations", "/v1/containers"):
-        assert path in text
-        assert path in ours
+    assert paths_to(ingress, "gptoss-responses") >= OURS
     assert (
         service["spec"]["selector"]["model"]
         == read("production_stack.yaml")[0]["servingEngineSpec"]["modelSpec"][0]["name"]

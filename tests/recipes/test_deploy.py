@@ -125,6 +125,25 @@ def test_modal_reads_the_app_and_runs_the_recipe() -> None:
     assert words[words.index("--port") + 1] == str(app.PORT)
 
 
+def test_modal_keeps_every_compiled_kernel_in_a_volume() -> None:
+    text = (DEPLOY / "modal_app.py").read_text()
+    assert "**COMPILED" in text
+    assert '"/compiled": compiled' in text
+    compiled = modal_app().COMPILED
+    assert set(compiled) == {"VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "GPTOSS_CACHE"}
+    assert all(folder.startswith("/compiled/") for folder in compiled.values())
+
+
+@pytest.mark.parametrize("name", ["20b-h100-agent", "120b-8xmi300x-latency", "20b-cpu-latency"])
+def test_docker_says_how_its_image_is_made(name: str) -> None:
+    built, run = render.docker(recipe(name)).splitlines()
+    assert built.startswith("# image: docker build -f recipes/deploy/Dockerfile ")
+    base = (DEPLOY / "Dockerfile").read_text().partition("--build-arg ")[2].split()[0]
+    assert (base in built) == (recipe(name).device.vendor == "amd")
+    assert run.startswith("docker run ")
+    assert render.kubernetes(recipe(name)).startswith(f"{built}\n")
+
+
 def releases() -> list[Path]:
     """Folders of the package `vllm`: the installed one, and the unpacked CUDA release where it is."""
     spec = importlib.util.find_spec("vllm")

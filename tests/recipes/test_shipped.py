@@ -17,7 +17,9 @@ ROWS = {
     **dict.fromkeys(("RTX-PRO-6000", "DGX-Spark", "CPU-AMX"), BOTH),
     **dict.fromkeys(("L40S", "RTX-4090", "RTX-5090", "R9700", "CPU"), ("20b",)),
     **dict.fromkeys(("2xH100", "4xH100", "8xH100", "2xH200", "4xH200", "8xH200"), ("120b",)),
-    **dict.fromkeys(("2xA100", "4xA100", "2xL40S", "4xRTX-5090", "4xR9700", "2xB200", "4xB200"), ("120b",)),
+    **dict.fromkeys(
+        ("2xA100", "4xA100", "2xL40S", "4xRTX-4090", "4xRTX-5090", "4xR9700", "2xB200", "4xB200"), ("120b",)
+    ),
 }
 """Devices, and the models that they serve. One of the small cards holds no 120b."""
 
@@ -35,6 +37,13 @@ def test_every_row_has_a_recipe(device: str) -> None:
 def test_every_family_has_its_file_and_every_goal_a_recipe() -> None:
     assert {recipe.family for recipe in RECIPES} == {family.name for family in families.FAMILIES}
     assert {recipe.goal for recipe in RECIPES} == set(Goal)
+
+
+def test_who_has_gpus_enough_for_the_120b_is_told_how_to_serve_tools_and_to_evaluate() -> None:
+    for device in ("H100", "2xH100", "H200", "2xH200", "A100", "2xA100", "B200", "MI300X", "MI355X"):
+        assert Goal.AGENT in {recipe.goal for recipe in of("120b", device)}, device
+    for device in ("2xH100", "8xH100", "H200", "2xH200", "2xA100", "B200", "MI300X", "MI355X"):
+        assert Goal.EVALUATION in {recipe.goal for recipe in of("120b", device)}, device
 
 
 def test_every_device_of_the_table_is_served() -> None:

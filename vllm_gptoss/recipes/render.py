@@ -11,11 +11,20 @@ import yaml
 
 from vllm_gptoss import _vllm
 from vllm_gptoss.choose import devices
+from vllm_gptoss.device import Vendor
 from vllm_gptoss.recipes.load import FOLDER
 from vllm_gptoss.recipes.schema import Recipe
 
 IMAGE = "vllm/vllm-openai:v0.33.0"
 """The official image that `recipes/deploy/Dockerfile` starts from."""
+
+
+BASES: Mapping[Vendor, str] = {
+    "nvidia": "",
+    "amd": f"--build-arg BASE={IMAGE.replace('openai', 'openai-rocm')} ",
+    "cpu": "--build-arg BASE=IMAGE_OF_VLLM_FOR_CPU ",
+}
+"""What `docker build` is told for other hardware than NVIDIA's."""
 
 
 def config(recipe: Recipe) -> str:
@@ -50,12 +59,18 @@ def line(env: Mapping[str, str], words: Sequence[str]) -> str:
 
 
 def docker(recipe: Recipe) -> str:
-    """`docker run` of the image that `recipes/deploy/Dockerfile` makes."""
+    """`docker run` of the image that `recipes/deploy/Dockerfile` makes, and how it is made."""
     gpus = ["--gpus", "all"] if recipe.device.vendor == "nvidia" else _amd_devices(recipe)
     variables = [word for name, value in recipe.env.items() for word in ("-e", f"{name}={value}")]
     volumes = ["-v", "vllm-gptoss-cache:/root/.cache", "-v", "vllm-gptoss-state:/root/.local/state"]
     line = ["docker", "run", "--rm", *gpus, "--ipc=host", "-p", "8000:8000", *variables, *volumes, "vllm-gptoss"]
-    return shlex.join([*line, recipe.repository, *arguments(recipe)]) + "\n"
+    return _built(recipe) + shlex.join([*line, recipe.repository, *arguments(recipe)]) + "\n"
+
+
+def _built(recipe: Recipe) -> str:
+    """A comment."""
+    base = BASES[recipe.device.vendor]
+    return f"# image: docker build -f recipes/deploy/Dockerfile {base}-t vllm-gptoss . (its first lines say how)\n"
 
 
 def _amd_devices(recipe: Recipe) -> list[str]:
@@ -73,7 +88,7 @@ def kubernetes(recipe: Recipe) -> str:
     container["env"] += [{"name": name, "value": value} for name, value in recipe.env.items()]
     resource = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu"}.get(recipe.device.vendor)
     container["resources"]["limits"] = {resource: str(recipe.device.count)} if resource else {}
-    return yaml.safe_dump_all(documents, sort_keys=False, width=120)
+    return _built(recipe) + yaml.safe_dump_all(documents, sort_keys=False, width=120)
 
 
 def upstream(recipe: Recipe) -> str:
