@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "demo" / "README.md"]
+DOCUMENTS = [
+    *ROOT.glob("*.md"),
+    *(ROOT / "docs").rglob("*.md"),
+    *(ROOT / folder / "README.md" for folder in ("demo", "recipes")),
+]
 LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
 NAMED = re.compile(r"`((?:vllm_gptoss|tests|scripts|benchmarks|demo|recipes)/[\w./-]*)`")
 

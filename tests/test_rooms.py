@@ -34,7 +34,6 @@ ORDER = (
     "tools",
     "harmony",
     "responses",
-    "parent_death",
     "loop_watch",
     "front",
     "plugin",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from benchmarks import tables
@@ -11,6 +13,13 @@ from benchmarks import tables
 def test_every_table_is_what_its_result_files_say(path):
     text = path.read_text()
     assert tables.render(text) == text, "run `python benchmarks/tables.py`"
+
+
+def test_the_readme_promises_what_its_table_says():
+    text = (tables.ROOT / "README.md").read_text()
+    table = re.search(r"<!-- table: speed .*?-->\n(.*?)<!-- /table", text, re.DOTALL)[1].splitlines()[2:]
+    ratios = [float(row.split("|")[column]) for row in table for column in (4, 7)]
+    assert f"Decode on one H200 at {min(ratios)} to {max(ratios)} times stock speed." in text
 
 
 def test_a_figure_changed_by_hand_is_found():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,24 @@ def test_what_a_serve_line_chooses_is_said_with_its_reason() -> None:
     assert code == 0, [finding for finding in found if finding["status"] == "problem"]
     assert of(found, "serve line: layers")["detail"].startswith("upstream (vLLM's own choice; not gptoss: ")
     assert of(found, "serve line: experts")["detail"].startswith(("dequantize (", "native ("))
+
+
+def test_the_readme_shows_what_doctor_and_the_start_up_line_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one H200. `…` in the README stands for what it leaves out."""
+    monkeypatch.setattr(findings, "detect", lambda: devices.named("H200"))
+    probe = {"model": "vllm_gptoss.model.gpt_oss:GptOssForCausalLM", "endpoint_plugins": ["gptoss"]}
+    found = [*findings.settings_and_choices(), *findings.active({**probe, "VLLM_PLUGINS": "gptoss,others"})]
+    found += findings.dead_variables({})
+    said = {finding.check: finding.detail for finding in found}
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    shown = re.findall(r"^ ok +(\S+(?: \S+)*) {2,}(.*)$", readme, re.MULTILINE)
+    (line,) = re.findall(r"^… vllm-gptoss \S+ is active\. (.*); …$", readme, re.MULTILINE)
+    started = [tuple(part.split(": ", 1)) for part in line.split("; ")]
+    assert len(shown) == 6
+    assert [name for name, _ in started] == ["experts", "layers"]
+    for name, text in (*shown, *started):
+        pattern = ".*".join(map(re.escape, text.split("…")))
+        assert re.fullmatch(pattern, said[name]), (name, said[name])
 
 
 def test_aiter_is_chosen_only_where_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
