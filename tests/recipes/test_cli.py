@@ -92,10 +92,11 @@ def test_serve_without_vllm_says_what_to_do() -> None:
     ("arguments", "said"),
     [
         (["show", "20b-h10-latency"], "near: 20b-h100-latency"),
-        (["show", "120b-h100"], "near: 120b-h100-latency, 120b-h100-long-context\n"),
+        (["show", "120b-h100"], "near: 120b-h100-latency, 120b-h100-long-context, 120b-h100-agent\n"),
         (["show", ""], "recipe list"),
         (["list", "--device", "H10"], "there are"),
         (["check", "/nowhere.yaml"], "/nowhere.yaml: No such file"),
+        (["check", "20b-h10-latency"], "near: 20b-h100-latency"),
         (["check", "--release", "--today", "yesterday"], "yesterday"),
     ],
 )
@@ -134,6 +135,10 @@ def test_a_users_command_and_file_are_judged(tmp_path: Path) -> None:
     done = recipe("check", str(mine), "--device", "H100")
     assert done.returncode == 0, done.stdout
     assert done.stdout.startswith(f"advice: {mine}:2: --kv-cache-dtype fp8 costs the fused layers")
+    done = recipe("check", ID)
+    assert (done.returncode, done.stdout.split(",")[0]) == (0, ID)
+    done = recipe("plan", "--device", "H100", "--", "vllm", "serve", "/models/mine")
+    assert (done.returncode, done.stderr) == (0, "/models/mine is taken for gpt-oss-20b\n")
     mine.write_text("model: openai/gpt-oss-20b\nenable-prefix-caching: false\nmonokernel: true\nmax-num-seqs: many\n")
     done = recipe("check", str(mine), "--device", "H100")
     assert done.returncode == 1

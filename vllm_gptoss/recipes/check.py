@@ -317,6 +317,12 @@ def case_of(values: Mapping[str, Any], device: Device, env: Mapping[str, str]) -
     return Case("vllm serve", spec, device, values, env)
 
 
+def guessed(values: Mapping[str, Any]) -> str:
+    """What a model is taken for whose name tells neither size; empty where it does."""
+    named = any(size in str(values.get("model", "")) for size in SPECS)
+    return "" if named else case_of(values, Device("cpu", "", "", 0), {}).spec.name
+
+
 def line(device: Device, env: Mapping[str, str], releases: Sequence[tuple[Release, Parsed]]) -> list[Trouble]:
     """`command`, on the words that `releases` were asked about."""
     values = next((parsed.values for _, parsed in releases if not parsed.error), {})

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -32,7 +32,8 @@ app = typer.Typer(no_args_is_help=True, help="Which command for which machine, h
 USAGE = 2
 """Exit code for what was asked wrongly; 1 is for what was found wrong."""
 
-Words = Annotated[list[str] | None, typer.Argument(help="an id, a path, or a `vllm serve` line after `--`")]
+Checked = Annotated[list[str] | None, typer.Argument(help="an id, a path, or a `vllm serve` line after `--`")]
+Planned = Annotated[list[str] | None, typer.Argument(help="an id, or a `vllm serve` line after `--`")]
 
 
 def _stop(error: Exception) -> typer.Exit:
@@ -127,7 +128,7 @@ def schema() -> None:
 
 @app.command()
 def check(
-    what: Words = None,
+    what: Checked = None,
     device: Annotated[str, typer.Option(help="for a command: on what it shall run")] = "auto",
     source: Annotated[list[Path] | None, typer.Option(help="an unpacked vLLM release to ask as well")] = None,
     release: Annotated[
@@ -141,13 +142,21 @@ def check(
         if what and ("vllm" in what or len(what) > 1):
             found = _check_words(what, machine(device), source or ())
         else:
-            found = _check_path(Path(what[0]) if what else load.FOLDER, device, source or (), day)
+            found = _check_one(what[0] if what else str(load.FOLDER), device, source or (), day)
     except (RecipeError, DeviceError, ProbeError, ValueError) as error:
         raise _stop(error) from None
     for trouble in found:
         typer.echo(f"{'error' if trouble.fatal else 'advice'}: {trouble}")
     if any(trouble.fatal for trouble in found):
         raise typer.Exit(1)
+
+
+def _check_one(what: str, device: str, sources: Sequence[Path], day: date | None) -> list[Trouble]:
+    """Of a path; else of the recipe that is called so."""
+    path = Path(what)
+    if path.exists() or path.suffix or os.sep in what:
+        return _check_path(path, device, sources, day)
+    return _check_recipes([find.by_id(load.shipped(), what)], sources, day)
 
 
 def _check_path(path: Path, device: str, sources: Sequence[Path], day: date | None) -> list[Trouble]:
@@ -159,26 +168,37 @@ def _check_path(path: Path, device: str, sources: Sequence[Path], day: date | No
     if isinstance(first, dict) and not path.is_dir() and not {"recipes", "family"} & set(first):
         found = _check_words(["vllm", "serve", "--config", str(path.absolute())], machine(device), sources)
         return [rules.in_file(trouble, path, root, first) for trouble in found]
-    recipes = [recipe for file in files for recipe in load.load(file)]
+    return _check_recipes([recipe for file in files for recipe in load.load(file)], sources, day)
+
+
+def _check_recipes(recipes: Sequence[Recipe], sources: Sequence[Path], day: date | None) -> list[Trouble]:
     releases = [probe.ask([recipe.config for recipe in recipes], root) for root in (None, *sources)]
     found = []
     for index, recipe in enumerate(recipes):
         found += rules.recipe(recipe, [(each, each.parsed[index]) for each in releases], today=day)
     versions = " and ".join(each.version for each in releases)
-    typer.echo(f"{len(recipes)} recipes, vLLM {versions}: {len(found)} found wrong")
+    many = f"{len(recipes)} recipes" if len(recipes) != 1 else recipes[0].id
+    typer.echo(f"{many}, vLLM {versions}: {len(found)} found wrong")
     return found
 
 
 def _check_words(words: Sequence[str], device: Device, sources: Sequence[Path]) -> list[Trouble]:
     releases = [probe.ask([rules.words(words)], root) for root in (None, *sources)]
+    _say_what_is_guessed(releases[0].parsed[0].values)
     return rules.line(
         device, {**os.environ, **rules.variables_of(words)}, [(each, each.parsed[0]) for each in releases]
     )
 
 
+def _say_what_is_guessed(values: Mapping[str, Any]) -> None:
+    """A line where the model's name does not tell which of the two it is."""
+    if values and (guess := rules.guessed(values)):
+        typer.echo(f"{values.get('model', 'a model without a name')} is taken for {guess}", err=True)
+
+
 @app.command("plan")
 def plan_(
-    what: Words = None,
+    what: Planned = None,
     device: Annotated[str, typer.Option(help="on what: `auto`, or as 2xH100; a recipe has its own")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
     png: Annotated[Path | None, typer.Option(help="a picture as well")] = None,
@@ -209,6 +229,7 @@ def _case(what: Sequence[str], device: str) -> Case:
     parsed = probe.ask([rules.words(what)]).parsed[0]
     if parsed.error:
         raise RecipeError(f"vLLM does not take this line: {parsed.error}")
+    _say_what_is_guessed(parsed.values)
     return rules.case_of(parsed.values, machine(device or "auto"), {**os.environ, **rules.variables_of(what)})
 
 
