@@ -135,6 +135,8 @@ def test_a_users_command_and_file_are_judged(tmp_path: Path) -> None:
     done = recipe("check", str(mine), "--device", "H100")
     assert done.returncode == 0, done.stdout
     assert done.stdout.startswith(f"advice: {mine}:2: --kv-cache-dtype fp8 costs the fused layers")
+    mine.write_text("model: openai/gpt-oss-20b\nmax-num-seqs: 8\n")
+    assert recipe("check", str(mine), "--device", "2xH100").stdout.endswith(": nothing found wrong\n")
     done = recipe("check", ID)
     assert (done.returncode, done.stdout.split(",")[0]) == (0, ID)
     done = recipe("plan", "--device", "H100", "--", "vllm", "serve", "/models/mine")

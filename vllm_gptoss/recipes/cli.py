@@ -185,9 +185,12 @@ def _check_recipes(recipes: Sequence[Recipe], sources: Sequence[Path], day: date
 def _check_words(words: Sequence[str], device: Device, sources: Sequence[Path]) -> list[Trouble]:
     releases = [probe.ask([rules.words(words)], root) for root in (None, *sources)]
     _say_what_is_guessed(releases[0].parsed[0].values)
-    return rules.line(
-        device, {**os.environ, **rules.variables_of(words)}, [(each, each.parsed[0]) for each in releases]
-    )
+    environ = {**os.environ, **rules.variables_of(words)}
+    found = rules.line(device, environ, [(each, each.parsed[0]) for each in releases])
+    if not found:
+        versions = " and ".join(each.version for each in releases)
+        typer.echo(f"{devices.label(device)}, vLLM {versions}: nothing found wrong")
+    return found
 
 
 def _say_what_is_guessed(values: Mapping[str, Any]) -> None:
