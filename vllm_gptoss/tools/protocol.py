@@ -184,6 +184,10 @@ class SessionOptions:
     user_location: Mapping[str, Any] = field(default_factory=dict)
     past: Sequence[Mapping[str, Any]] = ()
     """Calls of the conversation's earlier responses, whatever process ran them: `recipient`, `output`, `recall`."""
+    knows_all: bool = False
+    """Whether `past` has every call that the model will see; else nothing follows from one that is not there."""
+    new_container: str = ""
+    """The id of a container that has to be made for the conversation; empty: whatever the tool chooses."""
 
 
 class ToolSession(ABC):
@@ -285,6 +289,12 @@ class ToolProvider(ABC):
     async def read_file(self, container_id: str, file_id: str) -> StoredFile | None:
         """A file with its bytes; None if it is unknown or no longer kept."""
         return None
+
+
+def last_call(past: Sequence[Mapping[str, Any]]) -> str | None:
+    """The name that the last of these calls that ran gave itself; empty where none ran, None where it gave none."""
+    recall = next((call["recall"] for call in reversed(past) if call.get("recall")), {"call": ""})
+    return str(recall["call"]) if "call" in recall else None
 
 
 def failed(kind: str, message: str, shown: str = "") -> ToolResult:

@@ -48,7 +48,7 @@ from vllm_gptoss.tools.protocol import (
 from vllm_gptoss.tools.server import ToolServer, ToolServerOptions
 from vllm_gptoss.tools.service.access import VARIABLE, Doorkeeper, Keys, caller_of, load_keys
 from vllm_gptoss.tools.service.files import file_routes
-from vllm_gptoss.tools.service.wire import ANSWERED, MAX_FILES, Answered, Asked, KeptFile, asked
+from vllm_gptoss.tools.service.wire import ANSWERED, MAX_FILES, Answered, Asked, KeptFile, asked, container_id
 from vllm_gptoss.tools.version import VERSION
 
 logger = logging.getLogger(__name__)
@@ -113,8 +113,14 @@ def _options(namespace: Namespace, ctx: Any, said: Asked | None) -> SessionOptio
     request = ctx.request if isinstance(ctx.request, Request) else None
     caller, said = caller_of(request), said or Asked()
     owner = f"{caller}/{said.owner}" if caller and said.owner else caller or said.owner
-    past = [{"recipient": namespace.name, "recall": {"container": said.container}}] if said.ran else []
-    return SessionOptions(response_id=f"mcp-{ctx.request_id}", owner=owner, past=past)
+    recall = {"container": said.container} | ({} if said.call is None else {"call": said.call})
+    return SessionOptions(
+        response_id=f"mcp-{ctx.request_id}",
+        owner=owner,
+        past=[{"recipient": namespace.name, "recall": recall}] if said.ran else [],
+        knows_all=said.call is not None,
+        new_container=container_id(said.seed),
+    )
 
 
 def _tools(namespace: Namespace) -> list[types.Tool]:
@@ -148,7 +154,8 @@ def _answer(result: ToolResult, for_us: bool = False) -> types.CallToolResult:
         if isinstance(part, File)
     ]
     error = result.error.type if result.error else ""
-    said = Answered(container=result.container_id or "", error=error, files=files[:MAX_FILES])
+    ran = str((result.recall or {}).get("call") or "")
+    said = Answered(container=result.container_id or "", error=error, call=ran, files=files[:MAX_FILES])
     return types.CallToolResult(content=content, is_error=failed, _meta={ANSWERED: said.model_dump()})
 
 

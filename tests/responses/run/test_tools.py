@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.responses import fakes
 from tests.support.responses.events import kinds, stream
-from tests.support.responses.server import MODEL, Start, harmony
+from tests.support.responses.server import MODEL, Start, create, harmony
 from tests.support.responses.turns import CALL, CITED, HELLO, INTERPRETER, MCP, PYTHON, SEARCH, WEATHER
 from vllm_gptoss.tools.protocol import Text, ToolCall, ToolResult
 
@@ -196,6 +196,21 @@ def test_a_client_that_echoes_its_items_finds_what_its_code_left(start: Start, s
     *mine, other = [conversation for conversation, _ in tool.opened]
     assert set(mine) == {mine[0]}, "a chain that began with an echo goes on with the same, too"
     assert other.split(":")[0] != mine[0].split(":")[0]
+    assert all(options.knows_all for _, options in tool.opened)
+    past = [[call["recall"] for call in options.past] for _, options in tool.opened]
+    assert past[:2] == [[], [{"container": "cntr_1"}]], "what only the client has kept ran, too"
+
+
+@pytest.mark.parametrize("container", ["", "cntr_" + "1" * 100, "a\x00/../b", "é", "LiteLLM=="])
+def test_an_echoed_call_may_name_any_container(start: Start, container: str) -> None:
+    tool = fakes.python()
+    server = start(HELLO, providers=[tool])
+    item = {"type": "code_interpreter_call", "id": "ci_1", "status": "completed", "code": "1", "outputs": None}
+    with server.http() as http:
+        asked = [{**item, "container_id": container}, {"role": "user", "content": "?"}]
+        create(http, input=asked, tools=[INTERPRETER])
+    ((_, options),) = tool.opened
+    assert list(options.past) == [{"recipient": "python", "recall": {"container": ""}}]
 
 
 def test_a_cut_call_is_never_run(start: Start) -> None:

@@ -15,8 +15,9 @@ import pytest
 
 from tests.support.notebooks import run_in, started
 from tests.support.waiting import soon
-from vllm_gptoss.tools.protocol import SessionOptions, ToolCall
+from vllm_gptoss.tools.protocol import SessionOptions, ToolCall, ToolResult, ToolSession
 from vllm_gptoss.tools.python import PythonProvider
+from vllm_gptoss.tools.python.container import _UNSEEN
 from vllm_gptoss.tools.python.provider import _ANOTHER, _ROOM_LOST
 from vllm_gptoss.tools.sandbox import launcher
 
@@ -299,6 +300,32 @@ async def test_what_a_cancelled_call_would_have_been_told_is_told_to_the_next(pr
     told = (await again.call(ToolCall("c", "python", None, "print('x' in globals())"))).text
     for note in (_ROOM_LOST, "The previous python call was cancelled. ", _ANOTHER, "False"):
         assert note in told
+
+
+async def test_a_turn_that_is_asked_again_is_told_what_the_lost_attempt_ran(provider: PythonProvider) -> None:
+    """Its server died behind the call, so the conversation does not have it."""
+
+    async def run(session: ToolSession, code: str) -> ToolResult:
+        return await session.call(ToolCall("c", "python", None, code))
+
+    async def opened(*past: ToolResult, knows_all: bool = True) -> ToolSession:
+        calls = [{"recipient": "python", "recall": each.recall} for each in past]
+        return await provider.open("again", SessionOptions(past=calls, knows_all=knows_all))
+
+    first = await opened()
+    told = [(await run(first, code)).text for code in ("count = 0", "count += 1; count")]
+    assert told == ["(no output)", "1\n"], "of its own calls a response is told nothing"
+    told = [(await run(await opened(knows_all=knows), "count")).text for knows in (True, False)]
+    assert told == [f"{_UNSEEN}\n1\n", "1\n"]
+    second = await run(await opened(), "count")
+    lost = await run(await opened(second), "count += 1; count")
+    again = await opened(second)
+    told = [(await run(again, "count")).text for _ in range(2)]
+    assert (lost.text, *told) == ("2\n", f"{_UNSEEN}\n2\n", "2\n"), "once for a response"
+    known = ToolResult([], recall={"container": second.container_id})  # of an earlier version
+    assert (await run(await opened(known), "count")).text == "2\n"
+    provider._evict("again", _ROOM_LOST)
+    assert _UNSEEN not in (await run(await opened(second), "1")).text, "what is lost is not here"
 
 
 async def _has_file(container: object, name: str) -> bool:

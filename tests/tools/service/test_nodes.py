@@ -15,15 +15,18 @@ from starlette.responses import Response
 from tests.support.machine import without_namespaces
 from tests.support.notebooks import started
 from tests.support.servers import running
+from vllm_gptoss.tools import serve
 from vllm_gptoss.tools.config import ToolConfigError, parse_spec
 from vllm_gptoss.tools.gate import GatedProvider
 from vllm_gptoss.tools.protocol import File, SessionOptions, ToolCall, ToolResult
 from vllm_gptoss.tools.python import PythonProvider
+from vllm_gptoss.tools.python.container import _UNSEEN
 from vllm_gptoss.tools.serve import http_app
 from vllm_gptoss.tools.server import ToolServer, ToolServerOptions
 from vllm_gptoss.tools.service.access import VARIABLE, load_keys
 from vllm_gptoss.tools.service.nodes import ServiceProvider, ranked
 from vllm_gptoss.tools.service.settings import ServiceConfig
+from vllm_gptoss.tools.service.wire import asked
 
 HERE = pytest.mark.skipif(without_namespaces() is not None, reason=str(without_namespaces()))
 ALICE, BOB = "alice's key which is long", "bob's key which is as long"
@@ -161,6 +164,88 @@ async def test_a_notebook_that_is_not_the_one_of_earlier_calls_says_so(node: Nod
         assert "not the one that earlier calls ran in" in result.text
         again = await run(alice, "print(x)", "split", past=after(result))
         assert again.text == "old\n"
+    finally:
+        await alice.aclose()
+
+
+PRINT = ToolCall("call", "python", None, "print(1)")
+
+
+@HERE
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_container_is_known_before_its_node_has_made_it(node: Node) -> None:
+    """Some clients drop a call whose first event names no container."""
+    alice = service(ALICE, node.url)
+    await alice.start()
+    try:
+        sessions = [await alice.open(name, SessionOptions()) for name in ("known 1", "known 2")]
+        known = [session.container_id for session in sessions]
+        assert len({*known, ""}) == 3
+        assert [(await session.call(PRINT)).container_id for session in sessions] == known
+        assert [(await session.call(PRINT)).container_id for session in sessions] == known
+        assert [session.container_id for session in sessions] == known
+    finally:
+        await alice.aclose()
+
+
+@HERE
+@pytest.mark.asyncio(loop_scope="module")
+async def test_no_caller_gets_a_container_that_is_there(node: Node) -> None:
+    """Not even who knows what it was made of, which is told to nobody but its node."""
+    alice, bob = service(ALICE, node.url), service(BOB, node.url)
+    await asyncio.gather(alice.start(), bob.start())
+    try:
+        mine = await alice.open("claimed", SessionOptions())
+        seed = mine._said.seed
+        assert seed not in mine.container_id
+        made = await mine.call(ToolCall("call", "python", None, "open('/mnt/data/f.txt', 'w').write('alice')"))
+        theirs = await bob.open("claimed", SessionOptions())
+        theirs._said = theirs._said.model_copy(update={"seed": seed})
+        assert theirs.container_id == made.container_id
+        result = await theirs.call(PRINT)
+        assert result.container_id not in (None, made.container_id)
+        assert theirs.container_id == result.container_id
+        assert await bob.list_files(str(made.container_id)) == []
+    finally:
+        await asyncio.gather(alice.aclose(), bob.aclose())
+
+
+@HERE
+@pytest.mark.asyncio(loop_scope="module")
+async def test_servers_and_nodes_of_two_versions_work_together(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    alice = service(ALICE, node.url)
+    await alice.start()
+    nothing = {"seed": "", "call": None}
+    try:
+        older = await alice.open("older server", SessionOptions(knows_all=True))
+        older._said = older._said.model_copy(update=nothing)
+        assert older.container_id == ""
+        made = await older.call(PRINT)
+        assert made.container_id
+        monkeypatch.setattr(serve, "asked", lambda meta: (said := asked(meta)) and said.model_copy(update=nothing))
+        session = await alice.open("older node", SessionOptions(knows_all=True))
+        announced = session.container_id
+        results = [await session.call(PRINT) for _ in range(2)]
+        assert [result.text for result in results] == ["1\n", "1\n"]
+        assert {result.container_id for result in results} == {session.container_id}
+        assert session.container_id not in ("", announced)
+    finally:
+        await alice.aclose()
+
+
+@HERE
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_turn_that_is_asked_again_is_told_what_the_lost_attempt_ran(node: Node) -> None:
+    """A server died behind the call: its node has run it, and the store does not know."""
+    alice = service(ALICE, node.url)
+    await alice.start()
+    try:
+        for number, past in enumerate(((), after(await run(alice, "x = 0", "again")))):
+            lost = await run(alice, "x = 1", "again" if past else "first", past)
+            assert lost.text == "(no output)", number
+            other = await alice.open("again" if past else "first", SessionOptions(past=past, knows_all=True))
+            told = [(await other.call(ToolCall("call", "python", None, "print(x)"))).text for _ in range(2)]
+            assert told == [f"{_UNSEEN}\n1\n", "1\n"], number
     finally:
         await alice.aclose()
 

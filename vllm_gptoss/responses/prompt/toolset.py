@@ -208,7 +208,7 @@ class Opener:
             raise unsupported(where, f"the tool is off: {provider.unavailable}")
         conversation = options.pop("conversation", self._conversation)
         try:
-            known = SessionOptions(response_id=self._response, owner=self._owner, past=self._past, **options)
+            known = SessionOptions(self._response, self._owner, past=self._past, knows_all=True, **options)
             session = await provider.open(conversation, known)
         except Exception as error:
             logger.exception("Tool %s did not open", provider.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from typing import Any
 
 from vllm_gptoss.harmony.messages import Conversation
@@ -29,6 +30,8 @@ from vllm_gptoss.responses.state.stored import Stored
 from vllm_gptoss.tools.protocol import ToolKind
 
 logger = logging.getLogger(__name__)
+
+_CONTAINER = re.compile(r"[A-Za-z0-9_-]{0,80}")
 
 COMPACT_AT = 0.8
 """Share of the context window at which `context_management` compacts when the request names no threshold."""
@@ -122,7 +125,7 @@ async def _open_tools(
     async def notebook_of(container_id: str) -> str:
         return await context.containers.notebook(container_id, caller)
 
-    calls = list(previous.hidden.values())
+    calls = [*previous.hidden.values(), *_unstored(previous, request)]
     opener = Opener(context.providers, identifier, notebook, notebook_of, calls, caller.owner)
     return await opener.open(request.tool_list, request.tool_choice)
 
@@ -144,6 +147,15 @@ def _container(item: Item, previous: Previous) -> str:
     """What is stored knows better than a client that keeps an item as its stream began it."""
     recall = (previous.hidden.get(item.get("id", "")) or {}).get("recall") or {}
     return str(recall.get("container") or item.get("container_id") or "")
+
+
+def _unstored(previous: Previous, request: CreateRequest) -> list[dict[str, Any]]:
+    """Calls of python that only the client has kept: that they ran, and where, is all that is known of them."""
+    items = [item for item in request.items if item["type"] == "code_interpreter_call"]
+    unknown = [item for item in items if item.get("id", "") not in previous.hidden]
+    named = (str(item.get("container_id") or "") for item in unknown)
+    places = (name if _CONTAINER.fullmatch(name) else "" for name in named)
+    return [{"recipient": ToolKind.PYTHON, "recall": {"container": name}} for name in places]
 
 
 def _leave_out_search(context: ServerContext, request: CreateRequest) -> None:

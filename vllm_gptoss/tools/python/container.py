@@ -26,6 +26,10 @@ _DEATH_S = 1.0  # a dying kernel closes its sockets a moment before its exit is 
 _VARIABLES_LOST = "All variables are lost; files in /mnt/data are kept."
 _FATAL = {"gone": "its first process ended", "files": "it made more files, or folders in folders, than it may"}
 _ALL_LOST = "All variables and all files in /mnt/data are lost."
+_UNSEEN = (
+    "[Calls that you do not see ran in this python session since the last one that you see: of another attempt at this"
+    " answer, say. Their variables and files may be here.]"
+)
 
 
 async def _first(a: asyncio.Future[Any], b: asyncio.Future[Any], timeout_s: float) -> set[asyncio.Future[Any]]:
@@ -52,6 +56,7 @@ class Container:
     ) -> None:
         self.id = container_id or new_container_id()
         self.lost = lost
+        self.last_call = ""  # a name for what has run last, on which the present state rests
         self.owner = owner
         self.memory = 0  # bytes held between calls
         self.closed = False  # no call may start any more
@@ -73,8 +78,11 @@ class Container:
         if lost not in self.lost:
             self.lost = f"{self.lost} {lost}".lstrip()
 
-    async def run(self, code: str) -> ToolResult:
-        """Runs one cell. Raises only CancelledError, after the code stopped."""
+    async def run(self, code: str, seen: str | None = None) -> ToolResult:
+        """Runs one cell. Raises only CancelledError, after the code stopped.
+
+        seen: `last_call` as the conversation knows it, None where that is not known. If others ran since, it is told.
+        """
         async with self.lock:
             self.last_used = time.monotonic()
             if self.closed:
@@ -84,6 +92,8 @@ class Container:
             except SandboxError as error:
                 logger.warning("python call refused: %s", error)
                 return self._result([Text(f"[python is unavailable: {error}]")], ToolError("unavailable", str(error)))
+            if seen is not None and self.last_call not in ("", seen):
+                self.tell(_UNSEEN)
             try:
                 return await self._call(kernel, code)
             except SandboxError as error:  # the cage itself went away under the call
@@ -142,6 +152,7 @@ class Container:
         outputs = OutputCollector(
             max_chars=o.max_output_chars, max_images=o.max_images, max_image_bytes=o.max_message_mib << 20
         )
+        before, self.last_call = self.last_call, secrets.token_hex(16)
         running = asyncio.create_task(kernel.client.execute(code, outputs.add))
         try:
             error, note = await self._outcome(kernel, running, outputs)
@@ -149,13 +160,14 @@ class Container:
             files = await self._new_files(kernel)
             self.memory = (await kernel.sandbox.usage())["memory"]
         except asyncio.CancelledError:
+            self.last_call = before  # the next call, whoever's it is, is told of this one
             await uninterrupted(self._stop_cancelled(kernel, running))
             raise
         finally:
             running.cancel()
             running.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, whatever it was
         contents = outputs.contents() + ([Text(note)] if note else []) + files
-        return self._result(contents or [Text("(no output)")], error)
+        return self._result(contents or [Text("(no output)")], error, self.last_call)
 
     async def _outcome(
         self, kernel: Kernel, running: asyncio.Task[KernelMessage], outputs: OutputCollector
@@ -255,11 +267,12 @@ class Container:
         except (ValueError, OSError, SandboxError) as error:
             return Text(f"[{name} cannot be downloaded: {error}]")
 
-    def _result(self, contents: list[Content], error: ToolError | None) -> ToolResult:
+    def _result(self, contents: list[Content], error: ToolError | None, call: str = "") -> ToolResult:
         if self.lost:
             contents = [Text(self.lost), *contents]
             self.lost = ""
-        return ToolResult(contents, error, container_id=self.id, recall={"container": self.id})
+        recall = {"container": self.id} | ({"call": call} if call else {})
+        return ToolResult(contents, error, container_id=self.id, recall=recall)
 
     def close(self) -> None:
         """Kills what runs, without waiting; a running call ends with an error."""
@@ -271,6 +284,7 @@ class Container:
         """Kills everything; the model is told `lost` at its next call."""
         kernel, self._kernel = self._kernel, None
         self.memory = 0
+        self.last_call = ""
         self.lost = lost
         if kernel is not None:
             await self._pool.release(kernel)

@@ -21,6 +21,7 @@ from vllm_gptoss.tools.protocol import (
     ToolResult,
     ToolSession,
     failed,
+    last_call,
     python_namespace,
 )
 from vllm_gptoss.tools.sandbox.launcher import SandboxError
@@ -128,19 +129,24 @@ class PythonProvider(ToolProvider):
         """The conversation's notebook; with an empty id, one that nobody shares and that ends with the session."""
         before = [call for call in options.past if call.get("recipient") == self._name]
         there = self._containers.get(conversation_id)
+        seen = last_call(before) if options.knows_all else None
         if conversation_id and before and there is None:
             self._remember_loss(conversation_id, self._lost.get(conversation_id, _ELSEWHERE))
         elif before and there and container_of(before) not in ("", there.id):
             there.tell(_ANOTHER)
-        return PythonSession(self, conversation_id, options.owner)
+            seen = None
+        return PythonSession(self, conversation_id, options, seen)
 
     def id_of(self, conversation_id: str) -> str:
         """Of the conversation's container; empty while there is none."""
         container = self._containers.get(conversation_id)
         return container.id if container is not None else ""
 
-    async def run(self, conversation_id: str, code: str, owner: str = "", container_id: str = "") -> ToolResult:
-        """Runs a cell in the conversation's notebook, which is made if need be, in a container of the given id."""
+    async def run(
+        self, conversation_id: str, code: str, owner: str = "", container_id: str = "", seen: str | None = None
+    ) -> ToolResult:
+        """Runs a cell in the conversation's notebook, which is made if need be, in a container of the given id, where
+        no other has it. `seen`: as in `Container.run`."""
         if self._unavailable is not None or self._pool is None:
             reason = self._unavailable or "not started"
             return failed("unavailable", reason, f"[python is unavailable: {reason}]")
@@ -152,10 +158,12 @@ class PythonProvider(ToolProvider):
         container = self._containers.get(conversation_id)
         if container is None:
             lost = self._lost.pop(conversation_id, "")
+            if any(container_id == other.id for other in self._containers.values()):
+                container_id = ""
             container = Container(self._pool, self._store, self.options, lost, owner, container_id)
             self._containers[conversation_id] = container
         try:
-            return await container.run(code)
+            return await container.run(code, seen)
         finally:
             self._pool.make_room()
             self._keep_memory()
@@ -260,12 +268,16 @@ class PythonProvider(ToolProvider):
 class PythonSession(ToolSession):
     """One request's view of its conversation's notebook."""
 
-    def __init__(self, provider: PythonProvider, conversation_id: str, owner: str = "") -> None:
+    def __init__(
+        self, provider: PythonProvider, conversation_id: str, options: SessionOptions, seen: str | None
+    ) -> None:
+        """`seen`: the last call that the conversation has, as `last_call` says it."""
         self._provider = provider
-        self._owner = owner
+        self._owner = options.owner
+        self._seen = seen
         self._anonymous = not conversation_id
         self._conversation_id = conversation_id or f"anonymous-{secrets.token_hex(16)}"
-        self._id_of_new = new_container_id()
+        self._id_of_new = options.new_container or new_container_id()
 
     @property
     def namespaces(self) -> Sequence[Namespace]:
@@ -285,7 +297,9 @@ class PythonSession(ToolSession):
         if len(code) > _MAX_CODE:
             return _refused(f"the code is longer than {_MAX_CODE} characters")
         fresh, self._id_of_new = self._id_of_new, new_container_id()
-        return await self._provider.run(self._conversation_id, code, self._owner, fresh)
+        result = await self._provider.run(self._conversation_id, code, self._owner, fresh, self._seen)
+        self._seen = (result.recall or {}).get("call", self._seen)
+        return result
 
     async def aclose(self) -> None:
         """Ends the request; the notebook stays for the conversation's next one, if it has a name to come back by."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -29,10 +30,11 @@ from vllm_gptoss.tools.protocol import (
     ToolResult,
     ToolSession,
     failed,
+    last_call,
 )
 from vllm_gptoss.tools.service.download import Downloads
 from vllm_gptoss.tools.service.settings import ServiceConfig
-from vllm_gptoss.tools.service.wire import ASKED, Answered, Asked, answered
+from vllm_gptoss.tools.service.wire import ASKED, Answered, Asked, answered, container_id
 
 logger = logging.getLogger(__name__)
 
@@ -140,8 +142,13 @@ class ServiceSession(ToolSession):
         # A call that no node took knows of none.
         recall: Mapping[str, Any] = next((call["recall"] for call in reversed(before) if call.get("recall")), {})
         self._node = str(recall.get("node") or "")
-        owner = opaque(options.owner) if options.owner else ""
-        self._said = Asked(owner=owner, ran=bool(before), container=str(recall.get("container") or ""))
+        self._said = Asked(
+            owner=opaque(options.owner) if options.owner else "",
+            ran=bool(before),
+            container=str(recall.get("container") or ""),
+            call=last_call(before) if options.knows_all else None,
+            seed=secrets.token_hex(16),
+        )
         self._open: dict[str, NodeSession] = {}
 
     @property
@@ -151,8 +158,8 @@ class ServiceSession(ToolSession):
 
     @property
     def container_id(self) -> str:
-        """That of the last call; a new one is named by its node."""
-        return self._said.container
+        """That of the last call, or the one that its node is asked to make; a node of before names its own."""
+        return self._said.container or container_id(self._said.seed)
 
     async def call(self, call: ToolCall) -> ToolResult:
         """Runs the call's source code as one cell, on the node that has the notebook if it is there."""
@@ -162,6 +169,7 @@ class ServiceSession(ToolSession):
                 self._open[url] = await node.open(self._conversation, self._options)
             session = self._open[url]
             session.before, session.last = self._said, None
+            self._said = self._said.model_copy(update={"seed": secrets.token_hex(16)})  # one may be lost with its node
             result = await session.call(call)
             if session.last is not None:
                 return self._ran(url, session.last, result)
@@ -178,12 +186,13 @@ class ServiceSession(ToolSession):
         if not said.container:  # refused before it came to a notebook
             return result
         self._node = url
-        self._said = self._said.model_copy(update={"ran": True, "container": said.container})
-        return replace(result, recall={"container": said.container, "node": url})
+        self._said = self._said.model_copy(update={"ran": True, "container": said.container, "call": said.call or None})
+        recall = {"container": said.container, "node": url}
+        return replace(result, recall=recall | ({"call": said.call} if said.call else {}))
 
     def _lost(self, url: str, result: ToolResult) -> ToolResult:
         """The node broke off: the call may have run there. The next one says so to whoever takes it."""
-        self._said = self._said.model_copy(update={"ran": True})
+        self._said = self._said.model_copy(update={"ran": True, "call": None})
         recall = {"container": self._said.container, "node": url}
         return replace(result, recall=recall)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from typing import Any, TypeVar
 
@@ -18,17 +19,21 @@ MAX_FILES = 1000
 M = TypeVar("M", bound=BaseModel)
 
 _ID = r"[A-Za-z0-9_-]{0,80}"
+_HEX = r"([0-9a-f]{32})?"
 
 
 class Asked(BaseModel):
     """What the server knows of the conversation. `owner`: for whom it asks, in no readable form; `ran`: whether the
-    conversation ran python before, `container`: where last."""
+    conversation ran python before, `container`: where last, `call`: the last call's own name, empty where there was
+    none, None where that is not known; `seed`: of a new container's id. Nodes of before ignore the last two."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     owner: str = Field(default="", pattern=f"^{_ID}$")
     ran: bool = False
     container: str = Field(default="", pattern=f"^{_ID}$")
+    call: str | None = Field(default=None, pattern=f"^{_HEX}$")
+    seed: str = Field(default="", pattern=f"^{_HEX}$")
 
 
 class KeptFile(BaseModel):
@@ -49,13 +54,23 @@ class Listed(KeptFile):
 
 
 class Answered(BaseModel):
-    """What a result is beside its content. `error` is a `ToolError.type`."""
+    """What a result is beside its content. `error` is a `ToolError.type`; `call` names the call, where it ran."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     container: str = Field(default="", pattern=f"^{_ID}$")
     error: str = Field(default="", pattern=r"^[a-z_]{0,40}$")
+    call: str = Field(default="", pattern=f"^{_HEX}$")
     files: list[KeptFile] = Field(default=[], max_length=MAX_FILES)
+
+
+def container_id(seed: str) -> str:
+    """The id of the container that is made of a server's `seed`; empty without one.
+
+    A server can so say the id before any node has made the container, and nobody can claim a container of another's:
+    its id is seen by clients, its seed by nobody.
+    """
+    return f"cntr_{hashlib.sha256(seed.encode()).hexdigest()[:32]}" if seed else ""
 
 
 def asked(meta: Any) -> Asked | None:
