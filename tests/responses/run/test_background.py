@@ -10,14 +10,16 @@ from typing import Any
 
 import httpx
 import pytest
+import sqlalchemy as sa
 from httpx_sse import connect_sse
 
 from tests.support.responses import fakes
 from tests.support.responses.events import check_stream, kinds, read
 from tests.support.responses.postgres import ALSO_POSTGRES
-from tests.support.responses.server import MODEL, Start, create
+from tests.support.responses.server import MODEL, Running, Start, create
 from tests.support.responses.turns import HELLO, INTERPRETER, LONG, PYTHON
 from tests.support.waiting import soon
+from vllm_gptoss.responses.run.background import QUIET
 from vllm_gptoss.responses.state.stored import Stored
 from vllm_gptoss.responses.transport.http import tenant_of
 from vllm_gptoss.tools.protocol import ToolCall, ToolResult
@@ -195,3 +197,66 @@ def test_cancelling_what_has_ended_gives_what_it_ended_as(start: Start) -> None:
         made = http.post("/responses", json={"model": MODEL, "input": "hi", "background": True}).json()
         ended = follow(http, made["id"])[-1]["response"]
         assert http.post(f"/responses/{made['id']}/cancel").raise_for_status().json() == ended
+
+
+def counted(server: Running) -> list[str]:
+    """The beginning of every statement that the server's store is given from now on."""
+    found: list[str] = []
+    store = server.endpoint.service.context.store
+    assert store is not None
+
+    @sa.event.listens_for(store._db.sync_engine, "before_cursor_execute")
+    def count(connection: Any, cursor: Any, statement: str, *rest: Any) -> None:
+        del connection, cursor, rest
+        found.append(" ".join(statement.split()))
+
+    return found
+
+
+def reads_of_events(statements: list[str]) -> int:
+    return sum(statement.startswith("SELECT gptoss_events.sequence, gptoss_events.data") for statement in statements)
+
+
+def test_a_follower_beside_the_response_reads_what_is_written_from_memory(start: Start) -> None:
+    server = start(LONG, rate=200.0)
+    statements = counted(server)
+    with server.http() as http:
+        fields = {"model": MODEL, "input": "hi", "background": True, "stream": True}
+        with connect_sse(http, "POST", "/responses", json=fields) as source:
+            events = read(source.iter_sse())
+        check_stream(events)
+        writes = sum(statement.startswith("INSERT INTO gptoss_events") for statement in statements)
+        assert writes >= 3, "as they come"
+        assert reads_of_events(statements) <= 5, "before it is followed, and when it has gone from memory"
+        assert follow(http, events[-1]["response"]["id"]) == events
+
+
+def test_who_comes_back_late_reads_the_store_and_then_goes_on_from_memory(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_gptoss.responses.run.background.RECENT", 5)
+    server = start(LONG, rate=100.0)
+    with server.http() as http, ThreadPoolExecutor(3) as pool:
+        made = http.post("/responses", json={"model": MODEL, "input": "hi", "background": True}).json()
+        followers = []
+        for after in (None, 3, 40):
+            soon(lambda: len(server.call(server.endpoint.background._store.background.since(key(made), -1))) > 60)
+            followers.append(pool.submit(follow, http, made["id"], after))
+        whole, *parts = [follower.result() for follower in followers]
+    check_stream(whole)
+    assert [part == whole[after + 1 :] for part, after in zip(parts, (3, 40), strict=True)] == [True, True]
+
+
+def key(made: dict[str, Any]) -> str:
+    return Stored(made["id"], tenant_of("Bearer alice"), made, [], {}).key
+
+
+def test_events_that_nobody_follows_are_written_less_often(start: Start) -> None:
+    server = start(LONG, rate=200.0)
+    statements, began = counted(server), time.monotonic()
+    with server.http() as http:
+        made = http.post("/responses", json={"model": MODEL, "input": "hi", "background": True}).json()
+        soon(lambda: http.get(f"/responses/{made['id']}").json()["status"] == "completed")
+        check_stream(follow(http, made["id"]))
+    writes = sum(statement.startswith("INSERT INTO gptoss_events") for statement in statements)
+    assert 2 <= writes <= (time.monotonic() - began) / QUIET + 3

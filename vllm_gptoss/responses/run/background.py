@@ -1,6 +1,7 @@
 """Responses that run without a listener: kept as they go, followed and resumed from any API server, cancelled.
 
 Every event goes to the store before anybody sees it, so a follower that comes back with `starting_after` misses none.
+Where nobody here waits for them, events are written less often; followers here read what is written from memory.
 A server beats while it works; a response whose server stopped beating is failed by whoever looks at it next. A server
 that finds its response deleted, or ended by another, stops and writes nothing more.
 """
@@ -11,8 +12,9 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections import deque
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager, nullcontext
 from typing import Any
 
 from pydantic_core import to_json
@@ -30,6 +32,10 @@ logger = logging.getLogger(__name__)
 
 FLUSH = 0.05
 """Seconds that events of a background response may wait before they are written together."""
+QUIET = 0.25
+"""The same, while nobody follows the response on this server. Followers on others look every `POLL`."""
+RECENT = 500
+"""Written events that are kept for this server's followers; who is further behind reads the store."""
 RETRY = 1.0
 """Seconds between attempts while the store fails."""
 CANCEL_TIMEOUT = 30.0
@@ -44,7 +50,7 @@ class _BackgroundRun:
     `wake` tells its writer that there is something to write; `draining` that there will be no more; `news` tells
     followers that events were written; `ended` that all were. `pending` are events that are not written yet; while the
     store fails (`is_stuck`) this server's followers read them here. `is_lost`: the response was deleted, or ended by
-    another server.
+    another server. `hurry` is set while somebody waits for what is written; `written` is the last event's number.
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -53,14 +59,50 @@ class _BackgroundRun:
         self.pending: list[Event] = []
         self.is_stuck = False
         self.wake = asyncio.Event()
+        self.hurry = asyncio.Event()
         self.draining = False
+        self.written = -1
         self.task: asyncio.Task[None] | None = None
         self.news = asyncio.Event()
         self.ended = False
+        self._recent: deque[tuple[int, str]] = deque(maxlen=RECENT)
+        self._followers = 0
 
     def tell(self) -> None:
         self.news.set()
         self.news = asyncio.Event()
+
+    def drain(self) -> None:
+        self.draining = True
+        self.wake.set()
+        self.hurry.set()
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        self._followers += 1
+        self.hurry.set()
+        try:
+            yield
+        finally:
+            self._followers -= 1
+            if not self._followers:
+                self._recent.clear()
+                if not self.draining:
+                    self.hurry.clear()
+
+    def wrote(self, batch: list[tuple[int, str]]) -> None:
+        del self.pending[: len(batch)]
+        self.written = batch[-1][0]
+        if self._followers:
+            self._recent.extend(batch)
+
+    def since(self, after: int) -> list[str] | None:
+        """The written events after number `after`; None if only the store has them."""
+        if after >= self.written:
+            return []
+        if not self._recent or self._recent[0][0] > after + 1:
+            return None
+        return [data for number, data in self._recent if number > after]
 
 
 class Background:
@@ -117,8 +159,7 @@ class Background:
             pending += await loop.cancel()
         finally:
             # The writer is let finish: cancelled between two writes it could leave a gap before the last event.
-            run.draining = True
-            run.wake.set()
+            run.drain()
             try:
                 await asyncio.gather(writer, return_exceptions=True)
                 if await self._drain(stored.key, run):
@@ -164,7 +205,7 @@ class Background:
             try:
                 async with asyncio.timeout(1.0):
                     await run.wake.wait()
-                    await asyncio.sleep(FLUSH)
+                    await _pause(run)
             except TimeoutError:
                 pass
             run.wake.clear()
@@ -195,7 +236,7 @@ class Background:
                 kept = run.loop.is_kept
                 run.is_lost = not await self._store.background.append(key, batch, finished_here=kept)
                 if not run.is_lost:
-                    del run.pending[: len(batch)]
+                    run.wrote(batch)
             except StoreError as error:
                 run.is_stuck = True
                 if not was_stuck:
@@ -205,11 +246,21 @@ class Background:
 
     async def follow(self, identifier: str, caller: Caller, after: int) -> AsyncGenerator[list[Event], None]:
         """Events after number `after`, as they come, to the terminal one."""
+        run = self._runs.get(row_key(caller.tenant, identifier))
+        with run.followed() if run else nullcontext():
+            async with aclosing(self._follow(identifier, caller, after)) as batches:
+                async for batch in batches:
+                    yield batch
+
+    async def _follow(self, identifier: str, caller: Caller, after: int) -> AsyncGenerator[list[Event], None]:
         key = row_key(caller.tenant, identifier)
         while True:
             run = self._runs.get(key)
             news = run.news if run else None
-            batch = [json.loads(data) for _, data in await self._store.background.since(key, after)]
+            written = run.since(after) if run else None
+            if written is None:
+                written = [data for _, data in await self._store.background.since(key, after)]
+            batch = [json.loads(data) for data in written]
             if run and run.is_stuck:
                 told = batch[-1]["sequence_number"] if batch else after
                 batch += [event for event in run.pending if event["sequence_number"] > told]
@@ -287,6 +338,16 @@ class Background:
             return
         run.task.cancel()
         await asyncio.gather(run.task, return_exceptions=True)
+
+
+async def _pause(run: _BackgroundRun) -> None:
+    """Lets events come together, longer where nobody here waits for them."""
+    try:
+        async with asyncio.timeout(QUIET - FLUSH):
+            await run.hurry.wait()
+    except TimeoutError:
+        pass
+    await asyncio.sleep(FLUSH)
 
 
 def _ended(batch: list[Event]) -> bool:
