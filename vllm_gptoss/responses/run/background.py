@@ -257,10 +257,7 @@ class Background:
         while True:
             run = self._runs.get(key)
             news = run.news if run else None
-            written = run.since(after) if run else None
-            if written is None:
-                written = [data for _, data in await self._store.background.since(key, after)]
-            batch = [json.loads(data) for data in written]
+            batch = [json.loads(data) for data in await self._written(key, run, after)]
             if run and run.is_stuck:
                 told = batch[-1]["sequence_number"] if batch else after
                 batch += [event for event in run.pending if event["sequence_number"] > told]
@@ -292,6 +289,11 @@ class Background:
                     await news.wait()
             except TimeoutError:
                 pass
+
+    async def _written(self, key: str, run: _BackgroundRun | None, after: int) -> list[str]:
+        """Events after number `after` that are written, as JSON: some, or none if there are none."""
+        known = run.since(after) if run else None
+        return [data for _, data in await self._store.background.since(key, after)] if known is None else known
 
     async def checked(self, stored: Stored) -> Stored:
         """`stored`, marked failed if the server that ran it has died."""
