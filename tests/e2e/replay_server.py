@@ -79,7 +79,6 @@ async def serve(endpoint: ResponsesEndpoint, app: FastAPI, tools: str, port: int
             await endpoint.open(Obedient(rate), models, Providers(server.providers, server.remote))
             print(listener.getsockname()[1], flush=True)
             await uvicorn.Server(uvicorn.Config(app, log_level="warning")).serve([listener])
-            await endpoint.aclose()
 
 
 if __name__ == "__main__":

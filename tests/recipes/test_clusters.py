@@ -51,7 +51,7 @@ def test_vllms_parser_reads_each_as_the_recipe() -> None:
     wanted, *found = probe.ask([render.words(RECIPE)[2:], *flags().values()]).parsed
     for name, each in zip(flags(), found, strict=True):
         assert not each.error, f"{name}: {each.error}"
-        tools = {} if name == "ray" else {"tool-server": TOOLS}
+        tools = {"shutdown-timeout": 1700} if name == "ray" else {"tool-server": TOOLS}
         assert dict(each.values) == {**{k: v for k, v in wanted.values.items() if k != "tool-server"}, **tools}, name
 
 
@@ -60,6 +60,11 @@ def test_ray_is_given_its_tools_where_it_reads_them() -> None:
     config = llm_config()
     assert config["runtime_env"]["env_vars"] == {"GPTOSS_TOOLS": TOOLS}
     assert "tool_server" not in config["engine_kwargs"]
+
+
+def test_background_responses_may_end_before_ray_kills_a_replica() -> None:
+    config = llm_config()
+    assert config["engine_kwargs"]["shutdown_timeout"] < config["deployment_config"]["graceful_shutdown_timeout_s"]
 
 
 def test_rays_image_turns_on_what_our_endpoint_needs() -> None:

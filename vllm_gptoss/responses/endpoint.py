@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import logging
 from argparse import Namespace
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -27,7 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 class ResponsesEndpoint:
-    """The Responses API of one server: `attach_router`, then `init_state` (or `open` with another engine)."""
+    """The Responses API of one server: `attach_router`, then `init_state` (or `open` with another engine).
+
+    `patience`: how long it waits for background responses when it is closed, in seconds; vLLM's `--shutdown-timeout`.
+    """
 
     def __init__(self, options: ResponsesOptions | None = None) -> None:
         self.options = options or ResponsesOptions()
@@ -35,6 +40,7 @@ class ResponsesEndpoint:
         self._background: Background | None = None
         self._tools: ToolServer | None = None
         self._templates = Templates.load(self.options.prompts)
+        self.patience = 0.0
 
     def attach(self, app: FastAPI, args: Namespace, settings: Any) -> None:
         """The plugin's first hook. Takes `--tool-server` for itself: vLLM would dial it as an MCP server of its own.
@@ -46,6 +52,7 @@ class ResponsesEndpoint:
         """
         self.options = ResponsesOptions.load(settings.store, settings.strict_tools, settings.prompts)
         self._templates = Templates.load(self.options.prompts)
+        self.patience = float(getattr(args, "shutdown_timeout", None) or 0)
         spec = settings.tools or getattr(args, "tool_server", None)
         if spec:
             self._tools = ToolServer.from_spec(spec, ToolServerOptions(count_tokens=lambda text: len(encode(text))))
@@ -74,12 +81,21 @@ class ResponsesEndpoint:
         return self._background
 
     def attach_router(self, app: FastAPI) -> None:
-        """Adds the routes; vLLM lets them replace its own of the same path and method."""
-        router = APIRouter()
+        """Adds the routes; vLLM lets them replace its own of the same path and method. All ends with the app."""
+        router = APIRouter(lifespan=self._lifespan)
         response_routes.add_routes(router, self)
         conversation_routes.add_routes(router, lambda: self.service)
         container_routes.add_routes(router, lambda: self.service)
         app.include_router(router)
+
+    @asynccontextmanager
+    async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        """Whoever serves the app says here that it stops: vLLM when its engine has ended, Ray Serve before that."""
+        del app
+        try:
+            yield
+        finally:
+            await self.aclose()
 
     async def init_state(
         self, engine_client: Any, state: Any, args: Namespace, providers: Providers | None = None
@@ -115,9 +131,9 @@ class ResponsesEndpoint:
         return [*keys, *([base64.b64decode(kept)] if kept else [])]
 
     async def aclose(self) -> None:
-        """Stops background responses, then closes the store and the tools."""
+        """Waits `patience` seconds for background responses, stops them, then closes the store and the tools."""
         if self._background:
-            await self._background.aclose()
+            await self._background.aclose(self.patience)
         if self._service and (store := self._service.context.store):
             await store.aclose()
         if self._tools:

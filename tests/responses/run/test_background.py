@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,13 +17,15 @@ from httpx_sse import connect_sse
 from tests.support.responses import fakes
 from tests.support.responses.events import check_stream, kinds, read
 from tests.support.responses.postgres import ALSO_POSTGRES
-from tests.support.responses.server import MODEL, Running, Start, create
+from tests.support.responses.server import MODEL, Running, Script, Start, create, running
 from tests.support.responses.turns import HELLO, INTERPRETER, LONG, PYTHON
 from tests.support.waiting import soon
-from vllm_gptoss.responses.run.background import QUIET
+from vllm_gptoss.responses.options import ResponsesOptions
+from vllm_gptoss.responses.run.background import QUIET, STOPPED
+from vllm_gptoss.responses.run.engine import ReplayEngine
 from vllm_gptoss.responses.state.stored import Stored
 from vllm_gptoss.responses.transport.http import tenant_of
-from vllm_gptoss.tools.protocol import ToolCall, ToolResult
+from vllm_gptoss.tools.protocol import Text, ToolCall, ToolResult
 
 pytestmark = ALSO_POSTGRES
 
@@ -260,3 +263,33 @@ def test_events_that_nobody_follows_are_written_less_often(start: Start) -> None
         check_stream(follow(http, made["id"]))
     writes = sum(statement.startswith("INSERT INTO gptoss_events") for statement in statements)
     assert 2 <= writes <= (time.monotonic() - began) / QUIET + 3
+
+
+@pytest.mark.parametrize("patience", [0.0, 300.0])
+def test_a_server_that_is_stopped_lets_responses_end_or_fails_them_by_name(tmp_path: Path, patience: float) -> None:
+    """SIGTERM, or Ray Serve that scales down: nobody follows them, so nobody's connection keeps the server."""
+    options = ResponsesOptions(store=str(tmp_path / "store.sqlite"))
+    hanging = asyncio.Event()
+    tool = fakes.python(lambda call: hang(call, hanging) if not patience else ran(call))
+    engine = ReplayEngine(Script(PYTHON, LONG), rate=200.0)
+    body = {"model": MODEL, "input": "hi", "background": True, "tools": [INTERPRETER]}
+    with running(engine, options, [tool]) as server, server.http() as http:
+        server.endpoint.patience = patience
+        made = http.post("/responses", json=body).raise_for_status().json()
+        soon(lambda: len(tool.calls) == 1)
+    with running(ReplayEngine(Script(HELLO)), options) as server, server.http() as http:
+        found = http.get(f"/responses/{made['id']}").json()
+        assert found["status"] == ("completed" if patience else "failed")
+        assert (found["error"] or {}).get("message") == (None if patience else STOPPED)
+        events = follow(http, made["id"])
+        check_stream(events)
+        assert events[-1]["response"] == found
+
+
+async def ran(call: ToolCall) -> ToolResult:
+    return ToolResult([Text(call.arguments)])
+
+
+async def hang(call: ToolCall, until: asyncio.Event) -> ToolResult:
+    await until.wait()
+    return await ran(call)

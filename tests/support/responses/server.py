@@ -97,7 +97,6 @@ def running(
         await endpoint.open(engine, models, Providers(providers))
         ready.append(asyncio.get_running_loop())
         await server.serve([listener])
-        await endpoint.aclose()
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()

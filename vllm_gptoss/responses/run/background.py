@@ -34,6 +34,7 @@ FLUSH = 0.05
 """Seconds that events of a background response may wait before they are written together."""
 QUIET = 0.25
 """The same, while nobody follows the response on this server. Followers on others look every `POLL`."""
+STOPPED = "The server was stopped before this response had ended."
 RECENT = 500
 """Written events that are kept for this server's followers; who is further behind reads the store."""
 RETRY = 1.0
@@ -112,10 +113,15 @@ class Background:
         self._service = service
         self._store = store
         self._runs: dict[str, _BackgroundRun] = {}
+        self._closing = False
 
-    async def aclose(self) -> None:
-        """Cancels what runs here, and waits until its last events are stored."""
+    async def aclose(self, patience: float = 0.0) -> None:
+        """Lets what runs here end for up to `patience` seconds, fails the rest, and waits until that is stored."""
         tasks = [run.task for run in self._runs.values() if run.task]
+        if tasks and patience:
+            logger.info("Waiting up to %g s for %d background responses", patience, len(tasks))
+            await asyncio.wait(tasks, timeout=patience)
+        self._closing = True
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -156,7 +162,7 @@ class Background:
             if writer.done() and not _ended(pending):
                 pending += await loop.cancel()
         except asyncio.CancelledError:
-            pending += await loop.cancel()
+            pending += await (loop.fail(STOPPED) if self._closing else loop.cancel())
         finally:
             # The writer is let finish: cancelled between two writes it could leave a gap before the last event.
             run.drain()

@@ -93,6 +93,11 @@ class Loop:
         await self.close()
         return await self._end("cancelled", "response.incomplete")
 
+    async def fail(self, message: str) -> list[Event]:
+        """The last events of a response that its server gives up, for the reason in `message`."""
+        await self.close()
+        return await self._fail(message)
+
     @property
     def usage(self) -> Usage:
         """Tokens so far."""
