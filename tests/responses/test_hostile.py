@@ -118,6 +118,8 @@ def test_what_is_hardly_a_schema_is_shown_as_well_as_can_be(server: Running, sch
         ({"logit_bias": {"99999999999999999999": 1}}, "logit_bias.99999999999999999999"),
         ({"stop_token_ids": [10**30]}, "stop_token_ids[0]"),
         ({"stop": ""}, "stop"),
+        ({"top_k": 2**63}, "top_k"),
+        ({"min_tokens": 10**30}, "min_tokens"),
         ({"input": [{"type": "compaction_trigger"}]}, "input"),
         ({"input": [{"role": "assistant", "content": [{"type": "output_text", "text": "x", "annotations": 3}]}]},
          "input[0].content[0].annotations"),
@@ -228,6 +230,11 @@ def test_what_can_be_no_id_is_told_before_the_store_is_asked(start: Start) -> No
                 assert (refused.status_code, refused.json()["error"]["param"]) == (status, next(iter(field)))
             for path in ("responses/{}", "responses/{}/input_items", "conversations/{}/items", "containers/{}/files"):
                 assert http.get("/" + path.format(quote(wrong))).status_code == 404
+            tool = {"type": "code_interpreter", "container": wrong}
+            refused = http.post("/responses", json={"model": MODEL, "input": "hi", "tools": [tool]})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools[0].container")
+            ran = {"type": "code_interpreter_call", "id": "ci", "code": "1", "container_id": wrong}
+            assert create(http, input=[{**ran, "status": "completed", "outputs": None}])["status"] == "completed"
         kept = create(http, input=[{"role": "user", "content": "hi", "id": "i" * 128}])
         assert http.get(f"/responses/{kept['id']}/input_items").json()["data"][0]["id"] == "i" * 128
         assert create(http, input=[{"role": "user", "content": "hi", "id": ""}])["status"] == "completed"

@@ -293,3 +293,27 @@ async def ran(call: ToolCall) -> ToolResult:
 async def hang(call: ToolCall, until: asyncio.Event) -> ToolResult:
     await until.wait()
     return await ran(call)
+
+
+def test_who_cancels_twice_cancels_once(start: Start) -> None:
+    """A second cancel broke off the first one's last words: the response hung until it was taken for dead."""
+
+    async def slow_to_stop(call: ToolCall) -> ToolResult:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.3)
+        raise AssertionError
+
+    tool = fakes.python(slow_to_stop)
+    server = start(PYTHON, providers=[tool], config={"heartbeat": 600.0})
+    with server.http() as http, ThreadPoolExecutor(5) as pool:
+        body = {"model": MODEL, "input": "hi", "background": True, "tools": [INTERPRETER]}
+        for _ in range(3):
+            made = http.post("/responses", json=body).json()
+            soon(lambda: len(tool.calls) > tool.cancelled)
+            cancelled = list(pool.map(lambda _, made=made: http.post(f"/responses/{made['id']}/cancel"), range(5)))
+            assert [answer.json()["status"] for answer in cancelled] == ["cancelled"] * 5
+            events = follow(http, made["id"])
+            check_stream(events)
+            assert events[-1]["response"]["status"] == "cancelled"

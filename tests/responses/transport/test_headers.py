@@ -45,10 +45,13 @@ def test_what_routers_say_reaches_the_engine(start: Start) -> None:
         stream(http, {"model": MODEL, "input": "hi", "session_id": "mine"})
         http.headers.update({"X-Vllm-Priority": "high", "X-data-parallel-rank": "all"})
         create(http, input="hi", priority=5)
-    first, second, third = server.engine.samplings
+        http.headers.update({"X-Vllm-Priority": "9" * 19, "X-data-parallel-rank": "-" + "9" * 5000})
+        create(http, input="hi", priority=5)
+    first, second, third, fourth = server.engine.samplings
     assert (first.priority, first.session_id, first.data_parallel_rank) == (-3, "s1", 2)
     assert (second.priority, second.session_id) == (-3, "mine"), "as vLLM: the header's priority, the body's session"
     assert (third.priority, third.data_parallel_rank) == (5, None), "as vLLM: what is no number is ignored"
+    assert (fourth.priority, fourth.data_parallel_rank) == (5, None), "nor what no message to the engine can hold"
 
 
 def test_the_operators_max_new_tokens_counts(start: Start) -> None:

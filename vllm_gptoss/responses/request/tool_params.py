@@ -18,6 +18,7 @@ from openai.types.responses.web_search_preview_tool import WebSearchPreviewTool
 from openai.types.responses.web_search_tool import WebSearchTool
 from pydantic import BaseModel
 
+from vllm_gptoss.responses import ids
 from vllm_gptoss.responses.errors import ApiError, unsupported
 from vllm_gptoss.responses.request.validation import validate
 from vllm_gptoss.tools.protocol import LABEL, RESERVED
@@ -143,6 +144,9 @@ def _check_mcp(tool: Mapping[str, Any], where: str) -> None:
 def _check_container(tool: Mapping[str, Any], where: str) -> None:
     container = tool["container"]
     if isinstance(container, str):
+        if not ids.is_one(container):
+            message = "A container's name is 1 to 128 printable characters."
+            raise ApiError(message, param=f"{where}.container", code="invalid_value")
         return
     if container.get("file_ids"):
         raise unsupported(f"{where}.container.file_ids", "there is no Files API here; let the code write its files")

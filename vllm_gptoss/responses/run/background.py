@@ -62,6 +62,7 @@ class _BackgroundRun:
         self.wake = asyncio.Event()
         self.hurry = asyncio.Event()
         self.draining = False
+        self.stopping = False
         self.written = -1
         self.task: asyncio.Task[None] | None = None
         self.news = asyncio.Event()
@@ -72,6 +73,12 @@ class _BackgroundRun:
     def tell(self) -> None:
         self.news.set()
         self.news = asyncio.Event()
+
+    def stop(self) -> None:
+        """Cancels the response, once: cancelled again, or behind its end, it could not say how it ended."""
+        if self.task and not (self.stopping or self.draining or self.loop.is_ending):
+            self.stopping = True
+            self.task.cancel()
 
     def drain(self) -> None:
         self.draining = True
@@ -122,9 +129,10 @@ class Background:
             logger.info("Waiting up to %g s for %d background responses", patience, len(tasks))
             await asyncio.wait(tasks, timeout=patience)
         self._closing = True
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for run in list(self._runs.values()):
+            run.stop()
+        if tasks:
+            await asyncio.wait(tasks)
 
     async def start(self, request: CreateRequest, caller: Caller) -> tuple[str, dict[str, Any]]:
         """Begins to run; the id and the queued response."""
@@ -222,8 +230,8 @@ class Background:
             if time.monotonic() - beaten > 1.0:
                 beaten = time.monotonic()
                 goes_on = await self._goes_on(stored.key)
-            if (run.is_lost or not goes_on) and run.task and not run.loop.is_ending:
-                run.task.cancel()  # it may be waiting for a tool
+            if (run.is_lost or not goes_on) and not run.loop.is_ending:
+                run.stop()  # it may be waiting for a tool
                 return
 
     async def _goes_on(self, key: str) -> bool:
@@ -344,8 +352,8 @@ class Background:
         if run is None or run.task is None:
             await self._store.background.request_cancel(caller.tenant, identifier)
             return
-        run.task.cancel()
-        await asyncio.gather(run.task, return_exceptions=True)
+        run.stop()
+        await asyncio.wait([run.task])  # which, unlike `gather`, leaves it alone when this client goes away
 
 
 async def _pause(run: _BackgroundRun) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm_gptoss.harmony.messages import Conversation
 from vllm_gptoss.harmony.prompt import render
+from vllm_gptoss.responses import ids
 from vllm_gptoss.responses.errors import ApiError, id_taken
 from vllm_gptoss.responses.prompt.constraint import Constraints, constraints
 from vllm_gptoss.responses.prompt.conversation import build_conversation, fit, rendering
@@ -138,7 +139,7 @@ async def _notebook(
     """
     items = reversed([*previous.items, *request.items])
     called = (_container(item, previous) for item in items if item["type"] == "code_interpreter_call")
-    last = next(filter(None, called), None)
+    last = next(filter(ids.is_one, called), None)
     used = await context.containers.used(last, caller) if last else None
     return used or f"{caller.tenant}:{request.conversation_id or root}"
 

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 REQUEST_ID = "x-request-id"
 """OpenAI's clients show it as `_request_id`, and the log has it beside errors."""
 
+_TOO_LARGE = 2**63
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -105,10 +107,13 @@ def caller_of(connection: HTTPConnection) -> Caller:
 def _number(headers: Mapping[str, str], name: str) -> int | None:
     value = headers.get(name)
     try:
-        return int(value) if value else None
+        number = int(value) if value else None
     except ValueError:
-        logger.warning("The header %s is ignored: %.40r is no whole number", name, value)
+        number = _TOO_LARGE
+    if number is not None and not -_TOO_LARGE <= number < _TOO_LARGE:  # which no message to the engine can hold
+        logger.warning("The header %s is ignored: %.40r is no whole number of 64 bits", name, value)
         return None
+    return number
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, R]) -> R:
