@@ -35,6 +35,9 @@ MAX_WAITING = 16
 MAX_STREAMS = 8
 """Responses at once on one connection; further streams wait."""
 
+MAX_STREAM_ID = 128
+"""Characters; it is in every event, one a token."""
+
 
 async def serve_websocket(service: Service, socket: WebSocket) -> None:
     """Answers one client until it goes away, or can no longer be written to."""
@@ -164,6 +167,9 @@ def _read(text: str) -> _Message:
         message |= nested if isinstance(nested, dict) else {}
         if not isinstance(message.get("stream_id"), str | None):
             raise ApiError("'stream_id' must be a string.", param="stream_id", code="invalid_type")
+        if len(message.get("stream_id") or "") > MAX_STREAM_ID:
+            reason = f"'stream_id' has at most {MAX_STREAM_ID} characters."
+            raise ApiError(reason, param="stream_id", code="invalid_value")
     except ApiError as error:
         return error
     return message
