@@ -336,8 +336,9 @@ class Background:
         await self.stop(stored.id, caller)
         try:
             async with asyncio.timeout(CANCEL_TIMEOUT + self._service.context.options.heartbeat):
-                async for _ in self.follow(stored.id, caller, -1):
-                    pass
+                async with aclosing(self.follow(stored.id, caller, -1)) as batches:
+                    async for _ in batches:
+                        pass
         except TimeoutError:
             message = "The response is being cancelled; look at it again later."
             raise ApiError(message, code="cancel_timeout", status=503, kind="server_error") from None
