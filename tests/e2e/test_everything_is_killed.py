@@ -57,6 +57,8 @@ TOLD = (
     "are lost",
 )
 """What the model reads where a call, or what earlier ones left, is lost or may be."""
+UNSEEN = "Calls that you do not see ran in this python session"
+"""What it reads where an attempt that died left something behind."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ class ByHeart:
             return
         calls = [item for item in response["output"] if item["type"] == "code_interpreter_call"]
         texts = ["".join(o["logs"] for o in call["outputs"] or () if o["type"] == "logs") for call in calls]
-        self.is_lost = self.is_lost or any(note in text for note in TOLD for text in texts)
+        self.is_lost = self.is_lost or any(note in text for note in (*TOLD, UNSEEN) for text in texts)
         if not self.is_lost:
             assert [text.strip() for text in texts] == (["(no output)", "40"] if turn == 1 else ["41"]), texts
 

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import shutil
 import time
-import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +22,7 @@ import pytest
 import yaml
 
 from demo.server import NAME
+from tests.e2e.ledger import Ledger, Talker, faults
 from tests.support import scale
 from tests.support.places import ROOT
 from tests.support.replicas import HAPROXY, NO_HAPROXY, Replica, balancer
@@ -37,7 +35,6 @@ pytestmark = [
 HOUR = 3600.0
 ANSWER = "user message {users} of this conversation, and some words more that take their time to come"
 TURNS, AT_ONCE = 6, 8
-ENDED = ("completed", "failed", "incomplete", "cancelled")
 
 
 @dataclass
@@ -75,128 +72,23 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield Cluster(stack.enter_context(balancer(replicas, tmp_path)), replicas, database)
 
 
-class RefusedError(Exception):
-    """An answer without a stream."""
+class Counting:
+    """Each answer says how many user messages it was shown: a turn that is lost or counted twice is seen."""
 
+    turns = TURNS
 
-@dataclass
-class Client:
-    """One conversation at a time, as a careful client holds it: every request has an id of its choice.
+    def request(self, turn: int, nonce: str) -> dict[str, Any]:
+        del turn, nonce
+        return {"input": json.dumps([f"<|channel|>final<|message|>{ANSWER}<|return|>"])}
 
-    `kept`: what was reported complete; `seen`: how requests ended.
-    """
-
-    http: httpx.AsyncClient
-    random: random.Random
-    kept: dict[str, dict[str, Any]]
-    seen: Counter[str]
-
-    async def converse(self) -> None:
-        """A conversation of `TURNS` turns, by the last response's id or as a conversation object."""
-        where: dict[str, Any] = {}
-        if self.random.random() < 0.5:
-            where = {"conversation": (await self.until(self.make_conversation))["id"]}
-        for turn in range(1, TURNS + 1):
-            script = [f"<|channel|>final<|message|>{ANSWER}<|return|>"]
-            response = await self.complete({"model": NAME, "input": json.dumps(script), **where})
-            assert response["output"][-1]["content"][0]["text"] == ANSWER.format(users=turn)
-            self.kept[response["id"]] = response
-            if "conversation" not in where:
-                where = {"previous_response_id": response["id"]}
-
-    async def make_conversation(self) -> dict[str, Any] | None:
-        made = await self.http.post("/conversations", json={})
-        return made.json() if made.status_code == 200 else None
-
-    async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Asks until there is a completed response, and never for one that there is already."""
-        style = self.random.choice(("whole", "streamed", "background", "followed"))
-        identifier = f"turn_{uuid.uuid4().hex}"
-        while True:
-            ask = getattr(self, f"ask_{style}")
-            try:
-                await ask(body | {"request_id": identifier})
-            except httpx.TransportError:
-                self.seen["connection lost"] += 1
-            except RefusedError as refused:  # a conversation that a dead server's response still has
-                self.seen[str(refused)] += 1
-            found = await self.until(partial(self.find, identifier))
-            if found["status"] == "completed":
-                self.seen[f"{style} completed"] += 1
-                return found
-            self.seen[f"{style} {found['status']}"] += 1
-            if found["status"] in ENDED:  # it is told what became of it, and asked for again
-                identifier = f"turn_{uuid.uuid4().hex}"
-            await asyncio.sleep(0.2)
-
-    async def find(self, identifier: str) -> dict[str, Any] | None:
-        """The response as it is kept once it has ended, or is not there; None while that cannot be said."""
-        answered = await self.http.get(f"/responses/{identifier}")
-        if answered.status_code == 404:
-            return {"status": "not there"}
-        body: dict[str, Any] = answered.json() if answered.status_code == 200 else {}
-        return body if body.get("status") in ENDED else None
-
-    async def until(self, attempt: Any, patience: float = 60.0) -> dict[str, Any]:
-        began = time.monotonic()
-        while time.monotonic() - began < patience:
-            try:
-                if (found := await attempt()) is not None:
-                    return dict(found)
-            except (httpx.TransportError, json.JSONDecodeError):
-                self.seen["connection lost"] += 1
-            await asyncio.sleep(0.1)
-        raise AssertionError(f"no answer for {patience} s: {self.seen}")
-
-    async def ask_whole(self, body: dict[str, Any]) -> None:
-        await self.http.post("/responses", json=body)
-
-    async def ask_streamed(self, body: dict[str, Any]) -> None:
-        async for event in self.events("POST", "/responses", json=body | {"stream": True}):
-            last = event
-        if last["type"] == "response.completed":
-            assert (await self.until(partial(self.find, body["request_id"])))["status"] == "completed"
-
-    async def ask_background(self, body: dict[str, Any]) -> None:
-        await self.http.post("/responses", json=body | {"background": True})
-
-    async def ask_followed(self, body: dict[str, Any]) -> None:
-        """A background response, streamed, and resumed wherever the connection ends."""
-        seen, made = -1, False
-        while True:
-            path = f"/responses/{body['request_id']}"
-            events = (
-                self.events("GET", path, params={"stream": "true", "starting_after": seen})
-                if made
-                else self.events("POST", "/responses", json=body | {"background": True, "stream": True})
-            )
-            try:
-                async for event in events:
-                    if event["type"] == "error":  # the store failed; the response may go on
-                        break
-                    assert event["sequence_number"] == seen + 1, f"after {seen}: {event}"
-                    seen, made = event["sequence_number"], True
-                    if event["type"] in ("response.completed", "response.failed", "response.incomplete"):
-                        return
-            except (httpx.TransportError, RefusedError):
-                self.seen["stream resumed"] += made
-            if not made:
-                return
-            await asyncio.sleep(0.1)
-
-    async def events(self, method: str, path: str, **fields: Any) -> AsyncIterator[dict[str, Any]]:
-        async with self.http.stream(method, path, **fields) as answered:
-            if answered.status_code != 200:
-                raise RefusedError(f"refused with {answered.status_code}")
-            async for line in answered.aiter_lines():
-                if line.startswith("data: {"):
-                    yield json.loads(line.removeprefix("data: "))
+    def check(self, turn: int, response: dict[str, Any]) -> None:
+        assert response["output"][-1]["content"][0]["text"] == ANSWER.format(users=turn)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 async def test_nothing_that_was_reported_complete_is_lost_whoever_is_killed(cluster: Cluster) -> None:
-    seen, kept = Counter[str](), dict[str, dict[str, Any]]()
+    seen, ledger = Counter[str](), Ledger()
     count = scale.count(1000, 50)
     began = time.monotonic()
     async with httpx.AsyncClient(base_url=cluster.api, timeout=60) as http:
@@ -206,7 +98,7 @@ async def test_nothing_that_was_reported_complete_is_lost_whoever_is_killed(clus
 
         async def worker() -> None:
             for number in queue:
-                await Client(http, random.Random(number), kept, seen).converse()
+                await Talker(http, ledger).converse(number, Counting())
 
         async with asyncio.TaskGroup() as group:
             for _ in range(AT_ONCE):
@@ -214,12 +106,13 @@ async def test_nothing_that_was_reported_complete_is_lost_whoever_is_killed(clus
         took = time.monotonic() - began
         over.set()
         await chaos
-    print(f"{count} conversations of {TURNS} turns in {took:.0f} s: {dict(seen)}")
+    print(f"{count} conversations of {TURNS} turns in {took:.0f} s: {dict(seen)} {ledger.counts()}")
     kills = [seen[name] for name in ("replica 0 killed", "replica 1 killed", "database killed")]
     assert min(kills) > 0
-    assert len(kept) == count * TURNS
+    assert not faults(ledger)
+    assert len(ledger.kept) == count * TURNS
     for replica in cluster.replicas:
-        await same_on(replica, kept)
+        await same_on(replica, ledger.kept)
 
 
 async def test_a_server_whose_clock_is_wrong_gives_up_no_others_response(cluster: Cluster) -> None:
