@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -118,6 +119,34 @@ def test_a_closed_socket_stops_the_engine(start: Start) -> None:
         socket.recv(10)
         soon(lambda: server.engine.running == 1)
     soon(lambda: server.engine.running == 0)
+
+
+def test_who_leaves_with_requests_unanswered_leaves_nothing_behind(
+    start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """More than the server takes in: it waited for room behind the connection's end, and could not be stopped."""
+    server = start(LONG, rate=20.0)
+    with dial(server) as socket:
+        for _ in range(40):
+            socket.send(json.dumps({"type": "response.create", "model": MODEL, "input": "hi", "store": False}))
+        soon(lambda: server.engine.running == 1)
+        socket.socket.shutdown(2)
+    soon(lambda: server.engine.running == 0)
+    soon(lambda: server.call(connections()) == 0)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+async def connections() -> int:
+    return sum("run_asgi" in repr(task) for task in asyncio.all_tasks())
+
+
+def test_a_binary_message_is_read_as_the_text_that_it_is(start: Start) -> None:
+    server = start(HELLO)
+    with dial(server) as socket:
+        socket.send(b"\xff")
+        assert json.loads(socket.recv(20))["error"]["code"] == "invalid_json"
+        socket.send(json.dumps({"type": "response.create", "model": MODEL, "input": "hi"}).encode())
+        assert json.loads(socket.recv(20))["type"] == "response.created"
 
 
 def test_the_openai_client_connects(start: Start) -> None:

@@ -43,15 +43,15 @@ async def serve_websocket(service: Service, socket: WebSocket) -> None:
     """Answers one client until it goes away, or can no longer be written to."""
     await socket.accept()
     connection = _Connection(service, socket)
-    worker = asyncio.create_task(connection.work())
+    tasks = [asyncio.create_task(connection.read()), asyncio.create_task(connection.work())]
     try:
-        while not worker.done():
-            await connection.waiting.put(await socket.receive_text())
-    except (WebSocketDisconnect, KeyError):  # KeyError: a binary message
-        pass
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        worker.cancel()
-        await asyncio.gather(worker, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, Exception):
+                logger.warning("A WebSocket ended early: %s: %s", type(result).__name__, result)
 
 
 _Message = dict[str, Any] | ApiError
@@ -69,7 +69,12 @@ class _Connection:
         self._at_once = asyncio.Semaphore(MAX_STREAMS)
         self._room = asyncio.Semaphore(MAX_WAITING)
         self._last: dict[str | None, asyncio.Task[None]] = {}
-        self.waiting: asyncio.Queue[str] = asyncio.Queue(1)
+        self.waiting: asyncio.Queue[str | bytes] = asyncio.Queue(1)
+
+    async def read(self) -> None:
+        """Returns when the client has gone. A binary message is read as the text that it should have been."""
+        while (message := await self._socket.receive())["type"] != "websocket.disconnect":
+            await self.waiting.put(message.get("text") or message.get("bytes") or "")
 
     async def work(self) -> None:
         try:
@@ -155,7 +160,7 @@ class _Connection:
         await self._send(event, stream_id)
 
 
-def _read(text: str) -> _Message:
+def _read(text: str | bytes) -> _Message:
     """A `response.create`, or what is wrong with it, which is said when it is its turn."""
     try:
         message = parse_json(text)
