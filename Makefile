@@ -4,11 +4,19 @@ VENV ?= .venv
 export GPTOSS_VENV := $(VENV)
 BIN := $(VENV)/bin
 
+# Every one of hundreds of processes would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 WORKERS ?= 2
 PYTEST = "$(BIN)/python" -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 COVERAGE ?=
 ifneq ($(COVERAGE),)
 PYTEST += --cov --cov-report=term:skip-covered
+endif
+
+DURATIONS ?=
+ifneq ($(DURATIONS),)
+export GPTOSS_DURATIONS := 1
 endif
 
 .PHONY: demo serve test test-gpu check soak lint environment environment-test environment-soak model clean
@@ -26,7 +34,7 @@ test: environment-test lint  ## everything that needs no GPU; COVERAGE=1 counts 
 test-gpu:               ## everything that a GPU can run, with $(PYTHON), which has vLLM for CUDA; keeps a record
 	@"$(PYTHON)" -m tests.gpu.suite $(ARGS)
 
-check: lint             ## what needs no engine: lint, types, and the tests that take seconds
+check: lint             ## what needs no engine: lint, types, and the tests of less than a second
 	@$(PYTEST) -m "not vllm and not serve and not slow and not soak and not gpu" $(ARGS)
 
 soak: environment-soak  ## the long tests in full: a million streams, thousands of conversations

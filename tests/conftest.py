@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from demo.server import Server, on_gpu, serve
-from tests.support import caged_lines
+from tests.support import caged_lines, durations
 from tests.support.machine import without_namespaces
 from tests.support.mcp_servers import McpServers
 from tests.support.places import CACHE, PYTHON, ROOT
@@ -29,6 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix=f"gptoss-test-{worker}-")
         os.chmod(tempfile.tempdir, 0o755)  # other users' servers are tested too
+    elif "GPTOSS_DURATIONS" in os.environ:
+        config.pluginmanager.register(durations.Recorder())
     if "COVERAGE_PROCESS_CONFIG" in os.environ:
         config.stash[RECORDER] = caged_lines.Recorder(ROOT / "vllm_gptoss")
         config.stash[RECORDER].install()
@@ -46,16 +48,30 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         recorder.save(ROOT / ".coverage")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file of which `-m` chooses no test is not even imported: vLLM's import takes seconds."""
+    if collection_path.suffix != ".py":
+        return None
+    return durations.leaves_out(config.option.markexpr, collection_path.read_text("utf-8")) or None
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long comes first where several workers run the suite, so that none is left with it in the end; what
-    must run alone comes last, where no other test is long."""
+    """Marks what is slow. Where several workers run the suite, the longest files come first, so that no worker is left
+    with one in the end; what must run alone comes last, where no other test is long."""
+    for item in items:
+        if durations.is_slow(item.nodeid):
+            item.add_marker("slow")
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
-    long = {item.path for item in items if any(map(item.get_closest_marker, ("serve", "slow", "soak")))}
     alone = {item.path for item in items if item.get_closest_marker("alone")}
-    items.sort(
-        key=lambda item: 0 if asks_the_server(item.path) else 3 if item.path in alone else 1 if item.path in long else 2
-    )
+
+    def place(item: pytest.Item) -> tuple[int, float]:
+        if asks_the_server(item.path):
+            return 0, 0.0
+        return (2 if item.path in alone else 1), -durations.seconds_of_file(item.nodeid.partition("::")[0])
+
+    items.sort(key=place)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # a test's time limit begins when it is its turn

@@ -13,6 +13,8 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAt
 
 from vllm_gptoss.attention import sm90
 
+pytestmark = pytest.mark.vllm
+
 
 @dataclass
 class Common:

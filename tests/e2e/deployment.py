@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -80,8 +79,7 @@ async def cluster(home: Path, make: Callable[..., Replica], **fields: Any) -> As
     database = Postgres()
     await write_as_earlier(database)
     async with AsyncExitStack() as stack:
-        stack.callback(shutil.rmtree, database.home)
-        stack.callback(database.kill)
+        stack.callback(database.remove)
         files = stack.enter_context(storage())
         options = {"files": files, "file_keep_s": 86_400, "max_conversations": KERNELS}
         node = ToolsNode(home, keys, options)

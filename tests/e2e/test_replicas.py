@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -63,8 +62,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     tools.write_text(yaml.safe_dump({"browser": {"documents": str(ROOT / "demo" / "documents")}}))
     database = Postgres()
     with ExitStack() as stack:
-        stack.callback(shutil.rmtree, database.home)
-        stack.callback(database.stop)
+        stack.callback(database.remove)
         replicas = [Replica(database.url, str(tools), tmp_path / "log", clock) for clock in (0.0, HOUR)]
         for replica in replicas:
             stack.callback(replica.kill)

