@@ -86,8 +86,9 @@ def serve(
     timeout: float = 400,
     progress: Callable[[float], None] = lambda seconds: None,
     base_arguments: Sequence[str] = ARGUMENTS,
+    popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
 ) -> Iterator[Server]:
-    """Starts `vllm serve`, waits until it is healthy, and stops its whole process group in the end.
+    """Starts `vllm serve`, waits until it is healthy, and stops its whole process group in the end. popen: how.
 
     Raises:
         ServerError: it did not become healthy.
@@ -95,7 +96,7 @@ def serve(
     with reserved() as held:
         port = port or int(held.getsockname()[1])
         with log.open("wb") as out:
-            process = subprocess.Popen(
+            process = popen(
                 command(model, port, base_arguments, arguments),
                 stdout=out,
                 stderr=subprocess.STDOUT,

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import HealthCheck, settings
 
 from demo.server import Server, on_gpu, serve
-from tests.support import caged_lines, durations
+from tests.support import caged_lines, durations, warm_vllm
 from tests.support.machine import without_namespaces
 from tests.support.mcp_servers import McpServers
 from tests.support.places import CACHE, PYTHON, ROOT
@@ -31,6 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.chmod(tempfile.tempdir, 0o755)  # other users' servers are tested too
     elif "GPTOSS_DURATIONS" in os.environ:
         config.pluginmanager.register(durations.Recorder())
+    settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any machine")  # how long an example takes is no test's claim
     if "COVERAGE_PROCESS_CONFIG" in os.environ:
         config.stash[RECORDER] = caged_lines.Recorder(ROOT / "vllm_gptoss")
         config.stash[RECORDER].install()
@@ -145,5 +148,5 @@ def forced(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     home = tmp_path_factory.mktemp("forced")
     arguments = ["--logits-processors", "tests.harmony.forced:ForcedTokens"]
     environment = {"PYTHONPATH": str(ROOT), "GPTOSS_STRICT_TOOLS": "0", "XDG_STATE_HOME": str(home)}
-    with serve(model_dir, home / "serve.log", arguments, environment) as server:
+    with serve(model_dir, home / "serve.log", arguments, environment, popen=warm_vllm.popen) as server:
         yield server

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from demo.server import Server, on_gpu, serve
 from tests.eval.malformed import malformed, questions
+from tests.support import warm_vllm
 from tests.support.places import ROOT
 from vllm_gptoss.cli import app
 from vllm_gptoss.device import detect
@@ -70,7 +71,7 @@ def runs(model_dir: Path, forced: Server, tmp_path_factory: pytest.TempPathFacto
         pytest.skip("this CPU has no AMX: stock vLLM has no MXFP4 kernel for it")
     home = tmp_path_factory.mktemp("malformed")
     environment = {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(home), "VLLM_PLUGINS": ""}
-    with serve(model_dir, home / "stock.log", STOCK, environment) as stock:
+    with serve(model_dir, home / "stock.log", STOCK, environment, popen=warm_vllm.popen) as stock:
         data, servers = malformed(home / "malformed.jsonl"), {"stock": stock, "plugin": forced}
         found = {(name, api): home / f"{name}-{api}" for name in servers for api in ("responses", "chat")}
         for (name, api), out in found.items():

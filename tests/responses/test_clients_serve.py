@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from demo.server import NAME, Server, serve
+from tests.support import warm_vllm
 from tests.support.responses.claude import needs_claude, run_claude
 from tests.support.responses.codex import needs_codex, run_codex
 
@@ -24,7 +25,7 @@ def coding(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     log = tmp_path_factory.mktemp("coding") / "serve.log"
     arguments = ["--logits-processors", "tests.support.responses.forced:ForcedAgents", "--max-num-seqs", "4"]
     environment = {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(log.parent)}
-    with serve(model_dir, log, arguments, environment) as server:
+    with serve(model_dir, log, arguments, environment, popen=warm_vllm.popen) as server:
         yield server
     assert "Failed to advance" not in log.read_text(), "the grammar of the offered tools must accept an agent's call"
 

@@ -1,0 +1,174 @@
+"""Programs that start with vLLM imported: forked from a process that has it, as are their engines and workers.
+
+A `vllm serve` takes some 43 s of processor until it is healthy, three fifths of it for imports in three processes; so
+started, about 17. It differs from a user's in nothing after the imports but that its processes fork where they would
+spawn; our own package is imported after the fork, as ever. The start itself is tested with what a user starts
+(`served`, test_other_model.py, test_api_servers.py, test_recipes.py).
+
+Run as a program, `python -m tests.support.warm_vllm SOCKET` is that process. It forks one that waits for every program
+it is asked for, and ends it when who asked is gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import runpy
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PRELOADED = (
+    *("tests.support.lazy", "openai", "anthropic", "aiohttp", "opentelemetry.sdk.trace", "xgrammar", "mcp"),
+    *("vllm.entrypoints.cli.main", "vllm.entrypoints.cli.serve", "vllm.entrypoints.openai.api_server"),
+    *("vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.engine.async_llm"),
+    *("vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.gpt_oss"),
+)
+_running: list[tuple[subprocess.Popen[bytes], str]] = []
+
+
+class Process:
+    """A program, with the part of `subprocess.Popen` that its users need."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        stdout: Any,
+        env: Mapping[str, str],
+        stderr: Any = subprocess.STDOUT,
+        **_: Any,
+    ) -> None:
+        """arguments: a console script and what follows, or `python -m MODULE …`. stdout takes both streams."""
+        assert stderr == subprocess.STDOUT
+        self.args, self.returncode = list(arguments), None
+        self._line = socket.socket(socket.AF_UNIX)
+        self._line.connect(_socket())
+        asked = json.dumps({"arguments": self.args, "environ": dict(env), "cwd": os.getcwd()}).encode()
+        socket.send_fds(self._line, [b"%10d" % len(asked)], [stdout.fileno()])
+        self._line.sendall(asked)
+        self.pid = int(self._line.recv(16))
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._line], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            self.returncode = int(self._line.recv(16) or -signal.SIGKILL)
+            self._line.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def popen(arguments: Sequence[str], **options: Any) -> Any:
+    """Such a process; an ordinary one where lines are counted, which a fork does not tell coverage, and on a GPU."""
+    from demo.server import on_gpu
+
+    plain = "COVERAGE_PROCESS_CONFIG" in os.environ or on_gpu()
+    return (subprocess.Popen if plain else Process)(arguments, **options)
+
+
+def _socket() -> str:
+    if not _running:
+        folder = tempfile.mkdtemp(prefix="warm-")
+        path = str(Path(folder, "socket"))
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        command = [sys.executable, "-m", "tests.support.warm_vllm", path]
+        warm = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert warm.stdout
+        assert warm.stdout.readline() == b"ready\n"
+        _running.append((warm, path))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        atexit.register(warm.kill)
+    return _running[0][1]
+
+
+def main(path: str) -> None:
+    """Serves until standard input, which the tests hold, is closed."""
+    import importlib
+
+    for name in PRELOADED:
+        importlib.import_module(name)
+    assert "vllm_gptoss" not in sys.modules
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        print("ready", flush=True)
+        while listener in select.select([listener, sys.stdin], [], [])[0]:
+            line, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                _wait_for(line)
+            line.close()
+
+
+def _wait_for(line: socket.socket) -> None:
+    length, (out, *_), *_ = socket.recv_fds(line, 10, 1)
+    asked = b""
+    while len(asked) < int(length):
+        asked += line.recv(65536)
+    job = json.loads(asked)
+    pid = os.fork()
+    if pid == 0:
+        line.close()
+        _become(job, out)
+    os.close(out)
+    line.sendall(b"%d" % pid)
+    child = os.pidfd_open(pid)
+    if line in select.select([child, line], [], [])[0]:  # who asked is gone
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    with contextlib.suppress(OSError):
+        line.sendall(b"%d" % os.waitstatus_to_exitcode(status))
+    os._exit(0)
+
+
+def _become(job: dict[str, Any], out: int) -> None:
+    import multiprocessing.context as contexts
+
+    os.setsid()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for number, fd in enumerate((nothing, out, out)):
+        os.dup2(fd, number)
+    os.environ.clear()
+    os.environ.update(job["environ"])
+    os.chdir(job["cwd"])
+    sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    contexts._concrete_contexts["spawn"] = contexts._concrete_contexts["fork"]  # type: ignore[attr-defined]
+    program, *rest = job["arguments"]
+    if rest[0] == "-m":
+        sys.argv = rest[1:]
+        runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [program, *rest]
+        runpy.run_path(program, run_name="__main__")
+    raise SystemExit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
