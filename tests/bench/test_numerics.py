@@ -6,10 +6,15 @@ import dataclasses
 import json
 import random
 import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from tests.support import warm_vllm
 from vllm_gptoss.bench import checkpoint, numerics, shapes
 from vllm_gptoss.bench.numerics import Reading, verdict
 
@@ -77,6 +82,20 @@ def test_random_weights_are_the_same_every_time(tmp_path: Path) -> None:
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
 
 
+@pytest.fixture
+def warm(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The processes of engines start with vLLM imported."""
+
+    def run(command: Sequence[str], env: Mapping[str, str], **_: Any) -> subprocess.CompletedProcess[bytes]:
+        with (tmp_path_factory.mktemp("engine") / "log").open("wb") as log:
+            ended = warm_vllm.popen(command, env=env, stdout=log, stderr=subprocess.STDOUT).wait(300)
+        print(Path(log.name).read_text(errors="replace")[-3000:])
+        return subprocess.CompletedProcess(command, ended)
+
+    monkeypatch.setattr(numerics, "subprocess", SimpleNamespace(run=run))
+
+
+@pytest.mark.usefixtures("warm")
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_real_engines_within_and_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,6 +148,7 @@ def test_what_was_decoded_is_compared_up_to_the_first_difference() -> None:
     assert all(one["likely"] == [0, 1, 2, 3] and one["top"] == ["a", "b", "c", "d"] for one in found.values())
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_plain_decode_of_real_engines_is_compared_with_each_other_and_with_float64(
