@@ -192,7 +192,7 @@ def bands(files: Sequence[Row]) -> str:
     table, least = [], 1
     for band in token_bands.SM90:
         last = {None: " or more", least: ""}.get(band.most, f" to {band.most}")
-        table.append([f"{least}{last}", band.layers, band.attention, band.experts + " by wish" * band.untried])
+        table.append([f"{least}{last}", band.layers, band.attention, band.experts])
         least = (band.most or 0) + 1
     return markdown(["tokens in the step", "layers", "attention", "experts"], table)
 

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import CacheConfig, CompilationConfig, CUDAGraphMode, DeviceConfig, ParallelConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    CompilationConfig,
+    CUDAGraphMode,
+    DeviceConfig,
+    KVTransferConfig,
+    ParallelConfig,
+    VllmConfig,
+)
 
 from vllm_gptoss import describe
 from vllm_gptoss.choose import Cache
@@ -59,6 +67,13 @@ def compilation(**changes: Any) -> Any:
     return made
 
 
+def transfer(name: str, *inner: str) -> KVTransferConfig:
+    extra = {"connectors": [{"kv_connector": each, "kv_role": "kv_both"} for each in inner]}
+    return KVTransferConfig(
+        kv_connector=name, engine_id="a", kv_role="kv_both", kv_connector_extra_config=extra if inner else {}
+    )
+
+
 @pytest.mark.parametrize(
     ("changes", "field", "value"),
     [
@@ -70,7 +85,8 @@ def compilation(**changes: Any) -> Any:
         ({"parallel_config": parallel(enable_expert_parallel=True)}, "expert_parallel", True),
         ({"parallel_config": parallel(enable_dbo=True)}, "micro_batches", True),
         ({"lora_config": SimpleNamespace()}, "lora", True),
-        ({"kv_transfer_config": SimpleNamespace(kv_connector="NixlConnector")}, "kv_connector", "NixlConnector"),
+        ({"kv_transfer_config": transfer("NixlConnector")}, "kv_connectors", ("NixlConnector",)),
+        ({"kv_transfer_config": transfer("MultiConnector", "A", "B")}, "kv_connectors", ("A", "B")),
         ({"cache_config": CacheConfig(cache_dtype="fp8")}, "kv_cache_dtype", "fp8"),
         ({"speculative_config": SimpleNamespace(method="eagle3")}, "drafts", "eagle3"),
         ({"compilation_config": compilation(mode=1)}, "compiled_whole", True),

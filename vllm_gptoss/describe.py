@@ -29,7 +29,7 @@ def configuration(config: Any) -> Deployment:
         sequence_parallel=parallel.use_sequence_parallel_moe and config.lora_config is None,
         micro_batches=parallel.use_ubatching,
         kv_cache_dtype=config.cache_config.cache_dtype,
-        kv_connector=None if transfer is None else str(transfer.kv_connector),
+        kv_connectors=() if transfer is None else connectors(vars(transfer)),
         lora=config.lora_config is not None,
         drafts=None if speculative is None else speculative.method,
         piecewise_graphs=_vllm.only_piecewise_graphs(config),
@@ -100,6 +100,16 @@ def first_step(deployment: Deployment, places: Sequence[Any], auxiliary: Sequenc
         one_rotary_cache=len({each.cos_sin.data_ptr() for each in tensors}) <= 1,
         auxiliary_states=bool(auxiliary),
     )
+
+
+def connectors(transfer: Mapping[str, Any]) -> tuple[str, ...]:
+    """The KV connectors of a `kv_transfer_config`: MultiConnector's own where it puts several together."""
+    extra = transfer.get("kv_connector_extra_config")
+    inner = extra.get("connectors") if isinstance(extra, Mapping) else None
+    if transfer.get("kv_connector") == "MultiConnector" and isinstance(inner, list):
+        return tuple(name for each in inner if isinstance(each, Mapping) for name in connectors(each))
+    name = transfer.get("kv_connector")
+    return () if name is None else (str(name),)
 
 
 def uses_aiter(environ: Mapping[str, str] | None = None) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vllm_gptoss.choose import bands
-from vllm_gptoss.kernels import dense, experts_many, experts_plan
+from vllm_gptoss.kernels import dense, experts_many
 
 
 @pytest.mark.parametrize(
@@ -26,11 +26,6 @@ def test_what_runs_a_step(tokens: int, layers: str, experts: str) -> None:
     assert (band.layers, band.experts) == (layers, experts)
 
 
-def test_what_never_ran_inside_vllm_is_taken_by_wish_only() -> None:
-    assert [bands.experts_are_ours(tokens, "auto") for tokens in (64, 65, 512)] == [True, False, False]
-    assert [bands.experts_are_ours(tokens, "gptoss") for tokens in (64, 65, 512, 513)] == [True, True, True, False]
-
-
 def test_bands_rise_and_the_last_takes_any_number() -> None:
     most = [band.most for band in bands.SM90]
     assert most[-1] is None
@@ -39,6 +34,5 @@ def test_bands_rise_and_the_last_takes_any_number() -> None:
 
 def test_no_band_is_wider_than_its_kernel() -> None:
     assert bands.FUSED_TOKENS <= dense.MAX_TOKENS
-    assert bands.EXPERT_TOKENS <= experts_plan.WIDE_TOKENS
-    assert bands.expert_tokens("gptoss") <= experts_many.MAX_TOKENS
+    assert bands.EXPERT_TOKENS <= experts_many.MAX_TOKENS
     assert bands.ONE_TOKEN == 1

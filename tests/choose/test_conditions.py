@@ -87,7 +87,7 @@ UNTRIED = [
     ({"tensor_parallel": 4}, "more than 2 GPUs, or a pipeline"),
     ({"pipeline_parallel": 2}, "more than 2 GPUs, or a pipeline"),
     ({"drafts": "draft_model"}, "drafts by draft_model"),
-    ({"kv_connector": "NixlConnector"}, "the KV connector NixlConnector"),
+    ({"kv_connectors": ("OffloadingConnector", "NixlConnector")}, "the KV connector NixlConnector"),
 ]
 
 

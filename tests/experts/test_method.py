@@ -45,17 +45,17 @@ def prepared(few: Any, many: Any = None, wish: str = "auto") -> method.GptOssExp
 
 
 @pytest.mark.parametrize(
-    ("multiprocessors", "wish", "most"),
-    [(132, "auto", 64), (132, "gptoss", 512), (114, "gptoss", 28), (78, "auto", 19)],
-    ids=["H100 SXM and H200", "the same by wish", "H100 PCIe by wish", "the smallest sm90 part"],
+    ("multiprocessors", "most"),
+    [(132, 512), (114, 28), (78, 19)],
+    ids=["H100 SXM and H200", "H100 PCIe", "the smallest sm90 part"],
 )
 def test_few_tokens_are_ours_and_the_rest_upstreams(
-    ran: list[str], monkeypatch: pytest.MonkeyPatch, multiprocessors: int, wish: str, most: int
+    ran: list[str], monkeypatch: pytest.MonkeyPatch, multiprocessors: int, most: int
 ) -> None:
     monkeypatch.setattr(experts, "multiprocessors", lambda device: multiprocessors)
     few = experts.FewTokenExperts(*projections(), 4, 32, alpha=1.0, limit=7.0)
     many = experts_many.ManyTokenExperts(few) if few.max_tokens == experts_plan.MAX_TOKENS else None
-    of = prepared(few, many, wish)
+    of = prepared(few, many)
     for tokens, side in ((0, "upstream"), (1, "ours"), (most, "ours"), (most + 1, "upstream"), (4096, "upstream")):
         of.apply_monolithic(None, torch.empty(tokens, 64), torch.empty(tokens, 32))
         assert ran.pop() == side, tokens
@@ -120,7 +120,7 @@ def test_without_our_kernels_everything_is_upstreams(ran: list[str]) -> None:
 
 def test_the_layers_never_hand_the_experts_more_than_they_take() -> None:
     assert dense.MAX_TOKENS <= 78 // 4
-    assert bands.expert_tokens("gptoss") <= experts_many.MAX_TOKENS
+    assert bands.EXPERT_TOKENS <= experts_many.MAX_TOKENS
 
 
 def driver(status: int, value: int) -> Any:

@@ -86,9 +86,7 @@ SITUATIONS = {
     "no graphs": Situation(ALL, (1, 8), {"enforce_eager": True}),
     "prefixes from the cache": Situation(ALL, (64, 64), {"enable_prefix_caching": True}),
     "prompts in chunks": Situation(ALL, (None,), {"max_num_batched_tokens": 64, "max_num_seqs": 32}),
-    "preemption": Situation(
-        ALL, (None,), {"kv_cache_memory_bytes": 2**26, "max_model_len": 2048, "disable_log_stats": False}
-    ),
+    "preemption": Situation(ALL, (None,), {"kv_cache_memory_bytes": 2**26, "disable_log_stats": False}),
     "drafts by n-gram": Situation(
         ALL, (1, 64, "short"), {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
     ),

@@ -19,21 +19,19 @@ class Band:
     """Steps of up to `most` tokens, more than the band before; None: any number.
 
     layers: `one launch` for all, `six launches` each, or `upstream`'s compiled model; attention, experts: the `gptoss`
-    kernels or what `upstream` runs. untried: measured alone, never run inside vLLM; taken where `experts=gptoss` asks.
+    kernels or what `upstream` runs.
     """
 
     most: int | None
     layers: str
     attention: str
     experts: str
-    untried: bool = False
 
 
 SM90: Final = (
     Band(1, ONE_LAUNCH, GPTOSS, GPTOSS),
     Band(16, SIX_LAUNCHES, GPTOSS, GPTOSS),
-    Band(64, UPSTREAM, "FLASH_ATTN, planned once a step", GPTOSS),
-    Band(512, UPSTREAM, "FLASH_ATTN, planned once a step", GPTOSS, untried=True),
+    Band(512, UPSTREAM, "FLASH_ATTN, planned once a step", GPTOSS),
     Band(None, UPSTREAM, "FLASH_ATTN, planned once a step", UPSTREAM),
 )
 """docs/kernels/ has the measurements behind the numbers."""
@@ -44,20 +42,9 @@ def of(tokens: int, bands: tuple[Band, ...] = SM90) -> Band:
     return next(band for band in bands if band.most is None or tokens <= band.most)
 
 
-def experts_are_ours(tokens: int, wish: str) -> bool:
-    """Whether our kernels run the experts of a step. wish: the setting `experts`."""
-    band = of(tokens)
-    return band.experts == GPTOSS and (wish == GPTOSS or not band.untried)
-
-
-def expert_tokens(wish: str) -> int:
-    """Tokens of the largest step whose experts our kernels run. wish: the setting `experts`."""
-    return max(band.most for band in SM90 if band.most and experts_are_ours(band.most, wish))
-
-
 def most(part: str, value: str, bands: tuple[Band, ...] = SM90) -> int:
-    """Tokens of the largest step whose `part` (`layers`, `attention` or `experts`) is `value`, no wish needed."""
-    return max(band.most or 0 for band in bands if getattr(band, part) == value and not band.untried)
+    """Tokens of the largest step whose `part` (`layers`, `attention` or `experts`) is `value`."""
+    return max(band.most or 0 for band in bands if getattr(band, part) == value)
 
 
 ONE_TOKEN: Final = most("layers", ONE_LAUNCH)

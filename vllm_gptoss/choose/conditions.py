@@ -161,11 +161,17 @@ def beyond(measured: Measured, *, whole: bool) -> tuple[Condition, ...]:
     ranks = when(lambda d: d.expert_ranks not in sizes or d.expert_parallel, f"more than {max(sizes)} GPUs")
     if not whole:
         return (ranks,)
+
+    def never_connected(device: Device, deployment: Deployment) -> str | None:
+        del device
+        others = [name for name in deployment.kv_connectors if name not in measured.kv_connectors]
+        return f"the KV connector {', '.join(others)}" if others else None
+
     return (
         when(
             lambda d: d.tensor_parallel not in sizes or d.pipeline_parallel not in measured.pipeline_parallel,
             f"more than {max(sizes)} GPUs, or a pipeline",
         ),
         when(lambda d: d.drafts not in (None, *measured.drafts), "drafts by {d.drafts}"),
-        when(lambda d: d.kv_connector not in (None, *measured.kv_connectors), "the KV connector {d.kv_connector}"),
+        never_connected,
     )

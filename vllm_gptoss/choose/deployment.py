@@ -33,7 +33,7 @@ class RankExperts:
 class Deployment:
     """A model, its configuration, and what of both a start has found out so far. Dtypes and names are vLLM's own.
 
-    `kv_cache_dtype`: `auto`, `bfloat16`, `fp8`, …; `kv_connector`: that of `kv_transfer_config`; `drafts`: the method
+    `kv_cache_dtype`: `auto`, `bfloat16`, `fp8`, …; `kv_connectors`: those of `kv_transfer_config`; `drafts`: the method
     of speculative decoding; `micro_batches`: dual-batch overlap, two steps on two streams at once;
     `attention_backend`, `moe_backend`: what the user asked for.
     """
@@ -52,7 +52,7 @@ class Deployment:
     micro_batches: bool = False
 
     kv_cache_dtype: str = "auto"
-    kv_connector: str | None = None
+    kv_connectors: tuple[str, ...] = ()
     lora: bool = False
     drafts: str | None = None
     piecewise_graphs: bool = False

@@ -18,5 +18,9 @@ class Measured:
 
 
 SM90: Final = Measured(
-    "H200", tensor_parallel=(1, 2), pipeline_parallel=(1,), drafts=("ngram", "eagle3"), kv_connectors=()
+    "H200",
+    tensor_parallel=(1, 2),
+    pipeline_parallel=(1,),
+    drafts=("ngram", "eagle3"),
+    kv_connectors=("ExampleConnector", "OffloadingConnector"),
 )

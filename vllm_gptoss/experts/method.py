@@ -48,7 +48,7 @@ class GptOssExpertsMethod(GptOssMxfp4MoEMethod):
         choice = choose.experts(device.detect(), deployment, self.wish)
         if choice.value != "gptoss":
             raise aside.NotHereError(choice.reason)
-        sm90.reserve(layer.w2_weight.data, self.moe.experts_per_token, bands.expert_tokens(self.wish))
+        sm90.reserve(layer.w2_weight.data, self.moe.experts_per_token, bands.EXPERT_TOKENS)
         return (
             sm90.sample(layer.w13_weight.data, layer.w13_weight_scale.data),
             sm90.sample(layer.w2_weight.data, layer.w2_weight_scale.data),
@@ -65,7 +65,7 @@ class GptOssExpertsMethod(GptOssMxfp4MoEMethod):
             self._projection(layer.w2_weight, self.w2_precision_config, layer.w2_bias),
             active=self.moe.experts_per_token,
             routed=self.moe.num_experts,
-            most=bands.expert_tokens(self.wish),
+            most=bands.EXPERT_TOKENS,
             expert_map=layer.expert_map,
             expected=samples,
         )
@@ -81,7 +81,7 @@ class GptOssExpertsMethod(GptOssMxfp4MoEMethod):
     def apply_monolithic(self, layer: Any, x: Tensor, router_logits: Tensor, *args: Any, **kwargs: Any) -> Any:
         """x: [T, hidden] bf16; router_logits: [T, E]. Runs inside vLLM's opaque `moe_forward` op, so T is a number."""
         tokens = x.shape[0]
-        if self.few is not None and bands.experts_are_ours(tokens, self.wish):
+        if self.few is not None and bands.of(tokens).experts == bands.GPTOSS:
             ours = sm90.kernels(self.few, self.many, tokens)
             if ours is not None:
                 out = aside.attempt("experts", self.wish, lambda: sm90.apply(ours, x, router_logits))

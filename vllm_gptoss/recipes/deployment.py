@@ -26,7 +26,7 @@ def deployment(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: 
         expert_parallel=config.get("enable-expert-parallel") is True,
         micro_batches=config.get("enable-dbo") is True,
         kv_cache_dtype=str(config.get("kv-cache-dtype", "auto")),
-        kv_connector=_object(config, "kv-transfer-config").get("kv_connector"),
+        kv_connectors=describe.connectors(_object(config, "kv-transfer-config")),
         lora=config.get("enable-lora") is True,
         drafts=_object(config, "speculative-config").get("method"),
         piecewise_graphs=compilation.get("cudagraph_mode") == "PIECEWISE",
