@@ -140,3 +140,22 @@ def test_variables_before_a_command_belong_to_it() -> None:
     assert check.variables_of(line) == {"VLLM_ROCM_USE_AITER": "1", "A": "b=c"}
     assert check.words(["openai/gpt-oss-20b", "--x=1"]) == ["openai/gpt-oss-20b", "--x=1"]
     assert check.variables_of(["--x=1"]) == {}
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "vllm serve",
+        "/opt/venv/bin/vllm serve",
+        "python -m vllm.entrypoints.openai.api_server",
+        "VLLM_USE_V1=1 /usr/bin/python3.12 -m vllm.entrypoints.cli.main serve",
+        "",
+    ],
+)
+def test_every_way_to_start_a_server_is_understood(start: str) -> None:
+    rest = ["--model", "openai/gpt-oss-20b", "--served-model-name", "vllm serve"]
+    assert check.words([*start.split(), *rest]) == rest
+
+
+def test_no_words_after_the_command_are_none() -> None:
+    assert check.words(["vllm", "serve"]) == []

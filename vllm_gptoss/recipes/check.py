@@ -337,12 +337,18 @@ def in_file(trouble: Trouble, path: Path, root: yaml.Node, keys: Iterable[str]) 
     return replace(trouble, place=trouble.place.replace("vllm serve", place, 1))
 
 
+_SERVE = re.compile(
+    r"(?:(?:\S*/)?vllm serve|(?:\S*/)?python[\d.]* -m vllm\.entrypoints\.(?:openai\.api_server|cli\.main serve)) "
+)
+
+
 def words(command: Sequence[str]) -> list[str]:
-    """What stands after `vllm serve`; variables that stand before it in a shell are left out."""
+    """What stands after `vllm serve`, or a module that is the same; variables that stand before it are left out."""
     found = list(command)
     while found and "=" in found[0] and not found[0].startswith("-"):
         found.pop(0)
-    return found[2:] if found[:2] == ["vllm", "serve"] else found
+    start = _SERVE.match(" ".join([*found[:4], ""]))
+    return found[start[0].count(" ") :] if start else found
 
 
 def variables_of(command: Sequence[str]) -> dict[str, str]:

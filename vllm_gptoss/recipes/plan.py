@@ -88,7 +88,7 @@ def plan(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mappin
             " VLLM_CPU_KVCACHE_SPACE sizes the KV cache, in GiB; --device plans for a GPU"
         )
     if wrong := no_numbers(config):
-        raise PlanError(f"{wrong[0]}: {config[wrong[0]]!r} is no number to plan with")
+        raise PlanError(f"{wrong[0]}: {config[wrong[0]]!r} is no number to plan with; name one")
     if gpus(config) > device.count:
         raise PlanError(f"uses {gpus(config)} GPUs, {devices.label(device)} has {device.count}")
     found = _plan(spec, device, config, env)
