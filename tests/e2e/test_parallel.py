@@ -17,10 +17,9 @@ from typing import Any
 import httpx
 import pytest
 
-from demo.server import ARGUMENTS, NAME, Server, serve
+from demo.server import ARGUMENTS, NAME, Server, reserved, serve
 from tests.support import many_cpus, scale
 from tests.support.machine import without_namespaces
-from tests.support.sockets import free_port
 
 pytestmark = [
     pytest.mark.vllm,
@@ -55,7 +54,8 @@ def wide_model(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.fixture(params=CASES)
 def nodes(request: pytest.FixtureRequest, wide_model: Path, tmp_path: Path) -> Iterator[list[Server]]:
     """The servers of a case. They wait for one another, so that all are started at once."""
-    port = str(free_port())
+    with reserved() as held:
+        port = str(held.getsockname()[1])
     environment = {
         "XDG_STATE_HOME": str(tmp_path),
         "GPTOSS_STRICT_TOOLS": "0",

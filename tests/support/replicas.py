@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,9 +16,8 @@ from pathlib import Path
 
 import httpx
 
-from demo.server import ARGUMENTS, ENVIRONMENT, command
+from demo.server import ARGUMENTS, ENVIRONMENT, command, reserved
 from tests.support.places import ROOT
-from tests.support.sockets import free_port
 
 HAPROXY = shutil.which("haproxy", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 NO_HAPROXY = "there is no haproxy: the distribution's package has it"
@@ -56,8 +56,12 @@ class Replica:
     heartbeat: float = 3.0
     environment: Mapping[str, str] = field(default_factory=dict)
     later: bool = False
-    port: int = field(default_factory=free_port)
+    held: socket.socket = field(default_factory=reserved)
     process: subprocess.Popen[str] | None = None
+
+    @property
+    def port(self) -> int:
+        return int(self.held.getsockname()[1])
 
     @property
     def api(self) -> str:
@@ -128,12 +132,13 @@ class VllmReplica(Replica):
 @contextmanager
 def balancer(replicas: Sequence[Replica], home: Path) -> Iterator[str]:
     """HAProxy in front of `replicas`; its address."""
-    port = free_port()
+    held = reserved()
+    port = held.getsockname()[1]
     servers = "\n".join(f"  server r{n} 127.0.0.1:{replica.port}" for n, replica in enumerate(replicas))
     config = home / "haproxy.cfg"
     config.write_text(BALANCER.format(port=port, servers=servers, served_by=SERVED_BY))
     assert HAPROXY is not None, NO_HAPROXY
-    with subprocess.Popen([HAPROXY, "-db", "-q", "-f", str(config)]) as process:
+    with held, subprocess.Popen([HAPROXY, "-db", "-q", "-f", str(config)]) as process:
         try:
             yield f"http://127.0.0.1:{port}/v1"
         finally:

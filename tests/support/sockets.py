@@ -13,9 +13,3 @@ def listening(port: int = 0) -> socket.socket:
     listener.bind(("127.0.0.1", port))
     listener.listen()
     return listener
-
-
-def free_port() -> int:
-    """A port for a server of its own process."""
-    with listening() as listener:
-        return int(listener.getsockname()[1])

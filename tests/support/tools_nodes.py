@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,8 +13,8 @@ from pathlib import Path
 import httpx
 import yaml
 
+from demo.server import reserved
 from tests.support.places import ROOT
-from tests.support.sockets import free_port
 
 PATIENCE = 120.0  # seconds for a process to start on a busy machine
 
@@ -25,8 +26,12 @@ class ToolsNode:
     home: Path
     keys: Path
     options: dict[str, object] = field(default_factory=dict)
-    port: int = field(default_factory=free_port)
+    held: socket.socket = field(default_factory=reserved)
     process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def port(self) -> int:
+        return int(self.held.getsockname()[1])
 
     @property
     def url(self) -> str:

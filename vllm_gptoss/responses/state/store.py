@@ -66,6 +66,7 @@ class Store:
         self.containers = ContainerStore(self._begin)
         self._swept = 0.0
         self._sweeping: asyncio.Task[None] | None = None
+        self._closing = False
 
     async def open(self) -> None:
         """Creates or upgrades the tables. Raises `StoreError` that says where, and what to do."""
@@ -92,9 +93,10 @@ class Store:
             await db.run_sync(check_columns)
 
     async def aclose(self) -> None:
-        """Closes the database's connections."""
-        if self._sweeping:
-            self._sweeping.cancel()
+        """Closes the database's connections, with no transaction left open: it would lock the file for others."""
+        self._closing = True
+        if self._sweeping:  # not cancelled: SQLAlchemy would give up its connection in the middle of a transaction
+            await asyncio.wait([self._sweeping])
         await self._db.dispose()
 
     @asynccontextmanager
@@ -270,6 +272,8 @@ class Store:
                 if is_over or self._expired(row.created):
                     gone.append(row.id)
             for at in range(0, len(gone), 500):
+                if self._closing:
+                    return at
                 part = gone[at : at + 500]
                 await _remove_parts(db, part)
                 await db.execute(sa.delete(responses).where(responses.c.id.in_(part)))
