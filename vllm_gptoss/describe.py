@@ -104,11 +104,10 @@ def first_step(deployment: Deployment, places: Sequence[Any], auxiliary: Sequenc
 
 def connectors(transfer: Mapping[str, Any]) -> tuple[str, ...]:
     """The KV connectors of a `kv_transfer_config`: MultiConnector's own where it puts several together."""
-    extra = transfer.get("kv_connector_extra_config")
+    name, extra = transfer.get("kv_connector"), transfer.get("kv_connector_extra_config")
     inner = extra.get("connectors") if isinstance(extra, Mapping) else None
-    if transfer.get("kv_connector") == "MultiConnector" and isinstance(inner, list):
-        return tuple(name for each in inner if isinstance(each, Mapping) for name in connectors(each))
-    name = transfer.get("kv_connector")
+    if name == "MultiConnector" and isinstance(inner, list):
+        return tuple(found for each in inner if isinstance(each, Mapping) for found in connectors(each))
     return () if name is None else (str(name),)
 
 

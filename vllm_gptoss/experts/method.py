@@ -81,7 +81,7 @@ class GptOssExpertsMethod(GptOssMxfp4MoEMethod):
     def apply_monolithic(self, layer: Any, x: Tensor, router_logits: Tensor, *args: Any, **kwargs: Any) -> Any:
         """x: [T, hidden] bf16; router_logits: [T, E]. Runs inside vLLM's opaque `moe_forward` op, so T is a number."""
         tokens = x.shape[0]
-        if self.few is not None and bands.of(tokens).experts == bands.GPTOSS:
+        if self.few is not None and tokens <= bands.EXPERT_TOKENS:
             ours = sm90.kernels(self.few, self.many, tokens)
             if ours is not None:
                 out = aside.attempt("experts", self.wish, lambda: sm90.apply(ours, x, router_logits))

@@ -313,14 +313,17 @@ def command(case: Case, releases: Sequence[tuple[Release, Parsed]]) -> list[Trou
 
 def case_of(values: Mapping[str, Any], device: Device, env: Mapping[str, str]) -> Case:
     """What somebody's own command asks for; the model is told by its name."""
-    spec = SPECS["120b" if "120b" in str(values.get("model", "")) else "20b"]
-    return Case("vllm serve", spec, device, values, env)
+    return Case("vllm serve", _spec(values), device, values, env)
+
+
+def _spec(values: Mapping[str, Any]) -> ModelSpec:
+    return SPECS["120b" if "120b" in str(values.get("model", "")) else "20b"]
 
 
 def guessed(values: Mapping[str, Any]) -> str:
     """What a model is taken for whose name tells neither size; empty where it does."""
     named = any(size in str(values.get("model", "")) for size in SPECS)
-    return "" if named else case_of(values, Device("cpu", "", "", 0), {}).spec.name
+    return "" if named else _spec(values).name
 
 
 def line(device: Device, env: Mapping[str, str], releases: Sequence[tuple[Release, Parsed]]) -> list[Trouble]:

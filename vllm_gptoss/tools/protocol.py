@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 LABEL = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
 """A namespace that the model can address, and so a `server_label`."""
 
+ID = re.compile(r"[A-Za-z0-9_-]{0,80}")
+"""A container's id, and an owner's as a tools service is told; empty where there is none."""
+
 RESERVED = frozenset({"functions", "python", "browser", "container", "assistant", "user", "system", "developer"})
 """Names that mean something else in a Harmony header."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,8 +49,14 @@ async def node() -> AsyncIterator[Node]:
     await python.aclose()
 
 
-def service(key: str, *urls: str) -> ServiceProvider:
-    return ServiceProvider(ServiceConfig(nodes=list(urls), connect_timeout_s=30), {"GPTOSS_TOOLS_KEY": key})
+@asynccontextmanager
+async def service(key: str, *urls: str) -> AsyncIterator[ServiceProvider]:
+    provider = ServiceProvider(ServiceConfig(nodes=list(urls), connect_timeout_s=30), {"GPTOSS_TOOLS_KEY": key})
+    await provider.start()
+    try:
+        yield provider
+    finally:
+        await provider.aclose()
 
 
 async def run(
@@ -101,9 +108,7 @@ def test_the_service_takes_the_place_of_the_servers_own_python() -> None:
 @HERE
 @pytest.mark.asyncio(loop_scope="module")
 async def test_two_callers_reach_nothing_of_each_other(node: Node) -> None:
-    alice, bob = service(ALICE, node.url), service(BOB, node.url)
-    await asyncio.gather(alice.start(), bob.start())
-    try:
+    async with service(ALICE, node.url) as alice, service(BOB, node.url) as bob:
         mine = await run(alice, "secret = 1; open('/mnt/data/f.txt', 'w').write('alice')")
         (file,) = [part for part in mine.content if isinstance(part, File)]
         assert mine.container_id
@@ -117,16 +122,12 @@ async def test_two_callers_reach_nothing_of_each_other(node: Node) -> None:
         assert found is not None
         assert (found.data, found.filename, found.media_type) == (b"alice", "f.txt", "text/plain")
         assert (await run(alice, "print(secret)", past=after(mine))).text == "1\n"
-    finally:
-        await asyncio.gather(alice.aclose(), bob.aclose())
 
 
 @HERE
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_callers_limits_are_told_and_cost_no_other_caller_anything(node: Node) -> None:
-    alice, bob = service(ALICE, node.url), service(BOB, node.url)
-    await asyncio.gather(alice.start(), bob.start())
-    try:
+    async with service(ALICE, node.url) as alice, service(BOB, node.url) as bob:
         endless = [asyncio.create_task(run(alice, "import time; time.sleep(600)", f"busy {n}")) for n in range(2)]
         async with asyncio.timeout(60):
             while sum(c.lock.locked() and c.alive for c in node.python._containers.values()) < 2:
@@ -146,17 +147,13 @@ async def test_a_callers_limits_are_told_and_cost_no_other_caller_anything(node:
         large = await run(alice, "open('/mnt/data/large', 'wb').write(bytes(2 << 20)); print('ran')", "one more")
         assert large.error is None
         assert "large cannot be downloaded: this caller may keep 1048576 bytes" in large.text
-    finally:
-        await asyncio.gather(alice.aclose(), bob.aclose())
 
 
 @HERE
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_notebook_that_is_not_the_one_of_earlier_calls_says_so(node: Node) -> None:
     """A node that was out of reach comes back with variables of before."""
-    alice = service(ALICE, node.url)
-    await alice.start()
-    try:
+    async with service(ALICE, node.url) as alice:
         await run(alice, "x = 'old'", "split")
         elsewhere = ({"recipient": "python", "recall": {"container": "cntr_" + "0" * 32, "node": "http://gone:1"}},)
         nowhere = {"recipient": "python", "output": "No node of the tools service can be reached."}
@@ -164,8 +161,6 @@ async def test_a_notebook_that_is_not_the_one_of_earlier_calls_says_so(node: Nod
         assert "not the one that earlier calls ran in" in result.text
         again = await run(alice, "print(x)", "split", past=after(result))
         assert again.text == "old\n"
-    finally:
-        await alice.aclose()
 
 
 PRINT = ToolCall("call", "python", None, "print(1)")
@@ -175,26 +170,20 @@ PRINT = ToolCall("call", "python", None, "print(1)")
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_container_is_known_before_its_node_has_made_it(node: Node) -> None:
     """Some clients drop a call whose first event names no container."""
-    alice = service(ALICE, node.url)
-    await alice.start()
-    try:
+    async with service(ALICE, node.url) as alice:
         sessions = [await alice.open(name, SessionOptions()) for name in ("known 1", "known 2")]
         known = [session.container_id for session in sessions]
         assert len({*known, ""}) == 3
         assert [(await session.call(PRINT)).container_id for session in sessions] == known
         assert [(await session.call(PRINT)).container_id for session in sessions] == known
         assert [session.container_id for session in sessions] == known
-    finally:
-        await alice.aclose()
 
 
 @HERE
 @pytest.mark.asyncio(loop_scope="module")
 async def test_no_caller_gets_a_container_that_is_there(node: Node) -> None:
     """Not even who knows what it was made of, which is told to nobody but its node."""
-    alice, bob = service(ALICE, node.url), service(BOB, node.url)
-    await asyncio.gather(alice.start(), bob.start())
-    try:
+    async with service(ALICE, node.url) as alice, service(BOB, node.url) as bob:
         mine = await alice.open("claimed", SessionOptions())
         seed = mine._said.seed
         assert seed not in mine.container_id
@@ -206,17 +195,13 @@ async def test_no_caller_gets_a_container_that_is_there(node: Node) -> None:
         assert result.container_id not in (None, made.container_id)
         assert theirs.container_id == result.container_id
         assert await bob.list_files(str(made.container_id)) == []
-    finally:
-        await asyncio.gather(alice.aclose(), bob.aclose())
 
 
 @HERE
 @pytest.mark.asyncio(loop_scope="module")
 async def test_servers_and_nodes_of_two_versions_work_together(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    alice = service(ALICE, node.url)
-    await alice.start()
     nothing = {"seed": "", "call": None}
-    try:
+    async with service(ALICE, node.url) as alice:
         older = await alice.open("older server", SessionOptions(knows_all=True))
         older._said = older._said.model_copy(update=nothing)
         assert older.container_id == ""
@@ -229,50 +214,36 @@ async def test_servers_and_nodes_of_two_versions_work_together(node: Node, monke
         assert [result.text for result in results] == ["1\n", "1\n"]
         assert {result.container_id for result in results} == {session.container_id}
         assert session.container_id not in ("", announced)
-    finally:
-        await alice.aclose()
 
 
 @HERE
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_turn_that_is_asked_again_is_told_what_the_lost_attempt_ran(node: Node) -> None:
     """A server died behind the call: its node has run it, and the store does not know."""
-    alice = service(ALICE, node.url)
-    await alice.start()
-    try:
+    async with service(ALICE, node.url) as alice:
         for number, past in enumerate(((), after(await run(alice, "x = 0", "again")))):
             lost = await run(alice, "x = 1", "again" if past else "first", past)
             assert lost.text == "(no output)", number
             other = await alice.open("again" if past else "first", SessionOptions(past=past, knows_all=True))
             told = [(await other.call(ToolCall("call", "python", None, "print(x)"))).text for _ in range(2)]
             assert told == [f"{_UNSEEN}\n1\n", "1\n"], number
-    finally:
-        await alice.aclose()
 
 
 @HERE
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_wrong_key_is_said_at_the_start(node: Node) -> None:
-    nobody = service("a key that nobody knows", node.url)
-    await nobody.start()
-    try:
+    async with service("a key that nobody knows", node.url) as nobody:
         assert "401" in (nobody.unavailable or "")
         assert nobody.namespaces() == ()
-    finally:
-        await nobody.aclose()
 
 
 @HERE
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_node_that_is_not_there_costs_no_call(node: Node) -> None:
-    alice = service(ALICE, "http://127.0.0.1:1", node.url)
-    await alice.start()
-    try:
+    async with service(ALICE, "http://127.0.0.1:1", node.url) as alice:
         assert alice.unavailable is None
         results = await asyncio.gather(*(run(alice, "print(1)", "there") for _ in range(2)))
         assert {result.text for result in results} == {"1\n"}
-    finally:
-        await alice.aclose()
 
 
 @HERE
@@ -290,9 +261,11 @@ async def test_a_call_that_a_node_does_not_take_goes_to_the_next_one_and_says_wh
 
     other = await started(warm=0, preload=[], timeout_s=20, memory_mib=512)
     keys = load_keys(None, {VARIABLE: ALICE})
-    async with running(sometimes) as first, running(http_app([GatedProvider(other)], "127.0.0.1", keys)) as second:
-        alice = service(ALICE, first, second)
-        await alice.start()
+    async with (
+        running(sometimes) as first,
+        running(http_app([GatedProvider(other)], "127.0.0.1", keys)) as second,
+        service(ALICE, first, second) as alice,
+    ):
         name = next(name for name in map(str, range(100)) if ranked([first, second], name)[0] == first)
         before = await run(alice, "x = 1", name)
         assert before.recall is not None
@@ -309,5 +282,4 @@ async def test_a_call_that_a_node_does_not_take_goes_to_the_next_one_and_says_wh
                 await asyncio.sleep(0.05)
         stays = await run(alice, "print('x' in globals())", name, past=after(moved))
         assert stays.text == "False\n"
-        await alice.aclose()
     await other.aclose()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import re
 from typing import Any
 
 from vllm_gptoss.harmony.messages import Conversation
@@ -28,11 +27,9 @@ from vllm_gptoss.responses.state.caller import Caller
 from vllm_gptoss.responses.state.patience import update_at_last
 from vllm_gptoss.responses.state.previous import Previous, previous_items
 from vllm_gptoss.responses.state.stored import Stored
-from vllm_gptoss.tools.protocol import ToolKind
+from vllm_gptoss.tools.protocol import ID, ToolKind
 
 logger = logging.getLogger(__name__)
-
-_CONTAINER = re.compile(r"[A-Za-z0-9_-]{0,80}")
 
 COMPACT_AT = 0.8
 """Share of the context window at which `context_management` compacts when the request names no threshold."""
@@ -155,7 +152,7 @@ def _unstored(previous: Previous, request: CreateRequest) -> list[dict[str, Any]
     items = [item for item in request.items if item["type"] == "code_interpreter_call"]
     unknown = [item for item in items if item.get("id", "") not in previous.hidden]
     named = (str(item.get("container_id") or "") for item in unknown)
-    places = (name if _CONTAINER.fullmatch(name) else "" for name in named)
+    places = (name if ID.fullmatch(name) else "" for name in named)
     return [{"recipient": ToolKind.PYTHON, "recall": {"container": name}} for name in places]
 
 

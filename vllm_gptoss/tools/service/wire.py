@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from vllm_gptoss.tools.protocol import ID
+
 logger = logging.getLogger(__name__)
 
 ASKED, ANSWERED = "vllm-gptoss/asked", "vllm-gptoss/answered"
@@ -18,7 +20,7 @@ MAX_FILES = 1000
 
 M = TypeVar("M", bound=BaseModel)
 
-_ID = r"[A-Za-z0-9_-]{0,80}"
+_ID = ID.pattern
 _HEX = r"([0-9a-f]{32})?"
 
 
