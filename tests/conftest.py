@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import shutil
@@ -30,6 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
         tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix=f"gptoss-test-{worker}-")
         os.chmod(tempfile.tempdir, 0o755)  # other users' servers are tested too
+        atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)  # runs after multiprocessing's
     elif "GPTOSS_DURATIONS" in os.environ:
         config.pluginmanager.register(durations.Recorder())
     settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -37,12 +39,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if "COVERAGE_PROCESS_CONFIG" in os.environ:
         config.stash[RECORDER] = caged_lines.Recorder(ROOT / "vllm_gptoss")
         config.stash[RECORDER].install()
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    del config
-    if "PYTEST_XDIST_WORKER" in os.environ and tempfile.tempdir:
-        shutil.rmtree(tempfile.tempdir, ignore_errors=True)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-cov combines

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ pytestmark = [
     pytest.mark.skipif(without_namespaces() is not None, reason=str(without_namespaces())),
 ]
 KEY = "key of these servers"
+PATIENCE_S = 120
 PYTHON = [{"type": "code_interpreter", "container": {"type": "auto"}}]
 
 
@@ -40,18 +42,21 @@ class Servers:
     clients: list[httpx.Client] = field(default_factory=list)
 
     def connect(self, wanted: int) -> None:
-        """Opens connections until there is one with each of `wanted` processes."""
+        """Opens connections until there is one with each of `wanted` processes.
+
+        A look at who has a connection can miss it, because the system's list of sockets changes while it is read.
+        """
         found: dict[int, httpx.Client] = {}
-        for _ in range(200):
+        began = time.monotonic()
+        while len(found) < wanted and time.monotonic() - began < PATIENCE_S:
             client = httpx.Client(base_url=self.server.api, timeout=180)
             stream = client.get("/models").raise_for_status().extensions["network_stream"]
             own = stream.get_extra_info("client_addr")[1]
-            pid = next(process.pid for process in self.processes() if own in peers(process))
-            if pid in found:
+            pid = next((process.pid for process in self.processes() if own in peers(process)), None)
+            if pid is None or pid in found:
                 client.close()
-            found.setdefault(pid, client)
-            if len(found) == wanted:
-                break
+            else:
+                found[pid] = client
         self.clients = list(found.values())
 
     def processes(self) -> list[psutil.Process]:
