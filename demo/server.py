@@ -23,16 +23,19 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    "OMP_NUM_THREADS": "1",
 }
 
 ARGUMENTS = ("--served-model-name", NAME, "--max-model-len", "16384", "--max-num-seqs", "64")
 
-CPU = ("--enforce-eager",)
+CPU = ("--enforce-eager", "--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
 GPU = (
     *("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(2**31)),
     *("--max-cudagraph-capture-size", "64"),
 )
-"""What a server is started with beside: on a GPU other servers may run, and few graphs are captured soon."""
+"""What a server is started with beside. On a CPU the engine's process runs the model, as it does on one GPU: the worker
+that vLLM starts there spins for a second after each step. On a GPU other servers may run, and few graphs are captured
+soon."""
 
 
 class ServerError(RuntimeError):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import warm_vllm
 from vllm_gptoss.bench import decode, memory, results, served, shapes, worker
 from vllm_gptoss.bench.results import Results, ResultsError
 from vllm_gptoss.bench.worker import EngineRun
+from vllm_gptoss.cli import app
 
 ROOT = Path(__file__).parents[2]
 JOB = EngineRun("20b", "plugin", (1, 8))
+Bench = Callable[..., tuple[int, str, str]]
 
 
 def test_overlapping_kernels_count_once() -> None:
@@ -171,46 +174,58 @@ def test_lengths_are_read_as_people_write_them() -> None:
     assert decode.lengths("512/128,8k/1k") == [(512, 128), (8192, 1024)]
 
 
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Bench:
+    """`vllm-gptoss bench decode`, whose engines start with vLLM imported: its exit code and what it says."""
+    monkeypatch.setattr(worker, "subprocess", SimpleNamespace(Popen=warm_vllm.popen))
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        command = ["bench", "decode", "--models", "tiny", "--lengths", "16/8", "--repeats", "1"]
+        command += ["--options", '{"enforce_eager": true}', "--out", str(tmp_path / "r.json"), *arguments]
+        with pytest.raises(SystemExit) as ended:
+            app(command)
+        return int(ended.value.code or 0), *capfd.readouterr()
+
+    return run
+
+
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_the_command_measures_writes_and_continues(tmp_path: Path) -> None:
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [str(Path(sys.executable).with_name("vllm-gptoss")), "bench", "decode", "--models", "tiny"]
-        command += ["--lengths", "16/8", "--repeats", "1", "--options", '{"enforce_eager": true}']
-        command += ["--out", str(tmp_path / "r.json"), *arguments]
-        environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
-
+def test_the_command_measures_writes_and_continues(bench: Bench, tmp_path: Path) -> None:
     # vLLM has no MXFP4 experts for this CPU: a stock backend that cannot start must not cost the others their figures
-    first = run("--variants", "triton,plugin", "--batches", "1", "--skew")
-    assert first.returncode == 1, first.stdout + first.stderr
-    assert "triton: ended with 1" in first.stderr
+    code, out, errors = bench("--variants", "triton,plugin", "--batches", "1", "--skew")
+    assert code == 1, out + errors
+    assert "triton: ended with 1" in errors
     record = json.loads((tmp_path / "r.json").read_text())
     assert record["rows"][0]["plugin_tpot_ms"] > 0
     assert record["engines"][0]["kv_gib"] == pytest.approx(1, abs=0.01)
     assert record["failures"][0]["variant"] == "triton"
-    again = run("--variants", "plugin", "--batches", "1,2", "--skew", "--budget", "350")
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert "batch 1:" not in again.stdout
-    assert "batch 2:" in again.stdout
+    code, out, errors = bench("--variants", "plugin", "--batches", "1,2", "--skew", "--budget", "350")
+    assert code == 0, out + errors
+    assert "batch 1:" not in out
+    assert "batch 2:" in out
     assert [row["batch"] for row in json.loads((tmp_path / "r.json").read_text())["rows"]] == [1, 2]
     assert (tmp_path / "r.png").exists()
-    nothing = run("--variants", "plugin", "--batches", "4", "--budget", "1")
+
+
+@pytest.mark.vllm
+def test_the_command_ends_with_its_budget(tmp_path: Path) -> None:
+    command = [str(Path(sys.executable).with_name("vllm-gptoss")), "bench", "decode", "--models", "tiny"]
+    command += ["--variants", "plugin", "--batches", "4", "--budget", "1", "--out", str(tmp_path / "r.json")]
+    nothing = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert nothing.returncode == 1
     assert "not measured, 1 s are left of 1" in nothing.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_engines_beside_each_other_are_measured_in_turns(tmp_path: Path) -> None:
+def test_engines_beside_each_other_are_measured_in_turns(bench: Bench, tmp_path: Path) -> None:
     """One that cannot start costs the others nothing; start and memory beside others say nothing and are not kept."""
-    command = [str(Path(sys.executable).with_name("vllm-gptoss")), "bench", "decode", "--models", "tiny", "--together"]
-    command += ["--lengths", "16/8", "--repeats", "1", "--options", '{"enforce_eager": true}', "--budget", "350"]
-    command += ["--variants", "plugin,plugin:layers=upstream,triton", "--batches", "1,2", "--rounds", "2"]
-    command += ["--out", str(tmp_path / "r.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "triton: ended with 1" in done.stderr
+    variants = ["--variants", "plugin,plugin:layers=upstream,triton", "--batches", "1,2", "--rounds", "2"]
+    code, out, errors = bench("--together", "--budget", "350", *variants)
+    assert code == 1, out + errors
+    assert "triton: ended with 1" in errors
     record = json.loads((tmp_path / "r.json").read_text())
     measured = {
         of["variant"]: [[row["batch"] for row in one["rows"]] for one in of["rounds"]] for of in record["measurements"]

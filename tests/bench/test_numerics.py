@@ -83,14 +83,13 @@ def test_random_weights_are_the_same_every_time(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def warm(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
     """The processes of engines start with vLLM imported."""
 
-    def run(command: Sequence[str], env: Mapping[str, str], **_: Any) -> subprocess.CompletedProcess[bytes]:
-        with (tmp_path_factory.mktemp("engine") / "log").open("wb") as log:
-            ended = warm_vllm.popen(command, env=env, stdout=log, stderr=subprocess.STDOUT).wait(300)
-        print(Path(log.name).read_text(errors="replace")[-3000:])
-        return subprocess.CompletedProcess(command, ended)
+    def run(command: Sequence[str], env: Mapping[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
+        done = warm_vllm.run(command, env, 300)
+        print(done.stdout[-3000:])
+        return done
 
     monkeypatch.setattr(numerics, "subprocess", SimpleNamespace(run=run))
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support import warm_vllm
 from vllm_gptoss.device import detect
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.vllm
@@ -27,9 +25,9 @@ def test_every_step_is_recalled_token_for_token(model_dir: Path, plugins: str) -
         )
     environment = {**os.environ, "VLLM_PLUGINS": plugins, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "demo.verify", str(model_dir), "--fresh", "0"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=580)
+    done = warm_vllm.run(command, environment, 580)
     counts = dict(re.findall(r"^(\w+) +(\d+) of", done.stdout, re.MULTILINE))
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    assert done.returncode == 0, done.stdout[-5000:]
     assert int(counts["ours"]) == int(counts["vllm"]) > 150
     assert int(counts["raw"]) == 2
     assert int(counts["unknown"]) >= 20

@@ -99,7 +99,7 @@ def results(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> jobs.R
             f"experts {path}": {
                 "model": str(model_dir),
                 "rounds": [[{"prompt": capital()[0], "max_tokens": 60}]],
-                "args": {"enforce_eager": False},
+                "args": {"enforce_eager": False, "compilation_config": {"backend": "eager"}},
                 "environ": {**OURS, "GPTOSS_EXPERTS": path},
             }
             for path in EXPERTS
@@ -127,7 +127,7 @@ def test_prefix_caching_changes_no_token(results: jobs.Results) -> None:
 
 @pytest.mark.parametrize("path", ["native", "dequantize", "upstream"])
 def test_every_expert_path_gives_the_same_answer(results: jobs.Results, path: str) -> None:
-    """Not eager, so that torch.compile traces our method too."""
+    """Not eager, so that torch.compile traces our method too; test_reference_vllm.py compiles what it traced."""
     if path not in EXPERTS:
         pytest.skip(
             "vLLM's CPU MXFP4 kernel needs AMX, which this CPU lacks; docs/testing.md says where it passed last"

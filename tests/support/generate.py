@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import multiprocessing.context as contexts
 import os
 import sys
 from pathlib import Path
@@ -90,9 +91,11 @@ def facts(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     jobs, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    import vllm.entrypoints.llm  # noqa: F401
+    import vllm.entrypoints.llm
+    import vllm.v1.worker.cpu_worker  # noqa: F401
 
     context = multiprocessing.get_context("fork")
+    contexts._concrete_contexts["spawn"] = context  # type: ignore[attr-defined]  # ranks need not import vLLM again
     for name, job in jobs.items():
         process = context.Process(target=run, args=(job, out / f"{name}.json"))
         process.start()

@@ -5,8 +5,8 @@ started, about 17. It differs from a user's in nothing after the imports but tha
 spawn; our own package is imported after the fork, as ever. The start itself is tested with what a user starts
 (`served`, test_other_model.py, test_api_servers.py, test_recipes.py).
 
-Run as a program, `python -m tests.support.warm_vllm SOCKET` is that process. It forks one that waits for every program
-it is asked for, and ends it when who asked is gone.
+Run as a program, `python -m tests.support.warm_vllm SOCKET [MODEL]` is that process. It forks one that waits for every
+program it is asked for, and ends it when who asked is gone. MODEL's tokenizer, 5 s of processor, is read once too.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support.places import CACHE
+
 PRELOADED = (
     *("tests.support.lazy", "openai", "anthropic", "aiohttp", "opentelemetry.sdk.trace", "xgrammar", "mcp"),
     *("vllm.entrypoints.cli.main", "vllm.entrypoints.cli.serve", "vllm.entrypoints.openai.api_server"),
@@ -45,16 +47,21 @@ class Process:
         *,
         stdout: Any,
         env: Mapping[str, str],
-        stderr: Any = subprocess.STDOUT,
+        stdin: int | None = None,
         **_: Any,
     ) -> None:
         """arguments: a console script and what follows, or `python -m MODULE …`. stdout takes both streams."""
-        assert stderr == subprocess.STDOUT
         self.args, self.returncode = list(arguments), None
+        reads, self.stdin = os.open(os.devnull, os.O_RDONLY), None
+        if stdin == subprocess.PIPE:
+            os.close(reads)
+            reads, writes = os.pipe()
+            self.stdin = os.fdopen(writes, "wb")
         self._line = socket.socket(socket.AF_UNIX)
         self._line.connect(_socket())
         asked = json.dumps({"arguments": self.args, "environ": dict(env), "cwd": os.getcwd()}).encode()
-        socket.send_fds(self._line, [b"%10d" % len(asked)], [stdout.fileno()])
+        socket.send_fds(self._line, [b"%10d" % len(asked)], [reads, stdout.fileno()])
+        os.close(reads)
         self._line.sendall(asked)
         self.pid = int(self._line.recv(16))
 
@@ -90,12 +97,30 @@ def popen(arguments: Sequence[str], **options: Any) -> Any:
     return (subprocess.Popen if plain else Process)(arguments, **options)
 
 
+def run(arguments: Sequence[str], env: Mapping[str, str], limit_s: float, **_: Any) -> subprocess.CompletedProcess[str]:
+    """Such a process to its end; `stdout` has both streams.
+
+    Raises:
+        subprocess.TimeoutExpired: it took more than `limit_s`; it is killed.
+    """
+    with tempfile.TemporaryFile() as out:
+        process = popen(arguments, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT)
+        try:
+            ended = process.wait(limit_s)
+        finally:
+            process.kill()
+        out.seek(0)
+        return subprocess.CompletedProcess(list(arguments), ended, out.read().decode(errors="replace"))
+
+
 def _socket() -> str:
+    from demo.expand import model_dir
+
     if not _running:
         folder = tempfile.mkdtemp(prefix="warm-")
         path = str(Path(folder, "socket"))
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        command = [sys.executable, "-m", "tests.support.warm_vllm", path]
+        command = [sys.executable, "-m", "tests.support.warm_vllm", path, str(model_dir(CACHE))]
         warm = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert warm.stdout
         assert warm.stdout.readline() == b"ready\n"
@@ -105,12 +130,17 @@ def _socket() -> str:
     return _running[0][1]
 
 
-def main(path: str) -> None:
+def main(path: str, model: str = "") -> None:
     """Serves until standard input, which the tests hold, is closed."""
     import importlib
 
     for name in PRELOADED:
         importlib.import_module(name)
+    if model:
+        from vllm.tokenizers.registry import cached_get_tokenizer
+
+        options = {"runner_type": "generate", "tokenizer_mode": "auto", "revision": None, "trust_remote_code": False}
+        cached_get_tokenizer(model, **options)  # what the server will ask for
     assert "vllm_gptoss" not in sys.modules
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -127,7 +157,7 @@ def main(path: str) -> None:
 
 
 def _wait_for(line: socket.socket) -> None:
-    length, (out, *_), *_ = socket.recv_fds(line, 10, 1)
+    length, streams, *_ = socket.recv_fds(line, 10, 2)
     asked = b""
     while len(asked) < int(length):
         asked += line.recv(65536)
@@ -135,8 +165,9 @@ def _wait_for(line: socket.socket) -> None:
     pid = os.fork()
     if pid == 0:
         line.close()
-        _become(job, out)
-    os.close(out)
+        _become(job, *streams)
+    for stream in streams:
+        os.close(stream)
     line.sendall(b"%d" % pid)
     child = os.pidfd_open(pid)
     if line in select.select([child, line], [], [])[0]:  # who asked is gone
@@ -148,12 +179,11 @@ def _wait_for(line: socket.socket) -> None:
     os._exit(0)
 
 
-def _become(job: dict[str, Any], out: int) -> None:
+def _become(job: dict[str, Any], reads: int, writes: int) -> None:
     import multiprocessing.context as contexts
 
     os.setsid()
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for number, fd in enumerate((nothing, out, out)):
+    for number, fd in enumerate((reads, writes, writes)):
         os.dup2(fd, number)
     os.environ.clear()
     os.environ.update(job["environ"])
@@ -171,4 +201,4 @@ def _become(job: dict[str, Any], out: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
