@@ -22,7 +22,8 @@ from tests.support.responses.turns import HELLO, INTERPRETER, LONG, PYTHON
 from tests.support.waiting import soon
 from vllm_gptoss.responses.options import ResponsesOptions
 from vllm_gptoss.responses.run.background import QUIET, STOPPED
-from vllm_gptoss.responses.run.engine import ReplayEngine
+from vllm_gptoss.responses.run.engine import HAS_ENDED, ReplayEngine
+from vllm_gptoss.responses.run.loop import NOT_BEGUN
 from vllm_gptoss.responses.state.stored import Stored
 from vllm_gptoss.responses.transport.http import tenant_of
 from vllm_gptoss.tools.protocol import Text, ToolCall, ToolResult
@@ -284,6 +285,46 @@ def test_a_server_that_is_stopped_lets_responses_end_or_fails_them_by_name(tmp_p
         events = follow(http, made["id"])
         check_stream(events)
         assert events[-1]["response"] == found
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_tool_that_answers_while_the_engine_stops_ends_a_response_that_says_why(
+    start: Start, has_ended: bool
+) -> None:
+    """vLLM's engine takes no request from SIGTERM on, not even the next one of a response that has begun."""
+    answers = threading.Event()
+
+    async def slow(call: ToolCall) -> ToolResult:
+        await asyncio.to_thread(answers.wait)
+        return await ran(call)
+
+    tool = fakes.python(slow)
+    server = start(PYTHON, providers=[tool])
+    with server.http() as http:
+        made = create(http, input="hi", background=True, tools=[INTERPRETER])
+        soon(lambda: len(tool.calls) == 1)
+        server.engine.ended, server.engine.drains = has_ended, True
+        answers.set()
+        events = follow(http, made["id"])
+        check_stream(events)
+        found = http.get(f"/responses/{made['id']}").json()
+    assert events[-1]["response"] == found
+    assert found["status"] == "failed"
+    assert found["error"]["message"] == (HAS_ENDED if has_ended else NOT_BEGUN)
+    assert [item["type"] for item in found["output"]][-1] == "code_interpreter_call", "what was done is kept"
+
+
+def test_who_waits_for_a_tool_when_the_engine_has_ended_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    """Under `vllm serve` the engine ends before the plugin is closed: its patience would be waited out in vain."""
+    options = ResponsesOptions(store=str(tmp_path / "store.sqlite"))
+    tool = fakes.python(lambda call: hang(call, asyncio.Event()))
+    with running(ReplayEngine(Script(PYTHON)), options, [tool]) as server, server.http() as http:
+        server.endpoint.patience = 300.0
+        made = create(http, input="hi", background=True, tools=[INTERPRETER])
+        soon(lambda: len(tool.calls) == 1)
+        server.engine.ended = True
+    with running(ReplayEngine(Script(HELLO)), options) as server, server.http() as http:
+        assert http.get(f"/responses/{made['id']}").json()["error"]["message"] == STOPPED
 
 
 async def ran(call: ToolCall) -> ToolResult:

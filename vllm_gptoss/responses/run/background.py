@@ -35,6 +35,8 @@ FLUSH = 0.05
 QUIET = 0.25
 """The same, while nobody follows the response on this server. Followers on others look every `POLL`."""
 STOPPED = "The server was stopped before this response had ended."
+LAST_WORDS = 2.0
+"""Seconds in which what the engine said last, before it ended, is read and stored."""
 RECENT = 500
 """Written events that are kept for this server's followers; who is further behind reads the store."""
 RETRY = 1.0
@@ -123,8 +125,13 @@ class Background:
         self._closing = False
 
     async def aclose(self, patience: float = 0.0) -> None:
-        """Lets what runs here end for up to `patience` seconds, fails the rest, and waits until that is stored."""
+        """Lets what runs here end for up to `patience` seconds, fails the rest, and waits until that is stored.
+
+        Where the engine has ended before, as under `vllm serve`, who waits for a tool cannot end any more.
+        """
         tasks = [run.task for run in self._runs.values() if run.task]
+        if self._service.context.engine.has_ended:
+            patience = min(patience, LAST_WORDS)
         if tasks and patience:
             logger.info("Waiting up to %g s for %d background responses", patience, len(tasks))
             await asyncio.wait(tasks, timeout=patience)

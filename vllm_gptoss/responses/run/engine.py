@@ -17,6 +17,8 @@ from vllm_gptoss.responses.errors import ApiError, EngineError
 
 logger = logging.getLogger(__name__)
 
+HAS_ENDED = "The engine has ended: the server was stopped, or the engine died, as the server's log says."
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -80,6 +82,11 @@ class Engine(Protocol):
         """Whether what is generated keeps to `Sampling.structural_tag`, each token of it."""
         ...
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is generated any more: the server stops, or the engine died."""
+        ...
+
     def generate(self, prompt: Sequence[int], sampling: Sampling, request_id: str) -> AsyncGenerator[Chunk, None]:
         """Raises `EngineError` when generation fails, `ApiError` when the engine refuses the request."""
         ...
@@ -114,6 +121,10 @@ class VllmEngine(Engine):
     @property
     def holds_grammars(self) -> bool:
         return self._client.vllm_config.structured_outputs_config.backend in GRAMMAR_BACKENDS
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self._client.errored)
 
     def _params(self, sampling: Sampling) -> Any:
         fields: dict[str, Any] = {**self._defaults, **sampling.options}
@@ -153,6 +164,9 @@ class VllmEngine(Engine):
         except Exception as error:
             if status := _vllm.client_error_status(error):
                 raise ApiError(str(error), param=getattr(error, "parameter", None), status=status) from error
+            if self.has_ended:
+                logger.error("Generation of %s failed: %s", request_id, HAS_ENDED)
+                raise EngineError(HAS_ENDED) from error
             logger.exception("Generation of %s failed", request_id)
             raise EngineError(f"{type(error).__name__}: {error}") from error
 
@@ -186,7 +200,8 @@ class ReplayEngine(Engine):
 
     `rate` is tokens per second and stream, None for as fast as possible; `chunk` is tokens per step. It stops where a
     model would: at `max_tokens`, after `<|return|>` or `<|call|>`, the latter not with `stops_itself=False`. `running`
-    and `aborted` show what clients caused.
+    and `aborted` show what clients caused. While it `drains` it begins nothing, as vLLM's engine when it is stopped
+    (`EngineCoreProc._reject_add_in_shutdown`), and once it has `ended` it refuses.
     """
 
     def __init__(
@@ -212,6 +227,8 @@ class ReplayEngine(Engine):
         self.running = 0
         self.aborted = 0
         self.fail_after: int | None = None
+        self.drains = False
+        self.ended = False
 
     @property
     def max_model_len(self) -> int:
@@ -229,10 +246,19 @@ class ReplayEngine(Engine):
     def holds_grammars(self) -> bool:
         return False
 
+    @property
+    def has_ended(self) -> bool:
+        return self.ended
+
     async def generate(self, prompt: Sequence[int], sampling: Sampling, request_id: str) -> AsyncGenerator[Chunk, None]:
         del request_id
         self.prompts.append(list(prompt))
         self.samplings.append(sampling)
+        if self.ended:
+            raise EngineError(HAS_ENDED)
+        if self.drains:
+            yield Chunk((), "abort")
+            return
         also = sampling.options.get("stop_token_ids") or ()
         ends = () if sampling.options.get("ignore_eos") or not self._stops_itself else (RETURN, CALL)
         tokens, finish = _stopped(self._script(prompt), sampling.max_tokens, (*ends, *also))

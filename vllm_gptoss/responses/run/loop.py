@@ -43,6 +43,10 @@ IGNORED_CALLS = 2
 """How often a model is reminded that `max_tool_calls` is spent before the response ends."""
 
 
+ABORTED = "The engine aborted the generation, as it does when the server is stopped."
+NOT_BEGUN = "The engine began no generation. It begins none once the server is stopped, not even after a tool's answer."
+
+
 class Loop:
     """Runs a job once. `run()` yields its events; `body` is the response as it stands.
 
@@ -221,7 +225,7 @@ class Loop:
     def _goes_on(self, turn: Turn) -> bool:
         """Whether there are calls of this server's tools to run."""
         if turn.finish == "abort":
-            raise EngineError("The engine aborted the generation.")
+            raise EngineError(ABORTED if turn.tokens else NOT_BEGUN)
         if turn.finish == "length":
             self._incomplete()
             return False
