@@ -72,3 +72,11 @@ def test_more_users_and_higher_wishes_never_need_less(engine: Engine) -> None:
 def test_the_engines_are_the_measured_ones() -> None:
     assert {engine.tpot[64] < 20 for engine in capacity.engines()} == {True}
     assert max(max(engine.tpot) for engine in capacity.engines()) == 64
+
+
+def test_transactions_are_those_of_the_soak_that_measured_them_last() -> None:
+    assert capacity.transactions_per_response(1.0) == pytest.approx(29.1)
+    assert capacity.transactions_per_response(0.1) == pytest.approx(0.1 * 29.1 + 0.9 * 6.6)
+    (row,) = [row for row in capacity.table([10_000]) if row[:2] == ["20b", "H200"]]
+    a_second = 2_000 * Wishes().speed / Wishes().answer * capacity.transactions_per_response(Wishes().background)
+    assert dict(zip(capacity.HEAD, row, strict=True))["store transactions/s"] == f"{a_second:,.0f}"
