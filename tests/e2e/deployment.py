@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -28,6 +29,27 @@ KERNELS = 16
 KEY = "key of these replicas"
 
 
+OLD, OTHER, UPGRADED = "replica 0", "replica 1", "replica 1, upgraded"
+
+
+@dataclass(frozen=True)
+class Chaos:
+    """What is done to a cluster, however long the load takes.
+
+    down, between: seconds that a part is down before it is started, and that all are there between two deaths
+    upgrades: in a round that begins behind `half` of the load, not the first, one replica comes back as the next
+    release's; in the round after it the other one comes back as it was
+    enough: the load may end; broken_off: it has failed
+    """
+
+    down: float
+    between: float
+    upgrades: bool
+    half: asyncio.Event = field(default_factory=asyncio.Event)
+    enough: asyncio.Event = field(default_factory=asyncio.Event)
+    broken_off: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 @dataclass
 class Part:
     name: str
@@ -37,7 +59,8 @@ class Part:
 
 @dataclass
 class Cluster:
-    """`chaos` kills and starts the parts in turn. `killed`: when, in seconds since the watch began, and what."""
+    """`chaos` kills and starts the parts in turn. `killed`: when, in seconds since the watch began, and what;
+    `returned`: the parts as they came back, in order, an upgraded one as `UPGRADED`."""
 
     api: str
     replicas: list[Replica]
@@ -48,6 +71,7 @@ class Cluster:
     quiet_responses: int = 0
     quiet_transactions: int = 0
     killed: list[tuple[float, str]] = field(default_factory=list)
+    returned: list[str] = field(default_factory=list)
 
     @property
     def parts(self) -> list[Part]:
@@ -55,15 +79,28 @@ class Cluster:
         tools = Part("tools service", self.node.kill, self.node.start)
         return [*servers, tools, Part("database", self.database.kill, self.database.start)]
 
-    async def chaos(self, over: asyncio.Event, down: float, between: float) -> None:
-        """Seconds that a part is `down` before it is started, and that all are there `between` two deaths."""
-        while not over.is_set():
+    async def chaos(self, plan: Chaos) -> None:
+        """Round by round, until the load is long enough and every step was taken, or until it is broken off."""
+        for number in itertools.count():
+            is_upgrade = plan.upgrades and number > 0 and plan.half.is_set()
             for part in self.parts:
+                if part.name == OTHER and is_upgrade:
+                    self.replicas[1].later = True
                 self.killed.append((time.monotonic() - self.watch.began, part.name))
                 await asyncio.to_thread(part.kill)
-                await asyncio.sleep(down)
+                await asyncio.sleep(plan.down)
                 await asyncio.to_thread(part.start)
-                await asyncio.sleep(between)
+                self.returned.append(UPGRADED if part.name == OTHER and self.replicas[1].later else part.name)
+                await asyncio.sleep(plan.between)
+                if plan.broken_off.is_set() or (plan.enough.is_set() and self.has_had(plan)):
+                    return
+
+    def has_had(self, plan: Chaos) -> bool:
+        """Whether each part came back; and where one is upgraded, the old one after it."""
+        if {name for _, name in self.killed} != {part.name for part in self.parts}:
+            return False
+        after = self.returned[self.returned.index(UPGRADED) :] if UPGRADED in self.returned else []
+        return not plan.upgrades or OLD in after
 
     async def look(self) -> None:
         while True:
@@ -81,7 +118,7 @@ async def cluster(home: Path, make: Callable[..., Replica], **fields: Any) -> As
     async with AsyncExitStack() as stack:
         stack.callback(database.remove)
         files = stack.enter_context(storage())
-        options = {"files": files, "file_keep_s": 86_400, "max_conversations": KERNELS}
+        options = {"files": files, "file_keep_s": 86_400, "max_conversations": KERNELS, "timeout_s": 100}
         node = ToolsNode(home, keys, options)
         stack.callback(node.kill)
         node.spawn()
