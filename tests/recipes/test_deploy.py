@@ -56,7 +56,7 @@ def test_compose_is_of_the_specification_and_a_misspelt_key_is_not() -> None:
     with pytest.raises(ValueError, match="shm_sise"):
         compose_spec.PyCompose.from_yaml(text.replace("shm_size", "shm_sise"))
     services = yaml.safe_load(text)["services"]
-    assert services["vllm"]["command"] == [*render.words(recipe("20b-h100-agent"))[2:]]
+    assert services["vllm"]["command"] == [*render.words(recipe("20b-h100-agent"))[2:], *render.STOP]
     mounted = [line.split(":")[0] for each in services.values() for line in each.get("volumes", ()) if line[0] == "."]
     assert all((DEPLOY / name).is_file() for name in mounted)
 
@@ -79,7 +79,7 @@ def test_kubernetes_takes_the_manifest_and_not_a_misspelt_one() -> None:
 def test_a_recipes_manifest_has_its_flags_and_gpus(name: str) -> None:
     one = recipe(name)
     container = manifests(render.kubernetes(one))[2]["spec"]["template"]["spec"]["containers"][0]
-    assert container["args"] == render.words(one)[2:]
+    assert container["args"] == [*render.words(one)[2:], *render.STOP]
     limits = {"nvidia": {"nvidia.com/gpu": "2"}, "amd": {"amd.com/gpu": "8"}, "cpu": {}}
     assert container["resources"]["limits"] == limits[one.device.vendor]
     assert {(each["name"], each.get("value")) for each in container["env"]} >= set(one.env.items())
@@ -103,6 +103,22 @@ def test_systemd_takes_the_unit_and_not_a_misspelt_one(tmp_path: Path) -> None:
         assert (not [line for line in done.stderr.splitlines() if path.name in line]) is clean, done.stderr
     (name,) = re.findall(r"recipe serve (\S+) --", text)
     assert recipe(name)
+
+
+def test_what_generates_may_end_before_a_server_is_killed() -> None:
+    """Behind that time the plugin still says why it fails the rest, and stores it."""
+    (name, seconds), unit = render.STOP, (DEPLOY / "vllm-gptoss.service").read_text()
+    (deployment,) = (
+        each for each in manifests((DEPLOY / "kubernetes.yaml").read_text()) if each["kind"] == "Deployment"
+    )
+    service = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["vllm"]
+    kills = {
+        "kubernetes": deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"],
+        "compose": int(service["stop_grace_period"].removesuffix("s")),
+        "systemd": int(re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)[0]),
+    }
+    assert min(kills.values()) >= int(seconds) + 25, kills
+    assert f"{name} {seconds}\n" in unit
 
 
 def modal_app() -> ModuleType:

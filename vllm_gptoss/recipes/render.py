@@ -18,6 +18,8 @@ from vllm_gptoss.recipes.schema import Recipe
 IMAGE = "vllm/vllm-openai:v0.33.0"
 """The official image that `recipes/deploy/Dockerfile` starts from."""
 
+STOP = ("--shutdown-timeout", "120")
+"""What manifests add to a recipe: seconds in which what generates may end when a server is told to stop."""
 
 BASES: Mapping[Vendor, str] = {
     "nvidia": "",
@@ -84,7 +86,7 @@ def kubernetes(recipe: Recipe) -> str:
     documents = list(yaml.safe_load_all((FOLDER / "deploy" / "kubernetes.yaml").read_text()))
     (deployment,) = (each for each in documents if each["kind"] == "Deployment")
     container = deployment["spec"]["template"]["spec"]["containers"][0]
-    container["args"] = [recipe.repository, *arguments(recipe)]
+    container["args"] = [recipe.repository, *arguments(recipe), *STOP]
     container["env"] += [{"name": name, "value": value} for name, value in recipe.env.items()]
     resource = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu"}.get(recipe.device.vendor)
     container["resources"]["limits"] = {resource: str(recipe.device.count)} if resource else {}
