@@ -24,6 +24,7 @@ class Seam:
 
 
 SEAMS = (
+    Seam("vllm.v1.engine.core", "EngineCoreProc._reject_add_in_shutdown", ("request",), "what a stopped engine begins"),
     Seam(
         "vllm.model_executor.models.registry",
         "_ModelRegistry.register_model",

@@ -257,6 +257,17 @@ def client_error_status(error: Exception) -> int | None:
     return None
 
 
+def is_stopping(error: Exception) -> bool:
+    """Whether a generation was refused because the engine client is being shut down, before the engine has ended.
+
+    `AsyncLLM.shutdown` closes the threads that read prompts first, and then waits for the engine.
+    """
+    from vllm.v1.engine.exceptions import EngineGenerateError
+
+    why = error.__cause__
+    return isinstance(error, EngineGenerateError) and isinstance(why, RuntimeError) and "after shutdown" in str(why)
+
+
 def lark_to_ebnf(definition: str) -> str:
     """A Lark grammar in xgrammar's EBNF, its start rule `root`. Raises ValueError for what xgrammar does not know.
 

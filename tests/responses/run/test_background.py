@@ -22,8 +22,7 @@ from tests.support.responses.turns import HELLO, INTERPRETER, LONG, PYTHON
 from tests.support.waiting import soon
 from vllm_gptoss.responses.options import ResponsesOptions
 from vllm_gptoss.responses.run.background import QUIET, STOPPED
-from vllm_gptoss.responses.run.engine import HAS_ENDED, ReplayEngine
-from vllm_gptoss.responses.run.loop import NOT_BEGUN
+from vllm_gptoss.responses.run.engine import HAS_ENDED, NOT_BEGUN, ReplayEngine
 from vllm_gptoss.responses.state.stored import Stored
 from vllm_gptoss.responses.transport.http import tenant_of
 from vllm_gptoss.tools.protocol import Text, ToolCall, ToolResult

@@ -17,6 +17,8 @@ from vllm_gptoss.responses.errors import ApiError, EngineError
 
 logger = logging.getLogger(__name__)
 
+ABORTED = "The engine aborted the generation, as it does when the server is stopped."
+NOT_BEGUN = "The engine began no generation. It begins none once the server is stopped, not even after a tool's answer."
 HAS_ENDED = "The engine has ended: the server was stopped, or the engine died, as the server's log says."
 
 
@@ -164,11 +166,13 @@ class VllmEngine(Engine):
         except Exception as error:
             if status := _vllm.client_error_status(error):
                 raise ApiError(str(error), param=getattr(error, "parameter", None), status=status) from error
-            if self.has_ended:
-                logger.error("Generation of %s failed: %s", request_id, HAS_ENDED)
-                raise EngineError(HAS_ENDED) from error
+            if self.has_ended or _vllm.is_stopping(error):
+                why = HAS_ENDED if self.has_ended else NOT_BEGUN
+                logger.error("Generation of %s failed: %s", request_id, why)
+                raise EngineError(why) from error
             logger.exception("Generation of %s failed", request_id)
-            raise EngineError(f"{type(error).__name__}: {error}") from error
+            told = error if str(error) else error.__cause__ or error  # vLLM's EngineGenerateError says nothing itself
+            raise EngineError(f"{type(told).__name__}: {told}") from error
 
 
 def _chunk(output: Any) -> Chunk:

@@ -24,6 +24,7 @@ from vllm_gptoss.responses import ids
 from vllm_gptoss.responses.errors import ApiError, EngineError, id_taken
 from vllm_gptoss.responses.prompt.toolset import Kind, Route
 from vllm_gptoss.responses.request.items import Item
+from vllm_gptoss.responses.run.engine import ABORTED, NOT_BEGUN
 from vllm_gptoss.responses.run.events import Event, Output
 from vllm_gptoss.responses.run.job import Compaction, Job
 from vllm_gptoss.responses.run.listener import Listener, Turn
@@ -41,10 +42,6 @@ logger = logging.getLogger(__name__)
 
 IGNORED_CALLS = 2
 """How often a model is reminded that `max_tool_calls` is spent before the response ends."""
-
-
-ABORTED = "The engine aborted the generation, as it does when the server is stopped."
-NOT_BEGUN = "The engine began no generation. It begins none once the server is stopped, not even after a tool's answer."
 
 
 class Loop:
