@@ -19,7 +19,7 @@ pytestmark = pytest.mark.vllm
 
 def doctor(*arguments: str, **environ: str) -> tuple[int, list[dict[str, str]]]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "GPTOSS_"))} | environ
-    done = warm.run(["-m", "vllm_gptoss.cli", "doctor", "--json", *arguments], environment)
+    done = warm.run(["-m", "vllm_gptoss.cli", "doctor", "--json", *arguments], environment, vllm=True)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
 

@@ -1,36 +1,53 @@
 """A fresh interpreter for a test that imports vLLM, forked from one that has torch and transformers already.
 
 They are two thirds of the 7 to 9 s of processor that `import vllm` takes; vLLM and this package are imported anew each
-time. What is forked tells coverage nothing, so that where lines are counted an ordinary process is started.
+time. A command that is not about importing vLLM is forked from `warm_vllm`, which has all of it; so are the processes
+in which our commands ask vLLM. What is forked tells coverage nothing, so that where lines are counted an ordinary
+process is started.
+
+Run as a program, `python -m tests.support.warm FOLDER ARGUMENTS` is what is forked so.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
+import gc
 import multiprocessing
 import os
 import runpy
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from demo.server import on_gpu
+from tests.support import warm_vllm
 
 PRELOADED = ("torch", "torch._dynamo", "torch._inductor", "transformers", "openai", "aiohttp", "tests.support.lazy")
 LIMIT_S = 300
+ASKING = ("vllm_gptoss.doctor.probe", "vllm_gptoss.recipes.probe")
+"""What our commands start to ask vLLM."""
 
 
 def run(
-    arguments: Sequence[str], environ: Mapping[str, str] | None = None, limit_s: float = LIMIT_S
+    arguments: Sequence[str], environ: Mapping[str, str] | None = None, limit_s: float = LIMIT_S, *, vllm: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """What `python ARGUMENTS` says, of the forms `-c CODE` and `-m MODULE …`. environ: all of it, or this process's.
+    vllm: it and what it starts of `ASKING` may have vLLM imported from the beginning.
 
     Raises:
         subprocess.TimeoutExpired: it took more than `limit_s`; it is killed.
     """
     environment = dict(os.environ if environ is None else environ)
     command = [sys.executable, *arguments]
-    if "COVERAGE_PROCESS_CONFIG" in os.environ:
+    if "COVERAGE_PROCESS_CONFIG" in os.environ or (vllm and on_gpu()):
         return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=limit_s)
+    if vllm:
+        return _with_vllm(command, environment, limit_s)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     with tempfile.TemporaryDirectory() as folder:
@@ -40,13 +57,39 @@ def run(
         if process.exitcode is None:
             process.kill()
             raise subprocess.TimeoutExpired(command, limit_s)
-        out, err = (Path(folder, name).read_text() for name in ("out", "err"))
-    return subprocess.CompletedProcess(command, process.exitcode, out, err)
+        return _done(command, process.exitcode, folder)
+
+
+def _with_vllm(
+    command: Sequence[str], environment: Mapping[str, str], limit_s: float
+) -> subprocess.CompletedProcess[str]:
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "wb") as nothing:
+        asked = [command[0], "-m", "tests.support.warm", folder, *command[1:]]
+        process = warm_vllm.Process(asked, stdout=nothing, env=environment)
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+        return _done(command, code, folder)
+
+
+def _done(command: Sequence[str], code: int, folder: str) -> subprocess.CompletedProcess[str]:
+    out, err = (Path(folder, name).read_text() for name in ("out", "err"))
+    return subprocess.CompletedProcess(command, code, out, err)
 
 
 def _in_child(arguments: Sequence[str], environ: Mapping[str, str], folder: Path) -> None:
+    _redirect(folder)
+    _become(arguments, environ)
+
+
+def _redirect(folder: Path) -> None:
     for name, number in (("out", 1), ("err", 2)):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT, 0o600), number)
+
+
+def _become(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environ)
     sys.path[:0] = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
@@ -58,3 +101,52 @@ def _in_child(arguments: Sequence[str], environ: Mapping[str, str], folder: Path
     else:
         sys.argv = ["-c", *rest]
         exec(what, {"__name__": "__main__"})
+
+
+class Forking(subprocess.Popen[Any]):
+    """A process, which is forked from this one where it is one of `ASKING` and asks the vLLM that is imported here."""
+
+    def __init__(self, args: Any, *rest: Any, **options: Any) -> None:
+        environ = dict(options.get("env") or os.environ)
+        if list(args[:3]) == [sys.executable, "-P", "-m"] and args[3] in ASKING and not _has_another_vllm(environ):
+            options["preexec_fn"] = functools.partial(_instead, args[2:], environ)
+        super().__init__(args, *rest, **options)
+
+
+def _has_another_vllm(environ: Mapping[str, str]) -> bool:
+    return any(Path(path, "vllm").is_dir() for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path)
+
+
+def _instead(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Of the program that would be started after this."""
+    os.closerange(3, 1024)  # by one of these the parent is told that the program has begun
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm_gptoss"]:
+        del sys.modules[name]
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, "rw"[number > 0]) for number in range(3))
+    _run_to_its_end(arguments, environ)
+
+
+def _run_to_its_end(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Ends the process, without taking down what was imported: that takes longer than many a command."""
+    gc.freeze()
+    code = 1
+    try:
+        _become(arguments, environ)
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    _redirect(Path(sys.argv[1]))
+    subprocess.Popen = Forking  # type: ignore[misc]
+    _run_to_its_end(sys.argv[2:], dict(os.environ))
