@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kernels.cubins import compiled, judged
 from vllm_gptoss.kernels import experts, experts_plan, nvrtc
 
 SOURCE = 'extern "C" __global__ void touch(int* p) { p[threadIdx.x] = N; }'
@@ -43,13 +44,13 @@ def test_both_projections_compile_for_every_rank(intermediate: int, local: int, 
         )
         macros["ONLY"] = experts.ONLY[which]
         options = [*(f"-D{k}={v}" for k, v in macros.items()), f"--maxrregcount={tuning.registers}"]
-        assert which.encode() in nvrtc.compile_cubin(nvrtc.source(experts.SOURCE), "sm_90", options)
+        assert which.encode() in compiled(nvrtc.source(experts.SOURCE), "sm_90", options)
 
 
 @pytest.mark.parametrize("mode", [(0, 0), (0, 1), (1, 0), (2, 0)])
 def test_every_routing_dtype_compiles(mode: tuple[int, int]) -> None:
     macros = experts_plan.defines(experts_plan.UP, 5760, 45, 46, 32, 4, 32, mode, True)
-    assert nvrtc.compile_cubin(nvrtc.source(experts.SOURCE), "sm_90", [f"-D{k}={v}" for k, v in macros.items()])
+    assert compiled(nvrtc.source(experts.SOURCE), "sm_90", [f"-D{k}={v}" for k, v in macros.items()])
 
 
 @pytest.mark.parametrize(("which", "tuning", "most"), TUNINGS)
@@ -69,7 +70,9 @@ def test_both_sides_lay_shared_memory_out_alike(which: str, tuning: experts_plan
     ours = experts_plan.shared_bytes(tuning, 45, 1, 4, local if most > experts_plan.NARROW_TOKENS else 0, most)
     check = f"\nstatic_assert(META_BYTES + RED_BYTES + RING_BYTES + XSTRIDE == {ours});"
     options = [f"-D{k}={v}" for k, v in {**macros, "ONLY": experts.ONLY[which]}.items()]
-    assert nvrtc.compile_cubin(nvrtc.source(experts.SOURCE) + check, "sm_90", options)
+    judged(nvrtc.source(experts.SOURCE) + check, "sm_90", options)
+    with pytest.raises(nvrtc.NvrtcError, match="static assertion failed"):
+        judged(nvrtc.source(experts.SOURCE) + check.replace("== ", "== 1 + "), "sm_90", options)
 
 
 def test_a_source_error_carries_the_compilers_log() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.kernels.cubins import compiled
 from vllm_gptoss.kernels import experts, experts_plan, nvrtc
 from vllm_gptoss.kernels.experts_many import ONLY, SOURCE, ManyTokenExperts, compile_options
 
@@ -48,7 +49,7 @@ def test_every_shape_compiles_and_has_the_shared_memory_it_takes(
     recipe = prepared(*shape).recipe(which, torch.bfloat16)
     check = f"\nstatic_assert(X_BYTES + META_BYTES + RING_BYTES <= {recipe.shared});"
     options = [*(f"-D{k}={v}" for k, v in recipe.options), *compile_options(recipe.registers)]
-    assert which.encode() in nvrtc.compile_cubin(nvrtc.source(SOURCE) + check, "sm_90a", options)
+    assert which.encode() in compiled(nvrtc.source(SOURCE) + check, "sm_90a", options)
     assert recipe.shared <= experts_plan.SHARED_LIMIT
 
 
@@ -56,7 +57,7 @@ def test_every_shape_compiles_and_has_the_shared_memory_it_takes(
 def test_every_routing_dtype_compiles(routing: torch.dtype) -> None:
     recipe = prepared(16, 384, 2880, 4, 32).recipe("experts_down", routing)
     options = [*(f"-D{k}={v}" for k, v in recipe.options), *compile_options(recipe.registers)]
-    assert nvrtc.compile_cubin(nvrtc.source(SOURCE), "sm_90a", options)
+    assert compiled(nvrtc.source(SOURCE), "sm_90a", options)
 
 
 def test_more_tokens_than_it_was_compiled_for_are_refused() -> None:

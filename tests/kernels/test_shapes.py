@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels.cubins import compiled
 from vllm_gptoss import choose
 from vllm_gptoss.choose import Deployment, RankExperts
 from vllm_gptoss.device import Device
@@ -162,7 +163,7 @@ def test_experts_at_the_edges_compile(hidden: int, intermediate: int, count: int
         recipe = few._recipe(which, torch.bfloat16, tokens)
         macros = {**dict(recipe.options), "ONLY": experts.ONLY[which]}
         options = [*(f"-D{name}={value}" for name, value in macros.items()), f"--maxrregcount={recipe.registers}"]
-        assert nvrtc.compile_cubin(source, "sm_90", options)
+        assert compiled(source, "sm_90", options)
 
 
 @pytest.mark.slow
@@ -178,7 +179,7 @@ def test_a_whole_step_at_the_edges_compiles(shape: tuple[int, int, int, int, int
         assert "bytes of" in why, "an edge that is refused for another reason is no edge"
         return
     macros = step.plan(of, 132).macros
-    assert nvrtc.compile_cubin(nvrtc.source(step.SOURCE), "sm_90", [f"-D{k}={v}" for k, v in macros.items()])
+    assert compiled(nvrtc.source(step.SOURCE), "sm_90", [f"-D{k}={v}" for k, v in macros.items()])
 
 
 @pytest.mark.slow
@@ -195,4 +196,4 @@ def test_projections_at_the_edges_compile(mode: dense.Mode, rows: int, columns: 
     assert dense.unsupported(mode, rows, columns, top_k) is None
     for tokens in (1, 16):
         macros = dense.plan(mode, rows, columns, tokens, 132, top_k).macros
-        assert nvrtc.compile_cubin(nvrtc.source(dense.SOURCE), "sm_90", [f"-D{k}={v}" for k, v in macros.items()])
+        assert compiled(nvrtc.source(dense.SOURCE), "sm_90", [f"-D{k}={v}" for k, v in macros.items()])

@@ -6,6 +6,7 @@ import ctypes
 
 import pytest
 
+from tests.kernels.cubins import compiled
 from vllm_gptoss.kernels import nvrtc, step
 from vllm_gptoss.kernels.dense import SHARED_LIMIT
 
@@ -24,7 +25,7 @@ def test_it_compiles_and_host_and_device_agree(model: str, sms: int) -> None:
     probe += f'static_assert(sizeof(Zeros) == {made.zero_bytes}, "zeros");'
     probe += f'static_assert(X_BYTES + (BUFFERS * SUM + DENSE) * 4 == {made.staged + made.sums}, "scratch");'
     probe += f'static_assert(sizeof(Shared) + sizeof(Layer) * LAYERS <= {SHARED_LIMIT - made.shared_bytes}, "fits");'
-    assert nvrtc.compile_cubin(probe, "sm_90", [f"-D{name}={value}" for name, value in made.macros.items()])
+    assert compiled(probe, "sm_90", [f"-D{name}={value}" for name, value in made.macros.items()])
 
 
 @pytest.mark.parametrize("model", SHAPES)
