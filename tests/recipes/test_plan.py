@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import warm
 from vllm_gptoss.choose import Deployment, devices
 from vllm_gptoss.recipes import check, draw, load, memory
 from vllm_gptoss.recipes.memory import MEASURED, Cache, Start
@@ -242,7 +243,8 @@ def test_what_cannot_be_planned_ends_with_2(tmp_path: Path) -> None:
         ([], "plan what?"),
         (["20b-h100-latency", "--png", str(tmp_path / "no" / "folder.png")], "folder.png"),
     ):
-        done = recipe_plan(*arguments)
+        environ = {**os.environ, "COLUMNS": "120"}
+        done = warm.run(["-m", "vllm_gptoss.cli", "recipe", "plan", *arguments], environ, vllm=True)
         assert (done.returncode, said in done.stderr, "Traceback" in done.stderr) == (2, True, False), done.stderr
 
 
