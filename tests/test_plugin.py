@@ -22,7 +22,7 @@ Done = subprocess.CompletedProcess[str]
 
 def python(code: str, **environ: str | None) -> Done:
     """Runs `code` where nothing of vLLM or ours is imported; a variable set to None is unset."""
-    return warm.run(["-c", code], environment(environ), vllm=True)
+    return warm.run(["-c", code], environment(environ))
 
 
 def fresh(code: str, **environ: str | None) -> Done:
@@ -104,7 +104,7 @@ def test_batches_are_read_by_our_parser(command: str) -> None:
     """`vllm run-batch` loads no endpoint plugin, so the general one installs the parser there, and only there."""
     code = f"import sys; sys.argv = ['vllm', '{command}'];" + DISCOVER
     code += "import vllm.parser.harmony as h; print(h.HarmonyParser.__module__)"
-    done = python(code, VLLM_PLUGINS=None)
+    done = fresh(code, VLLM_PLUGINS=None)
     is_ours = done.stdout.splitlines()[-1] == "vllm_gptoss.harmony.vllm_parser"
     assert is_ours == (command == "run-batch"), done.stderr
     assert ("read by our parser" in done.stderr) == is_ours
