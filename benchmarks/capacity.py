@@ -150,8 +150,8 @@ def host_us_per_token() -> float:
 
 def transactions_per_response(background: float) -> float:
     """Of the store, for one response of five turns with calls of python in two of them. background: share of those that
-    run there and are followed, at 100 tokens a second; the others are streamed. PostgreSQL, 250 conversations."""
-    found = _result("soak-followed-cpu-2026-11-23.json")["transactions_by_style"]
+    run there and are followed, at 100 tokens a second; the others are streamed. PostgreSQL."""
+    found = _result("soak-cpu-2026-11-23.json")["transactions_by_style"]
     return float(background * found["followed"] + (1 - background) * found["streamed"])
 
 
