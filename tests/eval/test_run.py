@@ -132,7 +132,12 @@ def test_other_settings_are_another_run(tmp_path: Path) -> None:
 
 def start(api: str, data: Path, out: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "vllm_gptoss.cli", "eval", *arguments(api, data, out)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=heard)
+
+
+def heard() -> None:
+    """A shell starts what runs in the background with SIGINT ignored, and that is inherited."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
