@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.serve, pytest.mark.slow, pytest.mark
 
 ARGUMENTS = ("--served-model-name", NAME, "--max-model-len", "2048", "--max-num-seqs", "4", "--enforce-eager")
 WITH_WORKER = ("--distributed-executor-backend", "mp")
-WITHIN_S = 15
+WITHIN_S = 60  # ten until it is killed, and what a busy machine takes to let go of it
 
 
 def test_engine_and_workers_end_with_the_killed_server(model_dir: Path, tmp_path: Path) -> None:
