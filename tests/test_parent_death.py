@@ -84,7 +84,7 @@ def test_an_engine_ends_with_its_killed_server(
     tmp_path: Path, model: str, manner: str, ends: bool, method: str
 ) -> None:
     with killed_server(tmp_path, [model, manner, method, "in every process", "engine"], 1) as engines:
-        gone, _ = psutil.wait_procs(engines, timeout=60 if ends else 2)
+        gone, _ = psutil.wait_procs(engines, timeout=20 if ends else 2)
         assert bool(gone) is ends
 
 
@@ -92,7 +92,7 @@ def test_an_engine_ends_with_its_killed_server(
 def test_an_engine_whose_plugin_was_loaded_by_the_server_ends_too(tmp_path: Path, method: str) -> None:
     """vLLM loads plugins once per process, and a forked engine has its server's."""
     with killed_server(tmp_path, ["gpt-oss", "willing", method, "in the server", "engine"], 1) as engines:
-        _, alive = psutil.wait_procs(engines, timeout=60)
+        _, alive = psutil.wait_procs(engines, timeout=20)
         assert not alive
 
 
@@ -101,7 +101,7 @@ def test_brothers_and_children_of_forked_engines_do_not_keep_them(tmp_path: Path
     """A brother forked later, and a process that we know nothing of, hold the pipes of those before them."""
     processes = len(children) + ("engine with a worker" in children)
     with killed_server(tmp_path, ["gpt-oss", "willing", "fork", "in the server", *children], processes) as found:
-        _, alive = psutil.wait_procs(found, timeout=60 if "stranger" not in children else 5)
+        _, alive = psutil.wait_procs(found, timeout=20 if "stranger" not in children else 5)
         assert len(alive) == children.count("stranger"), "another library's fork is not ours to end"
 
 
@@ -116,7 +116,7 @@ def test_a_worker_follows_its_engine_not_the_server(tmp_path: Path) -> None:
         (worker,) = (process for process in processes if process != engine)
         try:
             os.kill(engine.pid, signal.SIGKILL)
-            gone, _ = psutil.wait_procs([worker], timeout=60)
+            gone, _ = psutil.wait_procs([worker], timeout=20)
             assert gone
             assert server.poll() is None
         finally:

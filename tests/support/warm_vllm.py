@@ -5,7 +5,7 @@ started, about 17. It differs from a user's in nothing after the imports but tha
 spawn; our own package is imported after the fork, as ever. The start itself is tested with what a user starts
 (`served`, test_other_model.py, test_api_servers.py, test_recipes.py).
 
-Run as a program, `python -m tests.support.warm_vllm SOCKET [MODEL]` is that process. It forks one that waits for every
+Run as a program, `python -m tests.support.warm_vllm SOCKET MODEL` is that process. It forks one that waits for every
 program it is asked for, and ends it when who asked is gone. MODEL's tokenizer, 5 s of processor, is read once too.
 """
 
@@ -97,7 +97,7 @@ def popen(arguments: Sequence[str], **options: Any) -> Any:
     return (subprocess.Popen if plain else Process)(arguments, **options)
 
 
-def run(arguments: Sequence[str], env: Mapping[str, str], limit_s: float, **_: Any) -> subprocess.CompletedProcess[str]:
+def run(arguments: Sequence[str], env: Mapping[str, str], limit_s: float) -> subprocess.CompletedProcess[str]:
     """Such a process to its end; `stdout` has both streams.
 
     Raises:
@@ -130,17 +130,16 @@ def _socket() -> str:
     return _running[0][1]
 
 
-def main(path: str, model: str = "") -> None:
+def main(path: str, model: str) -> None:
     """Serves until standard input, which the tests hold, is closed."""
     import importlib
 
     for name in PRELOADED:
         importlib.import_module(name)
-    if model:
-        from vllm.tokenizers.registry import cached_get_tokenizer
+    from vllm.tokenizers.registry import cached_get_tokenizer
 
-        options = {"runner_type": "generate", "tokenizer_mode": "auto", "revision": None, "trust_remote_code": False}
-        cached_get_tokenizer(model, **options)  # what the server will ask for
+    options = {"runner_type": "generate", "tokenizer_mode": "auto", "revision": None, "trust_remote_code": False}
+    cached_get_tokenizer(model, **options)  # what the server will ask for
     assert "vllm_gptoss" not in sys.modules
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:
