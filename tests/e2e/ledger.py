@@ -21,9 +21,8 @@ STYLES = ("whole", "streamed", "background", "followed")
 ENDED = ("completed", "failed", "incomplete", "cancelled")
 LAST = ("response.completed", "response.failed", "response.incomplete", "error")
 NOT_THERE = "not there"
-BOUND = 300.0
-"""Seconds after which a request hangs. What is told comes in a heartbeat or a restart, which a busy machine makes long:
-how long it took is in the figures."""
+BOUND = 90.0
+"""Seconds in which it must be known what became of a request: heartbeats, restarts, two busy cores."""
 
 
 @dataclass

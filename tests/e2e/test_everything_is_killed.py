@@ -294,9 +294,10 @@ def is_flat(cluster: Cluster) -> None:
         assert grown < 24 * MIB, f"{name} has grown by {grown / MIB:.0f} MiB while nobody died"
         more = median([s.descriptors for s in late]) - median([s.descriptors for s in early])
         assert more < 16, f"{name} holds {more} descriptors more"
-    assert max(watch.connections_between(warm, float("inf"))) <= 2 * POOL + 1
-    # The database may not have heard yet that a server is dead when the next one is there.
-    assert max(count for _, count in watch.connected) <= 4 * POOL + 1
+    assert max(count for _, count in watch.connected) <= 2 * POOL + 1
+    end = watch.samples[-1].at
+    first, last = watch.connections_between(0, end / 4), watch.connections_between(end * 3 / 4, end)
+    assert median(last) <= median(first) + 6
 
 
 async def gone(watch: Watch, patience: float = 30) -> list[int]:
