@@ -17,12 +17,13 @@ from fastapi import Request
 from vllm_gptoss import _vllm
 from vllm_gptoss.harmony.messages import Conversation
 from vllm_gptoss.harmony.prompt import render
+from vllm_gptoss.harmony.tokens import take_turns
 
 QUICK = 16_384
 """Characters of text that are tokenised on the event loop, in a few milliseconds; schemas never are."""
 
-_RENDERER = ThreadPoolExecutor(1, "gptoss-render")
-"""One thread: several would take the interpreter's lock from the event loop in turns."""
+_RENDERER = ThreadPoolExecutor(1, "gptoss-render", initializer=take_turns)
+"""One thread: several would take the interpreter's lock from the event loop in turns. It rests now and then."""
 
 _EARLY: ContextVar[tuple[Conversation, list[int]] | None] = ContextVar("gptoss_early_prompt", default=None)
 
