@@ -7,7 +7,7 @@ import torch
 
 from tests.kernels.cubins import compiled
 from vllm_gptoss.kernels import experts, experts_plan, nvrtc
-from vllm_gptoss.kernels.experts_many import ONLY, SOURCE, ManyTokenExperts, compile_options
+from vllm_gptoss.kernels.experts_many import ONLY, SOURCE, TUNINGS, ManyTokenExperts, compile_options
 
 SHAPES = [
     (32, 2880, 2880, 4, 32),
@@ -41,12 +41,13 @@ def prepared(count: int, intermediate: int, hidden: int, active: int, routed: in
     return ManyTokenExperts(few)
 
 
+@pytest.mark.parametrize("most", TUNINGS)
 @pytest.mark.parametrize("which", ONLY)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_shape_compiles_and_has_the_shared_memory_it_takes(
-    shape: tuple[int, int, int, int, int], which: str
+    shape: tuple[int, int, int, int, int], which: str, most: int
 ) -> None:
-    recipe = prepared(*shape).recipe(which, torch.bfloat16)
+    recipe = prepared(*shape).recipe(which, most, torch.bfloat16)
     check = f"\nstatic_assert(X_BYTES + META_BYTES + RING_BYTES <= {recipe.shared});"
     options = [*(f"-D{k}={v}" for k, v in recipe.options), *compile_options(recipe.registers)]
     assert which.encode() in compiled(nvrtc.source(SOURCE) + check, "sm_90a", options)
@@ -55,7 +56,7 @@ def test_every_shape_compiles_and_has_the_shared_memory_it_takes(
 
 @pytest.mark.parametrize("routing", [torch.int32, torch.int64, torch.float32])
 def test_every_routing_dtype_compiles(routing: torch.dtype) -> None:
-    recipe = prepared(16, 384, 2880, 4, 32).recipe("experts_down", routing)
+    recipe = prepared(16, 384, 2880, 4, 32).recipe("experts_down", 128, routing)
     options = [*(f"-D{k}={v}" for k, v in recipe.options), *compile_options(recipe.registers)]
     assert compiled(nvrtc.source(SOURCE), "sm_90a", options)
 

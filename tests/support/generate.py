@@ -21,6 +21,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from demo.server import on_gpu
+
 FAST = {"enforce_eager": True, "max_model_len": 1024, "disable_log_stats": True}
 
 
@@ -92,10 +94,12 @@ def facts(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     jobs, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     import vllm.entrypoints.llm
-    import vllm.v1.worker.cpu_worker  # noqa: F401
 
     context = multiprocessing.get_context("fork")
-    contexts._concrete_contexts["spawn"] = context  # type: ignore[attr-defined]  # ranks need not import vLLM again
+    if not on_gpu():  # this worker's module puts events of its own in place of CUDA's; CUDA's ranks cannot be forked
+        import vllm.v1.worker.cpu_worker  # noqa: F401
+
+        contexts._concrete_contexts["spawn"] = context  # type: ignore[attr-defined]  # ranks import nothing again
     for name, job in jobs.items():
         process = context.Process(target=run, args=(job, out / f"{name}.json"))
         process.start()

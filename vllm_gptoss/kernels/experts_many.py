@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,15 +37,23 @@ class Tuning:
     """groups: consuming warpgroups of a block; depth: stages in a warp's ring, of `chunk` x 64 columns of weights;
     most: tokens of an expert that are multiplied at once."""
 
-    groups: int = 4
-    depth: int = 3
-    chunk: int = 3
-    most: int = 64
+    groups: int
+    depth: int
+    chunk: int
+    most: int
 
     @property
     def ring_bytes(self) -> int:
         """Of all warps."""
         return self.groups * 4 * self.depth * self.chunk * (512 + 32)
+
+
+TUNINGS = {
+    128: Tuning(groups=4, depth=3, chunk=3, most=64),
+    MAX_TOKENS: Tuning(groups=3, depth=2, chunk=3, most=96),
+}
+"""By the tokens that kernels are compiled for. Three groups have the registers for 96 columns of products and the
+shared memory to keep 32 rows of activations; four stream the weights of few tokens faster."""
 
 
 def meta_bytes(tuning: Tuning, most: int, active: int, experts: int, down: bool) -> int:
@@ -83,43 +92,45 @@ def _kernel(recipe: Recipe) -> nvrtc.Kernel:
 class ManyTokenExperts:
     """Both projections of one layer's local experts, ready to launch: the weights of `few`, whatever it takes."""
 
-    def __init__(self, few: FewTokenExperts, *, tuning: Tuning | None = None, most: int = MAX_TOKENS) -> None:
+    max_tokens = MAX_TOKENS
+
+    def __init__(self, few: FewTokenExperts, *, tunings: Mapping[int, Tuning] = TUNINGS) -> None:
         self.up, self.down, self.active, self.routed = few.up, few.down, few.active, few.routed
         self.alpha, self.limit, self.expert_map, self.device = few.alpha, few.limit, few.expert_map, few.device
-        self.tuning, self.max_tokens = tuning or Tuning(), most
-        self._launches: dict[tuple[str, tuple[int, int]], nvrtc.Kernel] = {}
+        self.tunings = tunings
+        self._launches: dict[tuple[str, int, tuple[int, int]], nvrtc.Kernel] = {}
 
-    def recipe(self, which: str, routing: torch.dtype) -> Recipe:
-        """What the kernel `which` is compiled from for a routing dtype."""
-        down = which == "experts_down"
+    def recipe(self, which: str, most: int, routing: torch.dtype) -> Recipe:
+        """What the kernel `which` for up to `most` tokens, one of `tunings`, is compiled from for a routing dtype."""
+        down, tuning = which == "experts_down", self.tunings[most]
         projection = self.down if down else self.up
-        sizes = (self.tuning, self.max_tokens, self.active, projection.experts, down)
+        sizes = (tuning, most, self.active, projection.experts, down)
         logits, id64 = routing_mode(routing)
         options = {
-            "TOKENS": self.max_tokens,
+            "TOKENS": most,
             "KT": projection.tiles,
             "NROWS": projection.rows,
             "SKT": projection.scales.shape[2] // 64,
             "EXPERTS": projection.experts,
             "ACTIVE": self.active,
             "ROUTED": self.routed,
-            "GROUPS": self.tuning.groups,
-            "DEPTH": self.tuning.depth,
-            "CHUNK": self.tuning.chunk,
-            "MOST": self.tuning.most,
+            "GROUPS": tuning.groups,
+            "DEPTH": tuning.depth,
+            "CHUNK": tuning.chunk,
+            "MOST": tuning.most,
             "X_BYTES": x_bytes(*sizes),
             "LOGITS": logits,
             "ID64": id64,
             "MAPPED": int(self.expert_map is not None),
             "ONLY": ONLY[which],
         }
-        registers = REGISTERS[self.tuning.groups]
+        registers = REGISTERS[tuning.groups]
         return Recipe(self.device, which, shared_bytes(*sizes), registers, tuple(sorted(options.items())))
 
     def loads(self, routing: torch.dtype) -> Iterator[tuple[Callable[[Recipe], nvrtc.Kernel], Recipe]]:
         """Calls that load the kernels for a routing dtype: see `nvrtc.at_once`."""
-        for which in ONLY:
-            yield _kernel, self.recipe(which, routing)
+        for which, most in itertools.product(ONLY, self.tunings):
+            yield _kernel, self.recipe(which, most, routing)
 
     def launch_up(self, x: Tensor, routing: Tensor, act: Tensor, *, dependent: bool = True) -> None:
         """act[T * A, I] bf16 = SwiGLU of the up projection of x [T, hidden] bf16, T <= max_tokens."""
@@ -148,13 +159,14 @@ class ManyTokenExperts:
 
         if not 0 < tokens <= self.max_tokens:
             raise ValueError(f"1 to {self.max_tokens} tokens, got {tokens}")
-        key = (which, routing_mode(routing))
+        most = next(most for most in self.tunings if tokens <= most)
+        key = (which, most, routing_mode(routing))
         if key not in self._launches:
-            self._launches[key] = _kernel(self.recipe(which, routing))
+            self._launches[key] = _kernel(self.recipe(which, most, routing))
         pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
         self._launches[key](
             multiprocessors(self.device),
-            (self.tuning.groups + 1) * 128,
+            (self.tunings[most].groups + 1) * 128,
             torch.cuda.current_stream(self.device).cuda_stream,
             [*pointers, ctypes.c_int(tokens), TWO_7, *numbers],
             dependent=dependent,

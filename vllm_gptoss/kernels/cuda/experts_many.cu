@@ -77,9 +77,13 @@ __device__ __forceinline__ int columns_of(int count) {
 __device__ __forceinline__ int cost_of(int count) {
   return count <= 24 ? 16 : 12 + columns_of(count) * 3 / 16;
 }
+// Rows for which all of K fits. Chunks of so many and of fewer are staged in the same places, so
+// that the next one's rows come while the last one's are still read.
+constexpr int ROWS_THAT_FIT = X_BYTES / (KT * 128) / 8 * 8;
+constexpr int LEAST = ROWS_THAT_FIT < 8 ? 8 : ROWS_THAT_FIT < MOST ? ROWS_THAT_FIT : MOST;
 // One tile of activations of a chunk of `count` tokens in 16 bytes, as descriptors count. wgmma
 // reads N rows from where a tile begins: the columns that other bytes make are nobody's.
-__device__ __forceinline__ int tile_of(int count) { return (count + 7) / 8 * 64; }
+__device__ __forceinline__ int tile_of(int count) { return (max(count, LEAST) + 7) / 8 * 64; }
 // Stages of activations that fit.
 __device__ __forceinline__ int stages_of(int count) {
   return min(min(STAGES, MAX_STAGES), X_BYTES / (tile_of(count) * 16 * CHUNK));
