@@ -7,7 +7,7 @@ import torch
 
 from tests.kernels.cubins import compiled
 from vllm_gptoss.kernels import experts, experts_plan, nvrtc
-from vllm_gptoss.kernels.experts_many import ONLY, SOURCE, TUNINGS, ManyTokenExperts, compile_options
+from vllm_gptoss.kernels.experts_many import ONLY, SOURCE, ManyTokenExperts, compile_options, tunings_for
 
 SHAPES = [
     (32, 2880, 2880, 4, 32),
@@ -41,22 +41,30 @@ def prepared(count: int, intermediate: int, hidden: int, active: int, routed: in
     return ManyTokenExperts(few)
 
 
-@pytest.mark.parametrize("most", TUNINGS)
 @pytest.mark.parametrize("which", ONLY)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_shape_compiles_and_has_the_shared_memory_it_takes(
-    shape: tuple[int, int, int, int, int], which: str, most: int
+    shape: tuple[int, int, int, int, int], which: str
 ) -> None:
-    recipe = prepared(*shape).recipe(which, most, torch.bfloat16)
-    check = f"\nstatic_assert(X_BYTES + META_BYTES + RING_BYTES <= {recipe.shared});"
-    options = [*(f"-D{k}={v}" for k, v in recipe.options), *compile_options(recipe.registers)]
-    assert which.encode() in compiled(nvrtc.source(SOURCE) + check, "sm_90a", options)
-    assert recipe.shared <= experts_plan.SHARED_LIMIT
+    many = prepared(*shape)
+    for most in many.tunings:
+        recipe = many.recipe(which, most, torch.bfloat16)
+        check = f"\nstatic_assert(X_BYTES + META_BYTES + RING_BYTES <= {recipe.shared});"
+        options = [*(f"-D{k}={v}" for k, v in recipe.options), *compile_options(recipe.registers)]
+        assert which.encode() in compiled(nvrtc.source(SOURCE) + check, "sm_90a", options)
+        assert recipe.shared <= experts_plan.SHARED_LIMIT
+
+
+def test_every_step_has_kernels_and_those_that_hold_activations_run_where_experts_have_many_tokens() -> None:
+    most = {routed: {tokens: each.groups for tokens, each in tunings_for(routed, 4).items()} for routed in (32, 128)}
+    assert most == {32: {128: 4, 512: 3}, 128: {512: 4}}
+    assert all(max(tunings_for(routed, active)) == 512 for routed in range(1, 129) for active in range(1, 5))
 
 
 @pytest.mark.parametrize("routing", [torch.int32, torch.int64, torch.float32])
 def test_every_routing_dtype_compiles(routing: torch.dtype) -> None:
-    recipe = prepared(16, 384, 2880, 4, 32).recipe("experts_down", 128, routing)
+    many = prepared(16, 384, 2880, 4, 32)
+    recipe = many.recipe("experts_down", min(many.tunings), routing)
     options = [*(f"-D{k}={v}" for k, v in recipe.options), *compile_options(recipe.registers)]
     assert compiled(nvrtc.source(SOURCE), "sm_90a", options)
 

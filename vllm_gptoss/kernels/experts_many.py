@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,12 +48,19 @@ class Tuning:
         return self.groups * 4 * self.depth * self.chunk * (512 + 32)
 
 
-TUNINGS = {
-    128: Tuning(groups=4, depth=3, chunk=3, most=64),
-    MAX_TOKENS: Tuning(groups=3, depth=2, chunk=3, most=96),
-}
-"""By the tokens that kernels are compiled for. Three groups have the registers for 96 columns of products and the
-shared memory to keep 32 rows of activations; four stream the weights of few tokens faster."""
+STREAMING, HOLDING = Tuning(groups=4, depth=3, chunk=3, most=64), Tuning(groups=3, depth=2, chunk=3, most=96)
+"""Four groups stream the weights of few tokens an expert faster; three have the registers for 96 columns of products
+and the shared memory to hold 32 rows of activations."""
+
+STREAMED_PAIRS = 16
+"""Pairs (a token and one of its experts) for each routed expert up to which `STREAMING` runs: 128 tokens of the 20b,
+512 of the 120b, where `HOLDING` takes 4 % longer. At 512 tokens of the 20b it takes 14 % less (docs/kernels/log.md)."""
+
+
+def tunings_for(routed: int, active: int) -> dict[int, Tuning]:
+    """By the most tokens that each is compiled for."""
+    streamed = min(MAX_TOKENS, STREAMED_PAIRS * routed // active)
+    return {streamed: STREAMING} | ({MAX_TOKENS: HOLDING} if streamed < MAX_TOKENS else {})
 
 
 def meta_bytes(tuning: Tuning, most: int, active: int, experts: int, down: bool) -> int:
@@ -94,10 +101,10 @@ class ManyTokenExperts:
 
     max_tokens = MAX_TOKENS
 
-    def __init__(self, few: FewTokenExperts, *, tunings: Mapping[int, Tuning] = TUNINGS) -> None:
+    def __init__(self, few: FewTokenExperts) -> None:
         self.up, self.down, self.active, self.routed = few.up, few.down, few.active, few.routed
         self.alpha, self.limit, self.expert_map, self.device = few.alpha, few.limit, few.expert_map, few.device
-        self.tunings = tunings
+        self.tunings = tunings_for(few.routed, few.active)
         self._launches: dict[tuple[str, int, tuple[int, int]], nvrtc.Kernel] = {}
 
     def recipe(self, which: str, most: int, routing: torch.dtype) -> Recipe:
