@@ -66,8 +66,8 @@ def _setting(row: Row) -> str:
 
 
 def decode(files: Sequence[Row]) -> str:
-    """TPOT in ms, GPU time of a step in brackets, beside the best stock backend and, on an H200, the memory floor."""
-    rows = [row if _has_floor(file) else row | _NO_FLOOR for file in files for row in file["rows"]]
+    """TPOT in ms, GPU time of a step in brackets, beside the best stock backend and the memory floor of that GPU."""
+    rows = [row for file in files for row in file["rows"]]
     settings = [_setting(row) for row in rows]
     head = ["model", "requests", "stock", "stock ms", "vllm-gptoss ms", "ratio", "floor", "floor / GPU"]
     table = []
@@ -76,17 +76,9 @@ def decode(files: Sequence[Row]) -> str:
         cells = [row["model"], str(row["batch"]), row["stock_backend"] or ""]
         cells += [_with_gpu(row["stock_tpot_ms"], row.get("stock_gpu_ms"))]
         cells += [f"**{number(row['plugin_tpot_ms'])}**" + _in_brackets(row.get("plugin_gpu_ms"))]
-        cells += [number(row["ratio"], 1), number(row["floor_ms"]), f"{share:.0%}" if share else ""]
+        cells += [number(row["ratio"], 1), number(row.get("floor_ms")), f"{share:.0%}" if share else ""]
         table.append([setting, *cells] if any(settings) else cells)
     return markdown(["setting", *head] if any(settings) else head, table)
-
-
-_NO_FLOOR = {"floor_ms": None, "share_of_floor": None}
-
-
-def _has_floor(file: Row) -> bool:
-    """Whether the file's floor is this GPU's: `bench.shapes.BANDWIDTH` is what an H200 reads."""
-    return "H200" in file["gpu"]
 
 
 def _in_brackets(value: float | None) -> str:

@@ -36,19 +36,33 @@ def test_overlapping_kernels_count_once() -> None:
     [("20b", 1, 0.87), ("20b", 8, 2.17), ("120b", 1, 1.17), ("120b", 8, 3.98)],
 )
 def test_the_floor_is_what_must_be_read(model: str, batch: int, floor: float) -> None:
-    assert shapes.floor_ms(shapes.SPECS[model], batch, 1024) == pytest.approx(floor, abs=0.005)
+    speed = shapes.bandwidth("NVIDIA H200")
+    assert speed
+    assert 1e3 * shapes.read_bytes(shapes.SPECS[model], batch, 1024) / speed == pytest.approx(floor, abs=0.005)
+
+
+def test_the_floor_is_the_one_of_the_gpu_that_was_measured(tmp_path: Path) -> None:
+    file = tmp_path / "of.json"
+    floors = {}
+    for gpu in ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA L4"):
+        found = measured(plugin=[process(1.5, 3.0)])
+        found.head["gpu"] = gpu
+        found.write(file)
+        floors[gpu[7:11]] = json.loads(file.read_text())["rows"][0]["floor_ms"]
+    assert floors["H100"] == pytest.approx(floors["H200"] * 4.3 / 3.05)
+    assert floors["L4"] is None
 
 
 def test_skewed_routing_reads_four_experts_at_any_batch() -> None:
     model = shapes.SPECS["20b"]
-    uniform, skewed = (shapes.floor_ms(model, 16, 1, skew=skew) for skew in (False, True))
-    assert skewed == pytest.approx(shapes.floor_ms(model, 1, 16), rel=1e-3)
+    uniform, skewed = (shapes.read_bytes(model, 16, 1, skew=skew) for skew in (False, True))
+    assert skewed == pytest.approx(shapes.read_bytes(model, 1, 16), rel=1e-3)
     assert uniform > 2 * skewed
 
 
 def test_verifying_drafts_reads_the_experts_of_all_of_them() -> None:
     model = shapes.SPECS["20b"]
-    assert shapes.floor_ms(model, 1, 0, verified=4) == pytest.approx(shapes.floor_ms(model, 4, 0))
+    assert shapes.read_bytes(model, 1, 0, verified=4) == pytest.approx(shapes.read_bytes(model, 4, 0))
 
 
 def test_skew_sends_every_token_to_the_same_experts() -> None:
@@ -83,7 +97,7 @@ def measured(**variants: list[dict[str, Any]]) -> Results:
 def test_plugin_is_held_against_the_best_stock_backend_of_each_batch() -> None:
     found = measured(plugin=[process(1.5, 3.0), process(1.7, 3.2)], triton=[process(3.0, 4.8)])
     found.add_run(EngineRun("20b", "marlin", (1, 8)), process(2.8, 4.9))
-    rows = results.summarise(found.measurements)
+    rows = results.summarise(found.measurements, found.head["gpu"])
     assert [(row["batch"], row["stock_backend"], row["stock_tpot_ms"]) for row in rows] == [
         (1, "marlin", 2.8),
         (8, "triton", 4.8),
@@ -99,7 +113,7 @@ def test_lengths_and_settings_are_never_mixed() -> None:
     found.add_run(EngineRun("20b", "marlin", (1, 8), prompt=8192), process(0.1, 0.1))
     found.add_run(EngineRun("20b", "marlin", (1, 8), skew=True), process(0.1, 0.1))
     found.add_run(EngineRun("20b", "marlin", (1, 8), options={"kv_cache_dtype": "fp8"}), process(0.1, 0.1))
-    assert {row["stock_backend"] for row in results.summarise(found.measurements)} == {"triton"}
+    assert {row["stock_backend"] for row in results.summarise(found.measurements, found.head["gpu"])} == {"triton"}
 
 
 def test_a_run_that_was_cut_short_is_continued_where_it_stopped(tmp_path: Path) -> None:
@@ -108,7 +122,7 @@ def test_a_run_that_was_cut_short_is_continued_where_it_stopped(tmp_path: Path) 
     again = Results.read(tmp_path / "a.json")
     assert [again.done(JOB, batch) for batch in (1, 8)] == [1, 0]
     again.add_run(JOB, process(3.0, batches=(8,)))
-    assert [row["batch"] for row in results.summarise(again.measurements)] == [1, 8]
+    assert [row["batch"] for row in results.summarise(again.measurements, again.head["gpu"])] == [1, 8]
     again.merge(measured(plugin=[process(1.7, 3.2)], triton=[process(3.0, 4.8)]))
     again.write(tmp_path / "a.json")
     rows = json.loads((tmp_path / "a.json").read_text())["rows"]
@@ -128,7 +142,7 @@ def test_another_gpu_or_vllm_is_refused(tmp_path: Path) -> None:
 
 def test_published_results_are_still_read_and_drawn(tmp_path: Path) -> None:
     found = Results.read(ROOT / "benchmarks/results/decode-h200-2026-11-20.json")
-    rows = results.summarise(found.measurements)
+    rows = results.summarise(found.measurements, found.head["gpu"])
     first = next(row for row in rows if row["model"] == "20b" and row["batch"] == 1)
     assert first["ratio"] == pytest.approx(2.04, abs=0.01)
     results.plot(rows, tmp_path / "all.png")
@@ -152,6 +166,8 @@ def test_settings_travel_in_a_variants_name(tmp_path: Path) -> None:
     assert "moe_backend" not in options
     assert options["compilation_config"]["cudagraph_capture_sizes"] == [4, 16]
     assert worker.engine_options(EngineRun("20b", "marlin", (1,)), tmp_path)["moe_backend"] == "marlin"
+    largest = EngineRun("20b", "plugin", (64,), options={"max_cudagraph_capture_size": 2048})
+    assert "compilation_config" not in worker.engine_options(largest, tmp_path)
     arguments = served.serve_arguments(job, tmp_path)
     assert "--no-enable-prefix-caching" in arguments
     assert arguments[arguments.index("--tensor-parallel-size") + 1] == "2"

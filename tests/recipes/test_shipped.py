@@ -75,7 +75,8 @@ def test_the_usage_guides_evaluation_is_whole() -> None:
 def test_status_is_what_is_proven() -> None:
     by_id = {recipe.id: recipe for recipe in RECIPES}
     assert by_id["20b-h100-latency"].status is Status.MEASURED
-    assert by_id["120b-h100-latency"].status is Status.CONFIGURATION  # the results file has the 20b only
+    assert by_id["120b-h100-agent"].status is Status.MEASURED
+    assert by_id["120b-2xh100-agent"].status is Status.CONFIGURATION  # two H200 were measured, not two H100
     assert by_id["120b-mi300x-latency"].status is Status.PUBLISHED
     assert by_id["20b-mi300x-latency"].status is Status.CONFIGURATION  # the source speaks of the 120b
 

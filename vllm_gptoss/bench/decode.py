@@ -260,7 +260,7 @@ def _machine() -> dict[str, Any]:
 
 def _finish(found: Results, path: Path) -> None:
     found.write(path)
-    rows = results.summarise(found.measurements)
+    rows = results.summarise(found.measurements, found.head["gpu"])
     try:
         if rows:
             results.plot(rows, path.with_suffix(".png"))

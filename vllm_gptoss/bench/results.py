@@ -106,7 +106,7 @@ class Results:
         measured = [of for of in self.measurements if of["rounds"]]
         record = {
             **self.head,
-            "rows": summarise(measured),
+            "rows": summarise(measured, self.head["gpu"]),
             "engines": engines(measured),
             "measurements": measured,
             "failures": self.failures,
@@ -127,8 +127,11 @@ def _groups(measurements: Iterable[dict[str, Any]]) -> list[tuple[str, dict[str,
     return groups
 
 
-def summarise(measurements: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per model, setting and batch: the best stock backend at that batch against every plugin variant."""
+def summarise(measurements: Iterable[dict[str, Any]], gpu: str) -> list[dict[str, Any]]:
+    """One row per model, setting and batch: the best stock backend at that batch against every plugin variant.
+
+    `gpu` is the name in the file's head. A row has a memory floor where `shapes.BANDWIDTHS` has that GPU.
+    """
     rows = []
     for model, of, variants in _groups(measurements):
         batches = sorted({row["batch"] for rounds in variants.values() for one in rounds for row in one["rows"]})
@@ -144,7 +147,8 @@ def summarise(measurements: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                 same = {"model": model, "batch": batch, **{key: of[key] for key in SETTING}}
                 row = {**same, "stock_backend": best, **theirs, "plugin": variant, **ours}
                 row["stock_prefill_ms"] = prefill
-                rows.append({**row, **_derived(model, of, batch, figures[variant], stock[best] if best else None)})
+                row |= _floor(model, of, batch, figures[variant], gpu)
+                rows.append({**row, **_derived(of, batch, figures[variant], stock[best] if best else None)})
     return rows
 
 
@@ -167,18 +171,21 @@ def _figures(rounds: Sequence[dict[str, Any]], batch: int) -> dict[str, Any]:
     }
 
 
-def _derived(
-    model: str, of: dict[str, Any], batch: int, ours: dict[str, Any], stock: dict[str, Any] | None
-) -> dict[str, Any]:
-    parallel = of["tensor_parallel"]
+def _floor(model: str, of: dict[str, Any], batch: int, ours: dict[str, Any], gpu: str) -> dict[str, Any]:
+    speed = shapes.bandwidth(gpu)
+    if speed is None:
+        return {"floor_ms": None, "share_of_floor": None}
     context = of["prompt"] + of["output"] // 2
-    floor = shapes.floor_ms(shapes.shape(model), batch, context, parallel, of["skew"], 1 + of["eagle3"])
+    parallel, verified = of["tensor_parallel"], 1 + of["eagle3"]
+    floor = 1e3 * shapes.read_bytes(shapes.shape(model), batch, context, parallel, of["skew"], verified) / speed
+    return {"floor_ms": floor, "share_of_floor": floor / ours["gpu_ms"] if ours["gpu_ms"] else None}
+
+
+def _derived(of: dict[str, Any], batch: int, ours: dict[str, Any], stock: dict[str, Any] | None) -> dict[str, Any]:
     return {
-        "floor_ms": floor,
-        "share_of_floor": floor / ours["gpu_ms"] if ours["gpu_ms"] else None,
         "ratio": stock["tpot_ms"] / ours["tpot_ms"] if stock else None,
         "tokens_per_s_user": 1e3 / ours["tpot_ms"],
-        "tokens_per_s_gpu": 1e3 * batch / ours["tpot_ms"] / parallel,
+        "tokens_per_s_gpu": 1e3 * batch / ours["tpot_ms"] / of["tensor_parallel"],
     }
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from vllm_gptoss import spec
 
-BANDWIDTH = 4.3e12
-"""Bytes per second that one H200 reads (measured: copy 4.21, read-only reduction 4.39 TB/s)."""
+BANDWIDTHS = {"H200": 4.3e12, "H100": 3.05e12}
+"""Bytes per second that one GPU reads (measured: H200 copy 4.21, read-only reduction 4.39 TB/s; H100 3.05)."""
 
 TINY = spec.ModelSpec("tiny", 2, 128, 128, 8, 4, 16, 2, 64, 201_088)
 """For trying the benchmark itself where there is no GPU."""
@@ -102,10 +102,15 @@ def draft_config(model: spec.ModelSpec) -> dict[str, Any]:
     }
 
 
-def floor_ms(
+def bandwidth(gpu: str) -> float | None:
+    """Bytes per second that `gpu` reads, as `BANDWIDTHS` has it; None where it was not measured."""
+    return next((found for name, found in BANDWIDTHS.items() if name in gpu), None)
+
+
+def read_bytes(
     model: spec.ModelSpec, batch: int, context: int, tensor_parallel: int = 1, skew: bool = False, verified: int = 1
 ) -> float:
-    """Time to read once what a decode step must read, at `BANDWIDTH`.
+    """Bytes that a decode step must read once, of each GPU; over `bandwidth` it is the memory floor of a step.
 
     Experts that `batch` x `verified` tokens hit under uniform routing, attention, router and head weights, and the keys
     and values of `context` tokens (128 in window layers). A draft model is not counted.
@@ -117,4 +122,4 @@ def floor_ms(
     router = 2 * model.hidden * model.experts
     key_value = 2 * 2 * model.kv_heads * model.head_size * (min(context, spec.WINDOW) + context) / 2 * batch
     layer = (hit * expert + attention + key_value) / tensor_parallel + router
-    return 1e3 * (model.layers * layer + 2 * model.vocabulary * model.hidden / tensor_parallel) / BANDWIDTH
+    return model.layers * layer + 2 * model.vocabulary * model.hidden / tensor_parallel

@@ -109,6 +109,8 @@ def engine_options(job: EngineRun, directory: Path) -> dict[str, Any]:
         options["moe_backend"] = job.variant
     elif own := settings(job.variant):
         options["additional_config"] = {"gptoss": own}
+    if "max_cudagraph_capture_size" in job.options:
+        del options["compilation_config"]  # vLLM refuses sizes that end elsewhere
     return {**options, **job.options}
 
 

@@ -259,14 +259,23 @@ def claims_hold(case: Case, recipe: Recipe, results: Path) -> Iterator[Trouble]:
 
 def _same(row: Mapping[str, Any], claim: Claim, case: Case) -> bool:
     draft = case.config.get("speculative-config") or {}
-    flags = {"tensor-parallel-size", "speculative-config", "model"}
     return (
         (row["model"], row["batch"]) == (claim.model, claim.requests)
         and row["tensor_parallel"] == case.config.get("tensor-parallel-size", 1)
         and row["eagle3"] == draft.get("num_speculative_tokens", 0)
-        and not (row["skew"] or row["served"] or row["options"] or set(case.config) - flags)
+        and not (row["skew"] or row["served"])
+        and row["options"] == _engine_options(case.config)
         and row["plugin"] == "plugin"
     )
+
+
+_NOT_OPTIONS = {"model", "tensor-parallel-size", "speculative-config", "tool-server", "no-enable-prefix-caching"}
+"""Flags that a results file says elsewhere, that no engine sees, or that every measurement has."""
+
+
+def _engine_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What `vllm-gptoss bench decode --options` was given where it measured this very configuration."""
+    return {key.replace("-", "_"): value for key, value in config.items() if key not in _NOT_OPTIONS}
 
 
 def _equal(row: Mapping[str, Any], claim: Claim) -> bool:
