@@ -5,6 +5,7 @@ The flags are those of the recipe `20b-h100-agent`, which a test compares. Needs
 """
 
 import json
+import subprocess
 import urllib.request
 
 import modal
@@ -17,6 +18,10 @@ REVISION = "main"
 FLAGS = ["--tool-server", "demo"]
 AT_ONCE = 64
 """Requests that one container takes before Modal starts another."""
+
+STOP = ["--shutdown-timeout", "20"]
+"""Seconds in which what generates may end. Modal kills a container 30 seconds after it has told it to stop."""
+KILL_S = 28
 
 MINUTE = 60
 PORT = 8000
@@ -43,10 +48,10 @@ app = modal.App("vllm-gptoss")
 def command() -> list[str]:
     """What runs in the container."""
     serve = ["vllm", "serve", MODEL, "--revision", REVISION, "--host", "0.0.0.0", "--port", str(PORT)]
-    return [*serve, *FLAGS]
+    return [*serve, *FLAGS, *STOP]
 
 
-@app.function(
+@app.cls(
     image=image,
     gpu="H100",
     volumes={"/root/.cache/huggingface": weights, "/compiled": compiled},
@@ -54,13 +59,19 @@ def command() -> list[str]:
     timeout=30 * MINUTE,
 )
 @modal.concurrent(max_inputs=AT_ONCE)
-@modal.web_server(port=PORT, startup_timeout=20 * MINUTE)
-def serve() -> None:
-    """Starts the server; Modal waits until the port answers. Conversations last as long as their container:
-    GPTOSS_STORE with a PostgreSQL URL keeps them."""
-    import subprocess
+class Server:
+    """One container. Conversations last as long as it does: GPTOSS_STORE with a PostgreSQL URL keeps them."""
 
-    subprocess.Popen(command())
+    @modal.web_server(port=PORT, startup_timeout=20 * MINUTE)
+    def serve(self) -> None:
+        """Starts the server; Modal waits until the port answers."""
+        self.process = subprocess.Popen(command())
+
+    @modal.exit()
+    def stop(self) -> None:
+        """Tells the server to stop and waits for it, before Modal kills the container."""
+        self.process.terminate()
+        self.process.wait(KILL_S)
 
 
 def asked(url: str, question: str) -> str:
@@ -87,7 +98,7 @@ def asked(url: str, question: str) -> str:
 @app.local_entrypoint()
 def main(question: str = "What is 2 ** 100? Use python.") -> None:
     """Wakes a container, waits for its health, and asks."""
-    url = serve.get_web_url()
+    url = Server().serve.get_web_url()
     assert url, "deploy it first: modal deploy recipes/deploy/modal_app.py"
     with urllib.request.urlopen(f"{url}/health", timeout=25 * MINUTE) as response:
         assert response.status == 200, response.status

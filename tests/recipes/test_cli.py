@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from tests.support import warm
+from vllm_gptoss.recipes import render
 
 ID = "20b-h100-latency-eagle3"
 AITER = "20b-mi355x-agent"
@@ -28,7 +29,7 @@ def test_every_form_says_the_same() -> None:
     docker = shlex.split(recipe("show", ID, "--docker").stdout)
     upstream = yaml.safe_load(recipe("show", ID, "--upstream").stdout)["model"]
     assert words[:3] == ["vllm", "serve", config["model"]]
-    assert docker[-len(words) + 2 :] == words[2:]
+    assert docker[docker.index(config["model"]) :] == [*words[2:], *render.STOP]
     assert [upstream["model_id"], *upstream["base_args"]] == words[2:]
     assert json.loads(words[words.index("--speculative-config") + 1]) == config["speculative-config"]
 

@@ -21,6 +21,9 @@ IMAGE = "vllm/vllm-openai:v0.33.0"
 STOP = ("--shutdown-timeout", "120")
 """What manifests add to a recipe: seconds in which what generates may end when a server is told to stop."""
 
+KILL_S = 150
+"""When whoever stops a server kills what is left of it: behind `STOP`, what failed is still said and stored."""
+
 BASES: Mapping[Vendor, str] = {
     "nvidia": "",
     "amd": f"--build-arg BASE={IMAGE.replace('openai', 'openai-rocm')} ",
@@ -65,8 +68,9 @@ def docker(recipe: Recipe) -> str:
     gpus = ["--gpus", "all"] if recipe.device.vendor == "nvidia" else _amd_devices(recipe)
     variables = [word for name, value in recipe.env.items() for word in ("-e", f"{name}={value}")]
     volumes = ["-v", "vllm-gptoss-cache:/root/.cache", "-v", "vllm-gptoss-state:/root/.local/state"]
-    line = ["docker", "run", "--rm", *gpus, "--ipc=host", "-p", "8000:8000", *variables, *volumes, "vllm-gptoss"]
-    return _built(recipe) + shlex.join([*line, recipe.repository, *arguments(recipe)]) + "\n"
+    begin = ["docker", "run", "--rm", "--stop-timeout", str(KILL_S), *gpus, "--ipc=host", "-p", "8000:8000"]
+    words = [*begin, *variables, *volumes, "vllm-gptoss", recipe.repository, *arguments(recipe), *STOP]
+    return _built(recipe) + shlex.join(words) + "\n"
 
 
 def _built(recipe: Recipe) -> str:
