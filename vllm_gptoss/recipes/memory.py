@@ -123,12 +123,14 @@ class Cache:
 class Overheads:
     """What a start takes beside weights and cache, on one GPU.
 
-    context: CUDA, libraries; token: bytes of activations a batched token; logit: bytes of a logit with its copies in
-    the sampler, a request; graph: GiB a captured size; ranks: communication, GiB, above one GPU.
+    context: CUDA, libraries; token: bytes of activations a batched token; step: GiB that even a small step needs;
+    logit: bytes of a logit with its copies in the sampler, a request; graph: GiB a captured size; ranks: communication,
+    GiB, above one GPU.
     """
 
     context: float = 0.5
     token: int = 62 * 1024
+    step: float = 0.8
     logit: int = 10
     graph: float = 0.012
     ranks: float = 1.4
@@ -139,7 +141,8 @@ OVERHEADS: Final = Overheads()
 
 def activations(model: ModelSpec, tokens: int, requests: int) -> float:
     """GiB that the largest step needs: its activations, and the logits of every request."""
-    return (tokens * OVERHEADS.token + requests * model.vocabulary * OVERHEADS.logit) / GIB
+    step = max(tokens * OVERHEADS.token / GIB, OVERHEADS.step)
+    return step + requests * model.vocabulary * OVERHEADS.logit / GIB
 
 
 def captured(most: int) -> int:
@@ -174,6 +177,16 @@ MEASURED: Final = (
     Start("120b", "H200", 1, "gptoss", "decode-h200-settings-2026-11-22.json", 111.75, 31.05, layers=8, requests=64),
     Start("120b", "H200", 2, "gptoss", "decode-2xh200-120b-2026-11-22.json", 94.91, 41.08),
     Start("20b", "H200", 1, "gptoss", "decode-h200-2026-11-20.json", 113.86),
+    Start("120b", "H100", 1, "gptoss", "decode-h100-120b-2026-11-24.json", 9.53, 64.94, requests=256, graphs=4),
+    Start("120b", "H100", 1, "triton", "decode-h100-120b-2026-11-24.json", 9.54, 64.91, requests=256, graphs=4),
+    Start("120b", "H100", 1, "gptoss", "decode-h100-120b-latency-2026-11-24.json", 10.01, 61.90, 0, 2048, 64, graphs=3),
+    Start("120b", "H100", 1, "triton", "decode-h100-120b-latency-2026-11-24.json", 10.01, 71.36, 0, 2048, 64, graphs=3),
+    Start("120b", "H100", 1, "gptoss", "decode-h100-120b-long-2026-11-24.json", 10.12, 61.90, 0, 2048, 2, 32_960, 2),
+    Start("20b", "H100", 1, "gptoss", "decode-h100-2026-11-24.json", 57.77, 17.78, requests=256, graphs=4),
+    Start("20b", "H100", 1, "triton", "decode-h100-2026-11-24.json", 57.80, 17.75, requests=256, graphs=4),
+    Start(
+        "20b", "H100", 1, "gptoss", "decode-h100-20b-evaluation-2026-11-24.json", 57.99, 17.78, 0, 16_384, 128, 704, 3
+    ),
 )
 """In-process engines with dummy weights, vLLM 0.33.0, utilisation 0.92."""
 
@@ -183,7 +196,7 @@ def _up(value: int, step: int) -> int:
 
 
 def load_peak(start: Start | None, weights: Weights, layers: int) -> float:
-    """GiB while weights are laid out: as measured, else at least all weights and two layers' experts once more."""
+    """GiB while weights are laid out: as measured, else all weights and two layers' experts once more."""
     if start is not None and start.load_peak_gib is not None:
         return start.load_peak_gib
     return weights.total + 2 * weights.experts / layers + OVERHEADS.context

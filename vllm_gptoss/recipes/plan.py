@@ -14,6 +14,7 @@ from vllm_gptoss.recipes.memory import Cache, Start
 from vllm_gptoss.recipes.schema import SPECS
 from vllm_gptoss.spec import ModelSpec
 
+MEASURED = "measured"
 ESTIMATED = "estimated"
 CALCULATED = "calculated"
 
@@ -135,7 +136,7 @@ def _plan(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mappi
     cache = Cache.of(asked, int(filled["block-size"]))
     in_flight = tokens * (asked.pipeline_parallel + (filled["async-scheduling"] is True))
     at_once = cache.requests(max(kv, 0.0), length, in_flight)
-    start = _measured(device, spec, experts, config)
+    start = _measured(device, spec, experts, {**filled, **config})
     peak = memory.load_peak(start, weights, spec.layers)
     return Plan(
         device,
@@ -143,7 +144,7 @@ def _plan(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mappi
         utilization,
         (*parts, Part("KV cache", max(kv, 0.0), ESTIMATED)),
         kv,
-        Part("peak of loading", peak, "measured" if start and start.load_peak_gib else "at least"),
+        Part("peak of loading", peak, MEASURED if start and start.load_peak_gib else ESTIMATED),
         cache.request_gib(length, in_flight),
         length,
         int(at_once * length),
@@ -163,17 +164,19 @@ def _graphs(config: Mapping[str, Any], requests: int) -> int:
     return memory.captured(int(config.get("max-cudagraph-capture-size", min(2 * requests, 512))))
 
 
-def _measured(device: Device, spec: ModelSpec, experts: str, config: Mapping[str, Any]) -> Start | None:
-    tensor = size(config, "tensor-parallel-size")
-    drafts = "speculative-config" in config
-    same = (
+def _measured(device: Device, spec: ModelSpec, experts: str, filled: Mapping[str, Any]) -> Start | None:
+    """The measured start that is nearest in its flags, of the same GPUs, model and experts."""
+    tensor, row = size(filled, "tensor-parallel-size"), devices.of(device)
+    tokens, requests = filled["max-num-batched-tokens"], filled["max-num-seqs"]
+    same = [
         start
         for start in memory.MEASURED
-        if (start.device, start.count, start.experts) == (device.name, tensor, experts)
+        if row is not None
+        and (start.device, start.count, start.experts) == (row.name, tensor, experts)
         and spec == SPECS[start.model]
-        and not (start.layers or drafts or gpus(config) != tensor)
-    )
-    return next(same, None)
+        and not (start.layers or "speculative-config" in filled or gpus(filled) != tensor)
+    ]
+    return min(same, key=lambda start: (start.tokens != tokens, abs(start.requests - requests)), default=None)
 
 
 CEILING: Final = 0.95
