@@ -14,7 +14,7 @@ import httpx2
 
 from vllm_gptoss.tools.confined import BusyError, ConfinedError, Refused, pool
 from vllm_gptoss.tools.confined.content import SMALL, Undoing, json_content
-from vllm_gptoss.tools.confined.json_tree import MAX_NODES, count
+from vllm_gptoss.tools.confined.json_tree import MAX_NODES, may_exceed
 
 MAX_ANSWER_BYTES = 16 << 20
 """One answer over streamable HTTP: an image of 10 MB fits in base64; what is larger breaks the connection."""
@@ -87,7 +87,7 @@ class _Events(_Content):
 
 async def _check(data: bytes) -> None:
     """Raises httpx2.ReadError for what must not be parsed here."""
-    if len(data) <= SMALL or count(data) <= MAX_NODES:
+    if len(data) <= SMALL or not may_exceed(data, MAX_NODES):
         return
     try:
         await pool().run(json_content, data, max_bytes=2 * MAX_ANSWER_BYTES)
