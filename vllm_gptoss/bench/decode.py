@@ -196,7 +196,7 @@ def main(
         raise typer.BadParameter("--skew changes the model in place, which a served one does not allow")
     if served_ and together_:
         raise typer.BadParameter("--together is for engines of our own: servers are measured one after another")
-    path, found = _open(out)
+    path, found, gib = _open(out)
     campaign = Campaign(found, path, budget, tokenizer)
     sizes = tuple(int(batch) for batch in batches.split(","))
     shared = (repeats, tensor_parallel, skew, eagle3, profile, served_, json.loads(options))
@@ -208,6 +208,9 @@ def main(
         for model in models.split(",")
     ]
     if together_:
+        for jobs in groups:
+            if gib and (why := together.too_much(jobs, gib)):
+                raise typer.BadParameter(f"{why}: leave --together out, or name fewer --variants or --batches")
         done = [campaign.run_together(jobs, rounds) for jobs in groups]
     else:
         done = [campaign.run(job, round_) for round_ in range(rounds) for jobs in groups for job in jobs]
@@ -231,31 +234,32 @@ def merge(
     _finish(whole, out)
 
 
-def _open(out: Path) -> tuple[Path, Results]:
-    """The results file and what is in it already."""
-    head = _machine()
+def _open(out: Path) -> tuple[Path, Results, float]:
+    """The results file, what is in it already, and the memory of one GPU, in GiB; 0: there is none."""
+    head, gib = _machine()
     name = head["gpu"].replace("NVIDIA ", "").replace(" ", "-").lower()
     path = out if out.suffix == ".json" else out / f"decode-{name}-{head['date']}.json"
     if not path.exists():
-        return path, Results(head)
+        return path, Results(head), gib
     try:
         found = Results.read(path)
         found.must_match(head)
     except ResultsError as error:
         raise typer.BadParameter(str(error)) from None
     typer.echo(f"continuing {path}")
-    return path, found
+    return path, found, gib
 
 
-def _machine() -> dict[str, Any]:
-    """What the file says of this machine, asked in a process of its own: this one must not hold GPU memory."""
-    code = "import torch; from vllm_gptoss import _vllm, device; "
-    code += "print(device.detect().name, _vllm.version() or 'unknown', torch.__version__, sep='\\n')"
+def _machine() -> tuple[dict[str, Any], float]:
+    """What the file says of this machine, and a GPU's GiB, asked in a process of its own: this one must hold none."""
+    code = "import torch; from vllm_gptoss import _vllm, device; d = device.detect(); "
+    code += "gib = 0 if d.vendor == 'cpu' else d.memory_gib; "
+    code += "print(d.name, _vllm.version() or 'unknown', torch.__version__, gib, sep='\\n')"
     said = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout
-    gpu, vllm, torch = said.splitlines()[-3:]
+    gpu, vllm, torch, gib = said.splitlines()[-4:]
     arguments = " ".join(argument for argument in sys.argv[1:] if argument not in ("bench", "decode"))
     command = f"vllm-gptoss bench decode {arguments}".strip()
-    return {"gpu": gpu, "vllm": vllm, "torch": torch, "date": str(date.today()), "command": command}
+    return {"gpu": gpu, "vllm": vllm, "torch": torch, "date": str(date.today()), "command": command}, float(gib)
 
 
 def _finish(found: Results, path: Path) -> None:

@@ -17,8 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_gptoss.bench import worker
+from vllm_gptoss.bench import shapes, worker
 from vllm_gptoss.bench.worker import EngineRun
+from vllm_gptoss.choose import Deployment
+from vllm_gptoss.recipes import memory
+
+TURN = {"max_num_batched_tokens": 16_384, "max_num_seqs": 0}
+"""What vLLM's in-process engine takes on GPUs of 70 GiB and more; 0: the largest batch."""
 
 POLL = 0.1
 """Seconds between two looks at what a process has written."""
@@ -69,3 +74,24 @@ def started(jobs: Sequence[EngineRun]) -> Iterator[list[EngineProcess]]:
             path = folder / f"{number}.json"
             engines.append(EngineProcess(job, path, stack.enter_context(worker.started(job, path, subprocess.PIPE))))
         yield engines
+
+
+def too_much(jobs: Sequence[EngineRun], gib: float) -> str:
+    """Why `jobs` do not fit a GPU of `gib` at once; empty where they do, by the arithmetic of `recipe plan`."""
+    parts = {job.variant: needed(job) for job in jobs}
+    whole = sum(weights + kv + rest for weights, kv, rest in parts.values())
+    if whole <= gib:
+        return ""
+    said = (f"{name} {weights:.1f} of weights and {kv:.1f} of KV cache" for name, (weights, kv, _) in parts.items())
+    return f"{jobs[0].model} does not fit: in GiB, {', '.join(said)}; in all {whole:.1f} of the GPU's {gib:.1f}"
+
+
+def needed(job: EngineRun) -> tuple[float, float, float]:
+    """GiB of one GPU for a job beside others: weights, KV cache, and what a step and the process take."""
+    model = shapes.shape(job.model)
+    experts = worker.settings(job.variant).get("experts", "gptoss") if job.is_plugin else job.variant
+    layout = "triton" if experts == "upstream" else experts
+    deployment = Deployment(model, tensor_parallel=job.tensor_parallel, drafts="eagle3" if job.eagle3 else None)
+    tokens, requests = (job.options.get(key, own) for key, own in TURN.items())
+    rest = memory.activations(model, tokens, requests or max(job.batches)) + memory.OVERHEADS.context
+    return memory.weights(deployment, layout).total, worker.turns_kv_bytes(job) / memory.GIB, rest

@@ -94,11 +94,7 @@ def engine_options(job: EngineRun, directory: Path) -> dict[str, Any]:
         "compilation_config": {"cudagraph_capture_sizes": [size * verified for size in sizes]},
     }
     if job.by_turns:
-        # half more than all requests need; measuring what is free would take the others' memory for this process's
-        tokens = max(sizes) * (job.prompt + job.output + 64)
-        options["kv_cache_memory_bytes"] = (
-            6 * tokens * model.layers * model.kv_heads * model.head_size // job.tensor_parallel + 2**29
-        )
+        options["kv_cache_memory_bytes"] = turns_kv_bytes(job)
         options["gpu_memory_utilization"] = 0.1
     if job.eagle3:
         (directory / "draft").mkdir(exist_ok=True)
@@ -112,6 +108,14 @@ def engine_options(job: EngineRun, directory: Path) -> dict[str, Any]:
     if "max_cudagraph_capture_size" in job.options:
         del options["compilation_config"]  # vLLM refuses sizes that end elsewhere
     return {**options, **job.options}
+
+
+def turns_kv_bytes(job: EngineRun) -> int:
+    """KV cache of a job beside others: half more than all requests need. To measure what is free would take the others'
+    memory for this process's."""
+    model, tokens = shapes.shape(job.model), max(*job.batches, 1) * (job.prompt + job.output + 64)
+    values = tokens * model.layers * model.kv_heads * model.head_size // job.tensor_parallel
+    return int(job.options.get("kv_cache_memory_bytes", 6 * values + 2**29))
 
 
 def measure(job: EngineRun, save: Callable[[dict[str, Any]], None]) -> None:
