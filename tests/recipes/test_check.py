@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from vllm_gptoss.choose import devices
-from vllm_gptoss.recipes import check, load
+from vllm_gptoss.recipes import check, command, load
 from vllm_gptoss.recipes.check import Case, Trouble
 from vllm_gptoss.recipes.schema import Recipe
 from vllm_gptoss.spec import GPT_OSS_120B
@@ -55,6 +55,36 @@ def test_a_recipe_counts_with_numbers() -> None:
     for key, value in (("tensor-parallel-size", "two"), ("max-model-len", "8k"), ("max-num-seqs", True)):
         (found,) = check.recipe(changed("120b-2xh200-latency", config={key: value}), ())
         assert (found.rule, key in found.what) == ("numbers", True)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization 1.5 is refused at the start; it is above 0 and at"),
+        ({"gpu_memory_utilization": 0.0}, "--gpu-memory-utilization 0.0 is refused"),
+        ({"max_num_seqs": 0}, "--max-num-seqs 0 is refused at the start; it is 1 or more"),
+        ({"tensor_parallel_size": -2}, "--tensor-parallel-size -2 is refused"),
+    ],
+)
+def test_a_number_that_the_engine_refuses_is_found(config: dict[str, Any], said: str) -> None:
+    (found,) = check.command(case(**config), ())
+    assert found.fatal
+    assert said in str(found)
+    recipe = changed("20b-h100-latency", config={key.replace("_", "-"): value for key, value in config.items()})
+    assert [each.rule for each in check.recipe(recipe, ())] == ["numbers"]
+
+
+def test_numbers_that_the_engine_takes_are_left_alone() -> None:
+    for config in ({"gpu_memory_utilization": 1.0}, {"max_model_len": -1}, {"max_cudagraph_capture_size": 0}):
+        assert not check.command(case("H200", **config), ())
+
+
+@pytest.mark.parametrize("device", ["V100", "T4"])
+def test_a_gpu_that_is_too_old_for_the_experts_is_found(device: str) -> None:
+    (found,) = check.command(case(device), ())
+    assert found.fatal
+    assert "from compute capability 8.0 (A100) on" in found.what
+    assert not [each for each in check.command(case("8xA100"), ()) if "compute capability" in each.what]
 
 
 def test_more_gpus_than_there_are_are_found() -> None:
@@ -136,10 +166,10 @@ def test_async_scheduling_is_needless_and_an_error_beside_ngram() -> None:
 
 def test_variables_before_a_command_belong_to_it() -> None:
     line = ["VLLM_ROCM_USE_AITER=1", "A=b=c", "vllm", "serve", "openai/gpt-oss-20b", "--port", "1"]
-    assert check.words(line) == ["openai/gpt-oss-20b", "--port", "1"]
-    assert check.variables_of(line) == {"VLLM_ROCM_USE_AITER": "1", "A": "b=c"}
-    assert check.words(["openai/gpt-oss-20b", "--x=1"]) == ["openai/gpt-oss-20b", "--x=1"]
-    assert check.variables_of(["--x=1"]) == {}
+    assert command.words(line) == ["openai/gpt-oss-20b", "--port", "1"]
+    assert command.variables(line) == {"VLLM_ROCM_USE_AITER": "1", "A": "b=c"}
+    assert command.words(["openai/gpt-oss-20b", "--x=1"]) == ["openai/gpt-oss-20b", "--x=1"]
+    assert command.variables(["--x=1"]) == {}
 
 
 @pytest.mark.parametrize(
@@ -154,8 +184,8 @@ def test_variables_before_a_command_belong_to_it() -> None:
 )
 def test_every_way_to_start_a_server_is_understood(start: str) -> None:
     rest = ["--model", "openai/gpt-oss-20b", "--served-model-name", "vllm serve"]
-    assert check.words([*start.split(), *rest]) == rest
+    assert command.words([*start.split(), *rest]) == rest
 
 
 def test_no_words_after_the_command_are_none() -> None:
-    assert check.words(["vllm", "serve"]) == []
+    assert command.words(["vllm", "serve"]) == command.words(["vllm"]) == []

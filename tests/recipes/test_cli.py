@@ -99,6 +99,11 @@ def test_serve_without_vllm_says_what_to_do() -> None:
         (["check", "/nowhere.yaml"], "/nowhere.yaml: No such file"),
         (["check", "20b-h10-latency"], "near: 20b-h100-latency"),
         (["check", "--release", "--today", "yesterday"], "yesterday"),
+        (["check", "--today", "2027-01-01"], "give --release as well"),
+        (["check", "20b-h100-agent", "--source", "/nowhere"], "no vLLM is unpacked in /nowhere"),
+        (["check", "20b-h100-agent", "20b-h10-agent"], "near: 20b-h100-agent"),
+        (["plan", "--", "vllm"], "plan what?"),
+        (["plan", "20b-h100-agent", "--device", "T4"], "compute capability 8.0"),
     ],
 )
 def test_what_is_asked_wrongly_ends_with_2(arguments: list[str], said: str) -> None:
@@ -111,7 +116,20 @@ def test_what_is_asked_wrongly_ends_with_2(arguments: list[str], said: str) -> N
 def test_a_machine_without_recipes_gets_no_empty_table() -> None:
     done = recipe("list", "--device", "V100")
     assert (done.returncode, done.stdout) == (0, "")
-    assert "vLLM's own defaults serve it" in done.stderr
+    assert "V100 is sm_70" in done.stderr
+
+
+def test_a_program_reads_the_model_the_goal_and_the_claims() -> None:
+    (row,) = (row for row in json.loads(recipe("list", "--json").stdout) if row["id"] == "120b-h200-latency")
+    assert (row["model"], row["goal"], row["status"]) == ("openai/gpt-oss-120b", "latency", "measured")
+    assert [(claim["requests"], claim["tpot_ms"]) for claim in row["claims"]] == [(1, 1.78), (8, 5.23)]
+
+
+def test_the_upstream_form_says_what_it_leaves_out() -> None:
+    text = recipe("show", "120b-b200-throughput", "--upstream").stdout
+    assert text.startswith("# additional-config is the plugin's, and left out\n")
+    assert "additional-config" not in yaml.safe_load(text)["model"]["base_args"]
+    assert recipe("show", ID, "--upstream").stdout.startswith("model:")
 
 
 def test_the_list_is_for_the_machine_that_is_named() -> None:
@@ -138,6 +156,11 @@ def test_a_users_command_and_file_are_judged(tmp_path: Path) -> None:
     assert done.stdout.startswith(f"advice: {mine}:2: --kv-cache-dtype fp8 costs the fused layers")
     mine.write_text("model: openai/gpt-oss-20b\nmax-num-seqs: 8\n")
     assert recipe("check", str(mine), "--device", "2xH100").stdout.endswith(": nothing found wrong\n")
+    done = recipe("check", ID, AITER)
+    assert (done.returncode, done.stdout.split(",")[0]) == (0, "2 recipes")
+    done = recipe("plan", "--device", "H100", "--", "vllm", "serve", "m", "-cc", '{"full_cuda_graph": true}')
+    assert done.returncode == 2
+    assert "full_cuda_graph became cudagraph_mode" in done.stderr
     done = recipe("check", ID)
     assert (done.returncode, done.stdout.split(",")[0]) == (0, ID)
     done = recipe("plan", "--device", "H100", "--", "vllm", "serve", "/models/mine")

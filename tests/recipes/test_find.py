@@ -47,9 +47,20 @@ def test_a_card_without_recipes_can_be_named_and_is_told_whose_it_gets(model: de
 
 
 def test_a_family_that_nobody_knows_gets_none_and_says_what_happens() -> None:
-    found = find.for_device(RECIPES, Device("nvidia", "Tesla T4", "sm75", 14.7))
+    found = find.for_device(RECIPES, Device("nvidia", "NVIDIA of tomorrow", "sm140", 400.0))
     assert not found.recipes
     assert "vLLM's own defaults" in found.why
+    old = find.for_device(RECIPES, Device("nvidia", "Tesla T4", "sm75", 14.7))
+    assert not old.recipes
+    assert "from compute capability 8.0" in old.why
+
+
+@pytest.mark.parametrize(
+    ("said", "name"),
+    [("NVIDIA GB300", "GB300"), ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX-4070-Ti-SUPER"), ("RTX3060", "RTX-3060")],
+)
+def test_the_longest_spelling_wins(said: str, name: str) -> None:
+    assert devices.named(said).name == name
 
 
 def test_ids_are_found_in_any_case_and_near_ones_named() -> None:

@@ -222,7 +222,25 @@ def test_what_is_no_number_is_named_and_breaks_nothing(value: Any) -> None:
     config = {"max-model-len": value}
     with pytest.raises(PlanError, match="max-model-len: .* is no number to plan with"):
         plan(GPT_OSS_20B, devices.named("H100"), config, {})
-    assert not check.command(check.Case("here", GPT_OSS_20B, devices.named("H100"), config, {}), ())
+    found = check.command(check.Case("here", GPT_OSS_20B, devices.named("H100"), config, {}), ())
+    assert [each.rule for each in found] == ["numbers"] * (value == 0)  # the others no parser gives
+
+
+@pytest.mark.parametrize(
+    ("device", "config", "said"),
+    [
+        (
+            "H100",
+            {"gpu-memory-utilization": 1.5},
+            "gpu-memory-utilization: 1.5 is no .* name one above 0 and at most 1",
+        ),
+        ("H100", {"max-model-len": -1}, "max-model-len: 'auto' is no number"),
+        ("V100", {}, "vLLM runs MXFP4 from compute capability 8.0 .* V100 is sm_70"),
+    ],
+)
+def test_what_then_fails_is_never_promised(device: str, config: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        plan(GPT_OSS_20B, devices.named(device), config, {})
 
 
 def test_a_rule_finds_what_does_not_fit() -> None:

@@ -17,7 +17,7 @@ from vllm_gptoss.choose.decide import (
     tensor_parallel,
 )
 from vllm_gptoss.choose.deployment import Cache, Deployment, RankExperts
-from vllm_gptoss.choose.families import FAMILIES, OTHER, Family
+from vllm_gptoss.choose.families import FAMILIES, OTHER, Family, unserved
 from vllm_gptoss.choose.families import of as family
 
 __all__ = [
@@ -37,4 +37,5 @@ __all__ = [
     "layers",
     "one_token",
     "tensor_parallel",
+    "unserved",
 ]

@@ -69,12 +69,25 @@ NEIGHBOURS: Final = (
     Model("RTX-A6000", "nvidia", "sm86", 47.4, also=("A6000",)),
     Model("RTX-3090", "nvidia", "sm86", 23.6, also=("3090",)),
     Model("L4", "nvidia", "sm89", 22.0),
+    Model("RTX-A5000", "nvidia", "sm86", 23.6, also=("A5000",)),
+    Model("A30", "nvidia", "sm80", 23.5),
+    Model("RTX-3080", "nvidia", "sm86", 9.6, also=("3080",)),
+    Model("RTX-3060", "nvidia", "sm86", 11.6, also=("3060",)),
+    Model("L20", "nvidia", "sm89", 44.4),
     Model("L40", "nvidia", "sm89", 44.4),
     Model("RTX-6000-Ada", "nvidia", "sm89", 47.4),
     Model("RTX-4080", "nvidia", "sm89", 15.6, also=("4080",)),
     Model("RTX-4070", "nvidia", "sm89", 11.6, also=("4070",)),
+    Model("RTX-4070-Ti-SUPER", "nvidia", "sm89", 15.6, also=("4070-Ti-SUPER",)),
+    Model("RTX-4060-Ti", "nvidia", "sm89", 15.6, also=("4060-Ti",)),
+    Model("RTX-PRO-5000", "nvidia", "sm120", 47.4),
+    Model("RTX-PRO-4500", "nvidia", "sm120", 31.4),
+    Model("RTX-5070-Ti", "nvidia", "sm120", 15.5, also=("5070-Ti",)),
+    Model("RTX-5060-Ti", "nvidia", "sm120", 15.5, also=("5060-Ti",)),
     Model("RTX-5080", "nvidia", "sm120", 15.5, also=("5080",)),
     Model("RTX-5070", "nvidia", "sm120", 11.6, also=("5070",)),
+    Model("GB300", "nvidia", "sm103", 267.6, most=4),
+    Model("MI300A", "amd", "gfx942", 127.5, most=4),
     Model("MI308X", "amd", "gfx942", 191.9),
     Model("MI350X", "amd", "gfx950", 287.9),
     Model("RX-9070-XT", "amd", "gfx1201", 15.9, also=("9070-XT",)),
@@ -117,9 +130,13 @@ def _within(name: str, known: Iterable[Model]) -> Model | None:
         (len(spelt), model)
         for model in known
         for spelt in map(_words, (model.name, *model.also))
-        if any(said[start : start + len(spelt)] == spelt for start in range(len(said)))
+        if _stands(spelt, said)
     ]
     return max(found, key=lambda each: each[0])[1] if found else None
+
+
+def _stands(spelt: list[str], said: list[str]) -> bool:
+    return any(said[start : start + len(spelt)] == spelt for start in range(len(said)))
 
 
 def of(device: Device) -> Model | None:
@@ -130,11 +147,11 @@ def of(device: Device) -> Model | None:
             for model in MODELS
             if model.vendor == "cpu" and ("amx" in model.features) == ("amx" in device.features)
         )
-    words = _plain(device.name)
+    said = _words(device.name)
     named_so = [
         model
         for model in MODELS
-        if model.arch == device.arch and any(_plain(each) in words for each in (model.name, *model.also))
+        if model.arch == device.arch and any(_stands(_words(each), said) for each in (model.name, *model.also))
     ]
     alike = [model for model in named_so if abs(model.memory_gib - device.memory_gib) < 0.1 * model.memory_gib]
     return max(alike, key=lambda model: len(model.name), default=None)

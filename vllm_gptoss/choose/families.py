@@ -177,3 +177,15 @@ def of(device: Device) -> Family:
     if device.vendor == "cpu":
         return next(family for family in FAMILIES if family.name == "CPU")
     return next((family for family in FAMILIES if device.arch in family.archs), OTHER)
+
+
+LEAST_SM: Final = 80
+"""vLLM 0.32.0 and 0.33.0, `quantization/mxfp4.py`: `get_min_capability`."""
+
+
+def unserved(device: Device) -> str:
+    """Why vLLM serves no gpt-oss on a GPU; empty where it does, and where nobody knows."""
+    number = device.arch.removeprefix("sm")
+    if device.vendor != "nvidia" or not number.isdigit() or int(number) >= LEAST_SM:
+        return ""
+    return f"vLLM runs MXFP4 from compute capability 8.0 (A100) on, {device.name} is sm_{number}: no flag helps"

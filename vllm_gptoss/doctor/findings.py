@@ -19,6 +19,7 @@ from vllm_gptoss import _vllm, choose, describe, spec
 from vllm_gptoss.device import Device, detect
 from vllm_gptoss.plugin import endpoint_is_off
 from vllm_gptoss.recipes import check as rules
+from vllm_gptoss.recipes import command as typed
 from vllm_gptoss.recipes import find, load, variables
 from vllm_gptoss.recipes.deployment import choices
 from vllm_gptoss.recipes.probe import ProbeError, answer_of, ask
@@ -195,6 +196,8 @@ def recipes_here() -> Findings:
 
 
 def _unknown(device: Device) -> str:
+    if why := choose.unserved(device):
+        return f"; {why}"
     return "; no table knows it, vLLM decides everything" if choose.family(device) is choose.OTHER else ""
 
 
@@ -347,9 +350,9 @@ def serve_command(command: Sequence[str]) -> Findings:
 
 def serve_line(command: Sequence[str]) -> Findings:
     """A `vllm serve` line as this vLLM's own parser reads it: what `recipe check` finds, and what it chooses."""
-    environ = {**os.environ, **rules.variables_of(command)}
+    environ = {**os.environ, **typed.variables(command)}
     try:
-        release = ask([rules.words(command)])
+        release = ask([typed.words(command)])
     except ProbeError as error:
         yield Finding(Status.WARNING, "serve line", f"not judged: {error}")
         return

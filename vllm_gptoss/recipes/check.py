@@ -20,7 +20,7 @@ from vllm_gptoss import _vllm, choose
 from vllm_gptoss.choose import ChoiceError, devices
 from vllm_gptoss.device import Device
 from vllm_gptoss.recipes import defaults, plan, variables
-from vllm_gptoss.recipes.deployment import choices, deployment, gpus, no_numbers
+from vllm_gptoss.recipes.deployment import MAY_BE_ZERO, NUMBERS, choices, deployment, gpus, no_numbers
 from vllm_gptoss.recipes.load import FOLDER
 from vllm_gptoss.recipes.plan import PlanError
 from vllm_gptoss.recipes.probe import Parsed, Release
@@ -85,12 +85,13 @@ def parses(case: Case, release: Release, parsed: Parsed) -> Iterator[Trouble]:
     """The release's own parser takes it, whole."""
     where = f"{case.place} (vLLM {release.version})"
     if parsed.error:
-        yield Trouble(where, "parses", f"does not start: {parsed.error}", _today(parsed.error, release))
+        yield Trouble(where, "parses", f"does not start: {parsed.error}", since_then(parsed.error, release))
     for key in parsed.dropped:
         yield Trouble(where, "parses", f"{key}: false is dropped by --config without a word", f"write no-{key}: true")
 
 
-def _today(error: str, release: Release) -> str:
+def since_then(error: str, release: Release) -> str:
+    """What a parser's error means where another release, or an old recipe, has what it refuses; else empty."""
     if (remedy := next((remedy for name, remedy in RENAMED.items() if name in error), None)) is not None:
         return remedy
     unknown = [word.split("=")[0] for word in error.split() if word.startswith("--")] if "unrecognized" in error else []
@@ -129,8 +130,20 @@ def names_exist(case: Case, release: Release) -> Iterator[Trouble]:
                 yield Trouble(where, "names", f"{key}: this release knows no {name!r}", remedy)
 
 
+def numbers(case: Case) -> Iterator[Trouble]:
+    """Numbers that the parser takes and the engine refuses when it starts."""
+    for key in no_numbers(case.config):
+        value = case.config[key]
+        length_of_memory = (key, value) == ("max-model-len", -1)  # what `auto` becomes
+        if isinstance(value, NUMBERS[key]) and not (isinstance(value, bool) or length_of_memory or key in MAY_BE_ZERO):
+            bounds = "above 0 and at most 1" if key == "gpu-memory-utilization" else "1 or more"
+            yield Trouble(case.place, "numbers", f"--{key} {value} is refused at the start", f"it is {bounds}")
+
+
 def settings_and_tables(case: Case) -> Iterator[Trouble]:
-    """Our settings exist, the model divides over the GPUs, and there are so many GPUs."""
+    """vLLM runs on that GPU, our settings exist, the model divides over the GPUs, and there are so many GPUs."""
+    if why := choose.unserved(case.device):
+        yield Trouble(case.place, "tables", why)
     try:
         choices(case.device, case.config, case.env, case.spec)
     except (ChoiceError, SettingsError) as error:
@@ -305,7 +318,8 @@ def recipe(
     case = Case(f"{recipe.place} {recipe.id}", recipe.spec, recipe.device, recipe.config, recipe.env)
     found = [each for each in _anyone(case, releases) if each.fatal]  # a recipe may choose what costs something
     if wrong := no_numbers(case.config):
-        return [*found, Trouble(case.place, "numbers", f"{wrong[0]}: {case.config[wrong[0]]!r} is no number")]
+        said = Trouble(case.place, "numbers", f"{wrong[0]}: {case.config[wrong[0]]!r} is no number")
+        return found if any(each.rule == "numbers" for each in found) else [*found, said]
     found += [*expected(case, recipe), *every_gpu(case, recipe)]
     if releases:
         found += no_default(case, releases[-1][1])
@@ -349,37 +363,13 @@ def in_file(trouble: Trouble, path: Path, root: yaml.Node, keys: Iterable[str]) 
     return replace(trouble, place=trouble.place.replace("vllm serve", place, 1))
 
 
-_SERVE = re.compile(
-    r"(?:(?:\S*/)?vllm serve|(?:\S*/)?python[\d.]* -m vllm\.entrypoints\.(?:openai\.api_server|cli\.main serve)) "
-)
-
-
-def words(command: Sequence[str]) -> list[str]:
-    """What stands after `vllm serve`, or a module that is the same; variables that stand before it are left out."""
-    found = list(command)
-    while found and "=" in found[0] and not found[0].startswith("-"):
-        found.pop(0)
-    start = _SERVE.match(" ".join([*found[:4], ""]))
-    return found[start[0].count(" ") :] if start else found
-
-
-def variables_of(command: Sequence[str]) -> dict[str, str]:
-    """Variables that stand before a command, as `NAME=value`."""
-    found = {}
-    for word in command:
-        name, sign, value = word.partition("=")
-        if not sign or word.startswith("-"):
-            break
-        found[name] = value
-    return found
-
-
 def _anyone(case: Case, releases: Sequence[tuple[Release, Parsed]]) -> Iterator[Trouble]:
     for release, parsed in releases:
         yield from parses(case, release, parsed)
         yield from names_exist(case, release)
         yield from dead_variables(case, release)
-    if no_numbers(case.config):  # the parser has said so, or reads `auto` or `8k`, which nothing below counts with
+    if no_numbers(case.config):  # the parser has said so, or reads `auto`, which nothing below counts with
+        yield from numbers(case)
         return
     rooms: tuple[Rule, ...] = (fits, room_on_host, room_for_several)
     for rule in (settings_and_tables, *rooms, aiter_is_on, keeps_fused_layers, needless):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -19,12 +19,13 @@ from vllm_gptoss.choose import devices
 from vllm_gptoss.choose.devices import DeviceError
 from vllm_gptoss.device import Device, detect
 from vllm_gptoss.recipes import check as rules
+from vllm_gptoss.recipes import command as typed
 from vllm_gptoss.recipes import draw, find, launch, load, plan, probe, render
 from vllm_gptoss.recipes.check import Case, Trouble
 from vllm_gptoss.recipes.draw import DrawError
 from vllm_gptoss.recipes.load import RecipeError
 from vllm_gptoss.recipes.plan import PlanError
-from vllm_gptoss.recipes.probe import ProbeError
+from vllm_gptoss.recipes.probe import Parsed, ProbeError
 from vllm_gptoss.recipes.schema import Family, Recipe
 
 app = typer.Typer(no_args_is_help=True, help="Which command for which machine, held against vLLM's own parser.")
@@ -66,10 +67,10 @@ def list_(
         recipes = list(found.recipes)
         if found.why:
             typer.echo(found.why, err=True)
-    rows = [render.row(recipe) for recipe in recipes]
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        typer.echo(json.dumps([render.data(recipe) for recipe in recipes], indent=2))
         return
+    rows = [render.row(recipe) for recipe in recipes]
     if markdown:
         typer.echo(render.table(recipes), nl=False)
         return
@@ -138,11 +139,13 @@ def check(
 ) -> None:
     """Hold recipes, a file, or a `vllm serve` line against vLLM's parser, the tables and the results."""
     try:
-        day = (date.fromisoformat(today) if today else date.today()) if release else None
-        if what and ("vllm" in what or len(what) > 1):
-            found = _check_words(what, machine(device), source or ())
+        day = _day(today, release)
+        if not what:
+            found = _check_named([str(load.FOLDER)], device, source or (), day)
+        elif all(map(_is_named, what)) or (len(what) == 1 and what != ["vllm"]):
+            found = _check_named(what, device, source or (), day)
         else:
-            found = _check_one(what[0] if what else str(load.FOLDER), device, source or (), day)
+            found = _check_words(what, machine(device), source or ())
     except (RecipeError, DeviceError, ProbeError, ValueError) as error:
         raise _stop(error) from None
     for trouble in found:
@@ -151,24 +154,50 @@ def check(
         raise typer.Exit(1)
 
 
-def _check_one(what: str, device: str, sources: Sequence[Path], day: date | None) -> list[Trouble]:
-    """Of a path; else of the recipe that is called so."""
-    path = Path(what)
-    if path.exists() or path.suffix or os.sep in what:
-        return _check_path(path, device, sources, day)
-    return _check_recipes([find.by_id(load.shipped(), what)], sources, day)
+def _day(today: str, release: bool) -> date | None:
+    """Of the release that is being made; None: none is."""
+    if today and not release:
+        raise RecipeError("--today is the date of a release: give --release as well")
+    return (date.fromisoformat(today) if today else date.today()) if release else None
 
 
-def _check_path(path: Path, device: str, sources: Sequence[Path], day: date | None) -> list[Trouble]:
-    """Of a file or folder of recipes, or of a file that `vllm serve --config` reads."""
+def _is_named(word: str) -> bool:
+    """Whether a word is a file, a folder or a recipe's id, and no part of a command."""
+    if word.startswith("-") or word == "vllm" or "=" in word:
+        return False
+    return Path(word).exists() or Path(word).suffix in (".yaml", ".yml") or "/" not in word
+
+
+def _check_named(names: Sequence[str], device: str, sources: Sequence[Path], day: date | None) -> list[Trouble]:
+    """Of paths, and of the recipes that are called so."""
+    recipes: list[Recipe] = []
+    found: list[Trouble] = []
+    for name in names:
+        path = Path(name)
+        if not (path.exists() or path.suffix or os.sep in name):
+            recipes.append(find.by_id(load.shipped(), name))
+        elif (theirs := _recipes_in(path)) is not None:
+            recipes += theirs
+        else:
+            found += _check_config(path, device, sources)
+    return [*found, *(_check_recipes(recipes, sources, day) if recipes else ())]
+
+
+def _recipes_in(path: Path) -> list[Recipe] | None:
+    """Of a file or folder of recipes; None: it is a file that `vllm serve --config` reads."""
     files = yaml_file.files(path)
     if not files:
         raise RecipeError(f"{path}: no .yaml file is here")
-    first, root = load.read(files[0])
+    first, _ = load.read(files[0])
     if isinstance(first, dict) and not path.is_dir() and not {"recipes", "family"} & set(first):
-        found = _check_words(["vllm", "serve", "--config", str(path.absolute())], machine(device), sources)
-        return [rules.in_file(trouble, path, root, first) for trouble in found]
-    return _check_recipes([recipe for file in files for recipe in load.load(file)], sources, day)
+        return None
+    return [recipe for file in files for recipe in load.load(file)]
+
+
+def _check_config(path: Path, device: str, sources: Sequence[Path]) -> list[Trouble]:
+    keys, root = load.read(path)
+    found = _check_words(["vllm", "serve", "--config", str(path.absolute())], machine(device), sources)
+    return [rules.in_file(trouble, path, root, keys) for trouble in found]
 
 
 def _check_recipes(recipes: Sequence[Recipe], sources: Sequence[Path], day: date | None) -> list[Trouble]:
@@ -183,9 +212,9 @@ def _check_recipes(recipes: Sequence[Recipe], sources: Sequence[Path], day: date
 
 
 def _check_words(words: Sequence[str], device: Device, sources: Sequence[Path]) -> list[Trouble]:
-    releases = [probe.ask([rules.words(words)], root) for root in (None, *sources)]
-    _say_what_is_guessed(releases[0].parsed[0].values)
-    environ = {**os.environ, **rules.variables_of(words)}
+    releases = [probe.ask([typed.words(words)], root) for root in (None, *sources)]
+    _say_what_is_guessed(releases[0].parsed[0])
+    environ = {**os.environ, **typed.variables(words)}
     found = rules.line(device, environ, [(each, each.parsed[0]) for each in releases])
     if not found:
         versions = " and ".join(each.version for each in releases)
@@ -193,10 +222,10 @@ def _check_words(words: Sequence[str], device: Device, sources: Sequence[Path]) 
     return found
 
 
-def _say_what_is_guessed(values: Mapping[str, Any]) -> None:
+def _say_what_is_guessed(parsed: Parsed) -> None:
     """A line where the model's name does not tell which of the two it is."""
-    if values and (guess := rules.guessed(values)):
-        typer.echo(f"{values.get('model', 'a model without a name')} is taken for {guess}", err=True)
+    if not parsed.error and (guess := rules.guessed(parsed.values)):
+        typer.echo(f"{parsed.values.get('model', 'a model without a name')} is taken for {guess}", err=True)
 
 
 @app.command("plan")
@@ -224,16 +253,18 @@ def plan_(
 
 def _case(what: Sequence[str], device: str) -> Case:
     """A recipe on its device or another, or the words of a command."""
-    if not what:
+    if not what or (what[0] == "vllm" and len(what) < 3):
         raise RecipeError("plan what? a recipe's id, or a `vllm serve` line after `--`")
-    if len(what) == 1 and what[0] != "vllm":
+    if len(what) == 1:
         recipe = find.by_id(load.shipped(), what[0])
         return Case(recipe.id, recipe.spec, machine(device) if device else recipe.device, recipe.config, recipe.env)
-    parsed = probe.ask([rules.words(what)]).parsed[0]
+    release = probe.ask([typed.words(what)])
+    (parsed,) = release.parsed
     if parsed.error:
-        raise RecipeError(f"vLLM does not take this line: {parsed.error}")
-    _say_what_is_guessed(parsed.values)
-    return rules.case_of(parsed.values, machine(device or "auto"), {**os.environ, **rules.variables_of(what)})
+        means = rules.since_then(parsed.error, release)
+        raise RecipeError("; ".join(filter(None, (f"vLLM does not take this line: {parsed.error}", means))))
+    _say_what_is_guessed(parsed)
+    return rules.case_of(parsed.values, machine(device or "auto"), {**os.environ, **typed.variables(what)})
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

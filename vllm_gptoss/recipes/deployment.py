@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -53,12 +54,18 @@ NUMBERS: Final[Mapping[str, type[int] | type[float]]] = {
 """Keys that the tables and the plan count with."""
 
 
+MAY_BE_ZERO: Final = frozenset({"max-cudagraph-capture-size"})
+"""Of these, keys whose zero vLLM takes; it is nothing to count with."""
+
+
 def no_numbers(config: Mapping[str, Any]) -> list[str]:
-    """Of `NUMBERS`, keys whose value is none above zero; a `max-model-len` of -1, which means `auto`, is one."""
+    """Of `NUMBERS`, keys whose value is none above zero, or a share above 1; a `max-model-len` of -1, which means
+    `auto`, is one."""
     found = []
     for key, kind in NUMBERS.items():
         value: Any = config.get(key, 1)
-        if isinstance(value, bool) or not isinstance(value, int | kind) or value <= 0:
+        most = 1 if key == "gpu-memory-utilization" else math.inf
+        if isinstance(value, bool) or not isinstance(value, int | kind) or not 0 < value <= most:
             found.append(key)
     return found
 

@@ -48,6 +48,8 @@ def for_device(recipes: Sequence[Recipe], device: Device) -> Found:
         return Found(fewer, f"no recipe is for {devices.label(replace(device, name=name))}: these use fewer of them")
     family = families.of(device)
     kin = tuple(recipe for recipe in recipes if recipe.family == family.name and recipe.device.count <= device.count)
+    if why := families.unserved(device):
+        return Found((), f"no recipe is for {device}: {why}")
     if not kin:
         return Found((), f"no recipe is for {device}, and none for its family; vLLM's own defaults serve it")
     near = min({recipe.device.name for recipe in kin}, key=lambda each: abs(_memory(kin, each) - device.memory_gib))

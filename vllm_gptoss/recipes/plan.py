@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from vllm_gptoss import choose
 from vllm_gptoss.choose import devices
 from vllm_gptoss.device import Device
 from vllm_gptoss.recipes import defaults, memory
@@ -81,15 +82,19 @@ def plan(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mappin
     """The plan of a configuration on a device, with advice where it does not fit.
 
     Raises:
-        PlanError: heads or experts do not divide, a wish cannot be met, too few GPUs, or a CPU.
+        PlanError: heads or experts do not divide, a wish cannot be met, too few or too old GPUs, or a CPU.
     """
     if device.memory_gib <= 0 or device.vendor == "cpu":
         raise PlanError(
             f"a CPU shares the host's memory: {on_cpu(spec, device, config, env):.0f} GiB of it are weights,"
             " VLLM_CPU_KVCACHE_SPACE sizes the KV cache, in GiB; --device plans for a GPU"
         )
+    if why := choose.unserved(device):
+        raise PlanError(why)
     if wrong := no_numbers(config):
-        raise PlanError(f"{wrong[0]}: {config[wrong[0]]!r} is no number to plan with; name one")
+        value = "auto" if config[wrong[0]] == -1 else config[wrong[0]]
+        bounds = " above 0 and at most 1" if wrong[0] == "gpu-memory-utilization" else ""
+        raise PlanError(f"{wrong[0]}: {value!r} is no number to plan with; name one{bounds}")
     if gpus(config) > device.count:
         raise PlanError(f"uses {gpus(config)} GPUs, {devices.label(device)} has {device.count}")
     found = _plan(spec, device, config, env)

@@ -68,6 +68,8 @@ def ask(questions: Sequence[Question], root: Path | None = None) -> Release:
     Raises:
         ProbeError: there is no vLLM, or it does not start.
     """
+    if root is not None and not (root / "vllm" / "envs.py").is_file():
+        raise ProbeError(f"no vLLM is unpacked in {root}: give the folder that holds its folder vllm")
     with tempfile.TemporaryDirectory() as folder:
         return _ask(questions, [*([root] if root else []), Path(__file__).parents[2], _platform_plugin(Path(folder))])
 

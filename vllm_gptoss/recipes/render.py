@@ -104,8 +104,9 @@ def upstream(recipe: Recipe) -> str:
     flags = [
         word for key, value in recipe.config.items() if key != "model" and key not in own for word in flag(key, value)
     ]
+    lost = "".join(f"# {key} is the plugin's, and left out\n" for key in sorted(own & set(recipe.config)))
     model = {"model_id": recipe.repository, "min_vllm_version": f"{low}.0", "base_args": flags, "base_env": recipe.env}
-    return yaml.safe_dump({"model": model}, sort_keys=False, width=120)
+    return lost + yaml.safe_dump({"model": model}, sort_keys=False, width=120)
 
 
 def row(recipe: Recipe) -> dict[str, str]:
@@ -118,6 +119,13 @@ def row(recipe: Recipe) -> dict[str, str]:
         "status": recipe.status.value,
         "ms (requests)": ", ".join([*figures, *dates]),
     }
+
+
+def data(recipe: Recipe) -> dict[str, Any]:
+    """The same for a program."""
+    claims = [claim.model_dump(exclude={"model", "device"}) for claim in recipe.claims]
+    names = {"id": recipe.id, "model": recipe.repository, "goal": recipe.goal.value}
+    return {**names, **row(recipe), "claims": claims, "expects": recipe.entry.expects.model_dump()}
 
 
 def table(recipes: Sequence[Recipe]) -> str:
