@@ -53,7 +53,8 @@ _WORDS = (
     " seccomp=unconfined VLLM_ROCM_USE_AITER VLLM_USE_AITER_UNIFIED_ATTENTION VLLM_ROCM_USE_AITER_MHA full_cuda_graph"
     " VLLM_USE_AITER_TRITON_FUSED_SPLIT_QKV_ROPE VLLM_USE_AITER_TRITON_FUSED_ADD_RMSNORM_PAD"
     " VLLM_USE_AITER_TRITON_GEMM TRITON_HIP_PRESHUFFLE_SCALES CUDA_HOME 12.8 VLLM_USE_PRECOMPILED --torch-backend"
-    " torch::nvtoolsext /v1/responses include_reasoning EXA_API_KEY PYTHON_EXECUTION_BACKEND=UV gpt_oss.evals 120b-low"
+    " torch::nvtoolsext +cu128 VLLM_ROCM_USE_AITER_MHA=0 /v1/responses include_reasoning EXA_API_KEY"
+    " PYTHON_EXECUTION_BACKEND=UV gpt_oss.evals 120b-low 120b-high aime25"
     " --eval --tensor_parallel_size --max-model-len max_tokens triton.language browser_server.py:mcp --enforce-eager"
 )
 WORDS = _WORDS.split()
@@ -67,6 +68,7 @@ PHRASES = (
     "--tool-server ip-1:port-1,ip-2:port-2",
     "mcp run -t sse",
     "63 GB and 14 GB",
+    "uv pip install gpt-oss",
 )
 
 
