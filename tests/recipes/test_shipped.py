@@ -40,10 +40,21 @@ def test_every_family_has_its_file_and_every_goal_a_recipe() -> None:
 
 
 def test_who_has_gpus_enough_for_the_120b_is_told_how_to_serve_tools_and_to_evaluate() -> None:
-    for device in ("H100", "2xH100", "H200", "2xH200", "A100", "2xA100", "B200", "MI300X", "MI355X"):
+    small = ("4xRTX-4090", "4xRTX-5090", "4xR9700", "2xL40S", "4xL40S", "RTX-PRO-6000", "DGX-Spark")
+    several = [f"{count}x{name}" for count in (2, 4, 8) for name in ("H100", "H200")]
+    for device in ("H100", "H200", *several, "A100", "2xA100", "4xA100", "B200", "MI300X", "MI355X", *small):
         assert Goal.AGENT in {recipe.goal for recipe in of("120b", device)}, device
-    for device in ("2xH100", "8xH100", "H200", "2xH200", "2xA100", "B200", "MI300X", "MI355X"):
+    for device in ("H100", "2xH100", "8xH100", "H200", "2xH200", "8xH200", "2xA100", "B200", "MI300X", "MI355X"):
         assert Goal.EVALUATION in {recipe.goal for recipe in of("120b", device)}, device
+
+
+def test_one_gpu_that_holds_a_model_serves_it_for_every_goal() -> None:
+    """Of CPUs, and where one 80 GB A100 has no room for many requests of the 120b, fewer goals make sense."""
+    for model in BOTH:
+        for row in devices.MODELS:
+            here = of(model, row.name)
+            if here and row.vendor != "cpu" and (model, row.name) != ("120b", "A100"):
+                assert {recipe.goal for recipe in here} == set(Goal), (model, row.name)
 
 
 def test_every_device_of_the_table_is_served() -> None:
