@@ -25,6 +25,7 @@ ORDER = (
     "announce",
     "aside",
     "describe",
+    "direct",
     "parent_death",
     "checkpoint",
     "reference",

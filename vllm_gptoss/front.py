@@ -25,7 +25,7 @@ def settle() -> None:
     gc.set_threshold(max(YOUNG, gc.get_threshold()[0]), *gc.get_threshold()[1:])
     _vllm.cache_environment()
     logger.info(
-        "Streams: text is framed by the plugin, the collector waits for %d objects, vLLM's variables are read once"
-        " (GPTOSS_HOST=stock leaves all of it as vLLM has it).",
+        "Streams: text is framed by the plugin and sent as vLLM hands it out, the collector waits for %d objects,"
+        " vLLM's variables are read once (GPTOSS_HOST=stock leaves all of it as vLLM has it).",
         YOUNG,
     )

@@ -96,8 +96,28 @@ SEAMS = (
     Seam(
         "vllm.entrypoints.openai.chat_completion.serving",
         "OpenAIServingChat.chat_completion_stream_generator",
-        ("request", "result_generator"),
+        ("request", "result_generator", "request_id"),
         "framing the text of streams",
+    ),
+    Seam(
+        "vllm.v1.engine.output_processor",
+        "RequestState.make_request_output",
+        (
+            "new_token_ids",
+            "pooling_output",
+            "finish_reason",
+            "stop_reason",
+            "kv_transfer_params",
+            "ec_transfer_params",
+            "error",
+        ),
+        "taking text before it is queued",
+    ),
+    Seam(
+        "vllm.v1.engine.output_processor",
+        "RequestOutputCollector.put",
+        ("output",),
+        "taking text only while none waits",
     ),
     Seam(
         "vllm.v1.executor.abstract",
@@ -169,6 +189,41 @@ def test_a_chat_stream_begins_before_the_first_tokens_are_read(release: Release)
     assert body.index("first_iteration = False") < body.index("res.outputs")
     assert body.index("yield") < body.index("res.outputs")
     assert "as_list(output.token_ids)" in body
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
+@pytest.mark.parametrize(
+    ("module", "text", "used_for"),
+    [
+        ("output_processor", "if request_output := req_state.make_request_output(", "None is for nobody"),
+        ("output_processor", "error=request_error,\n", "what is said beside the tokens (direct.py's _NO_ERROR)"),
+        ("output_processor", "req_state.queue.put(request_output)", "what we leave goes the long way"),
+        ("output_processor", "external_req_ids[req_state.external_req_id].append(request_id)", "finding a request"),
+        ("output_processor", "self.request_states[request_id] = req_state", "finding a request"),
+        ("output_processor", "self.aggregate = output_kind == RequestOutputKind.DELTA", "streams of what is new"),
+        ("output_processor", "while (output := self.output) is None:", "knowing that nothing waits"),
+        ("output_processor", "self.parent_req = parent_req", "leaving several choices alone"),
+        ("output_processor", "self.streaming_input = stream_input", "leaving unfinished prompts alone"),
+        ("output_processor", "self.stream_interval = stream_interval", "leaving coarser streams alone"),
+        ("output_processor", "self.sampling_mask_chunks.clear()", "one list of masks for a request's life"),
+        ("logprobs", "None\n                if num_logprobs is None", "leaving logprobs alone"),
+        ("async_llm", "out = q.get_nowait() or await q.get()", "waiting for what is left"),
+        ("async_llm", "self.output_processor = OutputProcessor(", "finding a request"),
+    ],
+)
+def test_text_can_be_taken_before_it_is_queued(release: Release, module: str, text: str, used_for: str) -> None:
+    assert text in source(release, f"vllm.v1.engine.{module}"), f"needed for {used_for}"
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
+def test_a_chat_stream_is_the_body_of_its_response(release: Release) -> None:
+    """By its type the route knows that frames may go straight to the socket."""
+    text = source(release, "vllm.entrypoints.openai.chat_completion.api_router")
+    assert "content=with_sse_keep_alive(generator, " in text
+    assert "return generator\n" in source(release, "vllm.entrypoints.serve.utils.sse_keep_alive")
+    assert "return self.chat_completion_stream_generator(" in source(
+        release, "vllm.entrypoints.openai.chat_completion.serving"
+    )
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)

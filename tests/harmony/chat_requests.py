@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 WEATHER = {
@@ -21,3 +22,36 @@ def request_of(**fields: Any) -> Any:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     return ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "hi"}], **fields)
+
+
+def chat_handlers() -> tuple[Any, Any]:
+    """vLLM's chat handler with our parser, and ours over it, without a server around them."""
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.parser.parser_manager import ParserManager
+
+    from vllm_gptoss._vllm.replaced import use_chat_stream
+    from vllm_gptoss.harmony.chat_stream import ChatStream
+    from vllm_gptoss.harmony.vllm_parser import install
+
+    assert install()
+    theirs = object.__new__(OpenAIServingChat)
+    vars(theirs).update(
+        parser_cls=ParserManager.get_parser(
+            reasoning_parser_name="openai_gptoss", is_harmony=True, model_name="m", enable_auto_tools=True
+        ),
+        model_config=None,
+        response_role="assistant",
+        enable_auto_tools=True,
+        enable_force_include_usage=False,
+        enable_log_outputs=False,
+        enable_log_deltas=False,
+        request_logger=None,
+        system_fingerprint="fp",
+        enable_prompt_tokens_details=True,
+        enable_per_request_metrics=False,
+        _include_reasoning_tokens_details=True,
+        log_error_stack=False,
+    )
+    state = SimpleNamespace(openai_serving_chat=theirs)
+    use_chat_stream(state, ChatStream)
+    return theirs, state.openai_serving_chat

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.harmony.chat_requests import ASK, NOW, THINK, WEATHER, request_of
+from tests.harmony.chat_requests import ASK, NOW, THINK, WEATHER, chat_handlers, request_of
 from tests.harmony.streams import streams, tokens
 
 pytest.importorskip("vllm")
@@ -35,36 +35,7 @@ TURNS = (
 
 @pytest.fixture(scope="module")
 def handlers() -> tuple[Any, Any]:
-    """vLLM's chat handler with our parser, and ours over it, without a server around them."""
-    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-    from vllm.parser.parser_manager import ParserManager
-
-    from vllm_gptoss._vllm.replaced import use_chat_stream
-    from vllm_gptoss.harmony.chat_stream import ChatStream
-    from vllm_gptoss.harmony.vllm_parser import install
-
-    assert install()
-    theirs = object.__new__(OpenAIServingChat)
-    vars(theirs).update(
-        parser_cls=ParserManager.get_parser(
-            reasoning_parser_name="openai_gptoss", is_harmony=True, model_name="m", enable_auto_tools=True
-        ),
-        model_config=None,
-        response_role="assistant",
-        enable_auto_tools=True,
-        enable_force_include_usage=False,
-        enable_log_outputs=False,
-        enable_log_deltas=False,
-        request_logger=None,
-        system_fingerprint="fp",
-        enable_prompt_tokens_details=True,
-        enable_per_request_metrics=False,
-        _include_reasoning_tokens_details=True,
-        log_error_stack=False,
-    )
-    state = SimpleNamespace(openai_serving_chat=theirs)
-    use_chat_stream(state, ChatStream)
-    return theirs, state.openai_serving_chat
+    return chat_handlers()
 
 
 class Engine:

@@ -54,6 +54,13 @@ REPLACED: tuple[Replaced, ...] = (
         "vLLM makes the handler, and builds three models for each streamed token in it",
     ),
     Replaced(
+        "request.make_request_output",
+        "_vllm/replaced.py",
+        "what the state of one streamed request makes of its tokens, until the request ends",
+        "the API server of a gpt-oss model",
+        "vLLM makes two objects of each token and wakes the request's task, and offers no hook before that",
+    ),
+    Replaced(
         "layer.attn_backend",
         "attention/sm90.py",
         "FlashAttention 3's backend, by a subclass of it, on the attention layers of the model",
@@ -83,7 +90,7 @@ FILLED: Mapping[str, frozenset[str]] = {
             "request[HELD]",
         }
     ),
-    "harmony/chat_stream.py": frozenset({"choice.token_ids", "choice.token_ids.untold"}),
+    "harmony/chat_stream.py": frozenset({"choice.token_ids", "choice.token_ids.untold", "response.stream_response"}),
     "harmony/vllm_parser.py": frozenset({"message.content", "message.reasoning", "message.tool_calls"}),
     "harmony/vllm_stops.py": frozenset(
         {
@@ -140,6 +147,28 @@ def watch_generation(state: Any, wrap: Callable[[Any], Any]) -> None:
         handler = getattr(state, name, None)
         if handler is not None:
             handler.engine_client = wrap(handler.engine_client)
+
+
+def use_request_output(
+    client: Any, request_id: str, wrap: Callable[[Any, Any, Any], Callable[..., Any]]
+) -> Callable[[], None] | None:
+    """Puts what `wrap` makes of (the method, the queue, masks that wait) before a request's `make_request_output`.
+
+    Returns what takes it out again; None where the request has no tokens to stream one by one: several choices or
+    states, coarser steps, input that still comes, logprobs. Raises AttributeError where vLLM has moved something.
+    """
+    processor = client.output_processor
+    identifiers = processor.external_req_ids.get(request_id, ())
+    request = processor.request_states.get(identifiers[0]) if len(identifiers) == 1 else None
+    if request is None or request.parent_req is not None or request.streaming_input or request.stream_interval != 1:
+        return None
+    logprobs = request.logprobs_processor
+    if logprobs is None or logprobs.logprobs is not None or logprobs.prompt_logprobs is not None:
+        return None
+    if request.queue is None or not request.queue.aggregate:  # it is asked for more than what is new
+        return None
+    request.make_request_output = wrap(request.make_request_output, request.queue, request.sampling_mask_chunks)
+    return lambda: vars(request).pop("make_request_output", None) and None
 
 
 def use_chat_stream(state: Any, ours: type) -> None:

@@ -11,13 +11,14 @@ that its counts are right when it goes on. `ReadTokens` says to our parser that 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import msgspec
 
 from vllm_gptoss import _vllm
+from vllm_gptoss.direct import Direct, Outlet
 from vllm_gptoss.harmony.chat import ChatDelta, ChatReader
 from vllm_gptoss.harmony.vllm_constraint import offered_tools
 from vllm_gptoss.harmony.vllm_parser import ReadTokens, chat_reader
@@ -29,12 +30,17 @@ class ChatStream:
     """What we put over vLLM's chat handler."""
 
     def chat_completion_stream_generator(
-        self, request: Any, result_generator: AsyncGenerator[Any, None], *args: Any, **kwargs: Any
-    ) -> AsyncGenerator[str | bytes, None]:
+        self, request: Any, result_generator: AsyncGenerator[Any, None], request_id: str, *args: Any, **kwargs: Any
+    ) -> AsyncIterator[str | bytes]:
         """vLLM's method of this name: server-sent events of one request."""
-        ahead = Ahead(result_generator)
-        frames = super().chat_completion_stream_generator(request, ahead, *args, **kwargs)  # type: ignore[misc]
-        return _told(frames, ahead, request) if self._is_plain(request) else frames
+
+        def attach(direct: Direct) -> None:
+            if not request.stop:  # stop strings are looked for in the results
+                direct.attach(self.engine_client, request_id)  # type: ignore[attr-defined]  # vLLM's
+
+        ahead = Ahead(result_generator, attach)
+        theirs = super().chat_completion_stream_generator(request, ahead, request_id, *args, **kwargs)  # type: ignore[misc]
+        return Frames(theirs, ahead, request) if self._is_plain(request) else theirs
 
     def _is_plain(self, request: Any) -> bool:
         """Whether nothing but text changes between the frames of text."""
@@ -51,14 +57,44 @@ class ChatStream:
         )
 
 
+class Frames:
+    """The frames of one stream. Some of its text goes straight to the response that it is the body of, if any."""
+
+    def __init__(self, theirs: AsyncGenerator[str, None], ahead: Ahead, request: Any) -> None:
+        self._ahead = ahead
+        self._frames = _told(theirs, ahead, request)
+
+    def __aiter__(self) -> Frames:
+        return self
+
+    def __anext__(self) -> Awaitable[str | bytes]:
+        return self._frames.__anext__()
+
+    async def aclose(self) -> None:
+        await self._frames.aclose()
+
+    def go_straight(self, response: Any) -> None:
+        """`response` is the Starlette response that sends these frames."""
+        theirs = response.stream_response
+
+        async def stream_response(send: Any) -> None:
+            del response.stream_response  # a circle would keep a stream that breaks off until it is collected
+            self._ahead.outlet = Outlet(send)
+            await theirs(send)
+
+        response.stream_response = stream_response
+
+
 class Ahead:
     """The engine's results, of which vLLM's generator gets those that were not read before it asks.
 
-    `first` is the one that it holds.
+    `first` is the one that it holds. Text goes to `outlet`, if there is one, where `attach` can make it.
     """
 
-    def __init__(self, results: AsyncGenerator[Any, None]) -> None:
+    def __init__(self, results: AsyncGenerator[Any, None], attach: Callable[[Direct], None]) -> None:
         self.first: Any = None
+        self.outlet: Outlet | None = None
+        self._attach = attach
         self._results = results
         self._next: Any = None
 
@@ -77,30 +113,58 @@ class Ahead:
         """Ends the request in the engine, unless it has ended."""
         await self._results.aclose()
 
-    async def read(self, reader: ChatReader) -> AsyncGenerator[ChatDelta, None]:
+    async def read(self, reader: ChatReader, text: _Text) -> AsyncGenerator[bytes, None]:
         """The text of the results, up to a call or the end, which is left for the generator, as is a failure."""
         if not _is_text(self.first):
             return
         choice = self.first.outputs[0]
         tokens, choice.token_ids = choice.token_ids, ReadTokens(reader)
-        while True:
-            choice.token_ids += tokens
-            delta = reader.feed(tokens)
-            if delta.calls:
-                choice.token_ids.untold = delta
-                return
-            yield delta
-            try:
-                result = await anext(self._results)
-            except StopAsyncIteration:
-                return
-            except Exception as error:
-                self._next = error
-                return
-            if not _is_text(result):
-                self._next = result
-                return
-            tokens = result.outputs[0].token_ids
+        with self._direct(reader, text, choice.token_ids) as direct:
+            while True:
+                choice.token_ids += tokens
+                delta = reader.feed(tokens)
+                if delta.calls:
+                    choice.token_ids.untold = delta
+                    return
+                if body := text.frame_of(delta):
+                    yield body
+                try:
+                    result = await (direct.next(self._results) if direct else anext(self._results))
+                except StopAsyncIteration:
+                    return
+                except Exception as error:
+                    if direct and error is direct.outlet.error:
+                        raise
+                    self._next = error
+                    return
+                if not _is_text(result):
+                    self._next = result
+                    return
+                tokens = result.outputs[0].token_ids
+
+    @contextmanager
+    def _direct(self, reader: ChatReader, text: _Text, told: ReadTokens) -> Iterator[Direct | None]:
+        """What takes text meanwhile without us, as we would."""
+
+        def take(token_ids: Sequence[int]) -> bytes | None:
+            if len(token_ids) == 1 and (added := reader.next_text(token_ids[0])):
+                told.append(token_ids[0])
+                return text.frame(added, reader.is_reasoning)
+            delta = reader.feed_text(token_ids)
+            if delta is None:
+                return None
+            told.extend(token_ids)
+            return text.frame_of(delta)
+
+        if self.outlet is None:
+            yield None
+            return
+        direct = Direct(self.outlet, take)
+        try:
+            self._attach(direct)
+            yield direct
+        finally:
+            direct.close()
 
 
 def _is_text(result: Any) -> bool:
@@ -112,14 +176,12 @@ async def _told(frames: AsyncGenerator[str, None], ahead: Ahead, request: Any) -
         head = await anext(frames)
         yield head
         if ahead.first is not None and (around := _around_delta(head)):
-            prefix, suffix = around
             reader = chat_reader(request, offered_tools(request.tools))
-            async with aclosing(ahead.read(reader)) as deltas:
-                async for delta in deltas:
-                    if told := _fields(delta, request.include_reasoning):
-                        yield b"%b%b%b" % (prefix, _encode(told), suffix)
-        async for frame in frames:
-            yield frame
+            async with aclosing(ahead.read(reader, _Text(*around, request.include_reasoning))) as texts:
+                async for text in texts:
+                    yield text
+        async for rest in frames:
+            yield rest
 
 
 def _around_delta(head: str) -> tuple[bytes, bytes] | None:
@@ -132,11 +194,26 @@ def _around_delta(head: str) -> tuple[bytes, bytes] | None:
     return f"data: {before}".encode(), f"{after}\n\n".encode()
 
 
-def _fields(delta: ChatDelta, include_reasoning: bool) -> dict[str, str]:
-    """The fields of vLLM's `DeltaMessage` that are set, in its order."""
-    fields = {}
-    if delta.content:
-        fields["content"] = delta.content
-    if delta.reasoning and include_reasoning:
-        fields["reasoning"] = delta.reasoning
-    return fields
+class _Text:
+    """Text as frames. `prefix` and `suffix` stand around the `delta`, the fields of vLLM's `DeltaMessage` in order."""
+
+    def __init__(self, prefix: bytes, suffix: bytes, include_reasoning: bool) -> None:
+        self._content = prefix + b'{"content":'
+        self._reasoning = prefix + b'{"reasoning":'
+        self._after = b"}" + suffix
+        self._include_reasoning = include_reasoning
+
+    def frame(self, text: str, is_reasoning: bool) -> bytes:
+        """The frame of a part of the content, or of the reasoning."""
+        if not is_reasoning:
+            return b"%b%b%b" % (self._content, _encode(text), self._after)
+        return b"%b%b%b" % (self._reasoning, _encode(text), self._after) if self._include_reasoning else b""
+
+    def frame_of(self, delta: ChatDelta) -> bytes:
+        """The frame of what new tokens added, nothing if it has no text."""
+        if delta.reasoning and delta.content and self._include_reasoning:
+            both = b'%b,"reasoning":%b' % (_encode(delta.content), _encode(delta.reasoning))
+            return b"%b%b%b" % (self._content, both, self._after)
+        if delta.content:
+            return self.frame(delta.content, False)
+        return self.frame(delta.reasoning, True) if delta.reasoning else b""

@@ -41,6 +41,7 @@ class ResponsesEndpoint:
         self._tools: ToolServer | None = None
         self._templates = Templates.load(self.options.prompts)
         self.patience = 0.0
+        self._is_direct = True
 
     def attach(self, app: FastAPI, args: Namespace, settings: Any) -> None:
         """The plugin's first hook. Takes `--tool-server` for itself: vLLM would dial it as an MCP server of its own.
@@ -53,6 +54,7 @@ class ResponsesEndpoint:
         self.options = ResponsesOptions.load(settings.store, settings.strict_tools, settings.prompts)
         self._templates = Templates.load(self.options.prompts)
         self.patience = float(getattr(args, "shutdown_timeout", None) or 0)
+        self._is_direct = settings.host != "stock"
         spec = settings.tools or getattr(args, "tool_server", None)
         if spec:
             self._tools = ToolServer.from_spec(spec, ToolServerOptions(count_tokens=lambda text: len(encode(text))))
@@ -102,7 +104,8 @@ class ResponsesEndpoint:
     ) -> None:
         """vLLM's hook: the engine client and the served models are there now."""
         del args
-        await self.open(VllmEngine(engine_client), served_models(state.openai_serving_models), providers or Providers())
+        engine = VllmEngine(engine_client, is_direct=self._is_direct)
+        await self.open(engine, served_models(state.openai_serving_models), providers or Providers())
 
     async def open(self, engine: Engine, models: Models, providers: Providers) -> None:
         """Opens the store and begins to answer. Raises `StoreError`."""

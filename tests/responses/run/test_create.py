@@ -11,6 +11,7 @@ import pytest
 from tests.support.responses.events import check_response, kinds, stream
 from tests.support.responses.server import MODEL, Script, Start, create, harmony, running
 from tests.support.responses.turns import CALL, HELLO, WEATHER
+from vllm_gptoss.direct import Direct
 from vllm_gptoss.responses.options import ResponsesOptions
 from vllm_gptoss.responses.run.engine import Chunk, ReplayEngine, Sampling, TokenLogprob
 
@@ -115,8 +116,10 @@ def test_open_responses_names_by_path_or_header(start: Start) -> None:
 class Unlikely(ReplayEngine):
     """Gives log-probabilities as vLLM does for tokens that a processor or a grammar has masked."""
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling, request_id: str) -> AsyncGenerator[Chunk, None]:
-        async for chunk in super().generate(prompt, sampling, request_id):
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, request_id: str, direct: Direct | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        async for chunk in super().generate(prompt, sampling, request_id, direct):
             logprobs = [TokenLogprob(t, float("-inf"), [(t, float("-inf"))]) for t in chunk.token_ids]
             yield replace(chunk, logprobs=logprobs)
 

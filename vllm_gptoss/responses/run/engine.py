@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from vllm_gptoss import _vllm
+from vllm_gptoss.direct import Direct
 from vllm_gptoss.harmony.grammar import GRAMMAR_BACKENDS
 from vllm_gptoss.harmony.tokens import CALL, ENDOFTEXT, RETURN
 from vllm_gptoss.responses.errors import ApiError, EngineError
@@ -89,16 +90,22 @@ class Engine(Protocol):
         """Whether nothing is generated any more: the server stops, or the engine died."""
         ...
 
-    def generate(self, prompt: Sequence[int], sampling: Sampling, request_id: str) -> AsyncGenerator[Chunk, None]:
-        """Raises `EngineError` when generation fails, `ApiError` when the engine refuses the request."""
+    def generate(
+        self, prompt: Sequence[int], sampling: Sampling, request_id: str, direct: Direct | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        """What is generated, but for what `direct` took. It is this one's to close.
+
+        Raises `EngineError` when generation fails, `ApiError` when the engine refuses the request.
+        """
         ...
 
 
 class VllmEngine(Engine):
-    """`Engine` over vLLM's `EngineClient`."""
+    """`Engine` over vLLM's `EngineClient`. `is_direct`: whether a stream's text may go another way than vLLM's."""
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: Any, *, is_direct: bool = True) -> None:
         self._client = client
+        self._is_direct = is_direct
         self._config = client.model_config
         self._defaults: dict[str, Any] = dict(self._config.get_diff_sampling_param())
         importlib.import_module("xgrammar")  # seconds that the first request would wait
@@ -141,7 +148,9 @@ class VllmEngine(Engine):
         except (ValueError, TypeError) as error:
             raise ApiError(str(error), param=getattr(error, "parameter", None)) from error
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling, request_id: str) -> AsyncGenerator[Chunk, None]:
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, request_id: str, direct: Direct | None = None
+    ) -> AsyncGenerator[Chunk, None]:
         engine_input: dict[str, Any] = {"prompt_token_ids": list(prompt)}
         if sampling.cache_salt:
             engine_input["cache_salt"] = sampling.cache_salt
@@ -159,8 +168,12 @@ class VllmEngine(Engine):
                 reasoning_ended=True if sampling.structural_tag else None,
             )
             async with aclosing(stream):
-                async for output in stream:
-                    yield _chunk(output)
+                if direct is None or not self._is_direct:
+                    async for output in stream:
+                        yield _chunk(output)
+                else:
+                    async for output in self._not_taken(stream, direct, request_id):
+                        yield _chunk(output)
         except (ApiError, EngineError):
             raise
         except Exception as error:
@@ -173,6 +186,18 @@ class VllmEngine(Engine):
             logger.exception("Generation of %s failed", request_id)
             told = error if str(error) else error.__cause__ or error  # vLLM's EngineGenerateError says nothing itself
             raise EngineError(f"{type(told).__name__}: {told}") from error
+
+    async def _not_taken(self, stream: Any, direct: Direct, request_id: str) -> AsyncGenerator[Any, None]:
+        try:
+            while True:
+                try:
+                    output = await direct.next(stream)
+                except StopAsyncIteration:
+                    return
+                direct.attach(self._client, request_id)
+                yield output
+        finally:
+            direct.close()
 
 
 def _chunk(output: Any) -> Chunk:
@@ -254,8 +279,10 @@ class ReplayEngine(Engine):
     def has_ended(self) -> bool:
         return self.ended
 
-    async def generate(self, prompt: Sequence[int], sampling: Sampling, request_id: str) -> AsyncGenerator[Chunk, None]:
-        del request_id
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, request_id: str, direct: Direct | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        del request_id, direct
         self.prompts.append(list(prompt))
         self.samplings.append(sampling)
         if self.ended:

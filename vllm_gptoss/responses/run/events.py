@@ -6,16 +6,28 @@ every event with openai-python's type of it, strictly. Items follow openai-pytho
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 
+from vllm_gptoss.direct import Outlet
 from vllm_gptoss.responses.request.items import Item
 
 Event = dict[str, Any]
 
 Batches = AsyncGenerator[list[Event], None]
 """Events of one response, those together that belong together; closing it stops the response."""
+
+
+class Live(Protocol):
+    """Who reads a response while it is made, in the same process."""
+
+    outlet: Outlet
+
+    def framed(self, events: Sequence[Event]) -> bytes:
+        """The bytes of the next events of the response, at least one, for `outlet`."""
+        ...
+
 
 TERMINAL = frozenset({"response.completed", "response.incomplete", "response.failed", "response.cancelled", "error"})
 """The last event of a stream has one of these types (`response.cancelled` is ours: OpenAI's stream just ends)."""

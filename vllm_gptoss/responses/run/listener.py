@@ -131,6 +131,15 @@ class Listener:
             turn.logprobs.extend(chunk.logprobs)
         return self._read(turn, turn.parser.feed(heard))
 
+    def hear_text(self, turn: Turn, token_ids: Sequence[int]) -> list[Event] | None:
+        """As `hear` for tokens that can only add to a message's text; None, and nothing heard, for others."""
+        heard = turn.parser.feed_text(token_ids)
+        if heard is None:
+            return None
+        turn.tokens.extend(token_ids)
+        self.usage.output += len(token_ids)
+        return self._read(turn, heard)
+
     def _read(self, turn: Turn, heard: Sequence[HarmonyEvent]) -> list[Event]:
         events: list[Event] = []
         for event in heard:

@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
+from vllm_gptoss.direct import Direct
 from vllm_gptoss.harmony import messages as harmony
 from vllm_gptoss.harmony.events import (
     Channel,
@@ -25,7 +26,7 @@ from vllm_gptoss.responses.errors import ApiError, EngineError, id_taken
 from vllm_gptoss.responses.prompt.toolset import Kind, Route
 from vllm_gptoss.responses.request.items import Item
 from vllm_gptoss.responses.run.engine import ABORTED, NOT_BEGUN
-from vllm_gptoss.responses.run.events import Event, Output
+from vllm_gptoss.responses.run.events import Event, Live, Output
 from vllm_gptoss.responses.run.job import Compaction, Job
 from vllm_gptoss.responses.run.listener import Listener, Turn
 from vllm_gptoss.responses.run.response_object import Usage
@@ -48,7 +49,7 @@ class Loop:
     """Runs a job once. `run()` yields its events; `body` is the response as it stands.
 
     `refused` is the request's own fault, if one was found only while it ran. `is_ending`: its end is being stored, or
-    was; `is_kept`: that has succeeded.
+    was; `is_kept`: that has succeeded. `live`, if it is set before, gets text inside messages beside the generator.
     """
 
     def __init__(self, job: Job, hold: ConversationHold | None = None) -> None:
@@ -63,6 +64,7 @@ class Loop:
         self.refused: ApiError | None = None
         self.is_ending = False
         self.is_kept = False
+        self.live: Live | None = None
 
     async def run(self) -> AsyncGenerator[list[Event], None]:
         """Events of the whole response in batches that belong together; the last event is terminal.
@@ -174,7 +176,7 @@ class Loop:
                 return
             turn = self._turn = self._listener.begin(sampling.structural_tag)
             sampling = replace(sampling, max_tokens=room)
-            chunks = self._job.engine.generate(prompt, sampling, f"{self._job.id}_{number}")
+            chunks = self._job.engine.generate(prompt, sampling, f"{self._job.id}_{number}", self._direct(turn))
             async with aclosing(chunks):
                 async for chunk in chunks:
                     if batch := self._listener.hear(turn, chunk):
@@ -195,6 +197,18 @@ class Loop:
             sampling = replace(sampling, structural_tag=self._job.tag_after_call)
         logger.warning("Response %s ended after %d rounds of tools", self._job.id, self._job.limits.rounds)
         self._incomplete()
+
+    def _direct(self, turn: Turn) -> Direct | None:
+        """What tells text of this turn as our generators would; None where text is not all that is looked at."""
+        live, listener = self.live, self._listener
+        if live is None or self._job.limits.stops or self._job.sampling.logprobs is not None:
+            return None
+
+        def take(token_ids: Sequence[int]) -> bytes | None:
+            events = listener.hear_text(turn, token_ids)
+            return live.framed(events) if events else b"" if events is not None else None
+
+        return Direct(live.outlet, take)
 
     async def _prepare(self) -> AsyncGenerator[list[Event], None]:
         """What comes before the first generation: compaction, and calls that the client has just allowed."""

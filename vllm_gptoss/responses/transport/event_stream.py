@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from functools import cache
 
@@ -15,8 +15,10 @@ from starlette.requests import HTTPConnection
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from vllm_gptoss.direct import Outlet
 from vllm_gptoss.responses.errors import ApiError, store_failed
 from vllm_gptoss.responses.run.events import Batches, Event
+from vllm_gptoss.responses.run.loop import Loop
 from vllm_gptoss.responses.state.stored import StoreError
 
 logger = logging.getLogger(__name__)
@@ -80,19 +82,28 @@ DONE = b"data: [DONE]\n\n"
 class EventStream(Response):
     """Server-sent events. A disconnect cancels the generator at once, also while it waits for a tool.
 
-    after: number of the last event that the client has.
+    after: number of the last event that the client has. loop: the one whose events these are, if it runs here.
     """
+
+    outlet: Outlet
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, batches: Batches, names: Mapping[str, str] = OPENAI_NAMES, *, obfuscate: bool = False, after: int = -1
+        self,
+        batches: Batches,
+        names: Mapping[str, str] = OPENAI_NAMES,
+        *,
+        obfuscate: bool = False,
+        after: int = -1,
+        loop: Loop | None = None,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._names = names
         self._obfuscate = obfuscate
         del self.headers["content-length"]
         self._batches = batches
+        self._loop = loop
         self._is_sending = False
         self._last_send = time.monotonic()
         self._next = after + 1
@@ -100,6 +111,9 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         del scope
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        self.outlet = Outlet(send)
+        if self._loop is not None:
+            self._loop.live = self
         pump = asyncio.create_task(self._pump(send))
         watch = asyncio.create_task(self._watch(receive, send))
         try:
@@ -117,20 +131,21 @@ class EventStream(Response):
             async with aclosing(self._batches) as batches:
                 async for batch in batches:
                     if batch:
-                        await self._send(send, self._framed(batch))
+                        await self._send(send, self.framed(batch))
         except (ApiError, StoreError) as error:  # nothing that a response can say of itself
             logger.warning("A stream ended early: %s", error)
             failure = store_failed(error) if isinstance(error, StoreError) else error
             await self._send(send, frame(error_event(failure, self._next)))
         await self._send(send, DONE, more=False)
 
-    def _framed(self, batch: list[Event]) -> bytes:
-        self._next = batch[-1]["sequence_number"] + 1
+    def framed(self, events: Sequence[Event]) -> bytes:
+        """The bytes of the next events."""
+        self._next = events[-1]["sequence_number"] + 1
         if self._names:
-            batch = [named(event, self._names) for event in batch]
+            events = [named(event, self._names) for event in events]
         if self._obfuscate:
-            batch = [obfuscated(event) for event in batch]
-        return b"".join(map(frame, batch))
+            events = [obfuscated(event) for event in events]
+        return b"".join(map(frame, events))
 
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
         # `_watch` sees from these whether the reader takes anything: a timer of its own would cost each token 4 µs.
@@ -155,9 +170,10 @@ class EventStream(Response):
                 return
 
     async def _look(self, send: Send) -> None:
-        silence = time.monotonic() - self._last_send
-        if self._is_sending and silence >= SEND_TIMEOUT:
+        silence = time.monotonic() - max(self._last_send, self.outlet.last_push)
+        is_sending = self._is_sending or self.outlet.is_stalled
+        if is_sending and silence >= SEND_TIMEOUT:
             raise TimeoutError(f"the reader took nothing for {SEND_TIMEOUT:g} s")
-        if not self._is_sending and silence >= KEEP_ALIVE:
+        if not is_sending and silence >= KEEP_ALIVE:
             async with asyncio.timeout(SEND_TIMEOUT):
                 await send({"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True})

@@ -83,7 +83,7 @@ class _Routes:
             return EventStream(background.follow(identifier, caller, -1), names_of(raw_request), obfuscate=hides)
         loop = await self._service.prepare(request, caller)
         if request.stream:
-            return EventStream(loop.run(), names_of(raw_request), obfuscate=hides)
+            return EventStream(loop.run(), names_of(raw_request), obfuscate=hides, loop=loop)
         body = await unless_gone(raw_request, last_body(loop.run()))
         if loop.refused:
             raise loop.refused
