@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -88,7 +91,19 @@ def test_flags_start_and_answer(name: str, model_dir: Path, tmp_path: Path) -> N
         assert answer.choices[0].message.content == "The capital of France is Paris."
         if "tool-server" in CONFIGS[name]:
             assert modal_client(served).asked(served.url, "Compute 17 * 23 with Python.") == "17 * 23 = 391."
+        assert said_by_the_guide(served) == "The capital of France is Paris.\n"
         assert httpx.get(f"{served.url}/health").status_code == 200
+
+
+def said_by_the_guide(served: Server) -> str:
+    """What the program of docs/guide.md prints, asking this server; its Chinese twin has the same one, a test says."""
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guide.md").read_text(), re.DOTALL)
+    for theirs, ours in (("http://localhost:8000/v1", served.api), ("openai/gpt-oss-20b", NAME)):
+        assert program.count(theirs) == 1
+        program = program.replace(theirs, ours)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def modal_client(server: Server) -> ModuleType:

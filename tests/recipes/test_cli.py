@@ -34,6 +34,13 @@ def test_every_form_says_the_same() -> None:
     assert json.loads(words[words.index("--speculative-config") + 1]) == config["speculative-config"]
 
 
+def test_without_a_form_all_of_a_recipe_is_said() -> None:
+    said = recipe("show", "120b-h100-latency").stdout
+    assert said.startswith("120b-h100-latency: measured, hopper.yaml:")
+    assert "measured: 2.49 ms per token, 1 at once, stock vLLM 4.61 (decode-h100-120b-latency-" in said
+    assert "command: vllm serve openai/gpt-oss-120b --max-num-seqs 64 --max-num-batched-tokens 2048\n\nmodel:" in said
+
+
 def test_variables_come_with_every_form() -> None:
     name = "120b-8xmi300x-latency"
     assert "export VLLM_ROCM_USE_AITER=1\n" in recipe("show", name, "--env").stdout
@@ -93,7 +100,8 @@ def test_serve_without_vllm_says_what_to_do() -> None:
     ("arguments", "said"),
     [
         (["show", "20b-h10-latency"], "near: 20b-h100-latency"),
-        (["show", "120b-h100"], "near: 120b-h100-latency, 120b-h100-long-context, 120b-h100-agent\n"),
+        (["show", "120b-rtx"], "near: 120b-rtx-pro-6000-latency, 120b-rtx-pro-6000-throughput, "),
+        (["show", "120b-4xr9700"], "near: 120b-4xr9700-latency, 120b-4xr9700-agent\n"),
         (["show", ""], "recipe list"),
         (["list", "--device", "H10"], "there are"),
         (["check", "/nowhere.yaml"], "/nowhere.yaml: No such file"),

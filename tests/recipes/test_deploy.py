@@ -190,8 +190,9 @@ def test_modal_keeps_every_compiled_kernel_in_a_volume() -> None:
 def test_docker_says_how_its_image_is_made(name: str) -> None:
     built, run = render.docker(recipe(name)).splitlines()
     assert built.startswith("# image: docker build -f recipes/deploy/Dockerfile ")
-    base = (DEPLOY / "Dockerfile").read_text().partition("--build-arg ")[2].split()[0]
-    assert (base in built) == (recipe(name).device.vendor == "amd")
+    bases = re.findall(r"--build-arg (BASE=\S+)", (DEPLOY / "Dockerfile").read_text())
+    said = {"nvidia": [], "amd": bases[:1], "cpu": bases[1:]}
+    assert re.findall(r"--build-arg (\S+)", built) == said[recipe(name).device.vendor]
     assert run.startswith("docker run ")
     assert render.kubernetes(recipe(name)).startswith(f"{built}\n")
 

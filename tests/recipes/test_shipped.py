@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import pytest
 
-from vllm_gptoss.choose import devices, families
+from vllm_gptoss.choose import bands, devices, families
 from vllm_gptoss.recipes import load, render
 from vllm_gptoss.recipes.schema import Goal, Recipe, Status
 
@@ -97,6 +98,16 @@ def test_the_readmes_table_is_these_recipes() -> None:
     text = (load.FOLDER / "README.md").read_text()
     _, _, rest = text.partition("<!-- recipes -->\n")
     assert rest.partition("<!-- /recipes -->")[0] == render.table(RECIPES)
+
+
+def test_drafts_are_fused_for_as_many_requests_as_the_notes_say() -> None:
+    said = {}
+    for recipe in RECIPES:
+        note = recipe.entry.note.replace("\n", " ")
+        for drafts, requests in re.findall(r"[Ww]ith (\d+) drafts up to (\d+) requests are fused", note):
+            assert recipe.config["speculative-config"]["num_speculative_tokens"] == int(drafts)
+            said[int(drafts)] = int(requests)
+    assert said == {drafts: bands.FUSED_TOKENS // (1 + drafts) for drafts in (3, 7)}
 
 
 def test_placeholders_are_filled() -> None:

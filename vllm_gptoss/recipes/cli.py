@@ -111,6 +111,7 @@ def show(
         typer.echo(f"published: {each.says} ({each.source})")
     if recipe.entry.note:
         typer.echo(f"note: {recipe.entry.note}")
+    typer.echo(f"command: {render.command(recipe)}", nl=False)
     typer.echo("\n" + render.env(recipe) + render.config(recipe), nl=False)
 
 

@@ -27,7 +27,7 @@ KILL_S = 150
 BASES: Mapping[Vendor, str] = {
     "nvidia": "",
     "amd": f"--build-arg BASE={IMAGE.replace('openai', 'openai-rocm')} ",
-    "cpu": "--build-arg BASE=IMAGE_OF_VLLM_FOR_CPU ",
+    "cpu": f"--build-arg BASE={IMAGE.replace('openai', 'openai-cpu')} ",
 }
 """What `docker build` is told for other hardware than NVIDIA's."""
 
