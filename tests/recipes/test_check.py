@@ -74,6 +74,34 @@ def test_a_number_that_the_engine_refuses_is_found(config: dict[str, Any], said:
     assert [each.rule for each in check.recipe(recipe, ())] == ["numbers"]
 
 
+def test_more_requests_than_batched_tokens_are_found() -> None:
+    """vLLM 0.32 and 0.33, `config/scheduler.py`: refused; a default of requests is lowered instead."""
+    (found,) = check.command(case(max_num_batched_tokens=512, max_num_seqs=513), ())
+    assert (found.rule, found.fatal) == ("numbers", True)
+    assert "--max-num-batched-tokens 512 is refused at the start: --max-num-seqs 513" in found.what
+    (found,) = check.command(case("2xA100", tensor_parallel_size=2, max_num_seqs=4096), ())
+    assert "--max-num-batched-tokens 2048 is refused" in found.what  # its default there
+    assert not check.command(case(max_num_batched_tokens=512), ())
+    assert not check.command(case(max_num_batched_tokens=512, max_num_seqs=512), ())
+
+
+@pytest.mark.vllm
+def test_the_engine_refuses_what_the_rules_say() -> None:
+    from vllm.config import CacheConfig, ParallelConfig, SchedulerConfig
+
+    batch = {"max_model_len": 4096, "is_encoder_decoder": False, "max_num_batched_tokens": 512}
+    assert SchedulerConfig(**batch, max_num_seqs=512)
+    for refused in (
+        lambda: SchedulerConfig(**batch, max_num_seqs=513),
+        lambda: SchedulerConfig(**batch, max_num_seqs=0),
+        lambda: CacheConfig(gpu_memory_utilization=1.5),
+        lambda: CacheConfig(gpu_memory_utilization=0.0),
+        lambda: ParallelConfig(tensor_parallel_size=0),
+    ):
+        with pytest.raises(ValueError, match=r"max_num_seqs|gpu_memory_utilization|tensor_parallel_size"):
+            refused()
+
+
 def test_numbers_that_the_engine_takes_are_left_alone() -> None:
     for config in ({"gpu_memory_utilization": 1.0}, {"max_model_len": -1}, {"max_cudagraph_capture_size": 0}):
         assert not check.command(case("H200", **config), ())

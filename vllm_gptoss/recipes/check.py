@@ -140,6 +140,12 @@ def numbers(case: Case) -> Iterator[Trouble]:
             yield Trouble(case.place, "numbers", f"--{key} {value} is refused at the start", f"it is {bounds}")
 
 
+def numbers_agree(case: Case) -> Iterator[Trouble]:
+    """Numbers that are right one by one."""
+    if why := defaults.refused(case.device, case.config):
+        yield Trouble(case.place, "numbers", why, "raise the first, or lower the second")
+
+
 def settings_and_tables(case: Case) -> Iterator[Trouble]:
     """vLLM runs on that GPU, our settings exist, the model divides over the GPUs, and there are so many GPUs."""
     if why := choose.unserved(case.device):
@@ -372,5 +378,5 @@ def _anyone(case: Case, releases: Sequence[tuple[Release, Parsed]]) -> Iterator[
         yield from numbers(case)
         return
     rooms: tuple[Rule, ...] = (fits, room_on_host, room_for_several)
-    for rule in (settings_and_tables, *rooms, aiter_is_on, keeps_fused_layers, needless):
+    for rule in (settings_and_tables, numbers_agree, *rooms, aiter_is_on, keeps_fused_layers, needless):
         yield from rule(case)

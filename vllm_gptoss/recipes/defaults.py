@@ -43,3 +43,20 @@ def of(device: Device) -> dict[str, Any]:
     """Every default that is worked out, by its flag."""
     tokens, requests = batch(device)
     return {**FIXED, "max-num-batched-tokens": tokens, "max-num-seqs": requests}
+
+
+def filled(device: Device, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with them; requests that nobody asked for are no more than batched tokens."""
+    found = {**of(device), **config}
+    if "max-num-seqs" not in config:
+        found["max-num-seqs"] = min(found["max-num-seqs"], found["max-num-batched-tokens"])
+    return found
+
+
+def refused(device: Device, config: Mapping[str, Any]) -> str:
+    """Why vLLM refuses numbers that are right one by one; empty where it does not."""
+    found = filled(device, config)
+    tokens, requests = found["max-num-batched-tokens"], found["max-num-seqs"]
+    if tokens >= requests:
+        return ""
+    return f"--max-num-batched-tokens {tokens} is refused at the start: --max-num-seqs {requests} may not be more"

@@ -82,7 +82,8 @@ def plan(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mappin
     """The plan of a configuration on a device, with advice where it does not fit.
 
     Raises:
-        PlanError: heads or experts do not divide, a wish cannot be met, too few or too old GPUs, or a CPU.
+        PlanError: heads or experts do not divide, a wish cannot be met, too few or too old GPUs, numbers that vLLM
+            refuses, or a CPU.
     """
     if device.memory_gib <= 0 or device.vendor == "cpu":
         raise PlanError(
@@ -124,7 +125,9 @@ def _plan(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mappi
     asked = deployment(spec, device, config, env)
     if experts == "upstream" and asked.moe_backend != "auto":
         experts = asked.moe_backend
-    filled = {**defaults.of(device), **config}
+    if why := defaults.refused(device, config):
+        raise PlanError(why)
+    filled = defaults.filled(device, config)
     tokens, requests, length = (int(filled[key]) for key in ("max-num-batched-tokens", "max-num-seqs", "max-model-len"))
     weights = memory.weights(asked, experts)
     total, utilization = device.memory_gib, float(config.get("gpu-memory-utilization", defaults.UTILIZATION))
@@ -141,7 +144,7 @@ def _plan(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mappi
     cache = Cache.of(asked, int(filled["block-size"]))
     in_flight = tokens * (asked.pipeline_parallel + (filled["async-scheduling"] is True))
     at_once = cache.requests(max(kv, 0.0), length, in_flight)
-    start = _measured(device, spec, experts, {**filled, **config})
+    start = _measured(device, spec, experts, filled)
     peak = memory.load_peak(start, weights, spec.layers)
     return Plan(
         device,
