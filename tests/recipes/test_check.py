@@ -168,6 +168,26 @@ def test_what_the_tables_refuse_is_found(device: str, config: dict[str, Any], sa
     assert any(said in each.what for each in check.settings_and_tables(case(device, **config)))
 
 
+def test_a_backend_that_reads_no_sinks_there_is_found() -> None:
+    for device, backend in (("A100", "FLASH_ATTN"), ("L40S", "FLASHINFER"), ("RTX-5090", "FLASH_ATTN")):
+        (found,) = check.reads_sinks(case(device, attention_backend=backend))
+        assert found.fatal
+        assert f"--attention-backend {backend} reads no sinks on {device}" in found.what
+    assert list(check.reads_sinks(case("H100", attention_backend="FLEX_ATTENTION")))
+    for device, backend in (("A100", "TRITON_ATTN"), ("H100", "FLASH_ATTN"), ("B200", "FLASHINFER"), ("T4", "X")):
+        assert not list(check.reads_sinks(case(device, attention_backend=backend)))
+
+
+@pytest.mark.vllm
+def test_backends_that_read_sinks_nowhere_say_so_themselves() -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from vllm_gptoss.choose import families
+
+    for name in families.BLIND:
+        assert not AttentionBackendEnum[name].get_class().supports_sink(), name
+
+
 def test_aiter_named_while_it_is_off_is_found() -> None:
     named = {"attention_backend": "ROCM_AITER_UNIFIED_ATTN"}
     (found,) = check.aiter_is_on(case("MI300X", **named))

@@ -17,7 +17,7 @@ from vllm_gptoss.choose.decide import (
     tensor_parallel,
 )
 from vllm_gptoss.choose.deployment import Cache, Deployment, RankExperts
-from vllm_gptoss.choose.families import FAMILIES, OTHER, Family, unserved
+from vllm_gptoss.choose.families import FAMILIES, OTHER, Family, reads_sinks, unserved
 from vllm_gptoss.choose.families import of as family
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "kv_cache_dtype",
     "layers",
     "one_token",
+    "reads_sinks",
     "tensor_parallel",
     "unserved",
 ]

@@ -37,6 +37,9 @@ def wished(value: str, reason: str = "not measured") -> Row:
     return Row(value, reason, by_wish_only=True)
 
 
+BLIND: Final = ("FLEX_ATTENTION",)
+"""Attention backends of vLLM that read sinks on no GPU: `supports_sink`, 0.32.0 and 0.33.0."""
+
 _UPSTREAM: Final = (Row("upstream", "vLLM's own choice"),)
 _AITER: Final = (conditions.NO_AITER,)
 
@@ -57,13 +60,15 @@ _ONE_TOKEN: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One GPU generation. archs: `Device.arch`; kv_cache: what a KV cache may be beside BF16, and what reads it."""
+    """One GPU generation. archs: `Device.arch`; kv_cache: what a KV cache may be beside BF16, and what reads it;
+    blind: attention backends of vLLM that read no sinks there, beside those of `BLIND`."""
 
     name: str
     archs: tuple[str, ...]
     experts: tuple[Row, ...] = _UPSTREAM
     attention: tuple[Row, ...] = _UPSTREAM
     kv_cache: Mapping[str, str] = field(default_factory=dict)
+    blind: tuple[str, ...] = ()
     layers: tuple[Row, ...] = _LAYERS
     one_token: tuple[Row, ...] = _ONE_TOKEN
 
@@ -117,6 +122,7 @@ FAMILIES: Final = (
         ),
         attention=(Row("upstream", "vLLM picks FlashInfer or Triton, both read sinks on sm120; never run by us"),),
         kv_cache={"fp8": "FlashInfer reads it"},
+        blind=("FLASH_ATTN",),  # FlashAttention 2
     ),
     Family(
         "Ampere/Ada",
@@ -127,6 +133,7 @@ FAMILIES: Final = (
         ),
         attention=(Row("TRITON_ATTN", "the only backend of vLLM that reads sinks below sm90; never run by us"),),
         kv_cache={"fp8": "Triton attention reads it"},
+        blind=("FLASH_ATTN", "FLASHINFER"),
     ),
     Family(
         "CDNA3",
@@ -177,6 +184,11 @@ def of(device: Device) -> Family:
     if device.vendor == "cpu":
         return next(family for family in FAMILIES if family.name == "CPU")
     return next((family for family in FAMILIES if device.arch in family.archs), OTHER)
+
+
+def reads_sinks(device: Device, backend: str) -> bool:
+    """Whether an attention backend of vLLM reads sinks on a device; True where nobody knows."""
+    return backend not in (*BLIND, *of(device).blind)
 
 
 LEAST_SM: Final = 80

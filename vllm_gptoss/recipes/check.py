@@ -159,6 +159,14 @@ def settings_and_tables(case: Case) -> Iterator[Trouble]:
         yield Trouble(case.place, "tables", what, "lower the parallel sizes, or name more GPUs")
 
 
+def reads_sinks(case: Case) -> Iterator[Trouble]:
+    """The attention backend that was named reads sinks on that GPU: vLLM refuses it at the start."""
+    named = case.config.get("attention-backend")
+    if named is not None and not choose.reads_sinks(case.device, str(named)):
+        what = f"--attention-backend {named} reads no sinks on {case.device.name}"
+        yield Trouble(case.place, "tables", what, "leave it out: one that does is chosen")
+
+
 def fits(case: Case) -> Iterator[Trouble]:
     """The memory plan holds the weights and one request of full length."""
     try:
@@ -378,5 +386,5 @@ def _anyone(case: Case, releases: Sequence[tuple[Release, Parsed]]) -> Iterator[
         yield from numbers(case)
         return
     rooms: tuple[Rule, ...] = (fits, room_on_host, room_for_several)
-    for rule in (settings_and_tables, numbers_agree, *rooms, aiter_is_on, keeps_fused_layers, needless):
+    for rule in (settings_and_tables, reads_sinks, numbers_agree, *rooms, aiter_is_on, keeps_fused_layers, needless):
         yield from rule(case)
