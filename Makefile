@@ -35,7 +35,7 @@ test-gpu:               ## everything that a GPU can run, with $(PYTHON), which 
 	@"$(PYTHON)" -m tests.gpu.suite $(ARGS)
 
 check: lint             ## what needs no engine: lint, types, and the tests of less than a second
-	@OMP_NUM_THREADS=1 $(PYTEST) -m "not vllm and not serve and not slow and not soak and not gpu" $(ARGS)
+	@$(PYTEST) -m "not vllm and not serve and not slow and not soak and not gpu" $(ARGS)
 
 soak: environment-soak  ## the long tests in full: a million streams, thousands of conversations
 	@GPTOSS_SOAK=1 "$(BIN)/python" -m pytest -m soak $(ARGS)

@@ -23,6 +23,10 @@ from tests.support.mcp_servers import McpServers
 from tests.support.places import CACHE, PYTHON, ROOT
 from tests.support.turns import turn
 
+if not on_gpu():
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""The small model's products take microseconds: with two threads a process, workers wait for one another's cores."""
+
 RECORDER = pytest.StashKey[caged_lines.Recorder]()
 
 

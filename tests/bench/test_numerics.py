@@ -19,6 +19,7 @@ from vllm_gptoss.bench import checkpoint, numerics, shapes
 from vllm_gptoss.bench.numerics import Reading, verdict
 
 POSITIONS, TOKENS = 640, 12
+EAGER = {"enforce_eager": True, "kv_cache_memory_bytes": 2**28}
 
 
 def reading(seed: int, noise: float, shift: float = 0.0) -> Reading:
@@ -84,7 +85,7 @@ def test_random_weights_are_the_same_every_time(tmp_path: Path) -> None:
 
 @pytest.fixture
 def warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes of engines start with vLLM imported."""
+    """The processes of engines start with vLLM imported, and compile nothing for logprobs."""
 
     def run(command: Sequence[str], env: Mapping[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
         done = warm_vllm.run(command, env, 300)
@@ -92,18 +93,18 @@ def warm(monkeypatch: pytest.MonkeyPatch) -> None:
         return done
 
     monkeypatch.setattr(numerics, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
 
 
 @pytest.mark.usefixtures("warm")
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_real_engines_within_and_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_engines_within_and_outside(tmp_path: Path) -> None:
     """Stock backends differ by rounding: here, by the last bits of a projection. A forgotten bias is a fault."""
     from safetensors.torch import load_file, save_file
     from torch import manual_seed, randn_like, zeros_like
 
     manual_seed(0)  # an expert near a tie that falls differently for one of the two is most of a distance
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
     checkpoint.write(dataclasses.replace(shapes.TINY, vocabulary=2048), tmp_path / "plugin")
     for name in ("a", "b", "fault"):
         shutil.copytree(tmp_path / "plugin", tmp_path / name)
@@ -115,7 +116,7 @@ def test_real_engines_within_and_outside(tmp_path: Path, monkeypatch: pytest.Mon
         else:
             tensors[f"{out}.weight"] *= 1 + randn_like(tensors[f"{out}.weight"]) * 2**-8
         save_file(tensors, path, metadata={"format": "pt"})
-    job = {"chunk": 8, "prompt": 1, "tensor_parallel": 1, "variant": "plugin", "options": {"enforce_eager": True}}
+    job = {"chunk": 8, "prompt": 1, "tensor_parallel": 1, "variant": "plugin", "options": EAGER}
     job["stream"] = numerics._stream(None, 2048, 2, 150)
     found = {}
     for name in ("plugin", "a", "b", "fault"):
@@ -150,14 +151,11 @@ def test_what_was_decoded_is_compared_up_to_the_first_difference() -> None:
 @pytest.mark.usefixtures("warm")
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_plain_decode_of_real_engines_is_compared_with_each_other_and_with_float64(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+def test_plain_decode_of_real_engines_is_compared_with_each_other_and_with_float64(tmp_path: Path) -> None:
     checkpoint.write(dataclasses.replace(shapes.TINY, vocabulary=2048), tmp_path)
     job = {"model": str(tmp_path), "chunk": 1, "prompt": 8, "tensor_parallel": 1}
     job["stream"] = numerics._stream(None, 2048, 2, 40)
-    specs = [(name, "plugin", {"enforce_eager": True}) for name in ("plugin", "same", "again")]
+    specs = [(name, "plugin", EAGER) for name in ("plugin", "same", "again")]
     found = numerics.compare(job, specs, together=True, exact=True, slack=1.1)
     assert found["positions"] == 2 * 32
     assert found["distances"]["plugin - same"]["mean"] < 1e-3, "the same numbers as seeds"

@@ -25,6 +25,11 @@ STOCK = {"VLLM_PLUGINS": "none"}
 OURS = {"VLLM_PLUGINS": "gptoss"}
 LORA = {"enable_lora": True, "max_lora_rank": 8}
 EXPERTS = ("native", "dequantize", "upstream") if "amx" in detect().features else ("dequantize",)
+TRACED = {
+    "enforce_eager": False,
+    "compilation_config": {"mode": 2, "backend": "eager"},  # DYNAMO_TRACE_ONCE; without it the CPU's is Inductor
+    "max_num_seqs": 4,  # which sampling is warmed up for
+}
 SINKS = "model.layers.1.self_attn.sinks"
 SCHEMA = {
     "type": "object",
@@ -99,7 +104,7 @@ def results(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> jobs.R
             f"experts {path}": {
                 "model": str(model_dir),
                 "rounds": [[{"prompt": capital()[0], "max_tokens": 60}]],
-                "args": {"enforce_eager": False, "compilation_config": {"backend": "eager"}},
+                "args": TRACED,
                 "environ": {**OURS, "GPTOSS_EXPERTS": path},
             }
             for path in EXPERTS

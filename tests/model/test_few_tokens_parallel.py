@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from tests.model import ranks
+from tests.support import warm_vllm
 from vllm_gptoss import reference
 from vllm_gptoss.bench import checkpoint, shapes
 
-ROOT = Path(__file__).parents[2]
 SHAPE = dataclasses.replace(shapes.TINY, layers=4, vocabulary=512)
 
 
@@ -52,17 +52,15 @@ def run(layout: str, model: Path, out: Path, world: int = 2) -> list[dict[str, A
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = {**os.environ, "VLLM_PLUGINS": "gptoss", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment["VLLM_DIST_IDENT"] = str(port)  # a launcher's part: what the ranks' shared memory is called
+    logs = [Path(f"{out}-{rank}.log") for rank in range(world)]
     processes = []
-    for rank in range(world):
+    for rank, log in enumerate(logs):
         command = [sys.executable, "-m", "tests.model.ranks", layout, rank, world, port, model, out]
-        processes.append(
-            subprocess.Popen(
-                [str(part) for part in command], cwd=ROOT, env=environment, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            )
-        )  # fmt: skip
-    said = [process.communicate()[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * world, "\n".join(text[-3000:] for text in said)
+        with log.open("wb") as said:
+            words = [str(part) for part in command]
+            processes.append(warm_vllm.popen(words, env=environment, stdout=said, stderr=subprocess.STDOUT))
+    assert [process.wait(300) for process in processes] == [0] * world, [log.read_text()[-3000:] for log in logs]
     return [torch.load(path) for path in sorted(out.parent.glob(f"{out.name}.*"))]
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
-import multiprocessing
+import multiprocessing.context
 import os
 import runpy
 import subprocess
@@ -21,10 +21,11 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from demo.server import on_gpu
+from demo.server import KEEP_MEMORY, on_gpu
 from tests.support import warm_vllm
 
 PRELOADED = ("torch", "torch._dynamo", "torch._inductor", "transformers", "openai", "aiohttp", "tests.support.lazy")
@@ -48,16 +49,26 @@ def run(
         return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=limit_s)
     if vllm:
         return _with_vllm(command, environment, limit_s)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
     with tempfile.TemporaryDirectory() as folder:
-        process = context.Process(target=_in_child, args=(list(arguments), environment, Path(folder)))
+        process = _forkserver().Process(target=_in_child, args=(list(arguments), environment, Path(folder)))
         process.start()
         process.join(limit_s)
         if process.exitcode is None:
             process.kill()
             raise subprocess.TimeoutExpired(command, limit_s)
         return _done(command, process.exitcode, folder)
+
+
+@functools.cache
+def _forkserver() -> multiprocessing.context.ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    before = {name: os.environ.get(name) for name in KEEP_MEMORY}
+    os.environ.update(KEEP_MEMORY)  # read when a process starts: its forks have what it has
+    forkserver.ensure_running()
+    for name, value in before.items():
+        os.environ.pop(name) if value is None else os.environ.update({name: value})
+    return context
 
 
 def _with_vllm(

@@ -11,8 +11,9 @@ program it is asked for, and ends it when who asked is gone. MODEL's tokenizer, 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import fcntl
+import gc
 import json
 import os
 import runpy
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,8 @@ PRELOADED = (
     *("vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.engine.async_llm"),
     *("vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.gpt_oss"),
 )
-_running: list[tuple[subprocess.Popen[bytes], str]] = []
+_kept: list[int | subprocess.Popen[bytes]] = []
+"""This worker's end of the pipe, and the process if it was started here."""
 
 
 class Process:
@@ -113,25 +116,40 @@ def run(arguments: Sequence[str], env: Mapping[str, str], limit_s: float) -> sub
         return subprocess.CompletedProcess(list(arguments), ended, out.read().decode(errors="replace"))
 
 
+@cache
 def _socket() -> str:
-    from demo.expand import model_dir
+    """Where the process listens that all workers of a run share: the first starts it, the last to end ends it."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    folder = Path("/tmp", f"gptoss-warm-{os.getuid()}-{run}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    path, held = folder / "socket", folder / "held"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        reads = None
+        if not path.exists():
+            os.mkfifo(held)
+            reads = os.open(held, os.O_RDONLY | os.O_NONBLOCK)
+        _kept.append(os.open(held, os.O_WRONLY | os.O_NONBLOCK))
+        if reads is not None:
+            _kept.append(_started(path, reads))
+            os.close(reads)
+    return str(path)
 
-    if not _running:
-        folder = tempfile.mkdtemp(prefix="warm-")
-        path = str(Path(folder, "socket"))
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-        command = [sys.executable, "-m", "tests.support.warm_vllm", path, str(model_dir(CACHE))]
-        warm = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert warm.stdout
-        assert warm.stdout.readline() == b"ready\n"
-        _running.append((warm, path))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        atexit.register(warm.kill)
-    return _running[0][1]
+
+def _started(path: Path, held: int) -> subprocess.Popen[bytes]:
+    from demo.expand import model_dir
+    from demo.server import KEEP_MEMORY
+
+    environment = {**os.environ, **KEEP_MEMORY, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    command = [sys.executable, "-m", "tests.support.warm_vllm", str(path), str(model_dir(CACHE))]
+    warm = subprocess.Popen(command, env=environment, stdin=held, stdout=subprocess.PIPE)
+    assert warm.stdout
+    assert warm.stdout.readline() == b"ready\n"
+    return warm
 
 
 def main(path: str, model: str) -> None:
-    """Serves until standard input, which the tests hold, is closed."""
+    """Serves until standard input, a pipe that each worker holds open, has no writer any more."""
     import importlib
 
     for name in PRELOADED:
@@ -141,6 +159,7 @@ def main(path: str, model: str) -> None:
     options = {"runner_type": "generate", "tokenizer_mode": "auto", "revision": None, "trust_remote_code": False}
     cached_get_tokenizer(model, **options)  # what the server will ask for
     assert "vllm_gptoss" not in sys.modules
+    gc.freeze()  # vLLM collects seven times in an engine's life: 1.9 s over what is imported here
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
@@ -153,6 +172,7 @@ def main(path: str, model: str) -> None:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 _wait_for(line)
             line.close()
+    shutil.rmtree(Path(path).parent)
 
 
 def _wait_for(line: socket.socket) -> None:
@@ -187,6 +207,7 @@ def _become(job: dict[str, Any], reads: int, writes: int) -> None:
     os.environ.clear()
     os.environ.update(job["environ"])
     os.chdir(job["cwd"])
+    tempfile.tempdir = None  # of the worker that started this; each has its own
     sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     contexts._concrete_contexts["spawn"] = contexts._concrete_contexts["fork"]  # type: ignore[attr-defined]
     program, *rest = job["arguments"]
