@@ -111,7 +111,7 @@ def test_serve_without_vllm_says_what_to_do() -> None:
         (["check", "20b-h100-agent", "--source", "/nowhere"], "no vLLM is unpacked in /nowhere"),
         (["check", "20b-h100-agent", "20b-h10-agent"], "near: 20b-h100-agent"),
         (["plan", "--", "vllm"], "plan what?"),
-        (["plan", "20b-h100-agent", "20b-h200-agent"], "plan what? a recipe's id, one,"),
+        (["plan", "20b-h100-agent", "20b-h200-agent"], "plan what? the id of one recipe,"),
         (["plan", "20b-h100-agent", "--device", "T4"], "compute capability 8.0"),
     ],
 )

@@ -256,7 +256,7 @@ def _case(what: Sequence[str], device: str) -> Case:
     """A recipe on its device or another, or the words of a command."""
     several = len(what) > 1 and all(map(_is_named, what))
     if not what or several or (what[0] == "vllm" and len(what) < 3):
-        raise RecipeError("plan what? a recipe's id, one, or a `vllm serve` line after `--`")
+        raise RecipeError("plan what? the id of one recipe, or a `vllm serve` line after `--`")
     if len(what) == 1:
         recipe = find.by_id(load.shipped(), what[0])
         return Case(recipe.id, recipe.spec, machine(device) if device else recipe.device, recipe.config, recipe.env)
