@@ -64,9 +64,10 @@ def chat_app(handler: Any, engine: Any, *, is_direct: bool = True, **fields: Any
         request = request_of(**{**await raw_request.json(), "stream": True, **fields})
         params = request.to_sampling_params(10**6, {})
         params.detokenize = False
-        results = engine.generate({}, params, "chatcmpl-1")
+        identifier = f"chatcmpl-{request.request_id}"
+        results = engine.generate({}, params, identifier)
         frames = handler.chat_completion_stream_generator(
-            request, results, "chatcmpl-1", "m", [], object(), SimpleNamespace(), chat_template_kwargs={}
+            request, results, identifier, "m", [], object(), SimpleNamespace(), chat_template_kwargs={}
         )
         response = StreamingResponse(frames, media_type="text/event-stream")
         if is_direct and hasattr(frames, "go_straight"):
@@ -114,7 +115,7 @@ def text_of(path: str, body: bytes) -> str:
 def without_made_up(body: bytes) -> str:
     """What is not made up anew for each stream."""
     return re.sub(
-        r'"(created|created_at|completed_at)":\d+|(chatcmpl-tool|resp|rs|msg|fc|call)_?-?[0-9a-f]{16,}',
+        r'"(created|created_at|completed_at)":\d+|(chatcmpl|chatcmpl-tool|resp|rs|msg|fc|call)_?-?[0-9a-f]{16,}',
         "",
         body.decode(),
     )
@@ -155,6 +156,33 @@ async def test_both_ways_give_the_same_bytes(path: str, handler: Any, turn: list
     assert without_made_up(short) == without_made_up(long)
     assert slow.queued == len(turn)
     assert quick.queued <= slow.queued
+
+
+@pytest.mark.parametrize(
+    "field", [{"stream_options": {"include_obfuscation": True}}, {"reasoning": {"summary": "auto"}}]
+)
+@pytest.mark.parametrize("path", [RESPONSES, "/v1/openresponses/responses"])
+async def test_both_ways_name_pad_and_summarise_alike(path: str, handler: Any, field: dict[str, Any]) -> None:
+    async def read(is_direct: bool) -> str:
+        engine = client()
+        async with serving(await responses_app(engine, is_direct=is_direct)) as port:
+            reader = Client(port, path, body_of(RESPONSES, **field))
+            await reader.ask()
+            await engine.asked()
+            await engine.tell(TURN)
+            return re.sub('"obfuscation":"[0-9a-f]{1,16}"', "", without_made_up(await reader.rest()))
+
+    long, short = await read(False), await read(True)
+    assert short == long
+    assert ("response.reasoning.delta" in short) == (path != RESPONSES)
+
+
+@Path
+async def test_a_citation_in_the_text_is_resolved_or_kept(path: str, handler: Any) -> None:
+    turn = tokens("<|channel|>final<|message|>As said【3†L10-L12】 and 【so on】 there.<|return|>")
+    long, _ = await streamed(path, handler, False, lambda engine: engine.tell(turn))
+    short, _ = await streamed(path, handler, True, lambda engine: engine.tell(turn))
+    assert without_made_up(short) == without_made_up(long)
 
 
 @Path

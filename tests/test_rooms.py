@@ -25,6 +25,7 @@ ORDER = (
     "announce",
     "aside",
     "describe",
+    "asgi",
     "direct",
     "parent_death",
     "checkpoint",

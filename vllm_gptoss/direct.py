@@ -18,6 +18,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequ
 from contextvars import Context, copy_context
 from typing import Any
 
+from vllm_gptoss import asgi
 from vllm_gptoss._vllm import replaced
 
 logger = logging.getLogger(__name__)
@@ -33,11 +34,12 @@ _NO_ERROR = {"error": None}
 class Outlet:
     """The `send` of one response, for use outside its task.
 
-    send: the ASGI callable. Middlewares around it run in the context of the task that makes this, as ever.
+    send: the ASGI callable, which has sent the head before anything is pushed. Middlewares that look at the body run
+        in the context of the task that makes this, as ever.
     """
 
     def __init__(self, send: Callable[[Any], Any]) -> None:
-        self._send = send
+        self._send = asgi.for_body(send)
         self._context: Context = copy_context()
         self._rest: asyncio.Task[None] | None = None
         self.error: Exception | None = None

@@ -29,6 +29,13 @@ class Citations:
         self._held = ""
         self._length = 0
 
+    def passes(self, text: str) -> bool:
+        """As `feed` of text in which no mark is or may be, the usual case. False, and nothing read, for other text."""
+        if self._held or OPEN in text:
+            return False
+        self._length += len(text)
+        return True
+
     def feed(self, text: str) -> Iterator[tuple[str, Annotation | None]]:
         """Pieces of text in order; a piece with an annotation is the link that the annotation spans."""
         if not self._held and OPEN not in text:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from vllm_gptoss.direct import Outlet
@@ -19,13 +20,28 @@ Batches = AsyncGenerator[list[Event], None]
 """Events of one response, those together that belong together; closing it stops the response."""
 
 
+class TextDeltas:
+    """The text of one message: events that are alike but for number and text. `after` are fields behind the text."""
+
+    def __init__(self, kind: str, where: Mapping[str, Any], after: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self._kind, self._where, self._after = kind, where, after
+
+    def event(self, number: int, text: str) -> Event:
+        """The event numbered so that adds `text`."""
+        return {"type": self._kind, "sequence_number": number, **self._where, "delta": text, **self._after}
+
+
 class Live(Protocol):
-    """Who reads a response while it is made, in the same process."""
+    """Who reads a response while it is made, in the same process. What it makes of events is for `outlet`."""
 
     outlet: Outlet
 
     def framed(self, events: Sequence[Event]) -> bytes:
-        """The bytes of the next events of the response, at least one, for `outlet`."""
+        """The bytes of the next events of the response, at least one."""
+        ...
+
+    def framed_text(self, deltas: TextDeltas, number: int, text: str) -> bytes:
+        """The same for the event of `deltas`."""
         ...
 
 
@@ -43,13 +59,14 @@ class Output:
 
     def event(self, kind: str, **fields: Any) -> Event:
         """The next event, of type `kind`."""
-        return {"type": kind, "sequence_number": self._number(), **fields}
+        return {"type": kind, "sequence_number": self.number(), **fields}
 
     def delta(self, kind: str, where: Mapping[str, Any], text: str) -> Event:
         """The next event, which adds `text` at `where`; one per token, so it is made without keyword arguments."""
-        return {"type": kind, "sequence_number": self._number(), **where, "delta": text}
+        return {"type": kind, "sequence_number": self.number(), **where, "delta": text}
 
-    def _number(self) -> int:
+    def number(self) -> int:
+        """The next event's, which whoever asks makes."""
         number = self._sequence
         self._sequence = number + 1
         return number

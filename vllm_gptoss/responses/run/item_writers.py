@@ -15,14 +15,24 @@ from typing import Any, Protocol
 from vllm_gptoss.harmony.events import Channel
 from vllm_gptoss.responses import ids
 from vllm_gptoss.responses.run.citations import Citations
-from vllm_gptoss.responses.run.events import Event, Output
+from vllm_gptoss.responses.run.events import Event, Output, TextDeltas
 from vllm_gptoss.tools.protocol import File, Source
 
 Logprobs = Sequence[dict[str, Any]] | None
 
 
 class Writer(Protocol):
-    """Follows one message. `cut` says that generation stopped inside it."""
+    """Follows one message. `cut` says that generation stopped inside it.
+
+    text_deltas: how more text is told, where it is one event that only adds it; `adds` then, instead of `delta`
+    """
+
+    text_deltas: TextDeltas | None = None
+
+    def adds(self, text: str) -> bool:
+        """Takes more text, and whether it is told as it is. If not, it was not taken."""
+        del text
+        return True
 
     def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
         """The events of more text; `logprobs` are those of its tokens, as the API shows them."""
@@ -88,6 +98,8 @@ class ReasoningWriter(Writer):
         self._where_text = {**self._where, "content_index": 0}
         self._where_summary = {**self._where, "summary_index": 0}
         events = [added]
+        if self._style.reasoning and self._style.summary not in ("auto", "detailed"):
+            self.text_deltas = TextDeltas("response.reasoning_text.delta", self._where_text)
         if self._style.reasoning:
             part = {"type": "reasoning_text", "text": ""}
             events.append(self._event("response.content_part.added", content_index=0, part=part))
@@ -173,8 +185,15 @@ class MessageWriter(Writer):
         }
         self._index, added = self._out.add(item)
         self._where = {"item_id": item["id"], "output_index": self._index, "content_index": 0}
+        self.text_deltas = TextDeltas("response.output_text.delta", self._where, {"logprobs": []})
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         return [added, self._out.event("response.content_part.added", **self._where, part=part)]
+
+    def adds(self, text: str) -> bool:
+        if self._pending or not self._citations.passes(text):
+            return False
+        self._pieces.append(text)
+        return True
 
     def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
         events = self._start() if self._index < 0 else []
@@ -278,6 +297,11 @@ class FunctionCallWriter(_CallWriter):
     """`function_call`: JSON arguments for a function."""
 
     _prefix, _type, _field = "fc", "function_call", "arguments"
+
+    def _start(self) -> list[Event]:
+        events = super()._start()
+        self.text_deltas = TextDeltas("response.function_call_arguments.delta", self._where)
+        return events
 
     def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
         del logprobs

@@ -23,7 +23,7 @@ from vllm_gptoss.harmony.stops import StopFinder
 from vllm_gptoss.harmony.tokens import CALL, RETURN, token_bytes
 from vllm_gptoss.responses.prompt.toolset import Kind, Route
 from vllm_gptoss.responses.run.engine import Chunk, TokenLogprob
-from vllm_gptoss.responses.run.events import Event, Output
+from vllm_gptoss.responses.run.events import Event, Live, Output
 from vllm_gptoss.responses.run.item_writers import (
     CustomCallWriter,
     FunctionCallWriter,
@@ -79,6 +79,7 @@ class Turn:
     messages: list[Message] = field(default_factory=list)
     calls: list[HeardCall] = field(default_factory=list)
     open: dict[int, _Open] = field(default_factory=dict)
+    said: _Open | None = None  # the one of these that was begun last
     finish: str | None = None
     stopped_by: str | int | None = None
     repaired: bool = False
@@ -131,6 +132,24 @@ class Listener:
             turn.logprobs.extend(chunk.logprobs)
         return self._read(turn, turn.parser.feed(heard))
 
+    def tell(self, turn: Turn, token: int, live: Live) -> bytes | None:
+        """For `live`, what one token adds to a message that has begun, the usual case; else None, and nothing heard.
+
+        It costs a third of `hear`.
+        """
+        message = turn.said
+        deltas = message.writer.text_deltas if message else None
+        if message is None or deltas is None or (text := turn.parser.next_text(token)) is None:
+            return None
+        turn.tokens.append(token)
+        self.usage.output += 1
+        if message.channel is Channel.ANALYSIS and message.route is None:
+            self.usage.reasoning += 1
+        if message.writer.adds(text):
+            return live.framed_text(deltas, self._out.number(), text)
+        events = message.writer.delta(text)
+        return live.framed(events) if events else b""
+
     def hear_text(self, turn: Turn, token_ids: Sequence[int]) -> list[Event] | None:
         """As `hear` for tokens that can only add to a message's text; None, and nothing heard, for others."""
         heard = turn.parser.feed_text(token_ids)
@@ -148,8 +167,9 @@ class Listener:
                     events += self._text(turn, message, event)
             elif isinstance(event, MessageStarted):
                 if not isinstance(turn.stopped_by, str):  # what comes after a stop string is not heard
-                    turn.open[event.index] = self._open(turn, event)
+                    turn.said = turn.open[event.index] = self._open(turn, event)
             elif isinstance(event, MessageEnded):
+                turn.said = None
                 if event.index in turn.open:
                     events += self._close(turn, turn.open.pop(event.index), event)
             elif isinstance(event, Repaired):

@@ -205,6 +205,8 @@ class Loop:
             return None
 
         def take(token_ids: Sequence[int]) -> bytes | None:
+            if len(token_ids) == 1 and (told := listener.tell(turn, token_ids[0], live)) is not None:
+                return told
             events = listener.hear_text(turn, token_ids)
             return live.framed(events) if events else b"" if events is not None else None
 
