@@ -1,6 +1,7 @@
 """Several API servers of one `vllm serve`: each has the endpoint and the tools, and they keep one state.
 
-A connection stays with the process that accepted it, so that a client here knows which of them it asks.
+A connection stays with the process that accepted it, so that a client here knows which of them it asks. The last test
+kills them: what a server started would keep its memory and its port.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from demo.server import NAME, Server, serve
 from tests.support.machine import without_namespaces
 from tests.support.places import ROOT
 from tests.support.tools_nodes import ToolsNode
+from vllm_gptoss.doctor.orphans import orphans
 
 pytestmark = [
     pytest.mark.vllm,
@@ -31,6 +33,8 @@ pytestmark = [
 ]
 KEY = "key of these servers"
 PATIENCE_S = 120
+GONE_WITHIN_S = 60
+"""Ten until an engine is killed, and what a busy machine takes to let go of it."""
 PYTHON = [{"type": "code_interpreter", "container": {"type": "auto"}}]
 
 
@@ -84,9 +88,10 @@ def servers(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         "GPTOSS_TOOLS_KEY": KEY,
         "GPTOSS_BROWSER_DOCUMENTS": str(ROOT / "demo" / "documents"),
     }
-    tools = ["--tool-server", f"browser,service:{node.url}"]
+    arguments = ["--api-server-count", "2", "--distributed-executor-backend", "mp"]
+    arguments += ["--tool-server", f"browser,service:{node.url}"]
     try:
-        with serve(model_dir, home / "serve.log", ["--api-server-count", "2", *tools], environment) as server:
+        with serve(model_dir, home / "serve.log", arguments, environment) as server:
             servers = Servers(server)
             servers.connect(2)
             yield servers
@@ -136,3 +141,17 @@ def test_a_background_response_is_followed_and_cancelled_at_the_other_api_server
     cancelled = other.post(f"/responses/{endless['id']}/cancel").raise_for_status().json()
     assert cancelled["status"] in ("cancelled", "completed")
     assert one.get(f"/responses/{endless['id']}").json()["status"] == cancelled["status"]
+
+
+def test_everything_ends_with_the_killed_server(servers: Servers) -> None:
+    """Spawned, as vLLM does on a CPU whatever VLLM_WORKER_MULTIPROC_METHOD says; tests/test_parent_death.py forks."""
+    main, *started = servers.processes()
+    names = {child.pid: " ".join(child.cmdline()).strip() for child in started}
+    for name, count in (("EngineCore", 1), ("Worker", 1), ("APIServer", 2)):
+        assert sum(each.startswith(f"VLLM::{name}") for each in names.values()) == count, "\n".join(names.values())
+    main.kill()
+    servers.server.process.wait()
+    began = time.monotonic()
+    _, alive = psutil.wait_procs(started, timeout=GONE_WITHIN_S)
+    assert not alive, f"still there after {time.monotonic() - began:.0f} s: {[names[each.pid] for each in alive]}"
+    assert not names.keys() & {orphan.pid for orphan in orphans()}
