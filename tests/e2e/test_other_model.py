@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from demo.server import serve
+from tests.support import warm_vllm
 
 pytestmark = [pytest.mark.vllm, pytest.mark.serve, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -141,7 +143,8 @@ def bodies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]
     for name, environment in SETTINGS.items():
         with pytest.MonkeyPatch.context() as patch:
             patch.delenv("VLLM_PLUGINS", raising=False)
-            with serve(model, base / f"{name}.log", (), environment, base_arguments=ARGUMENTS) as server:
+            popen = subprocess.Popen if name == "unset" else warm_vllm.popen  # ours starts as a user starts it
+            with serve(model, base / f"{name}.log", (), environment, base_arguments=ARGUMENTS, popen=popen) as server:
                 out[name] = {label: ask(server.url, *request) for label, request in REQUESTS.items()}
                 metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
                 out[name]["metrics"] = "\n".join(sorted(set(re.findall(r"^# TYPE (\S+ \S+)", metrics, re.MULTILINE))))
