@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import re
+from argparse import Namespace
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -303,7 +304,7 @@ async def test_our_own_failure_steps_aside(
         raise RuntimeError("ours")
 
     monkeypatch.setattr(ChatReader, "next_text", fails)
-    monkeypatch.setattr(Listener, "hear_text", fails)
+    monkeypatch.setattr(Listener, "tell", fails)
     with caplog.at_level(logging.ERROR):
         body, _ = await streamed(path, handler, True, lambda engine: engine.tell(LONG[:50], "length"))
     assert text_of(path, body) == " word" * 47
@@ -403,3 +404,11 @@ async def test_a_request_that_ends_leaves_nothing_behind(handler: Any) -> None:
         await engine.tell(TURN[-1:])
         await reader.rest()
         assert "make_request_output" not in vars(state)
+
+
+@pytest.mark.parametrize(("host", "is_direct"), [("auto", True), ("stock", False)])
+def test_the_setting_that_leaves_all_to_vllm_does(host: str, is_direct: bool) -> None:
+    endpoint = ResponsesEndpoint()
+    settings = SimpleNamespace(store="off", strict_tools=True, prompts=None, tools=None, host=host)
+    endpoint.attach(FastAPI(), Namespace(), settings)
+    assert endpoint._is_direct == is_direct

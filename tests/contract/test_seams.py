@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.contract.source import Release, find, parameters, releases
+from vllm_gptoss import direct
 from vllm_gptoss._vllm.replaced import CHAT_HANDLERS
 
 RELEASES = releases()
@@ -213,6 +214,17 @@ def test_a_chat_stream_begins_before_the_first_tokens_are_read(release: Release)
 )
 def test_text_can_be_taken_before_it_is_queued(release: Release, module: str, text: str, used_for: str) -> None:
     assert text in source(release, f"vllm.v1.engine.{module}"), f"needed for {used_for}"
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
+def test_what_is_said_beside_tokens_is_five_values_and_an_error(release: Release) -> None:
+    """As direct.py compares it; one more, and no text would be taken any more."""
+    process = find(release, "vllm.v1.engine.output_processor", "OutputProcessor.process_outputs")
+    assert process is not None
+    calls = [node for node in ast.walk(process) if isinstance(node, ast.Call)]
+    (call,) = [call for call in calls if ast.unparse(call.func) == "req_state.make_request_output"]
+    assert len(call.args) == 1 + len(direct._NOTHING_ELSE)
+    assert {keyword.arg for keyword in call.keywords} == set(direct._NO_ERROR)
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)

@@ -168,7 +168,11 @@ def use_request_output(
     if request.queue is None or not request.queue.aggregate:  # it is asked for more than what is new
         return None
     request.make_request_output = wrap(request.make_request_output, request.queue, request.sampling_mask_chunks)
-    return lambda: vars(request).pop("make_request_output", None) and None
+
+    def restore() -> None:
+        vars(request).pop("make_request_output", None)
+
+    return restore
 
 
 def use_chat_stream(state: Any, ours: type) -> None:

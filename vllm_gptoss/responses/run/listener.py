@@ -132,16 +132,17 @@ class Listener:
             turn.logprobs.extend(chunk.logprobs)
         return self._read(turn, turn.parser.feed(heard))
 
-    def tell(self, turn: Turn, token: int, live: Live) -> bytes | None:
-        """For `live`, what one token adds to a message that has begun, the usual case; else None, and nothing heard.
+    def tell(self, turn: Turn, live: Live, token_ids: Sequence[int]) -> bytes | None:
+        """For `live`, what tokens add that can only add to a message's text; None, and nothing heard, for others.
 
-        It costs a third of `hear`.
+        Of one token that goes on with a message, the usual case, it costs a third of `hear`.
         """
         message = turn.said
-        deltas = message.writer.text_deltas if message else None
-        if message is None or deltas is None or (text := turn.parser.next_text(token)) is None:
-            return None
-        turn.tokens.append(token)
+        deltas = message.writer.text_deltas if message and len(token_ids) == 1 else None
+        if message is None or deltas is None or (text := turn.parser.next_text(token_ids[0])) is None:
+            events = self._hear_text(turn, token_ids)
+            return live.framed(events) if events else b"" if events is not None else None
+        turn.tokens.append(token_ids[0])
         self.usage.output += 1
         if message.channel is Channel.ANALYSIS and message.route is None:
             self.usage.reasoning += 1
@@ -150,8 +151,7 @@ class Listener:
         events = message.writer.delta(text)
         return live.framed(events) if events else b""
 
-    def hear_text(self, turn: Turn, token_ids: Sequence[int]) -> list[Event] | None:
-        """As `hear` for tokens that can only add to a message's text; None, and nothing heard, for others."""
+    def _hear_text(self, turn: Turn, token_ids: Sequence[int]) -> list[Event] | None:
         heard = turn.parser.feed_text(token_ids)
         if heard is None:
             return None

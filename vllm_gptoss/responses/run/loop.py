@@ -7,6 +7,7 @@ model sees its own words. Only where the parser had to repair them are they rend
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -200,17 +201,10 @@ class Loop:
 
     def _direct(self, turn: Turn) -> Direct | None:
         """What tells text of this turn as our generators would; None where text is not all that is looked at."""
-        live, listener = self.live, self._listener
+        live = self.live
         if live is None or self._job.limits.stops or self._job.sampling.logprobs is not None:
             return None
-
-        def take(token_ids: Sequence[int]) -> bytes | None:
-            if len(token_ids) == 1 and (told := listener.tell(turn, token_ids[0], live)) is not None:
-                return told
-            events = listener.hear_text(turn, token_ids)
-            return live.framed(events) if events else b"" if events is not None else None
-
-        return Direct(live.outlet, take)
+        return Direct(live.outlet, functools.partial(self._listener.tell, turn, live))
 
     async def _prepare(self) -> AsyncGenerator[list[Event], None]:
         """What comes before the first generation: compaction, and calls that the client has just allowed."""
