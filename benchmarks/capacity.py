@@ -142,7 +142,7 @@ def _result(name: str) -> Any:
 
 def host_us_per_token() -> float:
     """Microseconds of the API server's processor time for a streamed token of `/v1/responses`."""
-    rows = _result("host-cpu-2026-11-23.json")["rows"]
+    rows = _result("host-cpu-2026-11-24.json")["rows"]
     (row,) = [r for r in rows if (r["variant"], r["endpoint"]) == ("plugin", "responses")]
     return float(row["cpu_us_per_token"])
 
