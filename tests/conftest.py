@@ -119,6 +119,11 @@ def model_dir() -> Path:
     return model_dir(CACHE, wide=on_gpu())
 
 
+SAME_EVERYWHERE = {} if on_gpu() else {"GPTOSS_EXPERTS": "dequantize"}
+"""Experts of the shared servers. A CPU with AMX has another kernel by default, whose roundings are others: what the model
+does not know by heart then goes on differently. That kernel is tested by itself."""
+
+
 @pytest.fixture(scope="session")
 def mcp_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[McpServers]:
     """MCP servers over streamable HTTP, SSE and stdio, which `served` knows."""
@@ -138,6 +143,7 @@ def served(model_dir: Path, mcp_servers: McpServers, tmp_path_factory: pytest.Te
     requests = {"allowed_hosts": ["127.0.0.1"]}
     tools.write_text(yaml.safe_dump({"python": PYTHON, "mcp": mcp_servers.config, "requests": requests}))
     environment = {"XDG_STATE_HOME": str(home), "GPTOSS_BROWSER_DOCUMENTS": str(ROOT / "demo" / "documents")}
+    environment |= SAME_EVERYWHERE
     with serve(model_dir, home / "serve.log", ["--tool-server", f"demo,{tools}"], environment) as server:
         yield server
 
@@ -148,5 +154,6 @@ def forced(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     home = tmp_path_factory.mktemp("forced")
     arguments = ["--logits-processors", "tests.harmony.forced:ForcedTokens"]
     environment = {"PYTHONPATH": str(ROOT), "GPTOSS_STRICT_TOOLS": "0", "XDG_STATE_HOME": str(home)}
+    environment |= SAME_EVERYWHERE
     with serve(model_dir, home / "serve.log", arguments, environment, popen=warm_vllm.popen) as server:
         yield server
