@@ -120,8 +120,8 @@ def model_dir() -> Path:
 
 
 SAME_EVERYWHERE = {} if on_gpu() else {"GPTOSS_EXPERTS": "dequantize"}
-"""Experts of the shared servers. A CPU with AMX has another kernel by default, whose roundings are others: what the model
-does not know by heart then goes on differently. That kernel is tested by itself."""
+"""Experts of the shared servers. A CPU with AMX has another kernel by default, whose roundings are others: what the
+model does not know by heart then goes on differently. That kernel is tested by itself."""
 
 
 @pytest.fixture(scope="session")
