@@ -7,7 +7,8 @@ BIN := $(VENV)/bin
 # Every one of hundreds of processes would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-WORKERS ?= 2
+# One more than two cores, because tests wait.
+WORKERS ?= 3
 PYTEST = "$(BIN)/python" -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder --tb=short
 COVERAGE ?=
 ifneq ($(COVERAGE),)

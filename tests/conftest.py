@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import re
 import shutil
@@ -75,6 +76,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return (2 if item.path in alone else 1), -durations.seconds_of_file(item.nodeid.partition("::")[0])
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """What the test files imported stays: no collection of garbage looks at a million objects again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # a test's time limit begins when it is its turn

@@ -5,8 +5,6 @@ of their own."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from demo import dataset, prompts
 from demo.render import encode, target
-from tests.support import jobs, tiny
+from tests.support import jobs, tiny, warm
 from vllm_gptoss.device import detect
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(500)]
@@ -187,7 +185,8 @@ print(json.dumps([told(stock), told(ours), lost, issubclass(ours, stock)]))
 
 def test_the_interfaces_are_upstreams() -> None:
     """LoRA, pipeline parallelism, EAGLE and EAGLE3 are offered by class attributes and methods that vLLM asks for."""
-    done = subprocess.run([sys.executable, "-c", INTERFACES], capture_output=True, text=True, timeout=120, check=True)
+    done = warm.run(["-c", INTERFACES], limit_s=120, vllm=True)
+    assert done.returncode == 0, done.stderr
     stock, ours, lost, subclass = json.loads(done.stdout.strip().splitlines()[-1])
     assert ours == stock
     assert lost == []

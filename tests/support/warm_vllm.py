@@ -152,6 +152,9 @@ def main(path: str, model: str) -> None:
     """Serves until standard input, a pipe that each worker holds open, has no writer any more."""
     import importlib
 
+    import torch
+
+    torch.cpu._init_amx()  # which asks the kernel's leave; what is forked has it
     for name in PRELOADED:
         importlib.import_module(name)
     from vllm.tokenizers.registry import cached_get_tokenizer
