@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from demo.server import NAME, Server, serve
+from tests.support import warm_vllm
 from tests.support.scale import SOAK
 from vllm_gptoss.recipes import load, render
 from vllm_gptoss.recipes.schema import Recipe
@@ -84,7 +85,8 @@ def test_every_flag_of_every_recipe_is_tried() -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_flags_start_and_answer(name: str, model_dir: Path, tmp_path: Path) -> None:
-    with serve(model_dir, tmp_path / "log", shrunk(CONFIGS[name]), {"XDG_STATE_HOME": str(tmp_path)}) as served:
+    flags, environment = shrunk(CONFIGS[name]), {"XDG_STATE_HOME": str(tmp_path)}
+    with serve(model_dir, tmp_path / "log", flags, environment, popen=warm_vllm.popen) as served:
         client = openai.OpenAI(base_url=served.api, api_key="none", timeout=120, max_retries=0)
         question = [{"role": "user", "content": "What is the capital of France?"}]
         answer = client.chat.completions.create(model=NAME, messages=question, temperature=0)  # type: ignore[arg-type]
