@@ -149,8 +149,8 @@ def served(model_dir: Path, mcp_servers: McpServers, tmp_path_factory: pytest.Te
     tools = home / "tools.yaml"
     requests = {"allowed_hosts": ["127.0.0.1"]}
     tools.write_text(yaml.safe_dump({"python": PYTHON, "mcp": mcp_servers.config, "requests": requests}))
-    environment = {"XDG_STATE_HOME": str(home), "GPTOSS_BROWSER_DOCUMENTS": str(ROOT / "demo" / "documents")}
-    environment |= SAME_EVERYWHERE
+    documents = {"GPTOSS_BROWSER_DOCUMENTS": str(ROOT / "demo" / "documents")}
+    environment = {"XDG_STATE_HOME": str(home), **documents, **SAME_EVERYWHERE}
     with serve(model_dir, home / "serve.log", ["--tool-server", f"demo,{tools}"], environment) as server:
         yield server
 
@@ -160,7 +160,6 @@ def forced(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     """A server that generates what a request forces it to, with calls unconstrained so that anything can come."""
     home = tmp_path_factory.mktemp("forced")
     arguments = ["--logits-processors", "tests.harmony.forced:ForcedTokens"]
-    environment = {"PYTHONPATH": str(ROOT), "GPTOSS_STRICT_TOOLS": "0", "XDG_STATE_HOME": str(home)}
-    environment |= SAME_EVERYWHERE
+    environment = {"PYTHONPATH": str(ROOT), "GPTOSS_STRICT_TOOLS": "0", "XDG_STATE_HOME": str(home), **SAME_EVERYWHERE}
     with serve(model_dir, home / "serve.log", arguments, environment, popen=warm_vllm.popen) as server:
         yield server

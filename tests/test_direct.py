@@ -24,7 +24,7 @@ from starlette.responses import StreamingResponse
 
 from tests.harmony.chat_requests import ASK, THINK, WEATHER, chat_handlers, request_of
 from tests.harmony.streams import tokens
-from tests.support.hand_fed import Client, client, serving
+from tests.support.hand_fed import asking, client
 from tests.support.responses.server import models
 from vllm_gptoss import direct
 from vllm_gptoss.harmony.chat import ChatReader
@@ -129,10 +129,9 @@ async def streamed(
     path: str, handler: Any, is_direct: bool, work: Callable[[Any], Any], **asked: Any
 ) -> tuple[bytes, Any]:
     engine = client()
-    async with serving(await app_of(path, handler, engine, is_direct=is_direct)) as port:
-        reader = Client(port, path, body_of(path, **asked))
-        await reader.ask()
-        await engine.asked()
+    async with asking(
+        await app_of(path, handler, engine, is_direct=is_direct), engine, path, body_of(path, **asked)
+    ) as reader:
         await work(engine)
         return await reader.rest(), engine
 
@@ -166,10 +165,9 @@ async def test_both_ways_give_the_same_bytes(path: str, handler: Any, turn: list
 async def test_both_ways_name_pad_and_summarise_alike(path: str, handler: Any, field: dict[str, Any]) -> None:
     async def read(is_direct: bool) -> str:
         engine = client()
-        async with serving(await responses_app(engine, is_direct=is_direct)) as port:
-            reader = Client(port, path, body_of(RESPONSES, **field))
-            await reader.ask()
-            await engine.asked()
+        async with asking(
+            await responses_app(engine, is_direct=is_direct), engine, path, body_of(RESPONSES, **field)
+        ) as reader:
             await engine.tell(TURN)
             return re.sub('"obfuscation":"[0-9a-f]{1,16}"', "", without_made_up(await reader.rest()))
 
@@ -224,10 +222,7 @@ async def test_several_tokens_in_a_step(path: str, handler: Any) -> None:
 @Path
 async def test_a_slow_reader_holds_up_no_other_and_gets_all(path: str, handler: Any) -> None:
     engine = client()
-    async with serving(await app_of(path, handler, engine)) as port:
-        slow = Client(port, path, body_of(path), buffer=4096)
-        await slow.ask()
-        await engine.asked()
+    async with asking(await app_of(path, handler, engine), engine, path, body_of(path), buffer=4096) as slow:
         for token in LONG[:-1]:
             engine.say(token)
             await asyncio.sleep(0)
@@ -242,10 +237,7 @@ async def test_a_slow_reader_holds_up_no_other_and_gets_all(path: str, handler: 
 @Path
 async def test_a_reader_that_leaves_ends_its_request(path: str, handler: Any, caplog: pytest.LogCaptureFixture) -> None:
     engine = client()
-    async with serving(await app_of(path, handler, engine)) as port:
-        reader = Client(port, path, body_of(path))
-        await reader.ask()
-        await engine.asked()
+    async with asking(await app_of(path, handler, engine), engine, path, body_of(path)) as reader:
         await engine.tell(LONG[:100], None)
         await reader.read()
         reader.leave()
@@ -262,10 +254,7 @@ async def test_a_reader_that_leaves_ends_its_request(path: str, handler: Any, ca
 @Path
 async def test_a_reader_that_leaves_a_full_socket_ends_its_request(path: str, handler: Any) -> None:
     engine = client()
-    async with serving(await app_of(path, handler, engine)) as port:
-        reader = Client(port, path, body_of(path), buffer=4096)
-        await reader.ask()
-        await engine.asked()
+    async with asking(await app_of(path, handler, engine), engine, path, body_of(path), buffer=4096) as reader:
         await engine.tell(LONG[:3], None)
         for token in LONG[3:15_000]:
             engine.say(token)
@@ -338,10 +327,7 @@ async def test_a_middleware_that_sends_in_its_own_time(path: str, handler: Any) 
     engine = client()
     app = await app_of(path, handler, engine)
     app.add_middleware(Wraps)
-    async with serving(app) as port:
-        reader = Client(port, path, body_of(path))
-        await reader.ask()
-        await engine.asked()
+    async with asking(app, engine, path, body_of(path)) as reader:
         await engine.tell(LONG[:100], "length", 0.0002)
         assert text_of(path, await reader.rest()) == " word" * 97
 
@@ -351,10 +337,7 @@ async def test_a_middleware_that_fails_ends_the_request(path: str, handler: Any)
     engine = client()
     app = await app_of(path, handler, engine)
     app.add_middleware(_Breaks)
-    async with serving(app) as port:
-        reader = Client(port, path, body_of(path))
-        await reader.ask()
-        await engine.asked()
+    async with asking(app, engine, path, body_of(path)):
         async with asyncio.timeout(10):
             for token in LONG:
                 engine.say(token)
@@ -383,10 +366,7 @@ class _Breaks:
 async def test_what_is_looked_at_beside_text_takes_the_long_way(handler: Any) -> None:
     for fields in ({"stop": ["xyz"]}, {"n": 2}, {"return_token_ids": True}):
         engine = client()
-        async with serving(chat_app(handler, engine, **fields)) as port:
-            reader = Client(port, CHAT, body_of(CHAT))
-            await reader.ask()
-            await engine.asked()
+        async with asking(chat_app(handler, engine, **fields), engine, CHAT, body_of(CHAT)) as reader:
             await engine.tell(TURN)
             await reader.rest()
             assert engine.queued == len(TURN), fields
@@ -394,10 +374,7 @@ async def test_what_is_looked_at_beside_text_takes_the_long_way(handler: Any) ->
 
 async def test_a_request_that_ends_leaves_nothing_behind(handler: Any) -> None:
     engine = client()
-    async with serving(chat_app(handler, engine)) as port:
-        reader = Client(port, CHAT, body_of(CHAT))
-        await reader.ask()
-        await engine.asked()
+    async with asking(chat_app(handler, engine), engine, CHAT, body_of(CHAT)) as reader:
         (state,) = engine.output_processor.request_states.values()
         await engine.tell(TURN[:-1], None)
         assert "make_request_output" in vars(state)

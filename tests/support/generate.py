@@ -13,7 +13,6 @@ job logged.
 
 from __future__ import annotations
 
-import gc
 import json
 import multiprocessing
 import multiprocessing.context as contexts
@@ -106,7 +105,6 @@ def main() -> None:
         import vllm.v1.worker.cpu_worker  # noqa: F401
 
         contexts._concrete_contexts["spawn"] = context  # type: ignore[attr-defined]  # ranks import nothing again
-    gc.freeze()  # each engine collects seven times
     for name, job in jobs.items():
         for _ in range(2):
             process = context.Process(target=run, args=(job, out / f"{name}.json"))

@@ -10,9 +10,7 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import uvicorn
-
-from tests.support.sockets import listening
+from tests.support.servers import running
 
 
 def client() -> Any:
@@ -86,18 +84,13 @@ def client() -> Any:
 
 
 @asynccontextmanager
-async def serving(app: Any) -> AsyncIterator[int]:
-    """The port of `app`, behind the web server that vLLM uses, on the test's own loop."""
-    listener = listening()
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
-    task = asyncio.create_task(server.serve([listener]))
-    try:
-        while not server.started:
-            await asyncio.sleep(0.005)
-        yield listener.getsockname()[1]
-    finally:
-        server.should_exit = True
-        await asyncio.wait_for(task, 20)
+async def asking(app: Any, engine: Any, path: str, body: bytes, *, buffer: int | None = None) -> AsyncIterator[Client]:
+    """A client of `app`, behind the web server that vLLM uses, whose request has come to `engine`."""
+    async with running(app, lifespan="off") as url:
+        reader = Client(int(url.rpartition(":")[2]), path, body, buffer=buffer)
+        await reader.ask()
+        await engine.asked()
+        yield reader
 
 
 class Client:

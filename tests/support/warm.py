@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from demo.server import KEEP_MEMORY, on_gpu
 from tests.support import warm_vllm
@@ -63,11 +64,8 @@ def run(
 def _forkserver() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
-    before = {name: os.environ.get(name) for name in KEEP_MEMORY}
-    os.environ.update(KEEP_MEMORY)  # read when a process starts: its forks have what it has
-    forkserver.ensure_running()
-    for name, value in before.items():
-        os.environ.pop(name) if value is None else os.environ.update({name: value})
+    with mock.patch.dict(os.environ, KEEP_MEMORY):  # read when a process starts: its forks have what it has
+        forkserver.ensure_running()
     return context
 
 

@@ -141,6 +141,8 @@ async def test_an_answer_is_counted_as_what_it_unfolds_to(
             with pytest.raises(httpx2.ReadError, match=BOMBS[name][2]):
                 await http.get(url, params={"name": name, "kind": kind})
         pauses.append(loop.longest)
+        if loop.longest < PAUSE_S:
+            break
     assert min(pauses) < PAUSE_S, pauses
 
 

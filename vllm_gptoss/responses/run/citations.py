@@ -38,8 +38,8 @@ class Citations:
 
     def feed(self, text: str) -> Iterator[tuple[str, Annotation | None]]:
         """Pieces of text in order; a piece with an annotation is the link that the annotation spans."""
-        if not self._held and OPEN not in text:
-            yield self._plain(text)
+        if self.passes(text):
+            yield text, None
             return
         self._held += text
         while self._held:

@@ -168,12 +168,9 @@ class VllmEngine(Engine):
                 reasoning_ended=True if sampling.structural_tag else None,
             )
             async with aclosing(stream):
-                if direct is None or not self._is_direct:
-                    async for output in stream:
-                        yield _chunk(output)
-                else:
-                    async for output in self._not_taken(stream, direct, request_id):
-                        yield _chunk(output)
+                outputs = self._not_taken(stream, direct, request_id) if direct and self._is_direct else stream
+                async for output in outputs:
+                    yield _chunk(output)
         except (ApiError, EngineError):
             raise
         except Exception as error:
