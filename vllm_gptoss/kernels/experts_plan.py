@@ -53,8 +53,8 @@ def shared_bytes(
     """
     pairs = active * (most if wide_experts else NARROW_TOKENS)
     slots = (wide_experts + pairs // 16) * (34 if pairs > 256 else 18) if wide_experts else pairs * 10
-    sorting = 128 if wide_experts and most > WIDE_TOKENS else 1
-    meta = -(-(-(-(8 * pairs + slots + 20 + 32 * tuning.warps + sorting) // 4) * 4) // 128) * 128
+    sorting = 128 if wide_experts else 1
+    meta = -(-(-(-(8 * pairs + slots + 28 + 32 * tuning.warps + sorting) // 4) * 4) // 128) * 128
     reduction = tuning.warps * 1024 * tuning.tiles if tuning.share > 1 else 0
     ring = tuning.warps * tuning.depth * tuning.tiles * (512 + 2 * 32)
     return meta + reduction + ring + rows * (tiles * 128 + 16)

@@ -13,9 +13,10 @@
 //
 // Up to 32 tokens a slot is 8 tokens and a block's share of the units touches two slots at most,
 // whose activations are staged at once. For up to 64 tokens (TOKENS = 64) a slot is 16 tokens, so
-// that an expert's weights are decoded once for two mma, and a block stages as many of its slots as
-// fit, works on them, and stages the next. TOKENS = 256 is the same for many experts with few
-// tokens each: pairs are sorted instead of counted by every expert.
+// that an expert's weights are decoded once for two mma; its other half is left out for up to 8
+// tokens, and blocks take shares of equal cost instead of equal size. A block stages as many of its
+// slots as fit, works on them, and stages the next. TOKENS = 256 is the same with more memory for
+// pairs.
 //
 // Compile-time: TOKENS at most, 32, 64 or 256, KT tiles of 64 columns, NROWS weight rows (multiple
 // of 16), SKT column pairs of 32 in the scale storage, EXPERTS local experts, ACTIVE experts per
@@ -34,9 +35,11 @@ constexpr bool WIDE = TOKENS > 32;
 constexpr int SLOT_LOG = WIDE ? 4 : 3, SLOT = 1 << SLOT_LOG, HALVES = SLOT / 8;
 constexpr int MAX_PAIRS = TOKENS * ACTIVE;
 constexpr int MAX_SLOTS = WIDE ? EXPERTS + MAX_PAIRS / SLOT : MAX_PAIRS;
-constexpr bool SPARSE = TOKENS > 64;               // many tokens, but few of them an expert
-constexpr int NT = NROWS / 16;                     // row tiles of an expert
-constexpr int NU = NT / R;                         // units of a slot
+constexpr int NT = NROWS / 16;  // row tiles of an expert
+constexpr int NU = NT / R;      // units of a slot
+// A unit for more than 8 tokens takes 11 eighths of one for fewer: of 8, 10, 11, 12 and 13 the best
+// from 48 to 256 tokens (docs/kernels/log.md).
+constexpr int COST = 8, BOTH_COST = WIDE ? 11 : COST;
 constexpr int KS = (KT + WPU - 1) / WPU;           // tiles of 64 columns per warp
 constexpr int ROUNDS = (KS + DEPTH - 1) / DEPTH;   // turns of the ring in one unit
 constexpr bool EVEN = KT == WPU * ROUNDS * DEPTH;  // no warp has a tile less than another
@@ -74,11 +77,12 @@ struct Meta {
   float weights[MAX_PAIRS];
   int warp_sums[4];
   int slots;
+  int first, last;  // this block's units, where slots do not cost the same
   u8 slot_expert[MAX_SLOTS];
   u8 slot_count[MAX_SLOTS];
   pair_t slot_pair[MAX_SLOTS][SLOT];
   u8 near[NWARPS][32];  // slot_expert again, each warp's own copy: known without a block barrier
-  u8 first_slot[SPARSE ? 128 : 1];  // of an expert
+  u8 first_slot[WIDE ? 128 : 1];  // of an expert
 };
 constexpr int META_BYTES = (sizeof(Meta) + 127) / 128 * 128;
 
@@ -178,8 +182,25 @@ __device__ __forceinline__ int find_slots_far(
   return m.slots;
 }
 
-// The same where pairs are many: ranked by warps, SLOT of an expert to a slot. Uses `seen`, of
-// NWARPS x EXPERTS.
+// Where this block's share of the units begins and ends, as far as the slots of one expert tell:
+// `slots` of them, of which all but the last are full, behind `before` others, `both_before` of
+// those for more than 8 tokens. All blocks' shares cost the same.
+__device__ __forceinline__ void find_share(
+    Meta& m, int before, int both_before, int slots, int count, int total) {
+  int cost_before = before * COST + both_before * (BOTH_COST - COST);
+  for (int s = 0; s < slots; s++) {
+    const int cost = count - SLOT * s > 8 ? BOTH_COST : COST;
+#pragma unroll
+    for (int end = 0; end < 2; end++) {
+      const int at = (int)((u64)total * NU * (blockIdx.x + end) / gridDim.x) - cost_before * NU;
+      if (at >= 0 && at < cost * NU) (end ? m.last : m.first) = (before + s) * NU + at / cost;
+    }
+    cost_before += cost;
+  }
+}
+
+// The slots where pairs are many: ranked by warps, SLOT of an expert to a slot; and this block's
+// share of the units. Uses `seen`, of NWARPS x EXPERTS.
 __device__ __forceinline__ int find_slots_sorted(Meta& m, u16* seen, const u8* routing,
     const float* weights, const int* map, int tokens, int thread) {
   constexpr int PASSES = (MAX_PAIRS + THREADS - 1) / THREADS;
@@ -193,23 +214,37 @@ __device__ __forceinline__ int find_slots_sorted(Meta& m, u16* seen, const u8* r
   rank_pairs<PASSES>(
       ranks, seen + warp * EXPERTS, m.ids, warp * each, min(pairs, (warp + 1) * each), lane);
   __syncthreads();
-  int count = 0, slots = 0, before = 0;
+  int count = 0, slots = 0,
+      sums = 0;  // sums: slots, those for more than 8 tokens in the upper half
   if (warp < 4) {
     if (thread < EXPERTS) count = count_before_warps<NWARPS>(seen, thread);
     slots = (count + SLOT - 1) >> SLOT_LOG;
-    before = sum_up_to(slots, lane);
-    if (lane == 31) m.warp_sums[warp] = before;
-    before -= slots;
+    const int own = slots | ((count + 7) >> SLOT_LOG) << 16;
+    sums = sum_up_to(own, lane);
+    if (lane == 31) m.warp_sums[warp] = sums;
+    sums -= own;
   }
   __syncthreads();
   if (warp < 4) {
-    for (int w = 0; w < warp; w++) before += m.warp_sums[w];
+    int all = 0;
+#pragma unroll
+    for (int w = 0; w < 4; w++) {
+      sums += w < warp ? m.warp_sums[w] : 0;
+      all += m.warp_sums[w];
+    }
+    const int before = sums & 0xFFFF;
+    const int total = (all & 0xFFFF) * COST + (all >> 16) * (BOTH_COST - COST);
     for (int s = 0; s < slots; s++) {
       m.slot_expert[before + s] = thread;
       m.slot_count[before + s] = min(count - SLOT * s, SLOT);
     }
     m.first_slot[thread] = before;
-    if (thread == 127) m.slots = before + slots;
+    find_share(m, before, sums >> 16, slots, count, total);
+    if (thread == 0) {
+      m.slots = all & 0xFFFF;
+      if (total == 0) m.first = 0;
+      if (total == 0 || blockIdx.x + 1 == gridDim.x) m.last = m.slots * NU;
+    }
   }
   __syncthreads();
 #pragma unroll
@@ -232,7 +267,7 @@ struct Routing {
 __device__ __forceinline__ Routing find_slots(Meta& m, u8* scratch, const u8* routing,
     const float* weights, const int* map, int tokens, int thread) {
   const int warp = thread >> 5, lane = thread & 31, pairs = tokens * ACTIVE;
-  if (SPARSE) {
+  if (WIDE) {
     if (LOGITS) {
       choose_experts<4>(m.ids, m.weights, routing, map, tokens, warp, NWARPS, lane);
       __syncthreads();
@@ -245,7 +280,7 @@ __device__ __forceinline__ Routing find_slots(Meta& m, u8* scratch, const u8* ro
     choose_experts<1, false>(m.ids, m.weights, routing, map, tokens, warp, NWARPS, lane);
     __syncthreads();
   }
-  if (!WIDE && pairs <= 32) {
+  if (pairs <= 32) {
     const int slots = find_slots_near(m, routing, weights, map, pairs, warp, lane);
     if (slots >= 0) return {slots, m.near[warp]};
   }
@@ -261,11 +296,11 @@ struct Work {
   u32 ring, scales;  // shared memory: this lane's values of tile 0, this warp's scales
 };
 
-__device__ __forceinline__ Work share(const Routing& r, u32 ring_base, int thread) {
+__device__ __forceinline__ Work share(const Meta& m, const Routing& r, u32 ring_base, int thread) {
   Work w;
   const u64 units = (u64)r.slots * NU;
-  w.first = (int)(units * blockIdx.x / gridDim.x);
-  w.last = (int)(units * (blockIdx.x + 1) / gridDim.x);
+  w.first = WIDE ? m.first : (int)(units * blockIdx.x / gridDim.x);
+  w.last = WIDE ? m.last : (int)(units * (blockIdx.x + 1) / gridDim.x);
   w.slots = r.slots;
   w.experts = r.experts;
   w.warp = thread >> 5;
@@ -571,7 +606,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS)
   pdl_launch();
   Rows early;
   if (!rows) ask_all(early, x, tokens, thread);
-  const Work w = share(find_slots(m, xs, routing, nullptr, map, tokens, thread), ring, thread);
+  const Work w = share(m, find_slots(m, xs, routing, nullptr, map, tokens, thread), ring, thread);
   Progress p = {w.first + w.group, 0, 0, prefetch(w, values, scales)};
   const auto finish = [&](int slot, int first, int done, float (&c)[HALVES][R][4]) {
     const int g = w.lane >> 2, t = w.lane & 3;
@@ -667,7 +702,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS)
   PROLOGUE
   // Safe before the wait: `experts_up` launched us after its own wait, so the routing is complete
   // and visible.
-  const Work w = share(find_slots(m, xs, routing, weights, map, tokens, thread), ring, thread);
+  const Work w = share(m, find_slots(m, xs, routing, weights, map, tokens, thread), ring, thread);
   Progress p = {w.first + w.group, 0, 0, prefetch(w, values, scales)};
   pdl_wait();
   pdl_launch();
@@ -704,7 +739,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS)
     __syncthreads();
     work(p, w, m, xs, values, scales, first, w.last, 1, rows, two_23, finish);
   }
-  if (SPARSE) {
+  if (WIDE) {
     combine_all<ACTIVE, NROWS, THREADS>(m.ids, parts, out, tokens, thread);
     return;
   }

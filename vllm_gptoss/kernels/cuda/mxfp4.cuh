@@ -20,6 +20,14 @@ __device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
   return d;
 }
 
+// The fourth pair of a word of packed e2m1: bits 14, 13, 11 and 10 of each half, in the holes of
+// the other three. Of each half only the upper byte matters, so one permute saves right shifts,
+// which run at half rate: 29 such instructions a tile for 38.
+__device__ __forceinline__ u32 fourth(u32 w) {
+  const u32 high = __byte_perm(w, 0, 0x3311);
+  return ((high << 1) & 0x80408040u) | ((high << 5) & 0x01800180u);
+}
+
 // One 32-bit word of packed e2m1 is four bf16x2 A registers; each e2m1 pattern s|ee|m sits at bits
 // 15 and 8..6, which as a bfloat16 is the value x 2^-126. The activations carry 2^64, so the
 // products are values x 2^-62, far from both ends of float32, and the group's scale brings the
@@ -30,8 +38,7 @@ __device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
 // constant would be turned back into a shift.
 __device__ __forceinline__ void step(float (&c)[4], u32 w, u32 b0, u32 b1) {
   constexpr u32 M = 0x81C081C0u;
-  const u32 last = ((w << 1) & 0x80008000u) | ((w >> 3) & 0x01800180u) | ((w >> 7) & 0x00400040u);
-  mma(c, w & M, (w << 3) & M, (w << 6) & M, last, b0, b1);
+  mma(c, w & M, (w << 3) & M, (w << 6) & M, fourth(w), b0, b1);
 }
 constexpr u32 TWO_64 = 0x5F805F80u;  // bf16x2
 
@@ -69,11 +76,10 @@ __device__ __forceinline__ void scaled(u32* a, u32 w0, u32 w1, u32 scales) {
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     const u32 w = i ? w1 : w0;
-    const u32 last = ((w << 1) & 0x80008000u) | ((w >> 3) & 0x01800180u) | ((w >> 7) & 0x00400040u);
     a[4 * i] = mul_bf16x2(w & M, lo);
     a[4 * i + 1] = mul_bf16x2((w << 3) & M, hi);
     a[4 * i + 2] = mul_bf16x2((w << 6) & M, lo);
-    a[4 * i + 3] = mul_bf16x2(last, hi);
+    a[4 * i + 3] = mul_bf16x2(fourth(w), hi);
   }
 }
 // Bytes I and I + 1 of the scale word as the bf16x2 2^(s - 127 + 62); s <= 192. `two_7` is an
