@@ -28,6 +28,7 @@ from vllm_gptoss.kernels.experts_plan import (
     SHARED_LIMIT,
     UP,
     UP_WIDE,
+    WIDE_MULTIPROCESSORS,
     WIDE_TOKENS,
     Tuning,
     compiled_for,
@@ -189,10 +190,10 @@ class FewTokenExperts:
         """Tokens of a step at most.
 
         A block stages the activations of two slots, so slots (at most T * active) must not outnumber blocks. The wide
-        kernels have no such bound; on a GPU with fewer multiprocessors nobody has measured them.
+        kernels have no such bound.
         """
-        few = min(NARROW_TOKENS, multiprocessors(self.device) // self.active)
-        return MAX_TOKENS if few == NARROW_TOKENS else few
+        blocks = multiprocessors(self.device)
+        return MAX_TOKENS if blocks >= WIDE_MULTIPROCESSORS else min(NARROW_TOKENS, blocks // self.active)
 
     def _tuned(self, which: str, tokens: int) -> tuple[Projection, Tuning]:
         if tokens > NARROW_TOKENS:

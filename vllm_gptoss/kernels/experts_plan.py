@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-NARROW_TOKENS, WIDE_TOKENS, MAX_TOKENS = 32, 64, 256
-"""Up to how many tokens kernels are compiled for: narrow ones (slots of 8 tokens), wide ones (slots of 16), sparse ones
-(the same, pairs sorted: many experts with few tokens each)."""
+NARROW_TOKENS, WIDE_TOKENS, MAX_TOKENS = 16, 64, 256
+"""Up to how many tokens kernels are compiled for: narrow ones (slots of 8 tokens), wide ones (slots of 16), and these
+again with more memory for pairs."""
+WIDE_MULTIPROCESSORS = 132
+"""Of an H100 and an H200: the wide kernels have run on no GPU with fewer."""
 MAX_EXPERTS = 128
 SLOT_TOKENS = 8
 PARTIAL_TOKENS = 512
 """Tokens that partial sums are kept for beyond `WIDE_TOKENS`: what `experts_many.py` takes, with the same buffer."""
 WIDE_ROWS, SPARSE_ROWS = 24, 22
-"""Activation rows that a block of a wide kernel stages at once: any slot's 16, or about three experts' at 64 tokens."""
+"""Activation rows that a block of a wide kernel stages at once: any slot's 16, or about three experts' at 64 tokens;
+beyond 64 tokens."""
 SHARED_LIMIT = 232_448
 """Dynamic shared memory a block may have on sm90, in bytes."""
 MAX_SCALE = 192
@@ -35,7 +38,6 @@ class Tuning:
     depth: int
     chunk: int
     registers: int = 255
-    hint: str = ".L2::128B"
 
 
 def compiled_for(tokens: int) -> int:
@@ -113,7 +115,6 @@ def defines(
         "LOGITS": mode[0],
         "ID64": mode[1],
         "MAPPED": int(mapped),
-        "CP_HINT": f'"{tuning.hint}"',
     }
 
 

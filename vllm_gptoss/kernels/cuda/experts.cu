@@ -11,14 +11,14 @@
 // Weights stream through a ring in shared memory that is private to each lane: cp.async in, 16-byte
 // load out, no barrier.
 //
-// Up to 32 tokens a slot is 8 tokens and a block's share of the units touches two slots at most,
+// Up to 16 tokens a slot is 8 tokens and a block's share of the units touches two slots at most,
 // whose activations are staged at once. For up to 64 tokens (TOKENS = 64) a slot is 16 tokens, so
 // that an expert's weights are decoded once for two mma; its other half is left out for up to 8
 // tokens, and blocks take shares of equal cost instead of equal size. A block stages as many of its
 // slots as fit, works on them, and stages the next. TOKENS = 256 is the same with more memory for
 // pairs.
 //
-// Compile-time: TOKENS at most, 32, 64 or 256, KT tiles of 64 columns, NROWS weight rows (multiple
+// Compile-time: TOKENS at most, 16, 64 or 256, KT tiles of 64 columns, NROWS weight rows (multiple
 // of 16), SKT column pairs of 32 in the scale storage, EXPERTS local experts, ACTIVE experts per
 // token, NWARPS, R, WPU warps per unit, DEPTH tiles in each warp's ring, CHUNK tiles per cp.async
 // group (divides DEPTH), MINBLOCKS per multiprocessor (caps the registers), LOGITS 1: the ids come
@@ -31,7 +31,7 @@
 #include "routing.cuh"
 #include "combine.cuh"
 
-constexpr bool WIDE = TOKENS > 32;
+constexpr bool WIDE = TOKENS > 16;
 constexpr int SLOT_LOG = WIDE ? 4 : 3, SLOT = 1 << SLOT_LOG, HALVES = SLOT / 8;
 constexpr int MAX_PAIRS = TOKENS * ACTIVE;
 constexpr int MAX_SLOTS = WIDE ? EXPERTS + MAX_PAIRS / SLOT : MAX_PAIRS;
@@ -86,12 +86,12 @@ struct Meta {
 };
 constexpr int META_BYTES = (sizeof(Meta) + 127) / 128 * 128;
 
+// Weights pass through L2 once: activations and what blocks tell one another stay there.
+constexpr u64 EVICT_FIRST = 0x12F0000000000000ull;  // as createpolicy.fractional makes it
 __device__ __forceinline__ void cp16(u32 dst, const u8* src) {
-  asm volatile("cp.async.cg.shared.global" CP_HINT " [%0], [%1], 16;" ::"r"(dst), "l"(src)
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(dst),
+      "l"(src), "l"(EVICT_FIRST)
       : "memory");
-}
-__device__ __forceinline__ void cp4(u32 dst, const u8* src) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
 }
 __device__ __forceinline__ void cp_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> __device__ __forceinline__ void cp_wait() {
@@ -286,6 +286,19 @@ __device__ __forceinline__ Routing find_slots(Meta& m, u8* scratch, const u8* ro
   }
   const int slots = find_slots_far(m, routing, weights, map, tokens, thread);
   return {slots, m.slot_expert};
+}
+
+// Asks L2 for what this warp's ring takes first, if every expert has one slot, as most will where
+// tokens are many: the routing comes later.
+__device__ __forceinline__ void foresee(const u8* values, int tokens, int thread) {
+  if (!WIDE || tokens * ACTIVE < 2 * EXPERTS) return;
+  const int lane = thread & 31,
+            unit = (int)((u64)EXPERTS * NU * blockIdx.x / gridDim.x) + (thread >> 5);
+  if (unit >= EXPERTS * NU) return;
+  const u8* from =
+      values + unit / NU * EXPERT_BYTES + (u64)row_tile(unit % NU, NT) * 4 * QUAD_BYTES;
+  for (int i = lane; i < 4 * DEPTH; i += 32)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from + i / DEPTH * QUAD_BYTES + i % DEPTH * 128));
 }
 
 struct Work {
@@ -602,6 +615,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS)
         const float* __restrict__ weights, const int* __restrict__ map, u16* __restrict__ act,
         int tokens, int rows, u32 two_23, float alpha, float limit) {
   PROLOGUE
+  foresee(values, tokens, thread);
   pdl_wait();
   pdl_launch();
   Rows early;
@@ -700,6 +714,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS)
         const float* __restrict__ weights, const int* __restrict__ map, u32* parts,
         u16* __restrict__ out, int tokens, int rows, u32 two_23) {
   PROLOGUE
+  foresee(values, tokens, thread);
   // Safe before the wait: `experts_up` launched us after its own wait, so the routing is complete
   // and visible.
   const Work w = share(m, find_slots(m, xs, routing, weights, map, tokens, thread), ring, thread);
