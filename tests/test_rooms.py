@@ -33,6 +33,7 @@ ORDER = (
     "experts",
     "attention",
     "model",
+    "runner",
     "tools",
     "harmony",
     "responses",

@@ -39,6 +39,22 @@ def _quantization() -> type:
     return GptOssQuantConfig
 
 
+WORKER = "vllm_gptoss.runner.worker.GptOssWorker"
+SCHEDULER = "vllm_gptoss.runner.scheduler.GptOssScheduler"
+
+
+def _use_runner() -> None:
+    from vllm_gptoss._vllm import runner
+
+    runner.use_classes(spec.ARCHITECTURE, WORKER, SCHEDULER, _wants_runner)
+
+
+def _wants_runner(config: Any) -> bool:
+    from vllm_gptoss._vllm import runner
+
+    return runner.suits(config) and Settings.load(config.additional_config).host != "stock"
+
+
 REGISTRATIONS: tuple[tuple[str, Callable[[], None]], ...] = (
     ("logging", _vllm.share_logging),
     (
@@ -49,6 +65,7 @@ REGISTRATIONS: tuple[tuple[str, Callable[[], None]], ...] = (
         f"quantization {spec.QUANTIZATION}",
         lambda: _vllm.register_quantization(spec.QUANTIZATION, _quantization),
     ),
+    ("worker and scheduler", _use_runner),
     ("the watch for a dead server", parent_death.watch),
 )
 """All that is registered with vLLM, in order. Each entry is idempotent: vLLM may load plugins more than once."""

@@ -18,11 +18,16 @@ PROGRAMS = "bench/"
 
 OURS: Mapping[str, frozenset[str]] = {
     "_vllm/__init__.py": frozenset({"ours.handlers", "ours.propagate"}),
+    "_vllm/runner.py": frozenset({"WithClasses.worker"}),
+    "plugin.py": frozenset({"os.environ['VLLM_PLUGINS']", "os.environ[COPIED]"}),
+    "runner/batch.py": frozenset({"self.sampler.sampling_states[name]"}),
+    "runner/scheduler.py": frozenset({"ours.groups", "ours.size"}),
+    "runner/work.py": frozenset({"tables._num_dirty_rows"}),
     "harmony/chat_route.py": frozenset({"create_chat_completion.__annotations__"}),
     "harmony/messages_route.py": frozenset({"create_messages.__annotations__", "count_tokens.__annotations__"}),
     "harmony/vllm_parser.py": frozenset({"calls[-1].arguments"}),
 }
-"""Attributes of objects that our own code made, in files that also see vLLM's."""
+"""Attributes of objects that our own code made or copied, in files that also see vLLM's."""
 
 
 def of_vllm(node: ast.AST) -> list[str]:
@@ -57,7 +62,8 @@ def set_attributes(tree: ast.Module) -> Iterator[str]:
             yield f"{ast.unparse(node.args[0])}[{ast.unparse(node.args[1])}]"
         for target in targets:
             for one in target.elts if isinstance(target, ast.Tuple | ast.List) else [target]:
-                if isinstance(one, ast.Attribute) and not ast.unparse(one).startswith(("self.", "cls.")):
+                attribute = one.value if isinstance(one, ast.Subscript) else one  # an entry of a table counts as well
+                if isinstance(attribute, ast.Attribute) and not ast.unparse(one).startswith(("self.", "cls.")):
                     yield ast.unparse(one)
 
 

@@ -67,6 +67,13 @@ REPLACED: tuple[Replaced, ...] = (
         "the workers of a gpt-oss model on sm90",
         "the metadata builder plans once a step only where all layers have one window",
     ),
+    Replaced(
+        "module.MODELS_CONFIG_MAP[architecture]",
+        "_vllm/runner.py",
+        "gpt-oss's entry of `MODELS_CONFIG_MAP`, by a subclass of it that also names our worker and scheduler",
+        "processes that read the configuration of a gpt-oss model for one CUDA GPU",
+        "vLLM asks the table before it chooses worker and scheduler, and has no call that adds to it",
+    ),
 )
 
 FILLED: Mapping[str, frozenset[str]] = {
@@ -104,6 +111,17 @@ FILLED: Mapping[str, frozenset[str]] = {
         }
     ),
     "responses/endpoint.py": frozenset({"args.tool_server"}),
+    "_vllm/runner.py": frozenset({"parallel.worker_cls", "scheduling.scheduler_cls"}),
+    "runner/scheduler.py": frozenset(
+        {
+            "step.num_scheduled_tokens",
+            "step.total_num_scheduled_tokens",
+            "known.req_ids",
+            "known.new_block_ids",
+            "known.num_computed_tokens",
+            "known.num_output_tokens",
+        }
+    ),
     "experts/config.py": frozenset({"moe.moe_backend"}),
     "experts/dequantize.py": frozenset({"layer[f'{name}_scale']"}),
     "experts/method.py": frozenset({"moe.moe_backend"}),
@@ -116,6 +134,10 @@ SUBCLASSES: Mapping[str, frozenset[str]] = {
     "experts/config.py": frozenset({"GptOssMxfp4Config"}),
     "experts/dequantize.py": frozenset({"UnquantizedFusedMoEMethod", "GptOssMxfp4MoEMethod"}),
     "experts/method.py": frozenset({"GptOssMxfp4MoEMethod"}),
+    "runner/worker.py": frozenset({"Worker"}),
+    "runner/model_runner.py": frozenset({"GPUModelRunner"}),
+    "runner/output.py": frozenset({"AsyncModelRunnerOutput"}),
+    "runner/scheduler.py": frozenset({"AsyncScheduler", "KVCacheManager"}),
 }
 """Files that import from vLLM beside this package, and what: bases of their classes. vLLM's processes import these
 files only when they build a gpt-oss model."""

@@ -27,7 +27,7 @@ from typing import Annotated, Any
 import psutil
 import typer
 
-from vllm_gptoss.bench import served, shapes
+from vllm_gptoss.bench import served, shapes, steps
 
 TOKENS = "GPTOSS_BENCH_TOKENS"
 """Variable of the executor: words of the answer, a token each; the control tokens around them come in addition."""
@@ -102,14 +102,25 @@ def main(
     step_ms: Annotated[float, typer.Option(help="How long an engine step lasts at least; 0: as it goes.")] = 20.0,
     servers: Annotated[int, typer.Option(help="API server processes (--api-server-count).")] = 1,
     tokenizer: Annotated[Path | None, typer.Option(help="Folder with gpt-oss's tokenizer.json.")] = None,
+    gpu: Annotated[
+        bool, typer.Option(help="The engine's step on a GPU instead; the options above do not matter.")
+    ] = False,
+    models: Annotated[str, typer.Option(help="With --gpu: shapes, 20b:2 is two layers.")] = "20b:2,20b",
+    batches: Annotated[str, typer.Option(help="With --gpu: requests decoding at once.")] = "1,8,64,256",
+    engines: Annotated[str, typer.Option(help="With --gpu: where the engine runs.")] = ",".join(steps.ENGINES),
+    variants: Annotated[str, typer.Option(help="With --gpu: plugin and vLLM's.")] = ",".join(steps.VARIANTS),
     out: Annotated[Path | None, typer.Option(help="Results, as JSON.")] = None,
 ) -> None:
-    """CPU time of the API server for each streamed token, stock and plugin, without a GPU."""
+    """CPU time of the API server for each streamed token, stock and plugin, without a GPU; or --gpu."""
+    if gpu:
+        head = {"machine": _machine(), "vllm": importlib.metadata.version("vllm"), "date": _today()}
+        steps.measure(steps.jobs(models, batches, engines, variants), lambda found: _put({**head, **found}, out))
+        return
     load = Load(streams, tokens, rounds)
     record: dict[str, Any] = {
-        "machine": {"cores": os.cpu_count(), "cpu": _cpu_name()},
+        "machine": _machine(),
         "vllm": importlib.metadata.version("vllm"),
-        "date": datetime.date.today().isoformat(),
+        "date": _today(),
         "load": {"streams": streams, "tokens": tokens, "rounds": rounds, "step_ms": step_ms, "api_servers": servers},
         "gpu": "not measured: no GPU in this run",
     }
@@ -122,10 +133,22 @@ def main(
             for variant in (STOCK, PLUGIN)
         }
         record["rows"] = measure(running, load)
+    _put(record, out)
+
+
+def _put(record: dict[str, Any], out: Path | None) -> None:
     text = json.dumps(record, indent=2)
     typer.echo(text)
     if out:
         out.write_text(text + "\n")
+
+
+def _machine() -> dict[str, Any]:
+    return {"cores": os.cpu_count(), "cpu": _cpu_name()}
+
+
+def _today() -> str:
+    return datetime.date.today().isoformat()
 
 
 def measure(running: dict[str, tuple[psutil.Process, int]], load: Load) -> list[dict[str, Any]]:

@@ -31,7 +31,8 @@ class EngineRun:
 
     variant: `plugin`, `plugin:layers=upstream;experts=triton` (settings of ours), or a name of vLLM's `--moe-backend`.
     eagle3: draft tokens per step, 0 for none; options: further engine arguments; seconds: stop after so many, 0: never;
-    by_turns: other processes share the GPU; which batch to measure, and when, comes on stdin, a number a line.
+    by_turns: other processes share the GPU; which batch to measure, and when, comes on stdin, a number a line;
+    own_process: the engine runs in a process of its own, as a server's does.
     """
 
     model: str
@@ -48,6 +49,7 @@ class EngineRun:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
     by_turns: bool = False
+    own_process: bool = False
 
     @property
     def is_plugin(self) -> bool:
@@ -56,6 +58,7 @@ class EngineRun:
     @property
     def environment(self) -> dict[str, str]:
         """What the measuring process needs set; the variables of the caller win where they may."""
+        own = self.own_process
         return {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "HF_HUB_OFFLINE": "1",
@@ -63,6 +66,8 @@ class EngineRun:
             **os.environ,
             # a name that no plugin has: stock vLLM must be stock
             "VLLM_PLUGINS": "gptoss" if self.is_plugin else "none",
+            # what is sent to that engine are this file's functions
+            **({"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if own else {}),
         }
 
 
@@ -168,13 +173,21 @@ def _runner(engine: Any, prompt: int) -> Callable[[int, int], float]:
 
 
 def _row(engine: Any, job: EngineRun, run: Callable[[int, int], float], batch: int) -> dict[str, Any]:
+    def busy() -> float:
+        return float(engine.collective_rpc(processor)[0])
+
     run(batch, min(8, job.output))
-    tpots, prefills = [], []
+    tpots, prefills, hosts = [], [], []
     for _ in range(job.repeats):
-        first, whole = run(batch, 1), run(batch, job.output)
+        marks = [busy()]
+        first = run(batch, 1)
+        marks.append(busy())
+        whole = run(batch, job.output)
+        marks.append(busy())
         tpots.append(1e3 * (whole - first) / (job.output - 1))
+        hosts.append(1e3 * (marks[2] - 2 * marks[1] + marks[0]) / (job.output - 1))
         prefills.append(1e3 * first)
-    row: dict[str, Any] = {"batch": batch, "tpot_ms": tpots, "prefill_ms": prefills}
+    row: dict[str, Any] = {"batch": batch, "tpot_ms": tpots, "prefill_ms": prefills, "host_ms": hosts}
     if job.profile and engine.collective_rpc(has_gpu)[0]:
         row.update(_profile(engine, run, batch))
     return row
@@ -213,6 +226,11 @@ def has_gpu(worker: Any) -> bool:
     import torch
 
     return bool(torch.cuda.is_available())
+
+
+def processor(worker: Any) -> float:
+    """Seconds of processor time of the thread that runs the worker, which is the engine's where there is one GPU."""
+    return time.thread_time()
 
 
 def synchronize(worker: Any) -> None:

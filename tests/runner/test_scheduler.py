@@ -1,0 +1,189 @@
+"""The quick scheduler plans exactly what vLLM's does: random requests through both, step by step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+
+from tests.support.places import CACHE
+from vllm_gptoss.bench import shapes
+from vllm_gptoss.recipes import probe
+
+pytestmark = pytest.mark.vllm
+
+SIZE, WINDOW = 16, 128
+UNPACKED = CACHE / "vllm-0.33.0"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(shapes.model_config(shapes.TINY)))
+    arguments = EngineArgs(
+        model=str(folder), skip_tokenizer_init=True, load_format="dummy", max_model_len=512, max_num_seqs=12,
+        max_num_batched_tokens=64, enable_prefix_caching=True, enforce_eager=True,
+    )  # fmt: skip
+    return arguments.create_engine_config()
+
+
+def scheduler(config: Any, kind: type, blocks: int, caching: bool) -> Any:
+    """A scheduler as the engine's core makes it, for one group of full attention and one of a window."""
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        SlidingWindowSpec,
+    )
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    same = {"block_size": SIZE, "num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
+    groups = [
+        KVCacheGroupSpec(["a"], SlidingWindowSpec(sliding_window=WINDOW, **same)),
+        KVCacheGroupSpec(["b"], FullAttentionSpec(**same)),
+    ]
+    config.cache_config.enable_prefix_caching = caching
+    config.cache_config.num_gpu_blocks = blocks
+
+    made = kind(
+        vllm_config=config,
+        kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
+        structured_output_manager=StructuredOutputManager(config),
+        include_finished_set=False,
+        log_stats=False,
+        block_size=SIZE,
+        hash_block_size=SIZE,
+    )
+    made.use_v2_model_runner = True  # a CPU has the other one
+    made.has_short_way = hasattr(made, "_is_plain") and made._is_plain()
+    return made
+
+
+def request(name: str, rng: random.Random, shared: list[int]) -> Any:
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    prompt = shared[: rng.choice([0, 40, 100])] + [
+        rng.randrange(1000) for _ in range(rng.choice([1, 15, 16, 17, 31, 32, rng.randint(1, 200)]))
+    ]
+    params = SamplingParams(max_tokens=rng.randint(1, 120), ignore_eos=True)
+    return Request(
+        request_id=name,
+        prompt_token_ids=prompt,
+        sampling_params=params,
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(SIZE, sha256),
+    )
+
+
+def plan(output: Any) -> Any:
+    """What a worker reads of a step."""
+    cached = output.scheduled_cached_reqs
+    new = [(r.req_id, r.block_ids, r.num_computed_tokens) for r in output.scheduled_new_reqs]
+    old = list(
+        zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True)
+    )
+    rest = {f.name: getattr(output, f.name) for f in dataclasses.fields(output) if not f.name.startswith("scheduled_")}
+    return new, old, list(output.num_scheduled_tokens), rest
+
+
+def answer(names: dict[str, bool], rng: random.Random) -> Any:
+    """A token for each request whose prompt is read by that step; the others get none."""
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    return ModelRunnerOutput(
+        req_ids=list(names),
+        req_id_to_index={name: place for place, name in enumerate(names)},
+        sampled_token_ids=[[rng.randrange(1000)] if decodes else [] for decodes in names.values()],
+    )
+
+
+def run(made: Any, seed: int, counts: dict[str, int]) -> list[Any]:
+    """Plans of a run whose requests, aborts and tokens follow from `seed`, two steps under way as in the engine."""
+    from vllm.v1.request import RequestStatus
+
+    rng = random.Random(seed)
+    shared = [rng.randrange(1000) for _ in range(100)]
+    arrivals = sorted((rng.randrange(200), f"r{i}") for i in range(40))
+    plans, under_way, step = [], [], 0
+    while arrivals or made.has_requests() or under_way:
+        while arrivals and arrivals[0][0] <= step:
+            made.add_request(request(arrivals.pop(0)[1], rng, shared))
+        if rng.random() < 0.03 and made.running:
+            made.finish_requests([rng.choice(made.running).request_id], RequestStatus.FINISHED_ABORTED)
+        output = made.schedule()
+        plans.append((plan(output), made.kv_cache_manager.block_pool.get_num_free_blocks()))
+        counts["preempted"] += len(output.preempted_req_ids or ())
+        reads = {name: not made.requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
+        if reads:
+            under_way.append((output, reads))
+        if under_way and (len(under_way) == 2 or not reads):
+            done, reads = under_way.pop(0)
+            made.update_from_output(done, answer(reads, rng))
+        step += 1
+        assert step < 5000
+    return plans
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("blocks", [60, 400])
+@pytest.mark.parametrize("seed", range(4))
+def test_plans_are_the_same(config: Any, blocks: int, caching: bool, seed: int) -> None:
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    from vllm_gptoss.runner.scheduler import GptOssScheduler, QuickKVCacheManager
+
+    class Counting(GptOssScheduler):
+        short_steps = 0
+
+        def _schedule(self, *found: Any) -> Any:
+            self.short_steps += 1
+            return super()._schedule(*found)
+
+    counts = {"preempted": 0}
+    theirs = scheduler(config, AsyncScheduler, blocks, caching)
+    wanted = run(theirs, seed, counts)
+    ours = scheduler(config, Counting, blocks, caching)
+    assert type(ours.kv_cache_manager) is QuickKVCacheManager
+    asked: list[bool] = []
+    needs = ours.kv_cache_manager.needs_nothing
+    ours.kv_cache_manager.needs_nothing = lambda request: asked.append(needs(request)) or asked[-1]
+    found = run(ours, seed, {"preempted": 0})
+    assert found == wanted
+    assert sum(asked) > len(asked) / 2, "it should spare most of the searches"
+    assert ours.short_steps > 20, "hardly any step went the short way"
+    kept = ("current_step", "num_executed_steps", "sched_step_seq", "prefill_capacity_bound", "last_prefill_step")
+    assert [vars(ours).get(name) for name in kept] == [vars(theirs).get(name) for name in kept]
+    assert blocks > 60 or counts["preempted"], "too many blocks for this test"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not UNPACKED.is_dir(), reason="scripts/vllm_source.py unpacks it")
+def test_plans_are_the_same_in_the_release_for_cuda(tmp_path: Path) -> None:
+    """The tests above, with the schedulers of the release that our runner mirrors."""
+    if "GPTOSS_TEST_RELEASE" in os.environ:
+        import vllm
+
+        assert vllm.__version__.startswith("0.33.")
+        return
+    path = os.pathsep.join(map(str, (probe._platform_plugin(tmp_path), UNPACKED)))
+    environ = {**os.environ, "PYTHONPATH": path, "VLLM_PLUGINS": probe._PLUGIN, "GPTOSS_TEST_RELEASE": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:]

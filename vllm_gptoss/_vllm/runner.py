@@ -1,0 +1,115 @@
+"""What our model runner takes from vLLM's, Model Runner V2 of 0.33 (`vllm/v1/worker/gpu/`), beside its base classes.
+
+Every function here is vLLM's: `runner/` calls them with tensors that stay where they are, so that a CUDA graph can
+replay what they launch. `tests/contract/test_runner.py` names what broke when one of them moves.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+from vllm_gptoss._vllm import version
+
+TRIED = "0.33"
+"""The release whose runner ours mirrors; the one before has another."""
+
+
+@functools.cache
+def parts() -> Any:
+    """The functions, classes and constants of a decode step."""
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.worker.gpu.buffer_utils import UvaBuffer
+    from vllm.v1.worker.gpu.input_batch import (
+        InputBatch,
+        combine_sampled_and_draft_tokens,
+        post_update,
+        prepare_pos_seq_lens,
+    )
+    from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
+    from vllm.v1.worker.gpu.model_runner import ExecuteModelState
+    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+    from vllm.v1.worker.gpu.sample.sampler import Sampler
+
+    return SimpleNamespace(
+        FULL=CUDAGraphMode.FULL,
+        ModelRunnerOutput=ModelRunnerOutput,
+        UvaBuffer=UvaBuffer,
+        InputBatch=InputBatch,
+        combine_sampled_and_draft_tokens=combine_sampled_and_draft_tokens,
+        post_update=post_update,
+        prepare_pos_seq_lens=prepare_pos_seq_lens,
+        NO_OP_KV_CONNECTOR=NO_OP_KV_CONNECTOR,
+        ExecuteModelState=ExecuteModelState,
+        DefaultModelState=DefaultModelState,
+        Sampler=Sampler,
+    )
+
+
+def marks_padding() -> bool:
+    """Whether the runner keeps `is_padding` for the experts (`VLLM_MOE_SKIP_PADDING`)."""
+    import vllm.envs as envs
+
+    return bool(envs.VLLM_MOE_SKIP_PADDING)
+
+
+def use_classes(architecture: str, worker: str, scheduler: str, wants: Any) -> None:
+    """Has vLLM run models of `architecture` by classes of those qualified names, where nobody named others.
+
+    vLLM asks `MODELS_CONFIG_MAP` how a model changes its configuration, before the platform fills in `worker_cls`. Our
+    entry is a subclass of vLLM's own. wants: of the `VllmConfig`, whether this one is to have them. Idempotent.
+    """
+    from vllm.model_executor.models import config as module
+
+    theirs = module.MODELS_CONFIG_MAP[architecture]
+    if getattr(theirs, "worker", None) == worker:
+        return
+
+    class WithClasses(theirs):  # type: ignore[misc, valid-type]
+        @staticmethod
+        def verify_and_update_config(vllm_config: Any) -> None:
+            theirs.verify_and_update_config(vllm_config)
+            parallel, scheduling = vllm_config.parallel_config, vllm_config.scheduler_config
+            if not wants(vllm_config):
+                return
+            if parallel.worker_cls == "auto":
+                parallel.worker_cls = worker
+            # Where vLLM will schedule ahead, which it decides later: with these executors, unless told not to.
+            ahead = parallel.distributed_executor_backend in (None, "uni", "mp")
+            if ahead and scheduling.scheduler_cls is None and scheduling.async_scheduling is not False:
+                scheduling.scheduler_cls = scheduler
+
+    WithClasses.worker = worker
+    module.MODELS_CONFIG_MAP[architecture] = WithClasses
+
+
+def suits(config: Any) -> bool:
+    """Whether a `VllmConfig` is one that our worker and scheduler were made for: one CUDA GPU that generates text."""
+    from vllm.platforms import current_platform
+
+    parallel = config.parallel_config
+    alone = parallel.world_size == 1 and parallel.data_parallel_size == 1
+    generates = config.model_config.runner_type == "generate" and config.use_v2_model_runner
+    return bool(current_platform.is_cuda()) and (version() or "").startswith(f"{TRIED}.") and alone and generates
+
+
+def cache_groups(manager: Any) -> tuple[tuple[Any, int], ...] | None:
+    """Each group's manager of a `KVCacheManager`, and how many keys its window has (0: all); None for other kinds.
+
+    All blocks have the size by which prefixes are looked up: a partial block is never cached then.
+    """
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
+
+    groups = []
+    for group in manager.coordinator.single_type_managers:
+        if group.block_size != manager.block_pool.hash_block_size:
+            return None
+        if type(group) is FullAttentionManager:
+            groups.append((group, 0))
+        elif type(group) is SlidingWindowManager:
+            groups.append((group, group.sliding_window + group.extra_retained_tokens))
+        else:
+            return None
+    return tuple(groups)

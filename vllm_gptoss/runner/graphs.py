@@ -1,0 +1,77 @@
+"""Work that is launched as it is the first time, and from a CUDA graph ever after."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+
+import torch
+
+from vllm_gptoss import aside
+
+KEPT = 512
+"""Graphs of one kind that are kept, the least recently used go first: a batch size each, and some kilobytes."""
+
+
+class Work:
+    """Launches of a step whose shapes and addresses are fixed; what they read and write may change.
+
+    The first call launches them one by one: that compiles and loads what a capture must find ready. A capture that
+    fails leaves it so, and one line says why.
+    """
+
+    def __init__(self, launch: Callable[[], None], captures: bool) -> None:
+        self.launch, self.captures = launch, captures
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.is_warm = False
+
+    def run(self, graphs: Graphs) -> None:
+        """Does the work once, on the current stream."""
+        if self.graph is not None:
+            self.graph.replay()
+            return
+        if self.is_warm and self.captures:
+            self.graph = aside.attempt("host: graph", "auto", lambda: graphs.capture(self.launch))
+            self.captures = self.graph is not None
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self.launch()
+            self.is_warm = True
+
+
+class Graphs:
+    """Works by their key, and the memory that their graphs share."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.works: OrderedDict[Hashable, Work] = OrderedDict()
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)
+
+    def work(self, key: Hashable, make: Callable[[], Work]) -> Work:
+        """The work of that key, made at its first use."""
+        found = self.works.get(key)
+        if found is None:
+            found = self.works[key] = make()
+            if len(self.works) > KEPT:
+                # A graph must not go while it runs; this happens once in hundreds of batches.
+                torch.cuda.current_stream().synchronize()
+                self.works.popitem(last=False)
+        else:
+            self.works.move_to_end(key)
+        return found
+
+    def capture(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """What `launch` launches, as a graph. It must wait for nothing and allocate only what dies inside it.
+
+        `torch.cuda.graph` would collect garbage and empty the cache first: this happens while requests are served.
+        """
+        graph = torch.cuda.CUDAGraph()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            try:
+                launch()
+            finally:
+                graph.capture_end()
+        return graph
