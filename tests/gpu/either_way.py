@@ -141,7 +141,11 @@ def main(blocks: int, caching: bool, kinds: list[str], seed: int, rounds: int = 
         found["tokens"] += sum(len(tokens) for tokens, _, _ in wanted.values())
         for way in (OURS, MIXED):
             said = play(made, ways, work, way)
-            found["different"] += [[turn, way, name] for name in wanted if said.get(name) != wanted[name]]
+            found["different"] += [
+                {"turn": turn, "way": way, "asked": params, "wanted": wanted[name], "said": said.get(name)}
+                for _, name, _, params, _ in work
+                if said.get(name) != wanted.get(name)
+            ]
     return {**found, "steps": dict(ways.steps)}
 
 

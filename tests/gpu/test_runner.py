@@ -35,8 +35,9 @@ PLAIN = ["greedy", "seeded", "unseeded", "min_p"]
 )
 def test_the_same_tokens_either_way(job: dict[str, Any]) -> None:
     command = [sys.executable, "-m", "tests.gpu.either_way", json.dumps(job)]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=500, check=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-5000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["different"] == []
+    assert found["different"][:3] == []
     assert found["steps"]["short"] > 100, "hardly any step was ours"
     assert found["steps"]["preempted"] > 0 or job["blocks"] > 250, "too many blocks for this test"

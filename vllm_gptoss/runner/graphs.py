@@ -41,12 +41,15 @@ class Work:
 
 
 class Graphs:
-    """Works by their key, and the memory that their graphs share."""
+    """Works by their key, and the memory that their graphs share. memory: bytes that one of them may need at a time."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, memory: int = 0) -> None:
         self.works: OrderedDict[Hashable, Work] = OrderedDict()
         self.pool = torch.cuda.graph_pool_handle()
         self.stream = torch.cuda.Stream(device)
+        # Batches grow one by one: without a block for the largest, each would leave behind one that is too small for
+        # the next. The graph is never run; it keeps the block.
+        self.block = self.capture(lambda: torch.zeros(memory, dtype=torch.uint8, device=device)) if memory else None
 
     def work(self, key: Hashable, make: Callable[[], Work]) -> Work:
         """The work of that key, made at its first use."""
@@ -61,7 +64,7 @@ class Graphs:
             self.works.move_to_end(key)
         return found
 
-    def capture(self, launch: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def capture(self, launch: Callable[[], object]) -> torch.cuda.CUDAGraph:
         """What `launch` launches, as a graph. It must wait for nothing and allocate only what dies inside it.
 
         `torch.cuda.graph` would collect garbage and empty the cache first: this happens while requests are served.

@@ -37,7 +37,7 @@ class ShortWay:
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         self.buffers = Buffers(runner)
-        self.graphs = Graphs(runner.device)
+        self.graphs = Graphs(runner.device, work.MEMORY)
         self.batch: Batch | None = None
         self.events = [torch.cuda.Event(blocking=True) for _ in range(RING)]
         self.turn = 0
@@ -124,7 +124,7 @@ class GptOssModelRunner(GPUModelRunner):
         """As upstream, which calls it whenever weights were replaced: our graphs know those of the logits."""
         super().reset_lora_state()
         if self.short_way is not None:
-            self.short_way.graphs = Graphs(self.device)
+            self.short_way.graphs = Graphs(self.device, work.MEMORY)
 
     def shutdown(self) -> None:
         """As upstream, which frees what the graphs use."""

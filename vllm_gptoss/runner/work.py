@@ -16,6 +16,8 @@ from vllm_gptoss.runner.graphs import Work
 
 LOGITS_BYTES = 128 * 2**20
 """Most memory that the logits of a graph may take: it is kept beside what vLLM has measured and divided."""
+MEMORY = LOGITS_BYTES + 2**24
+"""The same with what sampling makes of them."""
 
 
 def before(runner: Any, buffers: Buffers, batch: Batch) -> Work:
