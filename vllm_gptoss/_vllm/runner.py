@@ -89,10 +89,11 @@ def suits(config: Any) -> bool:
     """Whether a `VllmConfig` is one that our worker and scheduler were made for: one CUDA GPU that generates text."""
     from vllm.platforms import current_platform
 
+    if not current_platform.is_cuda() or not (version() or "").startswith(f"{TRIED}."):
+        return False
     parallel = config.parallel_config
     alone = parallel.world_size == 1 and parallel.data_parallel_size == 1
-    generates = config.model_config.runner_type == "generate" and config.use_v2_model_runner
-    return bool(current_platform.is_cuda()) and (version() or "").startswith(f"{TRIED}.") and alone and generates
+    return alone and config.model_config.runner_type == "generate" and bool(config.use_v2_model_runner)
 
 
 def cache_groups(manager: Any) -> tuple[tuple[Any, int], ...] | None:
