@@ -1,4 +1,4 @@
-"""The kernels for many tokens without a GPU: they compile for every shape, and nobody reads past shared memory."""
+"""The kernel for many tokens without a GPU: it compiles for every shape, and nobody reads past shared memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from tests.kernels.cubins import compiled
 from vllm_gptoss.kernels import experts, experts_plan, nvrtc
-from vllm_gptoss.kernels.experts_many import ONLY, SOURCE, ManyTokenExperts, compile_options, tunings_for
+from vllm_gptoss.kernels.experts_many import NAME, SOURCE, ManyTokenExperts, compile_options, tunings_for
 
 SHAPES = [
     (32, 2880, 2880, 4, 32),
@@ -41,17 +41,14 @@ def prepared(count: int, intermediate: int, hidden: int, active: int, routed: in
     return ManyTokenExperts(few)
 
 
-@pytest.mark.parametrize("which", ONLY)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_shape_compiles_and_has_the_shared_memory_it_takes(
-    shape: tuple[int, int, int, int, int], which: str
-) -> None:
+def test_every_shape_compiles_and_has_the_shared_memory_it_takes(shape: tuple[int, int, int, int, int]) -> None:
     many = prepared(*shape)
     for most in many.tunings:
-        recipe = many.recipe(which, most, torch.bfloat16)
+        recipe = many.recipe(most, torch.bfloat16)
         check = f"\nstatic_assert(X_BYTES + META_BYTES + RING_BYTES <= {recipe.shared});"
         options = [*(f"-D{k}={v}" for k, v in recipe.options), *compile_options(recipe.registers)]
-        assert which.encode() in compiled(nvrtc.source(SOURCE) + check, "sm_90a", options)
+        assert NAME.encode() in compiled(nvrtc.source(SOURCE) + check, "sm_90a", options)
         assert recipe.shared <= experts_plan.SHARED_LIMIT
 
 
@@ -64,7 +61,7 @@ def test_every_step_has_kernels_and_those_that_hold_activations_run_where_expert
 @pytest.mark.parametrize("routing", [torch.int32, torch.int64, torch.float32])
 def test_every_routing_dtype_compiles(routing: torch.dtype) -> None:
     many = prepared(16, 384, 2880, 4, 32)
-    recipe = many.recipe("experts_down", min(many.tunings), routing)
+    recipe = many.recipe(min(many.tunings), routing)
     options = [*(f"-D{k}={v}" for k, v in recipe.options), *compile_options(recipe.registers)]
     assert compiled(nvrtc.source(SOURCE), "sm_90a", options)
 
@@ -73,4 +70,4 @@ def test_more_tokens_than_it_was_compiled_for_are_refused() -> None:
     many = prepared(32, 384, 2880, 4, 32)
     x, logits = torch.empty(513, 2880, device="meta"), torch.empty(513, 32, dtype=torch.bfloat16, device="meta")
     with pytest.raises(ValueError, match="1 to 512 tokens, got 513"):
-        many.launch_up(x, logits, torch.empty(0, device="meta"))
+        many(x, logits, None, torch.empty_like(x))

@@ -1,6 +1,6 @@
-"""MXFP4 experts for many tokens on sm90: two launches from router logits (or top-k ids) to the combined output.
+"""MXFP4 experts for many tokens on sm90: one launch from router logits (or top-k ids) to the combined output.
 
-`cuda/experts_many.cu` holds the kernels, docs/kernels/ the design and its numbers. The weights are the bytes that
+`cuda/experts_many.cu` holds the kernel, docs/kernels/ the design and its numbers. The weights are the bytes that
 `experts.py` and vLLM's own `matmul_ogs` read.
 """
 
@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_gptoss.kernels import nvrtc
 from vllm_gptoss.kernels.experts import FewTokenExperts, Recipe, multiprocessors, partial_sums, routing_mode
-from vllm_gptoss.kernels.experts_plan import PARTIAL_TOKENS, SHARED_LIMIT
+from vllm_gptoss.kernels.experts_plan import MAX_EXPERTS, PARTIAL_TOKENS, SHARED_LIMIT
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 SOURCE = Path(__file__).parent / "cuda" / "experts_many.cu"
-ONLY = {"experts_up": 1, "experts_down": 2}
+NAME = "experts_both"
 MAX_TOKENS = PARTIAL_TOKENS
 REGISTERS = {4: 96, 3: 128}
 """A thread's registers at the start, by the number of consuming warpgroups."""
@@ -35,12 +34,12 @@ TWO_7 = ctypes.c_uint32(1 << 7)
 @dataclass(frozen=True)
 class Tuning:
     """groups: consuming warpgroups of a block; depth: stages in a warp's ring, of `chunk` x 64 columns of weights;
-    most: tokens of an expert that are multiplied at once."""
+    columns: of products, multiples of 8: an expert's tokens are multiplied with the least that holds them."""
 
     groups: int
     depth: int
     chunk: int
-    most: int
+    columns: tuple[int, ...]
 
     @property
     def ring_bytes(self) -> int:
@@ -48,36 +47,42 @@ class Tuning:
         return self.groups * 4 * self.depth * self.chunk * (512 + 32)
 
 
-STREAMING, HOLDING = Tuning(groups=4, depth=3, chunk=3, most=64), Tuning(groups=3, depth=2, chunk=3, most=96)
+STREAMING = Tuning(groups=4, depth=2, chunk=5, columns=(24, 32, 64))
+STREAMING_LONG = Tuning(groups=4, depth=3, chunk=3, columns=(24, 32, 64))
+HOLDING = Tuning(groups=3, depth=2, chunk=3, columns=(32, 48, 64, 80, 96))
 """Four groups stream the weights of few tokens an expert faster; three have the registers for 96 columns of products
-and the shared memory to hold 32 rows of activations."""
+and the shared memory to hold 32 rows of activations. Stages of five tiles cost fewer instructions, but beside the
+lists of more than 128 tokens they leave no room for 24 rows. Each number of columns is a loop with registers of its
+own (docs/kernels/log.md): with more of them they spill."""
 
 STREAMED_PAIRS = 16
-"""Pairs (a token and one of its experts) for each routed expert up to which `STREAMING` runs: 128 tokens of the 20b,
-512 of the 120b, where `HOLDING` takes 4 % longer. At 512 tokens of the 20b it takes 14 % less (docs/kernels/log.md)."""
+"""Pairs (a token and one of its experts) for each routed expert up to which four groups run: 128 tokens of the 20b, 512
+of the 120b. At 512 tokens of the 20b three take less (docs/kernels/log.md)."""
 
 
 def tunings_for(routed: int, active: int) -> dict[int, Tuning]:
     """By the most tokens that each is compiled for."""
     streamed = min(MAX_TOKENS, STREAMED_PAIRS * routed // active)
-    return {streamed: STREAMING} | ({MAX_TOKENS: HOLDING} if streamed < MAX_TOKENS else {})
+    tunings = {streamed: STREAMING if streamed <= 128 else STREAMING_LONG}
+    return tunings | ({MAX_TOKENS: HOLDING} if streamed < MAX_TOKENS else {})
 
 
-def meta_bytes(tuning: Tuning, most: int, active: int, experts: int, down: bool) -> int:
+def meta_bytes(tuning: Tuning, most: int, active: int, experts: int) -> int:
     """Of `Meta` in experts_many.cu, rounded up."""
-    pairs, chunks = most * active, experts + most * active // tuning.most
-    size = 256 + 4 * tuning.most + 44 + 8 * chunks + (7 if down else 3) * pairs + 256
-    return -(-size // 128) * 128
+    pairs, chunks = most * active, experts + most * active // max(tuning.columns)
+    lists = 26 * chunks + 2 * pairs + 5 * (most // 32 + 3) * active
+    return -(-(256 + 84 + 256 + tuning.groups * 32 + lists + 16) // 128) * 128
 
 
-def x_bytes(tuning: Tuning, most: int, active: int, experts: int, down: bool) -> int:
+def x_bytes(tuning: Tuning, most: int, active: int, experts: int) -> int:
     """What is left of shared memory for activations."""
-    return (SHARED_LIMIT - tuning.ring_bytes - meta_bytes(tuning, most, active, experts, down)) // 1024 * 1024
+    left = SHARED_LIMIT - tuning.ring_bytes - meta_bytes(tuning, most, active, experts)
+    return left // 1024 * 1024
 
 
-def shared_bytes(tuning: Tuning, most: int, active: int, experts: int, down: bool) -> int:
+def shared_bytes(tuning: Tuning, most: int, active: int, experts: int) -> int:
     """Dynamic shared memory of one block."""
-    sizes = (tuning, most, active, experts, down)
+    sizes = (tuning, most, active, experts)
     return x_bytes(*sizes) + meta_bytes(*sizes) + tuning.ring_bytes
 
 
@@ -96,6 +101,15 @@ def _kernel(recipe: Recipe) -> nvrtc.Kernel:
         return module.kernel(recipe.name, recipe.shared)
 
 
+@functools.cache
+def counters(device: int) -> Tensor:
+    """Which chunks' activations are complete, all 0 between launches: as with `partial_sums`, two streams must not run
+    these kernels at the same time."""
+    import torch
+
+    return torch.zeros(2 * MAX_EXPERTS, dtype=torch.int32, device=f"cuda:{device}")
+
+
 class ManyTokenExperts:
     """Both projections of one layer's local experts, ready to launch: the weights of `few`, whatever it takes."""
 
@@ -105,84 +119,62 @@ class ManyTokenExperts:
         self.up, self.down, self.active, self.routed = few.up, few.down, few.active, few.routed
         self.alpha, self.limit, self.expert_map, self.device = few.alpha, few.limit, few.expert_map, few.device
         self.tunings = tunings_for(few.routed, few.active)
-        self._launches: dict[tuple[str, int, tuple[int, int]], nvrtc.Kernel] = {}
+        self._launches: dict[tuple[int, tuple[int, int]], nvrtc.Kernel] = {}
 
-    def recipe(self, which: str, most: int, routing: torch.dtype) -> Recipe:
-        """What the kernel `which` for up to `most` tokens, one of `tunings`, is compiled from for a routing dtype."""
-        down, tuning = which == "experts_down", self.tunings[most]
-        projection = self.down if down else self.up
-        sizes = (tuning, most, self.active, projection.experts, down)
+    def recipe(self, most: int, routing: torch.dtype) -> Recipe:
+        """What the kernel for up to `most` tokens, one of `tunings`, is compiled from for a routing dtype."""
+        tuning = self.tunings[most]
+        sizes = (tuning, most, self.active, self.up.experts)
         logits, id64 = routing_mode(routing)
         options = {
             "TOKENS": most,
-            "KT": projection.tiles,
-            "NROWS": projection.rows,
-            "SKT": projection.scales.shape[2] // 64,
-            "EXPERTS": projection.experts,
+            "KT_UP": self.up.tiles,
+            "KT_DOWN": self.down.tiles,
+            "SKT_UP": self.up.scales.shape[2] // 64,
+            "SKT_DOWN": self.down.scales.shape[2] // 64,
+            "EXPERTS": self.up.experts,
             "ACTIVE": self.active,
             "ROUTED": self.routed,
             "GROUPS": tuning.groups,
             "DEPTH": tuning.depth,
             "CHUNK": tuning.chunk,
-            "MOST": tuning.most,
+            "COLUMNS": sum(1 << columns // 8 for columns in tuning.columns),
             "X_BYTES": x_bytes(*sizes),
+            "SHARE_TOKENS": (most // 32 + 3),
             "LOGITS": logits,
             "ID64": id64,
             "MAPPED": int(self.expert_map is not None),
-            "ONLY": ONLY[which],
         }
         registers = REGISTERS[tuning.groups]
-        return Recipe(self.device, which, shared_bytes(*sizes), registers, tuple(sorted(options.items())))
+        return Recipe(self.device, NAME, shared_bytes(*sizes), registers, tuple(sorted(options.items())))
 
-    def loads(self, routing: torch.dtype) -> Iterator[tuple[Callable[[Recipe], nvrtc.Kernel], Recipe]]:
-        """Calls that load the kernels for a routing dtype: see `nvrtc.at_once`."""
-        for which, most in itertools.product(ONLY, self.tunings):
-            yield _kernel, self.recipe(which, most, routing)
+    def loads(self, routing: torch.dtype) -> Iterator[tuple[Callable[..., object], Hashable]]:
+        """Calls that load the kernels for a routing dtype and what they keep: see `nvrtc.at_once`."""
+        for most in self.tunings:
+            yield _kernel, self.recipe(most, routing)
+        yield counters, self.device
 
-    def launch_up(self, x: Tensor, routing: Tensor, act: Tensor, *, dependent: bool = True) -> None:
-        """act[T * A, I] bf16 = SwiGLU of the up projection of x [T, hidden] bf16, T <= max_tokens."""
-        tensors = (self.up.values, self.up.scales, self.up.bias, x, routing, None, self.expert_map, act)
-        numbers = (ctypes.c_float(self.alpha), ctypes.c_float(self.limit))
-        self._launch("experts_up", routing.dtype, tensors, x.shape[0], numbers, dependent)
-
-    def launch_down(
-        self, act: Tensor, routing: Tensor, weights: Tensor | None, out: Tensor, *, dependent: bool = True
-    ) -> None:
-        """out [T, hidden] bf16 = weighted sum of the down projections; `dependent` as `FewTokenExperts.launch_down`."""
-        tensors = (self.down.values, self.down.scales, self.down.bias, act, routing, weights, self.expert_map)
-        parts = partial_sums(self.device, self.active * self.down.rows, PARTIAL_TOKENS)
-        self._launch("experts_down", routing.dtype, (*tensors, parts, out), out.shape[0], (), dependent)
-
-    def _launch(
-        self,
-        which: str,
-        routing: torch.dtype,
-        tensors: tuple[Tensor | None, ...],
-        tokens: int,
-        numbers: tuple[ctypes.c_float, ...],
-        dependent: bool,
-    ) -> None:
-        import torch
-
+    def _prepare(self, tokens: int, routing: torch.dtype) -> tuple[nvrtc.Kernel, int]:
+        """The kernel for so many tokens, and its threads in a block."""
         if not 0 < tokens <= self.max_tokens:
             raise ValueError(f"1 to {self.max_tokens} tokens, got {tokens}")
         most = next(most for most in self.tunings if tokens <= most)
-        key = (which, most, routing_mode(routing))
+        key = (most, routing_mode(routing))
         if key not in self._launches:
-            self._launches[key] = _kernel(self.recipe(which, most, routing))
-        pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
-        self._launches[key](
-            multiprocessors(self.device),
-            (self.tunings[most].groups + 1) * 128,
-            torch.cuda.current_stream(self.device).cuda_stream,
-            [*pointers, ctypes.c_int(tokens), TWO_7, *numbers],
-            dependent=dependent,
-        )
+            self._launches[key] = _kernel(self.recipe(most, routing))
+        return self._launches[key], (self.tunings[most].groups + 1) * 128
 
     def __call__(self, x: Tensor, routing: Tensor, weights: Tensor | None, out: Tensor) -> None:
         """Runs both projections on the current stream; arguments as of `FewTokenExperts`, T <= max_tokens."""
         import torch
 
-        act = torch.empty((x.shape[0] * self.active, self.up.rows // 2), dtype=torch.bfloat16, device=x.device)
-        self.launch_up(x, routing, act)
-        self.launch_down(act, routing, weights, out)
+        tokens = x.shape[0]
+        kernel, threads = self._prepare(tokens, routing.dtype)
+        act = torch.empty((tokens * self.active, self.up.rows // 2), dtype=torch.bfloat16, device=x.device)
+        parts = partial_sums(self.device, self.active * self.down.rows, PARTIAL_TOKENS)
+        matrices = (self.up.values, self.up.scales, self.up.bias, self.down.values, self.down.scales, self.down.bias)
+        tensors = (*matrices, x, routing, weights, self.expert_map, act, counters(self.device), parts, out)
+        pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
+        numbers = (ctypes.c_int(tokens), TWO_7, ctypes.c_float(self.alpha), ctypes.c_float(self.limit))
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        kernel(multiprocessors(self.device), threads, stream, [*pointers, *numbers])

@@ -1,22 +1,23 @@
-// MXFP4 experts of gpt-oss for many tokens on sm90: weight rows are the M of wgmma, an expert's
-// tokens its N. Compiled by NVRTC for sm_90a; see docs/kernels/. Weights lie as in experts.cu, and
-// mxfp4.cuh decodes them.
+// MXFP4 experts of gpt-oss for many tokens on sm90, both projections in one launch: weight rows are
+// the M of wgmma, an expert's tokens its N. Compiled by NVRTC for sm_90a; see docs/kernels/.
+// Weights lie as in experts.cu, and mxfp4.cuh decodes them.
 //
 // An expert's tokens are a chunk of up to MOST, or several of equal size, and a chunk's products
 // run with the least N of a few that holds it. A unit of work is 64 weight rows over all of K for
 // one chunk, one warpgroup's. Every block finds the chunks from the routing itself and takes a
-// share of consecutive units of equal cost.
+// share of consecutive units of equal cost, of up and then of down.
 //
 // A warp streams its 16 rows through a ring that is private to each lane, as in experts.cu, and
-// decodes them into the A registers of wgmma, 32 columns while the 32 before are multiplied.
-// Activations are staged by four more warps, a stage of CHUNK tiles for all groups: as many stages
-// as fit, and where all of K fits, an expert's are loaded once.
+// decodes them into the A registers of wgmma, 32 columns while the 32 before are multiplied. The
+// ring reads on from up into down. Activations are staged by three more warps, a stage of CHUNK
+// tiles for all groups: as many stages as fit, and where all of K fits, an expert's are loaded
+// once. The last warp tells other blocks which of a chunk's activations of down are complete.
 //
-// Compile-time: TOKENS at most, KT tiles of 64 columns, NROWS weight rows (multiple of 64), SKT
-// column pairs of 32 in the scale storage, EXPERTS local experts, ACTIVE per token, ROUTED, GROUPS
-// consuming warpgroups, CHUNK tiles in a stage, DEPTH stages of weights in a warp's ring, MOST
-// columns of a product, X_BYTES of activations, LOGITS, ID64, MAPPED as in routing.cuh, ONLY 1 or
-// 2: up or down.
+// Compile-time: TOKENS at most, KT_UP and KT_DOWN tiles of 64 columns (so 128 KT_DOWN and 64 KT_UP
+// weight rows), SKT_UP and SKT_DOWN column pairs of 32 in the scale storage, EXPERTS local experts,
+// ACTIVE per token, ROUTED, GROUPS consuming warpgroups, CHUNK tiles in a stage, DEPTH stages of
+// weights in a warp's ring, COLUMNS of products: bit N / 8 for each N; X_BYTES of activations,
+// LOGITS, ID64, MAPPED as in routing.cuh.
 
 #include "common.cuh"
 #include "barriers.cuh"
@@ -25,76 +26,97 @@
 #include "routing.cuh"
 #include "combine.cuh"
 
-constexpr int STAGES = (KT + CHUNK - 1) / CHUNK;  // of all of K
-constexpr bool EVEN = KT % CHUNK == 0;
-constexpr int NU = NROWS / 64, NT = NROWS / 16;  // units and row tiles of an expert
-constexpr int CONSUMERS = GROUPS * 4, STAGERS = 4, WARPS = CONSUMERS + STAGERS,
+constexpr int CONSUMERS = GROUPS * 4, STAGERS = 3, WARPS = CONSUMERS + STAGERS + 1,
               THREADS = WARPS * 32;
 // A thread's registers once the roles are known, out of those that all had at first (96 of 640
 // threads, 128 of 512).
-constexpr int MULTIPLYING = GROUPS == 4   ? 112
-                            : GROUPS == 3 ? 160
-                                          : 208,
-              STAGING = GROUPS == 2 ? 88 : 32;
+constexpr int MULTIPLYING = GROUPS == 4 ? 112 : 152, STAGING = GROUPS == 4 ? 32 : 56;
+constexpr int MAX_STAGES = 16;
+constexpr int most_of(int columns) { return columns > 1 ? 8 + most_of(columns / 2) : 0; }
+constexpr int MOST = most_of(COLUMNS);
+
+// One of the projections.
+template <bool IS_DOWN> struct Of {
+  static constexpr bool DOWN = IS_DOWN;
+  static constexpr int KT = DOWN ? KT_DOWN : KT_UP, NROWS = DOWN ? 64 * KT_UP : 128 * KT_DOWN,
+                       SKT = DOWN ? SKT_DOWN : SKT_UP;
+  static constexpr int STAGES = (KT + CHUNK - 1) / CHUNK;  // of all of K
+  static constexpr bool EVEN = KT % CHUNK == 0;
+  static constexpr int NU = NROWS / 64, NT = NROWS / 16;  // units and row tiles of an expert
+  static constexpr int QUAD_BYTES = KT * 128;
+  static constexpr u64 EXPERT_BYTES = (u64)(NROWS / 4) * QUAD_BYTES;
+  static constexpr u64 EXPERT_SCALE_BYTES = (u64)((NROWS + 255) / 256 * 8) * SKT * 64;
+  // Tokens whose activations fit.
+  static constexpr int FIT = X_BYTES / (KT * 128) / 8 * 8;
+};
+using Up = Of<false>;
+using Down = Of<true>;
+constexpr bool BOTH_EVEN = Up::EVEN && Down::EVEN;
 constexpr int MAX_PAIRS = TOKENS * ACTIVE;
 constexpr int MAX_CHUNKS = EXPERTS + MAX_PAIRS / MOST;
 constexpr int PASSES = (MAX_PAIRS + WARPS * 32 - 1) / (WARPS * 32);
-constexpr int DIVISOR = ONLY == 1 ? ACTIVE : 1;  // pairs that share a row of activations
 constexpr int RING_STAGE =
     CHUNK * (512 + 32);  // of a warp: 16 bytes a lane and tile, then the scales
 constexpr int WARP_RING = DEPTH * RING_STAGE;
 constexpr int RING_BYTES = CONSUMERS * WARP_RING;
-constexpr int MAX_STAGES = 16;
-constexpr int QUAD_BYTES = KT * 128;
-constexpr u64 EXPERT_BYTES = (u64)(NROWS / 4) * QUAD_BYTES;
-constexpr u64 EXPERT_SCALE_BYTES = (u64)((NROWS + 255) / 256 * 8) * SKT * 64;
-static_assert(
-    NROWS % 64 == 0 && EXPERTS <= 128 && MAX_CHUNKS <= THREADS && X_BYTES % 1024 == 0, "shape");
-static_assert(X_BYTES >= WARPS * EXPERTS * 2 && X_BYTES >= 2 * MOST * CHUNK * 128,
-    "activations and, before, counts");
+// Of the tokens that one of at least 32 blocks adds up.
+constexpr int SHARE_PICKS = (TOKENS / 32 + 3) * ACTIVE;
 
 struct Meta {
   u64 full[MAX_STAGES], empty[MAX_STAGES];
-  int row[MOST];           // where the chunk's rows of activations start, in bytes
-  int before[MAX_CHUNKS];  // cost of a unit summed over the chunks before
-  int sums[4], costs[4], first, last, total;
-#if ONLY == 2
-  float weights[MAX_PAIRS];
-#endif
-  u16 pairs[MAX_PAIRS];   // those of expert 0, of expert 1, ...
-  u16 start[MAX_CHUNKS];  // of a chunk in `pairs`
-  u16 offset[128];        // of an expert
+  u64 done[MAX_CHUNKS];        // of a part of up: all of its units' warps have
+  int before[MAX_CHUNKS + 1];  // cost of a unit summed over the chunks before
+  int sums[4], costs[4], first[2], last[2], total, chunks, parts;
+  float weights[SHARE_PICKS];  // of the block's share of the outputs
+  int2 at[CONSUMERS];          // which part and unit a warp reads weights of
+  u32 part[2 * MAX_CHUNKS];    // see part_of
+  u8 begun[2 * MAX_CHUNKS];    // the block's units before a part, modulo GROUPS
+  u16 pairs[MAX_PAIRS];        // those of expert 0, of expert 1, ...
+  u16 start[MAX_CHUNKS];       // of a chunk in `pairs`
+  u16 offset[128];             // of an expert
   u8 count[MAX_CHUNKS], expert[MAX_CHUNKS];
-  signed char ids[MAX_PAIRS];
+  signed char ids[SHARE_PICKS];
 };
 constexpr int META_BYTES = (sizeof(Meta) + 127) / 128 * 128;
+// Lies where activations come to lie.
+struct Routed {
+  float weights[MAX_PAIRS];
+  u16 seen[WARPS * EXPERTS];
+  signed char ids[MAX_PAIRS];
+};
+static_assert(EXPERTS <= 128 && MAX_CHUNKS <= 256 && MAX_CHUNKS <= THREADS &&
+                  SHARE_PICKS <= THREADS && Up::NU < 2048 && Down::NU < 2048 && X_BYTES % 1024 == 0,
+    "shape");
+static_assert(sizeof(Routed) <= X_BYTES && 2 * MOST * CHUNK * 128 <= X_BYTES, "activations");
 
 // The N of wgmma for a chunk of `count` tokens.
 __device__ __forceinline__ int columns_of(int count) {
-  return count <= 24 ? 24 : count <= 32 ? 32 : (count + 15) / 16 * 16;
+  int n = (count + 7) / 8;
+  while (!(COLUMNS >> n & 1)) n++;
+  return n * 8;
 }
 // What a unit costs: for few tokens its weights and their decoding, for many its products.
 __device__ __forceinline__ int cost_of(int count) {
   return count <= 24 ? 16 : 12 + columns_of(count) * 3 / 16;
 }
-// Rows for which all of K fits. Chunks of so many and of fewer are staged in the same places, so
-// that the next one's rows come while the last one's are still read.
-constexpr int ROWS_THAT_FIT = X_BYTES / (KT * 128) / 8 * 8;
-constexpr int LEAST = ROWS_THAT_FIT < 8 ? 8 : ROWS_THAT_FIT < MOST ? ROWS_THAT_FIT : MOST;
+// Chunks for which all of K fits are staged in the same places, so that the next one's rows come
+// while the last one's are still read.
+constexpr int FIT = Up::FIT < Down::FIT ? Up::FIT : Down::FIT;
+constexpr int LEAST = FIT < 8 ? 8 : FIT < MOST ? FIT : MOST;
 // One tile of activations of a chunk of `count` tokens in 16 bytes, as descriptors count. wgmma
 // reads N rows from where a tile begins: the columns that other bytes make are nobody's.
 __device__ __forceinline__ int tile_of(int count) { return (max(count, LEAST) + 7) / 8 * 64; }
 // Stages of activations that fit.
-__device__ __forceinline__ int stages_of(int count) {
-  return min(min(STAGES, MAX_STAGES), X_BYTES / (tile_of(count) * 16 * CHUNK));
+template <class P> __device__ __forceinline__ int stages_of(int count) {
+  return min(min(P::STAGES, MAX_STAGES), X_BYTES / (tile_of(count) * 16 * CHUNK));
 }
-__device__ __forceinline__ bool resident(int count) {
-  return STAGES <= MAX_STAGES && tile_of(count) * 16 * CHUNK * STAGES <= X_BYTES;
+template <class P> __device__ __forceinline__ bool resident(int count) {
+  return P::STAGES <= MAX_STAGES && tile_of(count) * 16 * CHUNK * P::STAGES <= X_BYTES;
 }
-// The block's unit number `i` is group i % GROUPS's: the group's first of a chunk part that begins
-// at unit `a` of the chunk, `begun` units after the block's first.
+// The block's unit number `i` is group i % GROUPS's: the group's first at or after unit `a` of a
+// chunk, before which the block has `begun`.
 __device__ __forceinline__ int first_of(int a, int begun, int group) {
-  return a + (group + GROUPS * 4096 - begun) % GROUPS;
+  return a + (group + GROUPS - begun) % GROUPS;
 }
 
 // Weights pass through L2 once: what blocks tell one another stays there.
@@ -115,151 +137,297 @@ __device__ __forceinline__ void cp_arrive(u32 bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
 
-// ids, and where ONLY == 2 weights, of all pairs.
-__device__ __forceinline__ void read_routing(
-    Meta& m, const u8* routing, const float* weights, const int* map, int tokens, int thread) {
-  float* to = nullptr;
-#if ONLY == 2
-  to = m.weights;
+// A logit's bits as a number of the same order, and back.
+__device__ __forceinline__ u32 ordered(u32 bits) {
+  return bits ^ ((u32)((int)bits >> 31) | 0x80000000u);
+}
+__device__ __forceinline__ float unordered(u32 key) {
+  return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
+}
+// A logit with its expert behind it, so that a tie is the lower expert's.
+#if LOGITS == 2
+typedef u64 Key;
+__device__ __forceinline__ Key key_of(u32 bits, int e) {
+  return (u64)ordered(bits) << 32 | (u32)~e;
+}
+__device__ __forceinline__ int expert_of(Key key) { return ~(u32)key; }
+__device__ __forceinline__ float logit_of(Key key) { return unordered(key >> 32); }
+#else
+typedef u32 Key;
+__device__ __forceinline__ Key key_of(u32 bits, int e) {
+  return (ordered(bits) & 0xFFFF0000u) | (0xFFFF - e);
+}
+__device__ __forceinline__ int expert_of(Key key) { return 0xFFFF - (key & 0xFFFF); }
+__device__ __forceinline__ float logit_of(Key key) {
+  return unordered((key & 0xFFFF0000u) | (key & 0x80000000u ? 0 : 0xFFFF));
+}
 #endif
-  if (LOGITS) {
-    choose_experts<4>(m.ids, to, routing, map, tokens, thread >> 5, WARPS, thread & 31);
+__device__ __forceinline__ void keep(Key (&best)[ACTIVE], Key key) {
+#pragma unroll
+  for (int a = 0; a < ACTIVE; a++) {
+    const Key less = best[a] < key ? best[a] : key;
+    best[a] = best[a] < key ? key : best[a];
+    key = less;
+  }
+}
+// The ACTIVE largest logits of a token and their softmax, by one thread: of so many tokens, a warp
+// for each waits longer, for its maxima.
+__device__ __forceinline__ void choose_alone(
+    Routed& t, const u8* logits, const int* map, int token) {
+  constexpr int SIZE = LOGITS == 2 ? 4 : 2, EACH = 16 / SIZE;
+  Key best[ACTIVE];
+#pragma unroll
+  for (int a = 0; a < ACTIVE; a++) best[a] = 0;
+  const u8* from = logits + (u64)token * ROUTED * SIZE;
+#pragma unroll 4
+  for (int e = 0; e < ROUTED; e += EACH) {
+    const uint4 v = __ldcg(reinterpret_cast<const uint4*>(from + e * SIZE));
+    const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const u32 word = words[i * SIZE / 4];
+      keep(best, key_of(LOGITS == 2 || i & 1 ? word : word << 16, e + i));
+    }
+  }
+  float value[ACTIVE], sum = 0.f;
+#pragma unroll
+  for (int a = 0; a < ACTIVE; a++) {
+    const int e = expert_of(best[a]);
+    value[a] = logit_of(best[a]);
+    sum += __expf(value[a] - value[0]);
+    t.ids[token * ACTIVE + a] = MAPPED ? map[e] : e;
+  }
+#pragma unroll
+  for (int a = 0; a < ACTIVE; a++)
+    t.weights[token * ACTIVE + a] = __expf(value[a] - value[0]) / sum;
+}
+
+// ids and weights of all pairs.
+__device__ __forceinline__ void read_routing(
+    Routed& t, const u8* routing, const float* weights, const int* map, int tokens, int thread) {
+  if (LOGITS && ROUTED % 8 == 0) {
+    for (int token = thread; token < tokens; token += THREADS) choose_alone(t, routing, map, token);
+  } else if (LOGITS) {
+    choose_experts<4>(t.ids, t.weights, routing, map, tokens, thread >> 5, WARPS, thread & 31);
   } else {
     for (int i = thread; i < tokens * ACTIVE; i += THREADS) {
-      m.ids[i] = local_id(routing, map, i);
-      if (to) to[i] = ld_cg(weights + i);
+      t.ids[i] = local_id(routing, map, i);
+      t.weights[i] = ld_cg(weights + i);
     }
   }
   __syncthreads();
 }
 
-// Chunks in the order of their experts, the pairs of each, and this block's share of the units.
-// Uses `seen`, of WARPS x EXPERTS, meanwhile.
-__device__ __forceinline__ void find_chunks(Meta& m, u16* seen, int tokens, int thread) {
+// This block's share of the outputs: so many times four of a token, and the first of its tokens.
+__device__ __forceinline__ int quads_each(int tokens) {
+  return (tokens * (Down::NROWS / 4) + gridDim.x - 1) / gridDim.x;
+}
+__device__ __forceinline__ int share_token(int tokens) {
+  return blockIdx.x * quads_each(tokens) / (Down::NROWS / 4);
+}
+
+// The chunks of each expert, in the order of experts. `places` and `costs` are this thread's
+// expert's pairs (with its chunks above bit 16) and costs, summed over the experts before.
+__device__ __forceinline__ void list_chunks(Meta& m, int count, int thread) {
+  const int warp = thread >> 5, lane = thread & 31;
+  const int chunks = (count + MOST - 1) / MOST, size = chunks ? (count + chunks - 1) / chunks : 0;
+  const int cost = cost_of(size);
+  int places = count | chunks << 16, costs = cost * chunks;
+#pragma unroll
+  for (int d = 1; d < 32; d <<= 1) {
+    const int p = __shfl_up_sync(~0u, places, d), c = __shfl_up_sync(~0u, costs, d);
+    places += lane >= d ? p : 0;
+    costs += lane >= d ? c : 0;
+  }
+  if (lane == 31) {
+    m.sums[warp] = places;
+    m.costs[warp] = costs;
+  }
+  named_sync<3, 128>();
+  places -= count | chunks << 16;
+  costs -= cost * chunks;
+  for (int w = 0; w < warp; w++) {
+    places += m.sums[w];
+    costs += m.costs[w];
+  }
+  const int start = places & 0xFFFF, chunk = places >> 16;
+  m.offset[thread] = start;
+  for (int i = 0; i < chunks; i++) {
+    m.before[chunk + i] = costs + i * cost;
+    m.start[chunk + i] = start + i * size;
+    m.count[chunk + i] = min(size, count - i * size);
+    m.expert[chunk + i] = thread;
+  }
+  if (thread == 127) {
+    m.chunks = chunk + chunks;
+    m.total = m.before[chunk + chunks] = costs + cost * chunks;
+  }
+}
+
+// Where the block's share of a projection's units begins and ends: units of chunk 0, of chunk 1,
+// ...
+template <class P> __device__ __forceinline__ void take_share(Meta& m, int thread) {
+  const int all = m.chunks, cost_of_all = m.total * P::NU;
+#pragma unroll
+  for (int end = 0; end < 2; end++) {
+    const int target = (u32)cost_of_all * (blockIdx.x + end) / gridDim.x;
+    int& at = end ? m.last[P::DOWN] : m.first[P::DOWN];
+    if (thread < all) {
+      const int cost = m.before[thread + 1] - m.before[thread];
+      const int in = target - m.before[thread] * P::NU;
+      if (in >= 0 && in < cost * P::NU) at = thread * P::NU + (u32)in / (u32)cost;
+    }
+    if (thread == 0 && target >= cost_of_all) at = all * P::NU;
+  }
+}
+
+// A part: units `a` up to `b` of a chunk, of one projection.
+struct Part {
+  int chunk, a, b;
+  bool down;
+};
+__device__ __forceinline__ Part part_of(const Meta& m, int i) {
+  const u32 p = m.part[i];
+  return {(int)(p & 255), (int)(p >> 8 & 2047), (int)(p >> 19 & 2047), p >> 31 != 0};
+}
+// The block's parts in the order in which everybody goes through them, by one thread.
+__device__ __forceinline__ void list_parts(Meta& m) {
+  int parts = 0, begun = 0;
+  for (int down = 0; down < 2; down++) {
+    const int nu = down ? Down::NU : Up::NU, first = m.first[down], last = m.last[down];
+    if (first < last)
+      for (int chunk = first / nu; chunk * nu < last; chunk++) {
+        const int a = max(first - chunk * nu, 0), b = min(last - chunk * nu, nu);
+        if (!down) bar_init(smem_u32(m.done + parts), 4 * SPEAKERS * (b - a));
+        m.part[parts] = chunk | a << 8 | b << 19 | (u32)down << 31;
+        m.begun[parts++] = begun;
+        begun = (begun + b - a) % GROUPS;
+      }
+  }
+  m.parts = parts;
+}
+
+// Chunks, the pairs of each, and this block's parts.
+__device__ __forceinline__ void find_work(Meta& m, Routed& t, int tokens, int thread) {
   const int warp = thread >> 5, lane = thread & 31, pairs = tokens * ACTIVE;
   const int each = (pairs + WARPS * 32 - 1) / (WARPS * 32) * 32;
   u16 ranks[PASSES];
   rank_pairs<PASSES>(
-      ranks, seen + warp * EXPERTS, m.ids, warp * each, min(pairs, (warp + 1) * each), lane);
-  __syncthreads();
-  int count = 0, chunks = 0, size = 0, cost = 0, places = 0, costs = 0;
-  if (thread < 128) {
-    if (thread < EXPERTS) count = count_before_warps<WARPS>(seen, thread);
-    chunks = (count + MOST - 1) / MOST;
-    size = chunks ? (count + chunks - 1) / chunks : 0;
-    cost = cost_of(size);
-    places = count | chunks << 16;
-    costs = cost * chunks;
-#pragma unroll
-    for (int d = 1; d < 32; d <<= 1) {
-      const int p = __shfl_up_sync(~0u, places, d), c = __shfl_up_sync(~0u, costs, d);
-      places += lane >= d ? p : 0;
-      costs += lane >= d ? c : 0;
-    }
-    if (lane == 31) {
-      m.sums[warp] = places;
-      m.costs[warp] = costs;
-    }
-    places -= count | chunks << 16;
-    costs -= cost * chunks;
+      ranks, t.seen + warp * EXPERTS, t.ids, warp * each, min(pairs, (warp + 1) * each), lane);
+  const int pick = share_token(tokens) * ACTIVE + thread;
+  if (thread < SHARE_PICKS && pick < pairs) {
+    m.weights[thread] = t.weights[pick];
+    m.ids[thread] = t.ids[pick];
   }
   __syncthreads();
-  if (thread < 128) {
-    for (int w = 0; w < warp; w++) {
-      places += m.sums[w];
-      costs += m.costs[w];
-    }
-    const int start = places & 0xFFFF, chunk = places >> 16;
-    m.offset[thread] = start;
-    for (int i = 0; i < chunks; i++) {
-      m.before[chunk + i] = costs + i * cost;
-      m.start[chunk + i] = start + i * size;
-      m.count[chunk + i] = min(size, count - i * size);
-      m.expert[chunk + i] = thread;
-    }
-    if (thread == 127) m.total = costs + cost * chunks;
-    if (thread == 127) m.last = (chunk + chunks) * NU;
-    if (thread == 127) m.first = (chunk + chunks) * NU;
-  }
+  if (thread < 128)
+    list_chunks(m, thread < EXPERTS ? count_before_warps<WARPS>(t.seen, thread) : 0, thread);
   __syncthreads();
 #pragma unroll
   for (int p = 0; p < PASSES; p++) {
     const int i = warp * each + p * 32 + lane;
-    if (p * 32 < each && i < pairs && m.ids[i] >= 0)
-      m.pairs[m.offset[m.ids[i]] + seen[warp * EXPERTS + m.ids[i]] + ranks[p]] = i;
+    if (p * 32 < each && i < pairs && t.ids[i] >= 0)
+      m.pairs[m.offset[t.ids[i]] + t.seen[warp * EXPERTS + t.ids[i]] + ranks[p]] = i;
   }
-  const int all = m.last / NU;
+  take_share<Up>(m, thread);
+  take_share<Down>(m, thread);
   __syncthreads();
-  if (thread < all) {
-    const int before = m.before[thread] * NU,
-              cost = (thread + 1 < all ? m.before[thread + 1] : m.total) - m.before[thread];
-#pragma unroll
-    for (int end = 0; end < 2; end++) {
-      const int at = (int)((long long)m.total * NU * (blockIdx.x + end) / gridDim.x) - before;
-      if (at >= 0 && at < cost * NU) (end ? m.last : m.first) = thread * NU + at / cost;
-    }
-  }
+  if (thread == 0) list_parts(m);
   __syncthreads();
 }
 
+// The thread, read again: what follows from it is then worked out where it is needed instead of
+// held in registers through the loops.
+__device__ __forceinline__ int thread_now() {
+  int t;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(t));
+  return t;
+}
+
+struct Weights {
+  const u8 *values, *scales;
+  const float* bias;
+};
+struct Sources {
+  Weights up, down;
+};
 // Where a warp reads weights: stage after stage of unit after unit of its group. Where activations
 // do not fit, every other round of a chunk goes through K backwards: what is staged last is read
 // first.
 struct Feed {
   const u8 *values, *scales;
-  int chunk, unit, end, left, step;
-  bool live;
+  int left, step;  // tiles of the unit, stages at once
 };
 
-// Goes to the group's first unit at or after `unit` of chunk `chunk`.
-__device__ __forceinline__ void seek(Feed& f, const Meta& m, const u8* __restrict__ values,
-    const u8* __restrict__ scales, int group, int warp, int lane) {
-  f.left = STAGES;
-  while (f.unit >= f.end) {
-    f.chunk++;
-    f.live = f.chunk * NU < m.last;
-    if (!f.live) return;
-    const int a = max(m.first - f.chunk * NU, 0);
-    f.unit = first_of(a, f.chunk * NU + a - m.first, group);
-    f.end = min(m.last - f.chunk * NU, NU);
-  }
-  const int tile = row_tile(f.unit * 4 + warp, NT), expert = m.expert[f.chunk];
-  const int round = (f.unit - max(m.first - f.chunk * NU, 0)) / GROUPS;
-  const bool back = EVEN && round % 2 && !resident(m.count[f.chunk]);
+// Asks L2 for the unit's bias, which nobody reads before its end.
+template <class P>
+__device__ __forceinline__ void point(
+    Feed& f, const Meta& m, const Weights& w, const Part& p, int unit, int warp, int lane) {
+  const int tile = row_tile(unit * 4 + warp, P::NT), expert = m.expert[p.chunk];
+  if (lane == 0)
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(w.bias + (u64)expert * P::NROWS + tile * 16));
+  const bool back = P::EVEN && (unit - p.a) / GROUPS % 2 && !resident<P>(m.count[p.chunk]);
+  f.left = P::KT;
   f.step = back ? -1 : 1;
-  f.values = values + expert * EXPERT_BYTES + (u64)(tile * 4 + (lane >> 3)) * QUAD_BYTES +
-             ((lane >> 2) & 1) * 64 + (lane & 3) * 16 + (back ? (STAGES - 1) * CHUNK * 128 : 0);
-  f.scales = scales + expert * EXPERT_SCALE_BYTES +
-             (u64)(((tile >> 4) * 8 + (tile & 7)) * SKT + (lane >> 1)) * 64 +
-             ((tile >> 3) & 1) * 32 + (lane & 1) * 16 + (back ? (STAGES - 1) * CHUNK * 64 : 0);
+  f.values = w.values + expert * P::EXPERT_BYTES + (u64)(tile * 4 + (lane >> 3)) * P::QUAD_BYTES +
+             ((lane >> 2) & 1) * 64 + (lane & 3) * 16 + (back ? (P::STAGES - 1) * CHUNK * 128 : 0);
+  f.scales = w.scales + expert * P::EXPERT_SCALE_BYTES +
+             (u64)(((tile >> 4) * 8 + (tile & 7)) * P::SKT + (lane >> 1)) * 64 +
+             ((tile >> 3) & 1) * 32 + (lane & 1) * 16 + (back ? (P::STAGES - 1) * CHUNK * 64 : 0);
+}
+
+// Goes to the group's next unit.
+__device__ __forceinline__ void seek(Feed& f, Meta& m, const Sources& from) {
+  const int warp = thread_now() >> 5, lane = thread_now() & 31;
+  int2 at = m.at[warp];
+  __syncwarp();
+  Part p;
+  f.left = 0;
+  at.y += GROUPS;
+  for (;; at.x++) {
+    if (at.x >= m.parts) break;
+    p = part_of(m, at.x);
+    if (at.y < 0) at.y = first_of(p.a, m.begun[at.x], warp >> 2);
+    if (at.y < p.b) break;
+    at.y = -1;
+  }
+  if (lane == 0) m.at[warp] = at;
+  __syncwarp();
+  if (at.x >= m.parts) return;
+  if (p.down)
+    point<Down>(f, m, from.down, p, at.y, warp & 3, lane);
+  else
+    point<Up>(f, m, from.up, p, at.y, warp & 3, lane);
 }
 
 // Starts the loads of one stage of the ring. Always commits, so that all lanes count the same
 // groups.
-__device__ __forceinline__ void fetch(Feed& f, u32 ring, u32 scales, int lane) {
-  if (f.live) {
-    const int tiles = EVEN ? CHUNK : min(CHUNK, KT - (STAGES - f.left) * CHUNK);
-    if (lane < 2 * tiles) cp16(scales + lane * 16, f.scales);
+__device__ __forceinline__ void fetch(Feed& f, Meta& m, const Sources& from, u32 ring, int lane) {
+  if (f.left > 0) {
+    const int tiles = BOTH_EVEN ? CHUNK : min(CHUNK, f.left);
+    if (lane < 2 * tiles) cp16(ring + CHUNK * 512, f.scales);
 #pragma unroll
     for (int k = 0; k < CHUNK; k++)
-      if (EVEN || k < tiles) cp16(ring + k * 512, f.values + k * 128);
+      if (BOTH_EVEN || k < tiles) cp16(ring + k * 512, f.values + k * 128);
     f.values += f.step * (CHUNK * 128);
     f.scales += f.step * (CHUNK * 64);
-    f.left--;
+    f.left -= CHUNK;
+    if (f.left <= 0) seek(f, m, from);
   }
   cp_commit();
 }
 
 // What a consuming warp keeps through all units.
 struct Warp {
-  int group, warp, lane;   // of the group's four; in the warp
-  u32 ring, scales, slot;  // this lane's values and this warp's scales in stage 0, bytes to the
-                           // stage now worked on
+  int lane;
+  u32 ring, scales, slot;  // this lane's values and scales in stage 0, bytes to the stage now
+                           // worked on
   u32 x;                   // shared memory: the activations, and behind them the barriers
   u32 fulls;               // parity to wait for, a bit for each stage of activations
   u32 two_7;
 };
 
+// No proxy fence: what cp.async wrote and an mbarrier announced, wgmma reads.
 __device__ __forceinline__ void await_stage(Warp& w, int s) {
   bar_wait(w.x + X_BYTES + 8 * s, w.fulls >> s & 1);
   w.fulls ^= 1u << s;
@@ -268,47 +436,51 @@ __device__ __forceinline__ void release(const Warp& w, int s) {
   bar_arrive_warp(w.x + X_BYTES + 8 * (MAX_STAGES + s), w.lane);
 }
 
-// How a chunk's activations lie in shared memory: `stages` of them, of tiles of `tile` x 16 bytes.
-struct Staged {
-  int tile, stages;
+// How a unit goes through its chunk's activations, the same code for both projections: ptxas gives
+// each loop with wgmma registers of its own, and more loops than these do not fit.
+struct Way {
+  int tile, stages;     // tiles of `tile` x 16 bytes, and stages that fit beside one another
+  int waits, releases;  // from which turn on stages are waited for, before which released
+  int turns, tiles;     // stages and tiles of all of K
+  bool back;
+  __device__ __forceinline__ int first() const { return back ? (turns - 1) % stages : 0; }
+  __device__ __forceinline__ int next(int at) const {
+    return back ? (at == 0 ? stages - 1 : at - 1) : (at == stages - 1 ? 0 : at + 1);
+  }
 };
 
-// The 64 rows x N products of one unit, times 2^-64, through K backwards if `back`. `opens`: the
-// activations of all stages are waited for, otherwise those that did not fit beside the round
-// before. `closes`: all are released.
+// The 64 rows x N products of one unit, times 2^-64.
 template <int N>
-__device__ __forceinline__ void multiply(float (&c)[N / 2], Warp& w, Feed& f, const Meta& m,
-    const u8* __restrict__ values, const u8* __restrict__ scales, Staged x, bool back, bool opens,
-    bool closes) {
+__device__ __forceinline__ void multiply(
+    float (&c)[N / 2], Warp& w, Feed& f, Meta& m, const Sources& from, const Way& x) {
 #pragma unroll
   for (int i = 0; i < N / 2; i++) c[i] = 0.f;
   u32 a[2][8];
-  int stage = back ? STAGES - 1 : 0, at = back ? (STAGES - 1) % x.stages : 0, before = -1;
+  int at = x.first(), before = -1;
+  // Of one lane, so that the compiler knows it for the same in all and keeps it in a uniform
+  // register.
+  const u32 tile = __shfl_sync(~0u, x.tile, 0);
 #pragma unroll 1
-  for (int turn = 0; turn < STAGES; turn++) {
-    const int tiles = EVEN ? CHUNK : min(CHUNK, KT - stage * CHUNK);
+  for (int turn = 0; turn < x.turns; turn++) {
+    const int tiles = BOTH_EVEN ? CHUNK : min(CHUNK, x.tiles - turn * CHUNK);
     cp_wait<DEPTH - 1>();
     __syncwarp();
-    if (opens || turn >= x.stages) {
-      await_stage(w, at);
-      fence_async();
-    }
-    // Of one lane, so that the compiler knows it for the same in all and keeps it in a uniform
-    // register.
-    u32 b = __shfl_sync(~0u, b_descriptor(w.x + at * (x.tile * 16 * CHUNK)), 0);
-    const u32 ring = w.ring + w.slot, scale = w.scales + w.slot + (w.lane >> 2) * 4;
+    if (turn >= x.waits) await_stage(w, at);
+    const u32 b = __shfl_sync(~0u, b_descriptor(w.x + at * (x.tile * 16 * CHUNK)), 0);
+    const u32 ring = w.ring + w.slot, scale = w.scales + w.slot;
 #pragma unroll
-    for (int k = 0; k < CHUNK; k++, b += __shfl_sync(~0u, x.tile, 0)) {
-      if (EVEN || k < tiles) {
+    for (int k = 0; k < CHUNK; k++) {
+      if (BOTH_EVEN || k < tiles) {
         const uint4 v = lds16(ring + k * 512);
         const u32 s4 = lds4(scale + k * 32);
+        const u64 d = whole_descriptor(b + k * tile);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           scaled(a[half], half ? v.z : v.x, half ? v.w : v.y,
               half ? scales16<2>(s4, w.two_7) : scales16<0>(s4, w.two_7));
           wgmma_fence();
-          Wgmma<N>::run(c, a[half], b + half * 4);
-          Wgmma<N>::run(c, a[half] + 4, b + half * 4 + 2);
+          Wgmma<N>::run(c, a[half], d + half * 4);
+          Wgmma<N>::run(c, a[half] + 4, d + half * 4 + 2);
           wgmma_commit();
           wgmma_wait<1>();
           if (k == 0 && half == 0 && before >= 0) release(w, before);
@@ -316,264 +488,368 @@ __device__ __forceinline__ void multiply(float (&c)[N / 2], Warp& w, Feed& f, co
       }
     }
     __syncwarp();
-    fetch(f, ring, w.scales + w.slot, w.lane);
-    if (f.left == 0) {
-      f.unit += GROUPS;
-      seek(f, m, values, scales, w.group, w.warp, w.lane);
-    }
+    fetch(f, m, from, ring, w.lane);
     w.slot = w.slot == (DEPTH - 1) * RING_STAGE ? 0 : w.slot + RING_STAGE;
-    before = closes || turn < STAGES - x.stages ? at : -1;
-    stage += back ? -1 : 1;
-    at = back ? (at == 0 ? x.stages - 1 : at - 1) : (at == x.stages - 1 ? 0 : at + 1);
+    before = turn < x.releases ? at : -1;
+    at = x.next(at);
   }
   wgmma_wait<0>();
   if (before >= 0) release(w, before);
 }
 
-// The group's units of a chunk, of the block's a to b. Rounds of one unit for each group: all take
-// part in every stage of activations, unless all of K fits, when a group goes at its own pace.
-template <int N, class Finish>
-__device__ __forceinline__ void chunk_part(Warp& w, Feed& f, const Meta& m,
-    const u8* __restrict__ values, const u8* __restrict__ scales, int count, int a, int b,
-    int begun, Finish finish) {
-  const Staged x = {tile_of(count), stages_of(count)};
-  const bool fits = x.stages == STAGES, reloaded = !EVEN && !fits;
-  const int mine = first_of(a, begun, w.group);
-  for (int base = 0; a + base < b; base += GROUPS) {
-    const int unit = mine + base;
-    const bool back = EVEN && !fits && base / GROUPS % 2;
-    const bool opens = reloaded || base == 0,
-               closes = reloaded || (fits ? unit : a + base) + GROUPS >= b;
-    if (unit < b) {
-      float c[N / 2];
-      multiply<N>(c, w, f, m, values, scales, x, back, opens, closes);
-      finish(c, unit);
-    } else if (!fits || base == 0) {
-      int at = back ? (STAGES - 1) % x.stages : 0;
-      for (int turn = 0; turn < STAGES; turn++) {
-        if (opens || turn >= x.stages) await_stage(w, at);
-        if (closes || turn < STAGES - x.stages) release(w, at);
-        at = back ? (at == 0 ? x.stages - 1 : at - 1) : (at == x.stages - 1 ? 0 : at + 1);
-      }
-    }
+struct Gate {
+  float alpha, limit;
+  __device__ __forceinline__ float operator()(float gate, float up) const {
+    gate = fminf(gate, limit);
+    up = fminf(fmaxf(up, -limit), limit);
+    return gate / (1.f + __expf(-alpha * gate)) * (up + 1.f);
   }
-}
+};
+struct Outputs {
+  u16* act;
+  u32* parts;
+  Gate gate;
+};
+constexpr float TWO_64F = 18446744073709551616.f;
 
-// Of the warps that stage activations.
-__device__ __forceinline__ void stage_rows(
-    Meta& m, u32 x_at, const u8* __restrict__ x, int thread) {
-  const int first = m.first, last = m.last;
-  const u32 full = smem_u32(m.full), empty = smem_u32(m.empty);
-  u32 filled = 0, parity = 0;
-  int n_before = 0;
-  for (int chunk = first / NU; chunk * NU < last; chunk++) {
-    const int a = max(first - chunk * NU, 0), b = min(last - chunk * NU, NU),
-              count = m.count[chunk];
-    const int n = tile_of(count) / 8, bytes = n * CHUNK * 128, fit = stages_of(count);
-    if (n != n_before)  // the stages of another size lie elsewhere
-      for (; filled; filled &= filled - 1) {
-        const int s = __ffs(filled) - 1;
-        bar_wait(empty + 8 * s, parity >> s & 1);
-        parity ^= 1u << s;
-      }
-    n_before = n;
-    named_sync<1, STAGERS * 32>();
-    for (int r = thread; r < count; r += STAGERS * 32)
-      m.row[r] = m.pairs[m.start[chunk] + r] / DIVISOR * QUAD_BYTES;
-    named_sync<1, STAGERS * 32>();
-    const int rounds = fit == STAGES ? 1 : (b - a + GROUPS - 1) / GROUPS;
-    for (int i = 0; i < rounds; i++) {
-      const bool back = EVEN && i % 2;
-      for (int turn = EVEN && i ? fit : 0; turn < STAGES; turn++) {
-        const int stage = back ? STAGES - 1 - turn : turn, at = stage % fit;
-        if (filled >> at & 1) {
-          bar_wait(empty + 8 * at, parity >> at & 1);
-          parity ^= 1u << at;
-        }
-        filled |= 1u << at;
-        const int piece = thread & 7;
-        const u8* from = x + stage * (CHUNK * 128) + piece * 16;
-        const u32 to = x_at + at * bytes;
-#pragma unroll 4
-        for (int r = thread >> 3; r < count; r += STAGERS * 4) {
+// act[pair, I] = swiglu(w13[expert] x[token] + b13[expert]); gate and up rows are interleaved.
+// Lanes of an even row hold gates, of the odd row above it ups: each finishes one of its two
+// tokens, and takes a neighbour's value of that token to store two at once.
+template <int HALF>
+__device__ __forceinline__ void finish_up(float (&c)[HALF], const u16* pairs, int count,
+    float bias0, float bias8, const Outputs& to, int tile, int lane) {
+  const int g = lane >> 2, t = lane & 3, q = g >> 1 & 1;
+  const bool up = g & 1;
+  u16* out = to.act + tile * 8 + (g >> 1 & 2) + 4 * q;
 #pragma unroll
-          for (int k = 0; k < CHUNK; k++)
-            if (EVEN || stage * CHUNK + k < KT)
-              cp16_x(to + (k * n + r) * 128 + ((piece ^ (r & 7)) << 4), from + m.row[r] + k * 128);
-        }
-        cp_arrive(full + 8 * at);
+  for (int j = 0; j < HALF / 4; j++) {
+    if (j * 8 >= count) break;
+    const float d0 = fmaf(c[4 * j], TWO_64F, bias0), d1 = fmaf(c[4 * j + 1], TWO_64F, bias0);
+    const float d2 = fmaf(c[4 * j + 2], TWO_64F, bias8), d3 = fmaf(c[4 * j + 3], TWO_64F, bias8);
+    const float r0 = __shfl_xor_sync(~0u, up ? d0 : d1, 4),
+                r1 = __shfl_xor_sync(~0u, up ? d2 : d3, 4);
+    const float v0 = to.gate(up ? r0 : d0, up ? d1 : r0), v1 = to.gate(up ? r1 : d2, up ? d3 : r1);
+    const float other = __shfl_xor_sync(~0u, q ? v0 : v1, 8);
+    const int n = j * 8 + 2 * t + up;
+    if (n < count)
+      *reinterpret_cast<u32*>(out + (u64)pairs[n] * (Up::NROWS / 2)) =
+          q ? pack(other, v1) : pack(v0, other);
+  }
+}
+
+// Partial sums w2[expert] act[pair] + b2[expert], before the routing's weight.
+template <int HALF>
+__device__ __forceinline__ void finish_down(float (&c)[HALF], const u16* pairs, int count,
+    float bias0, float bias8, const Outputs& to, int row, int lane) {
+  const int t = lane & 3;
+#pragma unroll
+  for (int j = 0; j < HALF / 4; j++) {
+    if (j * 8 >= count) break;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int n = j * 8 + 2 * t + h;
+      if (n < count) {
+        u32* out = to.parts + (u64)pairs[n] * Down::NROWS + row;
+        give(out, fmaf(c[4 * j + h], TWO_64F, bias0));
+        give(out + 8, fmaf(c[4 * j + 2 + h], TWO_64F, bias8));
       }
     }
   }
 }
 
-// All of the block's units, of a consuming warp: finish(chunk, unit, sums).
-template <class Finish>
-__device__ __forceinline__ void work(Warp& w, Feed& f, const Meta& m, const u8* __restrict__ values,
-    const u8* __restrict__ scales, Finish finish) {
-  for (int chunk = m.first / NU; chunk * NU < m.last; chunk++) {
-    const int a = max(m.first - chunk * NU, 0), b = min(m.last - chunk * NU, NU);
-    const int begun = chunk * NU + a - m.first;
-    const auto done = [&](auto& c, int unit) { finish(chunk, unit, c); };
-    switch (columns_of(m.count[chunk])) {
-#define CASE(N)                                                                  \
-  case N:                                                                        \
-    if constexpr (N <= MOST)                                                     \
-      chunk_part<N>(w, f, m, values, scales, m.count[chunk], a, b, begun, done); \
+// The unit of round `round` of part `i`.
+template <class P, int HALF>
+__device__ __forceinline__ void finish(float (&c)[HALF], Meta& m, const float* all_bias,
+    const Outputs& to, const Part& p, int i, int round) {
+  const int warp = thread_now() >> 5, lane = thread_now() & 31, count = m.count[p.chunk];
+  const int unit = first_of(p.a, m.begun[i], warp >> 2) + round * GROUPS;
+  const int tile = row_tile(unit * 4 + (warp & 3), P::NT), g = lane >> 2;
+  const float* bias = all_bias + (u64)m.expert[p.chunk] * P::NROWS + tile * 16 + g;
+  const float bias0 = __ldg(bias), bias8 = __ldg(bias + 8);
+  const u16* pairs = m.pairs + m.start[p.chunk];
+  if constexpr (P::DOWN) {
+    finish_down(c, pairs, count, bias0, bias8, to, tile * 16 + g, lane);
+  } else {
+    finish_up(c, pairs, count, bias0, bias8, to, tile, lane);
+    __syncwarp();
+    bar_arrive_warp(smem_u32(m.done + i), lane);
+  }
+}
+
+// The group's way through round `round` of a part, and its unit there, `p.b` or more where it has
+// none.
+template <class P>
+__device__ __forceinline__ int way_of(Way& x, const Meta& m, const Part& p, int begun, int round) {
+  const int base = p.a + round * GROUPS, count = m.count[p.chunk];
+  const int unit = first_of(base, begun, thread_now() >> 7), stages = stages_of<P>(count);
+  const bool fits = stages == P::STAGES, reloaded = !P::EVEN && !fits;
+  const bool opens = reloaded || round == 0,
+             closes = reloaded || (fits ? unit : base) + GROUPS >= p.b;
+  x = {tile_of(count), stages, opens ? 0 : stages, closes ? P::STAGES : P::STAGES - stages,
+      P::STAGES, P::KT, P::EVEN && !fits && round % 2};
+  if (unit >= p.b && fits && round) x.turns = 0;
+  return unit;
+}
+
+// Part `i` of the block's work. Rounds of one unit for each group: all take part in every stage of
+// activations, unless all of K fits, when a group goes at its own pace.
+template <int N>
+__device__ __forceinline__ void run_part(
+    Warp& w, Feed& f, Meta& m, const Sources& from, const Outputs& to, int i) {
+#pragma unroll 1
+  for (int round = 0;; round++) {
+    Part p = part_of(m, i);
+    if (p.a + round * GROUPS >= p.b) break;
+    Way x;
+    const int unit =
+        p.down ? way_of<Down>(x, m, p, m.begun[i], round) : way_of<Up>(x, m, p, m.begun[i], round);
+    if (unit < p.b) {
+      float c[N / 2];
+      multiply<N>(c, w, f, m, from, x);
+      p = part_of(m, i);
+      if (p.down)
+        finish<Down>(c, m, from.down.bias, to, p, i, round);
+      else
+        finish<Up>(c, m, from.up.bias, to, p, i, round);
+    } else {
+      int at = x.first();
+      for (int turn = 0; turn < x.turns; turn++) {
+        if (turn >= x.waits) await_stage(w, at);
+        if (turn < x.releases) release(w, at);
+        at = x.next(at);
+      }
+    }
+  }
+}
+
+// All of the block's units, of a consuming warp, with its first DEPTH stages of weights on their
+// way at once.
+__device__ __forceinline__ void work(
+    Meta& m, const u8* smem, u32 ring, const Sources& from, const Outputs& to, u32 two_7) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  Warp w = {lane, ring + warp * WARP_RING + lane * 16,
+      ring + warp * WARP_RING + CHUNK * 512 + (lane >> 2) * 4, 0, smem_u32(smem), 0, two_7};
+  Feed f;
+  if (lane == 0) m.at[warp] = make_int2(0, -1 - GROUPS);
+  __syncwarp();
+  seek(f, m, from);
+  for (int s = 0; s < DEPTH; s++) fetch(f, m, from, w.ring + s * RING_STAGE, lane);
+#pragma unroll 1
+  for (int i = 0; i < m.parts; i++) {
+    switch (columns_of(m.count[part_of(m, i).chunk])) {
+#define CASE(N)                                                            \
+  case N:                                                                  \
+    if constexpr (COLUMNS >> N / 8 & 1) run_part<N>(w, f, m, from, to, i); \
     break;
       CASE(24) CASE(32) CASE(48) CASE(64) CASE(80) CASE(96)
     }
   }
 }
 
-#define PROLOGUE                                                \
-  extern __shared__ __align__(1024) u8 smem[];                  \
-  Meta& m = *reinterpret_cast<Meta*>(smem + X_BYTES);           \
-  const int thread = threadIdx.x, lane = thread & 31;           \
-  const u32 ring = smem_u32(smem + X_BYTES + META_BYTES);       \
-  if (thread < MAX_STAGES) {                                    \
-    bar_init(smem_u32(m.full + thread), STAGERS * 32);          \
-    bar_init(smem_u32(m.empty + thread), CONSUMERS * SPEAKERS); \
-  }
-
-// Asks L2 for what this warp's ring takes first, if all experts have tokens, as they will: the
-// routing comes later.
-__device__ __forceinline__ void foresee(const u8* values, int tokens, int thread) {
-  const int lane = thread & 31,
-            unit = (int)((u64)EXPERTS * NU * blockIdx.x / gridDim.x) + (thread >> 7);
-  if (tokens * ACTIVE < 8 * EXPERTS || thread >= CONSUMERS * 32 || unit >= EXPERTS * NU) return;
-  const u8* from = values + unit / NU * EXPERT_BYTES +
-                   (u64)row_tile(unit % NU * 4 + (thread >> 5 & 3), NT) * 4 * QUAD_BYTES;
-  constexpr int LINES = DEPTH * CHUNK < KT ? DEPTH * CHUNK : KT;
-  for (int i = lane; i < 4 * LINES; i += 32)
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(from + i / LINES * QUAD_BYTES + i % LINES * 128));
+// Of the warps that stage activations: which stages hold some, the parity to wait for until they
+// have been read, and the groups of 8 rows in a tile.
+struct Fill {
+  u32 filled, parity;
+  int n;
+};
+__device__ __forceinline__ void await_read(Fill& s, u32 empty, int at) {
+  bar_wait(empty + 8 * at, s.parity >> at & 1);
+  s.parity ^= 1u << at;
 }
 
-// This warp's state, with the first DEPTH stages of weights on their way.
-__device__ __forceinline__ Warp begin(Feed& f, const Meta& m, const u8* smem, u32 ring,
-    const u8* __restrict__ values, const u8* __restrict__ scales, u32 two_7, int thread) {
-  const int warp = thread >> 5, lane = thread & 31;
-  Warp w = {warp >> 2, warp & 3, lane, ring + warp * WARP_RING + lane * 16,
-      ring + warp * WARP_RING + CHUNK * 512, 0, smem_u32(smem), 0, two_7};
-  f = {values, scales, m.first / NU - 1, 0, 0, STAGES, 1, true};
-  seek(f, m, values, scales, w.group, w.warp, lane);
-  for (int s = 0; s < DEPTH; s++) {
-    fetch(f, w.ring + s * RING_STAGE, w.scales + s * RING_STAGE, lane);
-    if (f.left == 0) {
-      f.unit += GROUPS;
-      seek(f, m, values, scales, w.group, w.warp, lane);
+// A chunk's activations of x[pair / PICKS].
+template <class P, int PICKS>
+__device__ __forceinline__ void stage_part(
+    Fill& s, const Meta& m, u32 x_at, const u8* __restrict__ x, const Part& p, int thread) {
+  const int count = m.count[p.chunk], n = tile_of(count) / 8, bytes = n * CHUNK * 128,
+            fit = stages_of<P>(count);
+  const u32 full = smem_u32(m.full), empty = smem_u32(m.empty);
+  if (n != s.n)  // the stages of another size lie elsewhere
+    for (; s.filled; s.filled &= s.filled - 1) await_read(s, empty, __ffs(s.filled) - 1);
+  s.n = n;
+  const int row = thread >> 3, piece = thread & 7;
+  constexpr int ROWS = STAGERS * 4, EACH = (MOST + ROWS - 1) / ROWS;
+  u32 from[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const int r = row + i * ROWS;
+    from[i] = (r < count ? m.pairs[m.start[p.chunk] + r] / PICKS * P::QUAD_BYTES : 0) + piece * 16;
+  }
+  const u32 to_row = x_at + row * 128 + ((piece ^ (row & 7)) << 4);
+  const int rounds = fit == P::STAGES ? 1 : (p.b - p.a + GROUPS - 1) / GROUPS;
+#pragma unroll 1
+  for (int i = 0; i < rounds; i++) {
+#pragma unroll 1
+    for (int turn = P::EVEN && i ? fit : 0; turn < P::STAGES; turn++) {
+      const int stage = P::EVEN && i % 2 ? P::STAGES - 1 - turn : turn, at = stage % fit;
+      if (s.filled >> at & 1) await_read(s, empty, at);
+      s.filled |= 1u << at;
+      const u32 to = to_row + at * bytes;
+      const u8* source = x + stage * (CHUNK * 128);
+#pragma unroll
+      for (int r = 0; r < EACH; r++)
+        if (row + r * ROWS < count)
+#pragma unroll
+          for (int k = 0; k < CHUNK; k++)
+            if (P::EVEN || stage * CHUNK + k < P::KT)
+              cp16_x((to + r * (ROWS * 128) ^ (r * ROWS & 4) << 4) + k * n * 128,
+                  source + from[r] + k * 128);
+      cp_arrive(full + 8 * at);
     }
   }
-  return w;
 }
+
+// Counts a part of up for its chunk once its activations are written. By a warp without loads on
+// their way: a fence waits for them.
+__device__ __forceinline__ void tell(Meta& m, u32* ready) {
+  for (int i = 0; i < m.parts; i++) {
+    const Part p = part_of(m, i);
+    if (p.down) break;
+    bar_wait(smem_u32(m.done + i), 0);
+    asm volatile(
+        "fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(ready + p.chunk),
+        "r"(p.b - p.a)
+        : "memory");
+  }
+}
+// Until all of up is there for a chunk. Readers count on, and the last sets the counter back.
+__device__ __forceinline__ void await_chunk(u32* ready, int units) {
+  u32 seen;
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(ready) : "memory");
+  } while (seen < Up::NU);
+  if (atomicAdd(ready, units) + units == Up::NU + Down::NU) *ready = 0;
+}
+__device__ __forceinline__ void stage(
+    const Meta& m, u32 x_at, const u8* __restrict__ x, const u8* act, u32* ready, int thread) {
+  Fill s = {0, 0, 0};
+#pragma unroll 1
+  for (int i = 0; i < m.parts; i++) {
+    const Part p = part_of(m, i);
+    if (p.down) {
+      if (thread == 0) await_chunk(ready + p.chunk, p.b - p.a);
+      named_sync<1, STAGERS * 32>();
+      stage_part<Down, 1>(s, m, x_at, act, p, thread);
+    } else {
+      stage_part<Up, ACTIVE>(s, m, x_at, x, p, thread);
+    }
+  }
+}
+
+// Four outputs of a token and where their partial sums are.
+struct Quad {
+  u32* from;
+  u16* to;
+  int pick;
+  uint4 seen[ACTIVE];
+};
+__device__ __forceinline__ void look_at(
+    Quad& q, const Meta& m, u32* parts, u16* out, int at, int token0) {
+  constexpr int QUADS = Down::NROWS / 4;
+  const int token = at / QUADS, row = at % QUADS * 4;
+  q.pick = (token - token0) * ACTIVE;
+  q.from = parts + (u64)token * ACTIVE * Down::NROWS + row;
+  q.to = out + (u64)token * Down::NROWS + row;
+#pragma unroll
+  for (int a = 0; a < ACTIVE; a++)
+    q.seen[a] = m.ids[q.pick + a] < 0 ? make_uint4(0, 0, 0, 0) : look4(q.from + a * Down::NROWS);
+}
+// Partial sums times their weights in the order of a token's choices, as soon as all have arrived.
+__device__ __forceinline__ void add_up(Quad& q, const Meta& m) {
+  float4 sum = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+  for (int a = 0; a < ACTIVE; a++) {
+    while (!arrived(q.seen[a])) {
+      __nanosleep(40);
+      q.seen[a] = look4(q.from + a * Down::NROWS);
+    }
+    const float weight = m.weights[q.pick + a];
+    sum.x = fmaf(__uint_as_float(q.seen[a].x), weight, sum.x);
+    sum.y = fmaf(__uint_as_float(q.seen[a].y), weight, sum.y);
+    sum.z = fmaf(__uint_as_float(q.seen[a].z), weight, sum.z);
+    sum.w = fmaf(__uint_as_float(q.seen[a].w), weight, sum.w);
+  }
+#pragma unroll
+  for (int a = 0; a < ACTIVE; a++)
+    if (m.ids[q.pick + a] >= 0)
+      *reinterpret_cast<uint4*>(q.from + a * Down::NROWS) = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
+  *reinterpret_cast<uint2*>(q.to) = make_uint2(pack(sum.x, sum.y), pack(sum.z, sum.w));
+}
+// As combine_all, with ids and weights of this block's share alone, two places of a thread at once.
+__device__ __forceinline__ void combine_share(
+    const Meta& m, u32* parts, u16* out, int tokens, int thread) {
+  constexpr int MEMBERS = CONSUMERS * 32, TOGETHER = ACTIVE <= 4 ? 2 : 1;
+  const int each = quads_each(tokens), first = blockIdx.x * each, token0 = share_token(tokens),
+            end = min(first + each, tokens * (Down::NROWS / 4));
+#pragma unroll 1
+  for (int at = first + thread; at < end; at += MEMBERS * TOGETHER) {
+    Quad q[TOGETHER];
+#pragma unroll
+    for (int i = 0; i < TOGETHER; i++)
+      if (at + i * MEMBERS < end) look_at(q[i], m, parts, out, at + i * MEMBERS, token0);
+#pragma unroll
+    for (int i = 0; i < TOGETHER; i++)
+      if (at + i * MEMBERS < end) add_up(q[i], m);
+  }
+}
+
 template <int COUNT, bool MORE> __device__ __forceinline__ void registers() {
   if (MORE)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
   else
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
-constexpr float TWO_64F = 18446744073709551616.f;
 
-#if ONLY == 1
-// act[pair, I] = swiglu(w13[expert] x[token] + b13[expert]); gate and up rows are interleaved.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_up(const u8* __restrict__ values,
-    const u8* __restrict__ scales, const float* __restrict__ bias, const u8* __restrict__ x,
-    const u8* __restrict__ routing, const float* __restrict__ weights, const int* __restrict__ map,
-    u16* __restrict__ act, int tokens, u32 two_7, float alpha, float limit) {
-  PROLOGUE
-  foresee(values, tokens, thread);
+// Asks L2 for what this warp's ring takes first, if all experts have tokens, as they will: the
+// routing comes later.
+__device__ __forceinline__ void foresee(const u8* values, int tokens, int thread) {
+  const int lane = thread & 31,
+            unit = (int)((u64)EXPERTS * Up::NU * blockIdx.x / gridDim.x) + (thread >> 7);
+  if (tokens * ACTIVE < 8 * EXPERTS || thread >= CONSUMERS * 32 || unit >= EXPERTS * Up::NU) return;
+  const u8* from =
+      values + unit / Up::NU * Up::EXPERT_BYTES +
+      (u64)row_tile(unit % Up::NU * 4 + (thread >> 5 & 3), Up::NT) * 4 * Up::QUAD_BYTES;
+  constexpr int LINES = DEPTH * CHUNK < KT_UP ? DEPTH * CHUNK : KT_UP;
+  for (int i = lane; i < 4 * LINES; i += 32)
+    asm volatile(
+        "prefetch.global.L2 [%0];" ::"l"(from + i / LINES * Up::QUAD_BYTES + i % LINES * 128));
+}
+
+// out[token] = sum over its choices of weight x (w2[expert] swiglu(w13[expert] x[token] + b13) +
+// b2[expert]). `act` [pairs, I] is between the two; `ready` [chunks] and `parts` are as they were
+// when the launch ends. Blocks exchange activations and partial sums and wait for one another, so
+// all of the grid must fit on the GPU at once: one block per multiprocessor.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_both(const u8* __restrict__ up,
+    const u8* __restrict__ up_scales, const float* __restrict__ up_bias,
+    const u8* __restrict__ down, const u8* __restrict__ down_scales,
+    const float* __restrict__ down_bias, const u8* __restrict__ x, const u8* __restrict__ routing,
+    const float* __restrict__ weights, const int* __restrict__ map, u16* act, u32* ready,
+    u32* parts, u16* __restrict__ out, int tokens, u32 two_7, float alpha, float limit) {
+  extern __shared__ __align__(1024) u8 smem[];
+  Meta& m = *reinterpret_cast<Meta*>(smem + X_BYTES);
+  const int thread = threadIdx.x, lane = thread & 31;
+  if (thread < MAX_STAGES) {
+    bar_init(smem_u32(m.full + thread), STAGERS * 32);
+    bar_init(smem_u32(m.empty + thread), CONSUMERS * SPEAKERS);
+  }
+  foresee(up, tokens, thread);
   pdl_wait();
   pdl_launch();
-  read_routing(m, routing, nullptr, map, tokens, thread);
-  find_chunks(m, reinterpret_cast<u16*>(smem), tokens, thread);
+  Routed& t = *reinterpret_cast<Routed*>(smem);
+  read_routing(t, routing, weights, map, tokens, thread);
+  find_work(m, t, tokens, thread);
   fence_async();
   if (thread >= CONSUMERS * 32) {
     registers<STAGING, false>();
-    stage_rows(m, smem_u32(smem), x, thread - CONSUMERS * 32);
+    if (thread < (CONSUMERS + STAGERS) * 32)
+      stage(m, smem_u32(smem), x, reinterpret_cast<const u8*>(act), ready, thread - CONSUMERS * 32);
+    else if (lane == 0)
+      tell(m, ready);
   } else {
     registers<MULTIPLYING, true>();
-    Feed f;
-    Warp w = begin(f, m, smem, ring, values, scales, two_7, thread);
-    work(w, f, m, values, scales, [&](int chunk, int unit, auto& c) {
-      const int g = lane >> 2, t = lane & 3, count = m.count[chunk];
-      const int tile = row_tile(unit * 4 + w.warp, NT);
-      const float* b = bias + (u64)m.expert[chunk] * NROWS + tile * 16 + g;
-      const float bias0 = b[0], bias8 = b[8];
-      const u16* pairs = m.pairs + m.start[chunk];
-#pragma unroll
-      for (int j = 0; j < sizeof(c) / 16; j++) {
-        if (j * 8 >= count) break;
-        const float d0 = fmaf(c[4 * j], TWO_64F, bias0), d1 = fmaf(c[4 * j + 1], TWO_64F, bias0);
-        const float d2 = fmaf(c[4 * j + 2], TWO_64F, bias8),
-                    d3 = fmaf(c[4 * j + 3], TWO_64F, bias8);
-        // Lanes of an even row hold gates, of the odd row above it ups: each finishes one of its
-        // two tokens.
-        const bool up = g & 1;
-        const float r0 = __shfl_xor_sync(~0u, up ? d0 : d1, 4),
-                    r1 = __shfl_xor_sync(~0u, up ? d2 : d3, 4);
-        const int n = j * 8 + 2 * t + up;
-        if (n < count) {
-          u16* out = act + (u64)pairs[n] * (NROWS / 2) + tile * 8 + (g >> 1);
-#pragma unroll
-          for (int h = 0; h < 2; h++) {
-            const float mine = h ? (up ? d3 : d2) : (up ? d1 : d0), other = h ? r1 : r0;
-            const float gate = fminf(up ? other : mine, limit);
-            const float lin = fminf(fmaxf(up ? mine : other, -limit), limit);
-            out[4 * h] = to_bf16(gate / (1.f + __expf(-alpha * gate)) * (lin + 1.f));
-          }
-        }
-      }
-    });
+    work(m, smem, smem_u32(smem + X_BYTES + META_BYTES),
+        {{up, up_scales, up_bias}, {down, down_scales, down_bias}}, {act, parts, {alpha, limit}},
+        two_7);
+    combine_share(m, parts, out, tokens, thread);
   }
 }
-#else
-// out[token] = sum over its choices of weight x (w2[expert] act[pair] + b2[expert]). Blocks
-// exchange partial sums and wait for one another at the end, so all of the grid must fit on the GPU
-// at once: one block per multiprocessor.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_down(const u8* __restrict__ values,
-    const u8* __restrict__ scales, const float* __restrict__ bias, const u8* __restrict__ act,
-    const u8* __restrict__ routing, const float* __restrict__ weights, const int* __restrict__ map,
-    u32* parts, u16* __restrict__ out, int tokens, u32 two_7) {
-  PROLOGUE
-  foresee(values, tokens, thread);
-  // Safe before the wait: `experts_up` launched us after its own wait, so the routing is complete
-  // and visible.
-  read_routing(m, routing, weights, map, tokens, thread);
-  find_chunks(m, reinterpret_cast<u16*>(smem), tokens, thread);
-  fence_async();
-  if (thread >= CONSUMERS * 32) {
-    registers<STAGING, false>();
-    pdl_wait();
-    pdl_launch();
-    stage_rows(m, smem_u32(smem), act, thread - CONSUMERS * 32);
-  } else {
-    registers<MULTIPLYING, true>();
-    Feed f;
-    Warp w = begin(f, m, smem, ring, values, scales, two_7, thread);
-    pdl_wait();
-    pdl_launch();
-    work(w, f, m, values, scales, [&](int chunk, int unit, auto& c) {
-      const int g = lane >> 2, t = lane & 3, count = m.count[chunk];
-      const int row = row_tile(unit * 4 + w.warp, NT) * 16 + g;
-      const float* b = bias + (u64)m.expert[chunk] * NROWS + row;
-      const float bias0 = b[0], bias8 = b[8];
-      const u16* pairs = m.pairs + m.start[chunk];
-#pragma unroll
-      for (int j = 0; j < sizeof(c) / 16; j++) {
-        if (j * 8 >= count) break;
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          const int n = j * 8 + 2 * t + h;
-          if (n < count) {
-            const int pair = pairs[n];
-            u32* to = parts + (u64)pair * NROWS + row;
-            give(to, fmaf(c[4 * j + h], TWO_64F, bias0) * m.weights[pair]);
-            give(to + 8, fmaf(c[4 * j + 2 + h], TWO_64F, bias8) * m.weights[pair]);
-          }
-        }
-      }
-    });
-    combine_all<ACTIVE, NROWS, CONSUMERS * 32>(m.ids, parts, out, tokens, thread);
-  }
-}
-#endif
