@@ -1,4 +1,4 @@
-"""The sm90 kernels for many tokens, and the sparse ones for few each, against `reference.py` in float64."""
+"""The sm90 kernel for many tokens, and the sparse ones for few each, against `reference.py` in float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.gpu import cases
 from tests.gpu.cases import ALPHA, LIMIT
 from tests.gpu.marks import SM90
 from vllm_gptoss.kernels import experts
-from vllm_gptoss.kernels.experts_many import ManyTokenExperts
+from vllm_gptoss.kernels.experts_many import ManyTokenExperts, counters
 
 pytestmark = SM90
 
@@ -92,3 +92,4 @@ def test_a_graph_replays_on_new_inputs(layer: Kernels) -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert cases.same(out, wanted)
+    assert not counters(0).any(), "a launch leaves its counters as they were"
