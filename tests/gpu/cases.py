@@ -153,11 +153,12 @@ def attention(
     lengths: list[int],
     queries: list[int],
     strided: bool,
+    block: int = BLOCK,
 ) -> None:
     heads, requests, tokens = kv_heads * 8, len(lengths), sum(queries) + 1  # the last token is padding
     blocks = 512
-    cache = draw(blocks, BLOCK, kv_heads, 128).transpose(1, 2) if strided else draw(blocks, kv_heads, BLOCK, 128)
-    width = max(lengths) // BLOCK + 2
+    cache = draw(blocks, block, kv_heads, 128).transpose(1, 2) if strided else draw(blocks, kv_heads, block, 128)
+    width = max(lengths) // block + 2
     table = torch.randint(0, blocks, (requests, width), device=DEVICE, dtype=torch.int32)
     starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], device=DEVICE, dtype=torch.int32)
     q, sinks = draw(tokens, heads * HEAD, scale=2.0), draw(heads)
@@ -171,7 +172,7 @@ def attention(
         if not count:
             continue
         position = torch.arange(length, device=DEVICE)
-        rows = cache[table[request, position // BLOCK].long(), :, position % BLOCK].double()
+        rows = cache[table[request, position // block].long(), :, position % block].double()
         mine = slice(int(starts[request]), int(starts[request]) + count)
         wanted[mine] = reference.sink_attention(
             q[mine].double().unflatten(-1, (heads, HEAD)),

@@ -20,7 +20,7 @@ import time
 FOUND = 9
 """Exit status of the sanitizer when it found something."""
 
-PARTS = {"layers": "_few", "experts": "experts_", "step": "decode_step"}
+PARTS = {"layers": "_few", "attention": "attention_many", "experts": "experts_", "step": "decode_step"}
 """What is launched, and what its kernels' names share: torch's own kernels are not looked at."""
 
 
@@ -42,6 +42,22 @@ def layers(parallel: list[int], experts: list[int]) -> None:
     for count in experts:
         for tokens in (1, 8, 9, 16):
             cases.router(dense.router, count, tokens)
+
+
+def attention(parallel: list[int], counts: list[int]) -> None:
+    """Decode attention of many tokens: whole, split, padded; `counts` does not apply."""
+    from tests.gpu import cases
+    from vllm_gptoss.kernels import attention_many
+
+    for size in parallel:
+        for lengths in ([1, 127, 128, 129, 576] * 4, [9000, 2500] + [100] * 20):
+            for window in (0, 128):
+                for block in (16, 64):
+                    queries = [1] * len(lengths)
+                    cases.attention(
+                        attention_many.attend, 8 // size, window, lengths, queries, strided=True, block=block
+                    )
+        print(f"TP {size}: attention of many tokens", flush=True)
 
 
 def experts(parallel: list[int], counts: list[int]) -> None:
@@ -114,7 +130,7 @@ def main() -> int:
     if options.run:
         if options.speak:
             let_every_lane_speak()
-        run = {"layers": layers, "experts": experts, "step": step}[options.run]
+        run = {"layers": layers, "attention": attention, "experts": experts, "step": step}[options.run]
         run([int(n) for n in options.parallel.split(",")], [int(n) for n in options.experts.split(",")])
         return 0
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")

@@ -36,7 +36,7 @@ WISHES: list[tuple[str, dict[str, str]]] = [
     ("vllm_gptoss.experts.sm90:sample", {"experts": "gptoss"}),
 ]
 STARTS: list[tuple[str, dict[str, str]]] = [
-    *((where, {}) for where in ("", COMPILER, *LAYERS, *planted.EXPERTS)),
+    *((where, {}) for where in ("", COMPILER, *LAYERS, *planted.EXPERTS, *planted.ATTENTION)),
     *WISHES,
 ]
 Done = subprocess.CompletedProcess[str]
@@ -85,6 +85,14 @@ def test_a_fault_of_the_experts_leaves_upstreams(where: str, starts: dict[tuple[
     said = (done.stdout + done.stderr).count(f"experts: upstream from here on (RuntimeError: {planted.MESSAGE})")
     assert paths["own_experts"] == 0
     assert said == 1
+
+
+@pytest.mark.parametrize("where", planted.ATTENTION)
+def test_a_fault_of_attention_leaves_flash_attention(where: str, starts: dict[tuple[str, bool], Done]) -> None:
+    done = starts[where, False]
+    assert answer(done) == WHOLE
+    said = done.stdout + done.stderr
+    assert said.count(f"attention: upstream from here on (RuntimeError: {planted.MESSAGE})") == 1
 
 
 def test_a_compiler_that_refuses_leaves_everything_to_upstream(starts: dict[tuple[str, bool], Done]) -> None:

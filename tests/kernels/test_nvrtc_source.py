@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_gptoss.kernels import attention, dense, experts, nvrtc, step
+from vllm_gptoss.kernels import attention, attention_many, dense, experts, nvrtc, step
 
 
 @pytest.fixture
@@ -42,6 +42,8 @@ def test_a_message_names_the_file_and_line_that_it_is_about(kernel: Path) -> Non
         nvrtc.compile_cubin(nvrtc.source(kernel), "sm_90", ["-DN=1"])
 
 
-@pytest.mark.parametrize("module", [attention, dense, experts, step], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [attention, attention_many, dense, experts, step], ids=lambda module: module.__name__
+)
 def test_nothing_of_a_kernel_is_left_to_an_include_path(module: object) -> None:
     assert "#include" not in nvrtc.source(module.SOURCE)  # type: ignore[attr-defined]

@@ -36,6 +36,12 @@ EXPERTS = (
 )
 """Steps of the experts: choosing, sampling, laying out, compiling, running."""
 
+ATTENTION = (
+    "vllm_gptoss.attention.sm90:made_for",
+    "vllm_gptoss.kernels.attention_many:attend",
+)
+"""Steps of attention for decode steps of many tokens: compiling, running or capturing."""
+
 MESSAGE = "planted, to see who catches it"
 
 

@@ -74,6 +74,13 @@ REPLACED: tuple[Replaced, ...] = (
         "processes that read the configuration of a gpt-oss model for one CUDA GPU",
         "vLLM asks the table before it chooses worker and scheduler, and has no call that adds to it",
     ),
+    Replaced(
+        "layer.impl",
+        "attention/sm90.py",
+        "FlashAttention 3's part of an attention layer, by a subclass of it made of the same arguments",
+        "the workers of a gpt-oss model on sm90",
+        "vLLM makes it with the layer, before the model can name a backend of its own",
+    ),
 )
 
 FILLED: Mapping[str, frozenset[str]] = {
@@ -130,7 +137,7 @@ FILLED: Mapping[str, frozenset[str]] = {
 
 SUBCLASSES: Mapping[str, frozenset[str]] = {
     "model/gpt_oss.py": frozenset({"GptOssForCausalLM"}),
-    "attention/sm90.py": frozenset({"FlashAttentionBackend", "FlashAttentionMetadataBuilder"}),
+    "attention/sm90.py": frozenset({"FlashAttentionBackend", "FlashAttentionImpl", "FlashAttentionMetadataBuilder"}),
     "experts/config.py": frozenset({"GptOssMxfp4Config"}),
     "experts/dequantize.py": frozenset({"UnquantizedFusedMoEMethod", "GptOssMxfp4MoEMethod"}),
     "experts/method.py": frozenset({"GptOssMxfp4MoEMethod"}),

@@ -12,6 +12,8 @@ ONE_LAUNCH = "one launch"
 SIX_LAUNCHES = "six launches"
 GPTOSS = "gptoss"
 UPSTREAM = "upstream"
+PLANNED = "FLASH_ATTN, planned once a step"
+DECODE = f"gptoss where each request has one token, else {PLANNED}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +21,7 @@ class Band:
     """Steps of up to `most` tokens, more than the band before; None: any number.
 
     layers: `one launch` for all, `six launches` each, or `upstream`'s compiled model; attention, experts: the `gptoss`
-    kernels or what `upstream` runs.
+    kernels or what `upstream` runs, or attention both, by what the step is.
     """
 
     most: int | None
@@ -31,8 +33,8 @@ class Band:
 SM90: Final = (
     Band(1, ONE_LAUNCH, GPTOSS, GPTOSS),
     Band(16, SIX_LAUNCHES, GPTOSS, GPTOSS),
-    Band(512, UPSTREAM, "FLASH_ATTN, planned once a step", GPTOSS),
-    Band(None, UPSTREAM, "FLASH_ATTN, planned once a step", UPSTREAM),
+    Band(512, UPSTREAM, DECODE, GPTOSS),
+    Band(None, UPSTREAM, PLANNED, UPSTREAM),
 )
 """docs/kernels/ has the measurements behind the numbers."""
 
@@ -49,8 +51,10 @@ def most(part: str, value: str, bands: tuple[Band, ...] = SM90) -> int:
 
 ONE_TOKEN: Final = most("layers", ONE_LAUNCH)
 FUSED_TOKENS: Final = most("layers", SIX_LAUNCHES)
+ATTENTION_TOKENS: Final = most("attention", DECODE)
 EXPERT_TOKENS: Final = most("experts", GPTOSS)
-MANY_PAIRS: Final = 6
+MANY_PAIRS: Final = 14
 """Pairs (a token and one of its experts) for each routed expert, above which a step of more than
-`experts_plan.NARROW_TOKENS` tokens runs `kernels/experts_many.py`: more than 48 tokens of the 20b, 192 of the 120b.
+`experts_plan.NARROW_TOKENS` tokens runs `kernels/experts_many.py`: more than 112 tokens of the 20b, and of
+the 120b all that `experts.py` does not take.
 """

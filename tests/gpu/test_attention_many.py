@@ -1,0 +1,134 @@
+"""Attention for decode steps of many tokens against the float64 oracle, on the GPU it is made for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu import cases
+from tests.gpu.cases import BLOCK, DEVICE, HEAD, PARALLEL, draw, poison, same
+from tests.gpu.marks import SM90
+from vllm_gptoss import reference
+from vllm_gptoss.kernels import attention_many, nvrtc
+
+pytestmark = SM90
+EDGES = [1, 2, 15, 16, 17, 31, 32, 33, 64, 127, 128, 129, 130, 143, 144, 145, 255, 256, 257, 1000, 4001]
+
+
+def ragged(tokens: int, longest: int) -> list[int]:
+    """Lengths from 1 to `longest`, the same every time."""
+    random = torch.Generator().manual_seed(tokens)
+    return torch.randint(1, longest + 1, (tokens,), generator=random).tolist()
+
+
+STEPS: dict[str, list[int]] = {
+    "edges": EDGES,
+    "17": [576] * 17,
+    "32": ragged(32, 2000),
+    "64": [576] * 64,
+    "100": ragged(100, 1500),
+    "512": ragged(512, 700),
+    "one long": [200] * 31 + [30_000] + [200] * 32,
+    "16k": [16_384, 3, 9_000, *ragged(20, 300)],
+    "all of one key": [1] * 40,
+}
+
+
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_decode_step_of_any_lengths(step: str, strided: bool, window: int) -> None:
+    lengths = STEPS[step]
+    cases.attention(attention_many.attend, 8, window, lengths, [1] * len(lengths), strided)
+
+
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_heads_of_a_rank(parallel: int, window: int) -> None:
+    lengths = ragged(40, 3000)
+    cases.attention(attention_many.attend, 8 // parallel, window, lengths, [1] * 40, strided=True)
+
+
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_cache_blocks_of_any_power_of_two(block: int, window: int) -> None:
+    cases.attention(attention_many.attend, 8, window, EDGES, [1] * len(EDGES), strided=True, block=block)
+
+
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize(("lengths", "queries"), cases.BATCHES)
+def test_requests_of_several_tokens_or_none(lengths: list[int], queries: list[int], window: int) -> None:
+    """No step of this kind is given to it; it computes them all the same, split ones too."""
+    cases.attention(attention_many.attend, 8, window, lengths, queries, strided=True)
+    cases.attention(attention_many.attend, 8, window, [*lengths, 5000], [*queries, 3], strided=False)
+
+
+def oracle(q: Tensor, cache: Tensor, sinks: Tensor, table: Tensor, lens: list[int], window: int) -> Tensor:
+    wanted = torch.zeros(len(lens), 64, HEAD, device=DEVICE, dtype=torch.float64)
+    for token, length in enumerate(lens):
+        at = torch.arange(length, device=DEVICE)
+        rows = cache[table[token, at // BLOCK].long(), :, at % BLOCK].double()
+        mine = q[token : token + 1].double().unflatten(-1, (64, HEAD))
+        if length:
+            wanted[token] = reference.sink_attention(
+                mine, rows[..., :HEAD], rows[..., HEAD:], sinks.double(), window=window or None
+            )[0]
+    return wanted.flatten(1)
+
+
+@pytest.mark.parametrize("window", [0, 128])
+def test_a_graph_serves_lengths_that_it_was_not_captured_with(window: int) -> None:
+    """Of a step of one length each: one long request, then all short, then fewer requests than tokens."""
+    tokens, width = 48, 20_000 // BLOCK
+    cache, table = draw(4096, 8, BLOCK, 128), torch.randint(0, 4096, (tokens, width), device=DEVICE, dtype=torch.int32)
+    q, sinks, out = draw(tokens, 64 * HEAD, scale=2.0), draw(64), poison(tokens, 64 * HEAD)
+    lens = torch.full((tokens,), 576, device=DEVICE, dtype=torch.int32)
+    starts = torch.arange(tokens + 1, device=DEVICE, dtype=torch.int32)
+
+    def run(to: Tensor) -> None:
+        attention_many.attend(q, cache, sinks, table, lens, starts, to, HEAD**-0.5, window)
+
+    run(out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(out)
+    for now in ([19_000] + [100] * 47, ragged(48, 300), [7_000] * 24 + [0] * 24, [576] * 48):
+        present = sum(length > 0 for length in now)
+        lens.copy_(torch.tensor(now))
+        starts.copy_(torch.arange(tokens + 1).clamp_max(present))
+        out.fill_(float("nan"))
+        graph.replay()
+        assert cases.error(out, oracle(q, cache, sinks, table, now, window)) < 2 * cases.ROUNDING
+        assert not out[present:].any()
+        for _ in range(5):
+            again = poison(tokens, 64 * HEAD)
+            run(again)
+            assert same(out, again)
+
+
+@pytest.fixture
+def compiled_anew() -> Iterator[None]:
+    attention_many.kernel.cache_clear()
+    yield
+    attention_many.kernel.cache_clear()
+
+
+FAULTS = {
+    "a piece is left out": (0, "from + i < p.pieces ?", "from + i < p.pieces - 1 ?"),
+    "a key too many": (128, "p.low = max(0, keys - T::window)", "p.low = max(0, keys - T::window - 1)"),
+    "a row of the ring": (0, "(at ^ (n & 7) * 16)", "(at ^ (n & 3) * 16)"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.usefixtures("compiled_anew")
+def test_a_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, (window, there, instead) = nvrtc.source(attention_many.SOURCE), FAULTS[fault]
+    assert whole.count(there) == 1
+    monkeypatch.setattr(nvrtc, "source", lambda path: whole.replace(there, instead))
+    with pytest.raises(AssertionError):
+        cases.attention(attention_many.attend, 8, window, [5000, 300] + [40] * 20, [1] * 22, strided=True)
