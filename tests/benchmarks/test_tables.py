@@ -18,7 +18,8 @@ def test_every_table_is_what_its_result_files_say(path):
 def test_the_readme_promises_what_its_table_says():
     text = (tables.ROOT / "README.md").read_text()
     table = re.search(r"<!-- table: speed .*?-->\n(.*?)<!-- /table", text, re.DOTALL)[1].splitlines()[2:]
-    ratios = [float(row.split("|")[column]) for row in table for column in (4, 7)]
+    cells = [row.split("|")[column].strip() for row in table for column in (4, 7)]
+    ratios = [float(cell) for cell in cells if cell]  # none where one side was not measured
     assert f"Decode on one H200 at {min(ratios)} to {max(ratios)} times stock speed." in text
 
 
