@@ -96,6 +96,38 @@ def kernel(device: int, plan: AttentionPlan) -> nvrtc.Kernel:
         return nvrtc.load(nvrtc.source(SOURCE), "sm_90", plan.macros).kernel("attention_few", 0)
 
 
+def described(
+    q: Tensor,
+    kv_cache: Tensor,
+    sinks: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start: Tensor,
+    out: Tensor,
+    scale: float,
+) -> dict[str, int | float]:
+    """What the `Args` of both kernels say of the tensors of `attend`, by field."""
+    return {
+        "q": q.data_ptr(),
+        "kv": kv_cache.data_ptr(),
+        "out": out.data_ptr(),
+        "sinks": sinks.data_ptr(),
+        "block_table": block_table.data_ptr(),
+        "seq_lens": seq_lens.data_ptr(),
+        "query_start": query_start.data_ptr(),
+        "kv_block": kv_cache.stride(0),
+        "kv_head": kv_cache.stride(1),
+        "kv_token": kv_cache.stride(2),
+        "kv_heads": kv_cache.shape[1],
+        "requests": seq_lens.shape[0],
+        "table_stride": block_table.stride(0),
+        "block_shift": kv_cache.shape[2].bit_length() - 1,
+        "q_stride": q.stride(0),
+        "out_stride": out.stride(0),
+        "scale": scale * math.log2(math.e),
+    }
+
+
 def attend(
     q: Tensor,
     kv_cache: Tensor,
@@ -119,24 +151,6 @@ def attend(
 
     tokens, kv_heads = q.shape[0], kv_cache.shape[1]
     tuned = tuned or plan(tokens, kv_heads, window)
-    args = Args(
-        q=q.data_ptr(),
-        kv=kv_cache.data_ptr(),
-        out=out.data_ptr(),
-        sinks=sinks.data_ptr(),
-        block_table=block_table.data_ptr(),
-        seq_lens=seq_lens.data_ptr(),
-        query_start=query_start.data_ptr(),
-        kv_block=kv_cache.stride(0),
-        kv_head=kv_cache.stride(1),
-        kv_token=kv_cache.stride(2),
-        kv_heads=kv_heads,
-        requests=seq_lens.shape[0],
-        table_stride=block_table.stride(0),
-        block_shift=kv_cache.shape[2].bit_length() - 1,
-        q_stride=q.stride(0),
-        out_stride=out.stride(0),
-        scale=scale * math.log2(math.e),
-    )
+    args = Args(**described(q, kv_cache, sinks, block_table, seq_lens, query_start, out, scale))
     stream = torch.cuda.current_stream(q.device).cuda_stream
     kernel(q.device.index or 0, tuned)(tokens * kv_heads * tuned.splits, tuned.warps * 32, stream, [args])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -172,36 +171,19 @@ def attend(
     """
     import torch
 
-    if q.shape[0] > MAX_TOKENS:
-        raise ValueError(f"{q.shape[0]} tokens, more than {MAX_TOKENS}")
-    device = q.device.index or 0
-    tokens, kv_heads = q.shape[0], kv_cache.shape[1]
+    device, tokens, kv_heads = q.device.index or 0, q.shape[0], kv_cache.shape[1]
+    if tokens > MAX_TOKENS:
+        raise ValueError(f"{tokens} tokens, more than {MAX_TOKENS}")
     tuned = tuned or plan(tokens, window)
     slots = tuned.slots(multiprocessors(device), kv_heads)
     scratch = sums(device, slots, kv_heads)
     args = Args(
-        q=q.data_ptr(),
-        kv=kv_cache.data_ptr(),
-        out=out.data_ptr(),
-        sinks=sinks.data_ptr(),
-        block_table=block_table.data_ptr(),
-        seq_lens=seq_lens.data_ptr(),
-        query_start=query_start.data_ptr(),
+        **attention.described(q, kv_cache, sinks, block_table, seq_lens, query_start, out, scale),
         parts=scratch.parts.data_ptr(),
         arrived=scratch.arrived.data_ptr(),
-        kv_block=kv_cache.stride(0),
-        kv_head=kv_cache.stride(1),
-        kv_token=kv_cache.stride(2),
         tokens=tokens,
-        kv_heads=kv_heads,
-        requests=seq_lens.shape[0],
-        table_stride=block_table.stride(0),
-        block_shift=kv_cache.shape[2].bit_length() - 1,
-        q_stride=q.stride(0),
-        out_stride=out.stride(0),
         slots=slots,
         least=tuned.least,
-        scale=scale * math.log2(math.e),
     )
     grid = tokens * kv_heads + (0 if window else slots)
     stream = torch.cuda.current_stream(q.device).cuda_stream

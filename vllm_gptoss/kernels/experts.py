@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_gptoss.kernels import nvrtc
+from vllm_gptoss.kernels.dense import multiprocessors
 from vllm_gptoss.kernels.experts_plan import (
     DOWN,
     DOWN_FEWEST,
@@ -122,14 +123,6 @@ def _kernel(recipe: Recipe) -> nvrtc.Kernel:
     with torch.cuda.device(recipe.device):
         module = nvrtc.load(nvrtc.source(SOURCE), "sm_90", macros, [f"--maxrregcount={recipe.registers}"])
         return module.kernel(recipe.name, recipe.shared)
-
-
-@functools.cache
-def multiprocessors(device: int) -> int:
-    """How many blocks of a whole multiprocessor run at once."""
-    import torch
-
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,6 @@ class ManyTokenExperts:
             "CHUNK": tuning.chunk,
             "COLUMNS": sum(1 << columns // 8 for columns in tuning.columns),
             "X_BYTES": x_bytes(*sizes),
-            "SHARE_TOKENS": (most // 32 + 3),
             "LOGITS": logits,
             "ID64": id64,
             "MAPPED": int(self.expert_map is not None),

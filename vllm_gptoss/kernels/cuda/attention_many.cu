@@ -17,6 +17,7 @@
 // token sees, itself included; 0: all. With a window nothing is split).
 #include "barriers.cuh"
 #include "common.cuh"
+#include "cp_async.cuh"
 #include "mma.cuh"
 #include "online_softmax.cuh"
 
@@ -206,10 +207,6 @@ __device__ __forceinline__ void cp_row(u32 dst, const bf16* src, u32 bytes) {
       "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes)
       : "memory");
 }
-__device__ __forceinline__ void cp_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N> __device__ __forceinline__ void cp_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
 
 // One warp's chunks of the piece on their way to its ring. A chunk is 16 rows of 256 bytes; 16-byte
 // column c of row r lies at c ^ (r & 7) of its half, so that eight rows of a column cover all
@@ -294,28 +291,7 @@ __device__ __forceinline__ void attend_rows(
     mma(s[0], q[2 * k], q[2 * k + 1], b[0], b[1]);
     mma(s[1], q[2 * k], q[2 * k + 1], b[2], b[3]);
   }
-  float top = r.m;
-#pragma unroll
-  for (int n = 0; n < 2; ++n)
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int key = base + n * 8 + 2 * j + e;
-      s[n][e] = key >= low && key < end ? s[n][e] * scale : NEG;
-      top = fmaxf(top, s[n][e]);
-    }
-  top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-  top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-  const float keep = exp2f(r.m - top);  // the chunk has at least one key, so top is finite
-  r.m = top;
-  float sum = 0.f;
-#pragma unroll
-  for (int n = 0; n < 2; ++n)
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      s[n][e] = exp2f(s[n][e] - top);
-      sum += s[n][e];
-    }
-  r.l = r.l * keep + sum;
+  const float keep = weigh_scores(r, s, base, low, end, j, scale);
   const u32 p0 = pack(s[0][0], s[0][1]), p1 = pack(s[1][0], s[1][1]);
 #pragma unroll
   for (int t = 0; t < 8; t += 2) {

@@ -27,6 +27,7 @@
 
 #include "common.cuh"
 #include "bulk.cuh"
+#include "cp_async.cuh"
 #include "mxfp4.cuh"
 #include "routing.cuh"
 #include "combine.cuh"
@@ -86,17 +87,6 @@ struct Meta {
 };
 constexpr int META_BYTES = (sizeof(Meta) + 127) / 128 * 128;
 
-// Weights pass through L2 once: activations and what blocks tell one another stay there.
-constexpr u64 EVICT_FIRST = 0x12F0000000000000ull;  // as createpolicy.fractional makes it
-__device__ __forceinline__ void cp16(u32 dst, const u8* src) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(dst),
-      "l"(src), "l"(EVICT_FIRST)
-      : "memory");
-}
-__device__ __forceinline__ void cp_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N> __device__ __forceinline__ void cp_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
 __device__ __forceinline__ uint4 ld_cg16(const u8* p) {
   uint4 v;
   asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -357,12 +347,12 @@ __device__ __forceinline__ void fetch(
     const Work& w, const Source& s, int left, int ch, int turn, bool live) {
   if (live) {
     if (ch == 0 && w.lane < 2 * R * (EVEN ? DEPTH : min(DEPTH, left)))
-      cp16(w.scales + turn * TURN_SCALES + w.lane * 16, s.scales);
+      cp16_once(w.scales + turn * TURN_SCALES + w.lane * 16, s.scales);
 #pragma unroll
     for (int k = ch * CHUNK; k < (ch + 1) * CHUNK; k++)
 #pragma unroll
       for (int r = 0; r < R; r++)
-        if (EVEN || k < left) cp16(w.ring + (k * R + r) * 512, s.values[r] + k * 128);
+        if (EVEN || k < left) cp16_once(w.ring + (k * R + r) * 512, s.values[r] + k * 128);
   }
   cp_commit();
 }

@@ -21,6 +21,7 @@
 
 #include "common.cuh"
 #include "barriers.cuh"
+#include "cp_async.cuh"
 #include "mxfp4.cuh"
 #include "wgmma.cuh"
 #include "routing.cuh"
@@ -119,20 +120,6 @@ __device__ __forceinline__ int first_of(int a, int begun, int group) {
   return a + (group + GROUPS - begun) % GROUPS;
 }
 
-// Weights pass through L2 once: what blocks tell one another stays there.
-constexpr u64 EVICT_FIRST = 0x12F0000000000000ull;  // as createpolicy.fractional makes it
-__device__ __forceinline__ void cp16(u32 dst, const u8* src) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(dst),
-      "l"(src), "l"(EVICT_FIRST)
-      : "memory");
-}
-__device__ __forceinline__ void cp16_x(u32 dst, const u8* src) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
-}
-__device__ __forceinline__ void cp_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N> __device__ __forceinline__ void cp_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
 __device__ __forceinline__ void cp_arrive(u32 bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
@@ -405,10 +392,10 @@ __device__ __forceinline__ void seek(Feed& f, Meta& m, const Sources& from) {
 __device__ __forceinline__ void fetch(Feed& f, Meta& m, const Sources& from, u32 ring, int lane) {
   if (f.left > 0) {
     const int tiles = BOTH_EVEN ? CHUNK : min(CHUNK, f.left);
-    if (lane < 2 * tiles) cp16(ring + CHUNK * 512, f.scales);
+    if (lane < 2 * tiles) cp16_once(ring + CHUNK * 512, f.scales);
 #pragma unroll
     for (int k = 0; k < CHUNK; k++)
-      if (BOTH_EVEN || k < tiles) cp16(ring + k * 512, f.values + k * 128);
+      if (BOTH_EVEN || k < tiles) cp16_once(ring + k * 512, f.values + k * 128);
     f.values += f.step * (CHUNK * 128);
     f.scales += f.step * (CHUNK * 64);
     f.left -= CHUNK;
@@ -692,7 +679,7 @@ __device__ __forceinline__ void stage_part(
 #pragma unroll
           for (int k = 0; k < CHUNK; k++)
             if (P::EVEN || stage * CHUNK + k < P::KT)
-              cp16_x((to + r * (ROWS * 128) ^ (r * ROWS & 4) << 4) + k * n * 128,
+              cp16((to + r * (ROWS * 128) ^ (r * ROWS & 4) << 4) + k * n * 128,
                   source + from[r] + k * 128);
       cp_arrive(full + 8 * at);
     }

@@ -50,19 +50,12 @@ __device__ __forceinline__ void begin_running(Running& r) {
 #pragma unroll
   for (int t = 0; t < 8; ++t) r.o[t][0] = r.o[t][1] = 0.f;
 }
-// q: elements 16j to 16j + 15 of head g. Keys low <= key < end count; at least one of the chunk
-// does.
-__device__ __forceinline__ void attend_chunk(Running& r, const Chunk& now, const u32 (&q)[8],
-    int base, int low, int end, int j, float scale) {
-  float s[2][4];
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.f;
-#pragma unroll
-    for (int k = 0; k < 4; ++k)
-      mma(s[n], q[2 * k], 0, q[2 * k + 1], 0, word(now.k[n][k >> 1], (k & 1) * 2),
-          word(now.k[n][k >> 1], (k & 1) * 2 + 1));
-  }
+// A chunk's scores s[n][e], of query head g and key base + 8n + 2j + e, become their weights under
+// the new maximum. The factor by which what was summed before counts now. Keys low <= key < end
+// count; at least one of the chunk does.
+template <int WIDTH>
+__device__ __forceinline__ float weigh_scores(
+    Running& r, float (&s)[2][WIDTH], int base, int low, int end, int j, float scale) {
   float top = r.m;
 #pragma unroll
   for (int n = 0; n < 2; ++n)
@@ -85,6 +78,22 @@ __device__ __forceinline__ void attend_chunk(Running& r, const Chunk& now, const
       sum += s[n][e];
     }
   r.l = r.l * keep + sum;
+  return keep;
+}
+// q: elements 16j to 16j + 15 of head g. Keys low <= key < end count; at least one of the chunk
+// does.
+__device__ __forceinline__ void attend_chunk(Running& r, const Chunk& now, const u32 (&q)[8],
+    int base, int low, int end, int j, float scale) {
+  float s[2][4];
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.f;
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      mma(s[n], q[2 * k], 0, q[2 * k + 1], 0, word(now.k[n][k >> 1], (k & 1) * 2),
+          word(now.k[n][k >> 1], (k & 1) * 2 + 1));
+  }
+  const float keep = weigh_scores(r, s, base, low, end, j, scale);
   const u32 p0 = pack(s[0][0], s[0][1]), p1 = pack(s[1][0], s[1][1]);
 #pragma unroll
   for (int t = 0; t < 8; ++t) {
