@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support import planted
+from tests.support.vllm_log import heard, lines
 from vllm_gptoss import announce, aside, choose, describe, device
 from vllm_gptoss.attention import sm90 as planned
 from vllm_gptoss.choose import ChoiceError, Deployment
@@ -30,14 +31,8 @@ FIRST = torch.zeros(1, dtype=torch.int64)
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
     monkeypatch.setattr(aside, "_said", set())
-    logging.getLogger("vllm").addHandler(caplog.handler)
-    with caplog.at_level(logging.WARNING, logger="vllm"):
+    with heard(caplog, logging.WARNING):
         yield caplog
-    logging.getLogger("vllm").removeHandler(caplog.handler)
-
-
-def lines(said: pytest.LogCaptureFixture) -> list[str]:
-    return list({id(record): record.getMessage() for record in said.records}.values())
 
 
 def wishing(**settings: str) -> Any:

@@ -14,6 +14,7 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
 
 from tests.support.plans import Common, builder
+from tests.support.vllm_log import heard, lines
 from vllm_gptoss import aside
 from vllm_gptoss.attention import sm90
 from vllm_gptoss.kernels import attention_many, nvrtc
@@ -43,14 +44,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
     monkeypatch.setattr(aside, "_said", set())
-    logging.getLogger("vllm").addHandler(caplog.handler)
-    with caplog.at_level(logging.WARNING, logger="vllm"):
+    with heard(caplog, logging.WARNING):
         yield caplog
-    logging.getLogger("vllm").removeHandler(caplog.handler)
-
-
-def lines(said: pytest.LogCaptureFixture) -> list[str]:
-    return list({id(record): record.getMessage() for record in said.records}.values())
 
 
 def impl(kind: type[FlashAttentionImpl], window: int | None = None, **other: Any) -> Any:

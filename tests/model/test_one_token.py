@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.vllm_log import heard
 from vllm_gptoss._vllm import worker
 from vllm_gptoss.choose import Deployment
 from vllm_gptoss.device import Device
@@ -68,10 +69,8 @@ def test_the_20b_is_the_shape_that_the_kernel_is_asked_for() -> None:
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     """What vLLM's logger says."""
-    logging.getLogger("vllm").addHandler(caplog.handler)
-    with caplog.at_level(logging.INFO, logger="vllm"):
+    with heard(caplog, logging.INFO):
         yield caplog
-    logging.getLogger("vllm").removeHandler(caplog.handler)
 
 
 def test_what_keeps_six_launches_is_one_line(said: pytest.LogCaptureFixture) -> None:
