@@ -1,0 +1,127 @@
+"""The sm90 kernels for large steps, against `reference.py` in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu import cases
+from tests.gpu.cases import ALPHA, LIMIT
+from tests.gpu.marks import SM90
+from vllm_gptoss.kernels import experts
+from vllm_gptoss.kernels.experts_prefill import SLICE_TOKENS, PrefillExperts, state
+
+pytestmark = SM90
+
+SHAPES = [
+    (32, 2880, 2880, 4),
+    (128, 2880, 2880, 4),
+    (24, 2880, 2880, 4),
+    (64, 1024, 2048, 8),
+    (32, 1472, 2880, 4),
+    (128, 384, 2880, 4),
+]
+"""Experts, intermediate, hidden, active: 20b, 120b, odd ones, ranks of TP 2 and TP 8."""
+
+Kernels = tuple[experts.FewTokenExperts, cases.Weights, cases.Weights]
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=str)
+def layer(request: pytest.FixtureRequest) -> Kernels:
+    count, intermediate, hidden, active = request.param
+    torch.cuda.empty_cache()
+    up, down = cases.layer(count, intermediate, hidden)
+    few = experts.FewTokenExperts(up.projection, down.projection, active, count, alpha=ALPHA, limit=LIMIT)
+    return few, up, down
+
+
+def poison_memory(prefill: PrefillExperts, tokens: int) -> None:
+    """What the allocator will hand out for the workspace: NaN wherever nobody writes."""
+    torch.full((prefill.workspace_bytes(tokens) // 2,), float("nan"), dtype=torch.bfloat16, device="cuda")
+
+
+@pytest.mark.parametrize("routed", cases.ROUTINGS)
+@pytest.mark.parametrize("tokens", [1, 129, 513, 1280, 4096])
+def test_large_steps_match_float64_and_repeat_bit_for_bit(layer: Kernels, tokens: int, routed: str) -> None:
+    prefill = PrefillExperts(layer[0])
+    poison_memory(prefill, tokens)
+    cases.experts_by_routing(prefill, layer[1], layer[2], tokens, routed)
+
+
+@pytest.mark.parametrize("tokens", [700, SLICE_TOKENS + 77])
+def test_every_number_of_columns_is_right(layer: Kernels, tokens: int) -> None:
+    """Experts of 0, 1, 2, … tokens, and of more than a chunk."""
+    few, up, down = layer
+    count = up.blocks.shape[0]
+    weight = torch.arange(count, device="cuda").double() ** 2 + 1e-3
+    ids = torch.multinomial(weight.expand(tokens, -1), few.active)
+    x, weights = cases.draw(tokens, down.blocks.shape[1]), torch.rand(tokens, few.active, device="cuda")
+    prefill = PrefillExperts(few)
+    poison_memory(prefill, tokens)
+    out = cases.run_experts(prefill, x, ids.int(), weights)
+    wanted = cases.experts_oracle(x, ids, weights, up, down)
+    cases.experts_close(out, wanted)
+    assert ((out.double() - wanted).norm(dim=1) / wanted.norm(dim=1)).max() < 2**-7
+    assert cases.same(out, cases.run_experts(prefill, x, ids, weights)), "ids of 64 bits"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_logits_of_both_dtypes_choose_as_topk(layer: Kernels, dtype: torch.dtype) -> None:
+    few, up, down = layer
+    if few.active == cases.ACTIVE:
+        cases.experts_by_logits(PrefillExperts(few), up, down, 600, dtype)
+
+
+@pytest.mark.parametrize("tokens", [200, 1024])
+def test_an_expert_parallel_rank_sums_only_its_own(layer: Kernels, tokens: int) -> None:
+    few, up, down = layer
+    count = up.blocks.shape[0]
+    mapping = torch.full((2 * count,), -1, dtype=torch.int32, device="cuda")
+    mapping[count:] = torch.arange(count, dtype=torch.int32, device="cuda")
+    mapped = experts.FewTokenExperts(
+        up.projection, down.projection, few.active, 2 * count, alpha=ALPHA, limit=LIMIT, expert_map=mapping
+    )
+    x = cases.draw(tokens, down.blocks.shape[1])
+    ids = torch.stack([torch.randperm(2 * count, device="cuda")[: few.active] for _ in range(tokens)])
+    ids[0] = torch.arange(few.active)  # a token with no expert here
+    weights = torch.rand(tokens, few.active, device="cuda")
+    prefill = PrefillExperts(mapped)
+    poison_memory(prefill, tokens)
+    out = cases.run_experts(prefill, x, ids.int(), weights)
+    cases.experts_close(out, cases.experts_oracle(x, mapping[ids].long(), weights, up, down))
+    assert not out[0].any()
+
+
+def test_a_graph_replays_on_new_inputs(layer: Kernels) -> None:
+    prefill = PrefillExperts(layer[0])
+    x = cases.draw(600, layer[2].blocks.shape[1])
+    logits = torch.randn(600, layer[1].blocks.shape[0], device="cuda").bfloat16()
+    out = torch.empty_like(x)
+    prefill(x, logits, None, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            prefill(x, logits, None, out)
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        logits.copy_(torch.randn_like(logits))
+        wanted = cases.run_experts(prefill, x, logits, None)
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert cases.same(out, wanted)
+    assert not state(0)[:4].any(), "a launch leaves its counter of blocks as it was"
+
+
+def test_planted_faults_are_found(layer: Kernels) -> None:
+    """A scale, a value and a bias of one expert changed: the case notices each."""
+    few, up, down = layer
+    x, logits = cases.draw(600, down.blocks.shape[1]), torch.randn(600, up.blocks.shape[0], device="cuda").bfloat16()
+    prefill = PrefillExperts(few)
+    right = cases.run_experts(prefill, x, logits, None)
+    for tensor in (up.projection.scales, down.projection.values, up.projection.bias, down.projection.bias):
+        kept = tensor[0, :64].clone()
+        tensor[0, :64] += 3
+        assert not cases.same(right, cases.run_experts(prefill, x, logits, None))
+        tensor[0, :64] = kept
+    assert cases.same(right, cases.run_experts(prefill, x, logits, None))

@@ -1,0 +1,172 @@
+"""MXFP4 experts for large steps on sm90: three launches from router logits (or top-k ids) to the combined output.
+
+`cuda/experts_prefill.cu` holds the kernels, docs/kernels/ the design and its numbers. The weights are the bytes that
+`experts.py` and vLLM's own `matmul_ogs` read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Hashable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_gptoss.kernels import nvrtc
+from vllm_gptoss.kernels.experts import FewTokenExperts, Recipe, multiprocessors, routing_mode
+from vllm_gptoss.kernels.experts_plan import MAX_EXPERTS, SHARED_LIMIT
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+SOURCE = Path(__file__).parent / "cuda" / "experts_prefill.cu"
+ROUTE, EXPERTS, COMBINE = "prefill_route", "prefill_experts", "prefill_combine"
+MAX_TOKENS = 16_384
+SLICE_TOKENS = 8192
+"""Tokens of one pass: larger steps are several, one after the other in the same memory, 377 MB for the 20b."""
+ROUTERS, ADDERS, THREADS = 128, 256, 512
+"""Threads of a block of the three kernels; of the first also its tokens."""
+MOST, STAGES, AHEAD = 192, 7, 4
+"""Tokens of a chunk, stages of 64 columns, tiles of work that a block knows of: as in experts_prefill.cu."""
+REGISTERS = 128
+"""A thread's, before the warps share them out by their roles."""
+
+TWO_7 = ctypes.c_uint32(1 << 7)
+"""`two_7` of experts_prefill.cu."""
+
+
+class _Routing(ctypes.Structure):
+    # `Routing` of experts_prefill.cu.
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("state", "ready", "seen", "tokens", "slots", "weights"))
+
+
+def shared_bytes(experts: int) -> int:
+    """Dynamic shared memory of a block of `prefill_experts`."""
+    meta = STAGES * 16 + AHEAD * (16 + 24) + 2 * (experts + 1) * 4
+    return STAGES * (MOST * 128 + 12 * (512 + 32)) + -(-(-(-meta // 8) * 8) // 128) * 128
+
+
+def max_chunks(pairs: int, experts: int) -> int:
+    """Of so many pairs (a token and one of its experts)."""
+    return experts + pairs // MOST
+
+
+@functools.cache
+def _kernel(recipe: Recipe) -> nvrtc.Kernel:
+    import torch
+
+    with torch.cuda.device(recipe.device):
+        options = [f"--maxrregcount={recipe.registers}"]
+        module = nvrtc.load(nvrtc.source(SOURCE), "sm_90a", dict(recipe.options), options)
+        return module.kernel(recipe.name, recipe.shared)
+
+
+@functools.cache
+def state(device: int) -> Tensor:
+    """`State` of experts_prefill.cu and, behind it, the counts of chunks and of pairs of blocks of routing.
+
+    Two streams must not run these kernels at the same time, as with `partial_sums`.
+    """
+    import torch
+
+    size = 1024 + 4 * max_chunks(SLICE_TOKENS * 8, MAX_EXPERTS) + 2 * MAX_EXPERTS * (SLICE_TOKENS // ROUTERS)
+    return torch.zeros(size + 1024, dtype=torch.uint8, device=f"cuda:{device}")
+
+
+class PrefillExperts:
+    """Both projections of one layer's local experts, ready to launch: the weights of `few`, whatever it takes."""
+
+    max_tokens = MAX_TOKENS
+
+    def __init__(self, few: FewTokenExperts) -> None:
+        self.up, self.down, self.active, self.routed = few.up, few.down, few.active, few.routed
+        self.alpha, self.limit, self.expert_map, self.device = few.alpha, few.limit, few.expert_map, few.device
+        if not 1 <= self.active <= 8:
+            raise ValueError(f"{self.active} experts a token, not 1 to 8")
+        if shared_bytes(self.up.experts) > SHARED_LIMIT:
+            raise ValueError(f"{self.up.experts} experts do not fit into {SHARED_LIMIT} bytes of shared memory")
+        self._launches: dict[tuple[int, int], tuple[nvrtc.Kernel, ...]] = {}
+        self.macros: tuple[tuple[str, int | str], ...] = ()
+
+    def recipes(self, routing: torch.dtype) -> tuple[Recipe, ...]:
+        """What the three kernels are compiled from for a routing dtype."""
+        logits, id64 = routing_mode(routing)
+        options = {
+            "KT_UP": self.up.tiles,
+            "KT_DOWN": self.down.tiles,
+            "SKT_UP": self.up.scales.shape[2] // 64,
+            "SKT_DOWN": self.down.scales.shape[2] // 64,
+            "EXPERTS": self.up.experts,
+            "ACTIVE": self.active,
+            "ROUTED": self.routed,
+            "BLOCKS": SLICE_TOKENS // ROUTERS,
+            "LOGITS": logits,
+            "ID64": id64,
+            "MAPPED": int(self.expert_map is not None),
+            **dict(self.macros),
+        }
+        names = ((ROUTE, 0), (EXPERTS, shared_bytes(self.up.experts)), (COMBINE, 0))
+        macros = tuple(sorted(options.items()))
+        return tuple(Recipe(self.device, name, shared, REGISTERS, macros) for name, shared in names)
+
+    def loads(self, routing: torch.dtype) -> Iterator[tuple[Callable[..., object], Hashable]]:
+        """Calls that load the kernels for a routing dtype and what they keep: see `nvrtc.at_once`."""
+        for recipe in self.recipes(routing):
+            yield _kernel, recipe
+        yield state, self.device
+
+    def workspace_bytes(self, tokens: int) -> int:
+        """What a step of so many tokens takes while it runs."""
+        pairs = min(tokens, SLICE_TOKENS) * self.active
+        return pairs * (self.up.rows + 2 * self.down.rows + 12)
+
+    def __call__(self, x: Tensor, routing: Tensor, weights: Tensor | None, out: Tensor) -> None:
+        """Runs both projections on the current stream; arguments as of `FewTokenExperts`, T <= max_tokens."""
+        import torch
+
+        tokens = x.shape[0]
+        if not 0 < tokens <= self.max_tokens:
+            raise ValueError(f"1 to {self.max_tokens} tokens, got {tokens}")
+        mode = routing_mode(routing.dtype)
+        if mode not in self._launches:
+            self._launches[mode] = tuple(_kernel(recipe) for recipe in self.recipes(routing.dtype))
+        workspace = torch.empty(self.workspace_bytes(tokens), dtype=torch.uint8, device=x.device)
+        for first in range(0, tokens, SLICE_TOKENS):
+            here = slice(first, first + SLICE_TOKENS)
+            self._run(mode, x[here], routing[here], None if weights is None else weights[here], out[here], workspace)
+
+    def _run(
+        self,
+        mode: tuple[int, int],
+        x: Tensor,
+        routing: Tensor,
+        weights: Tensor | None,
+        out: Tensor,
+        workspace: Tensor,
+    ) -> None:
+        import torch
+
+        tokens, pairs = x.shape[0], x.shape[0] * self.active
+        route, experts, combine = self._launches[mode]
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        act, kept = workspace.data_ptr(), state(self.device).data_ptr()
+        parts = act + pairs * self.up.rows
+        lists = parts + pairs * 2 * self.down.rows
+        chunks = kept + 2048
+        seen = chunks + -(-4 * max_chunks(SLICE_TOKENS * 8, MAX_EXPERTS) // 16) * 16
+        to = _Routing(kept, chunks, seen, lists, lists + 4 * pairs, lists + 8 * pairs)
+        count = ctypes.c_int(tokens)
+        route(-(-tokens // ROUTERS), ROUTERS, stream, [*map(_pointer, (routing, weights, self.expert_map)), to, count])
+        matrices = (self.up.values, self.up.scales, self.up.bias, self.down.values, self.down.scales, self.down.bias)
+        buffers = (ctypes.c_void_p(act), ctypes.c_void_p(parts))
+        numbers = (TWO_7, ctypes.c_float(self.alpha), ctypes.c_float(self.limit))
+        experts(
+            multiprocessors(self.device), THREADS, stream, [*map(_pointer, (*matrices, x)), to, *buffers, *numbers]
+        )
+        sums = (ctypes.c_void_p(to.slots), ctypes.c_void_p(to.weights), buffers[1], _pointer(out), count)
+        combine(-(-tokens * (self.down.rows // 8) // ADDERS), ADDERS, stream, list(sums))
+
+
+def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
