@@ -1,9 +1,11 @@
 """Random requests through one engine, whose steps go by our runner and scheduler, by vLLM's, or now so, now so:
 
     python -m tests.gpu.either_way '{"blocks": 400, "caching": true, "kinds": ["greedy", "seeded"], "seed": 1}'
+    python -m tests.gpu.either_way 8 60        # eight engines side by side, requests for a minute
 
 Two layers of the 20b with dummy weights, whose tokens any other bit of a logit changes. Prints one JSON line: requests
-that said something else, and how many steps went which way. The engine lives in this process.
+that said something else, and how many steps went which way. The engine lives in this process. With `plants`, faults
+are put into our way, one after another, and each must be found.
 """
 
 from __future__ import annotations
@@ -12,12 +14,16 @@ import collections
 import json
 import os
 import random
+import subprocess
 import sys
 import tempfile
+import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+PERSON = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 KINDS: dict[str, Any] = {
     "greedy": lambda rng: {},
     "seeded": lambda rng: {"temperature": 0.7, "seed": rng.randrange(10**6)},
@@ -28,27 +34,40 @@ KINDS: dict[str, Any] = {
     "penalties": lambda rng: {"repetition_penalty": 1.3, "presence_penalty": 0.5},
     "bias": lambda rng: {"logit_bias": {7: 5.0, 11: 3.0}},
     "min_tokens": lambda rng: {"max_tokens": 20, "min_tokens": 5, "stop_token_ids": list(range(0, 192, 3))},
+    "stops": lambda rng: {"temperature": 1.0, "seed": 4, "stop_token_ids": rng.sample(range(201_088), 20_000)},
     "logprobs": lambda rng: {"logprobs": 3},
+    "choice": lambda rng: {"grammar": {"choice": ["positive", "negative", "neither of them"]}},
+    "json": lambda rng: {"temperature": 1.0, "seed": rng.randrange(9), "grammar": {"json": json.dumps(PERSON)}},
 }
+PLAIN = ["greedy", "seeded", "unseeded", "min_p", "stops"]
+JOBS: tuple[dict[str, Any], ...] = (
+    {"blocks": 2000, "caching": False, "kinds": PLAIN},
+    {"blocks": 2000, "caching": True, "kinds": list(KINDS)},
+    {"blocks": 250, "caching": True, "kinds": list(KINDS)},
+    {"blocks": 250, "caching": True, "kinds": PLAIN},
+)
+"""What engines side by side do, in turn."""
 VLLM, OURS, MIXED = "vllm", "ours", "mixed"
 Request = tuple[int, int, list[int], dict[str, Any], int | None]
 """Step of its arrival, name, prompt, sampling, step at which it is aborted."""
 
 
-def engine(blocks: int, caching: bool) -> Any:
+def engine(blocks: int, caching: bool, tokenizer: str | None = None) -> Any:
+    """tokenizer: a folder with that of gpt-oss, which grammars need; the checkout's own where None."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": "gptoss"}
     from vllm import LLM
 
-    from vllm_gptoss.bench import shapes
+    from vllm_gptoss.bench import served, shapes
     from vllm_gptoss.plugin import register
 
     register()
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(shapes.model_config(shapes.shape("20b:2"))))
+        served.write_tokenizer(Path(directory), Path(tokenizer) if tokenizer else None)
         return LLM(
-            model=directory, load_format="dummy", skip_tokenizer_init=True, max_model_len=512, max_num_seqs=32,
-            max_num_batched_tokens=256, num_gpu_blocks_override=blocks, enable_prefix_caching=caching,
-            gpu_memory_utilization=0.05, kv_cache_memory_bytes=2**28,
+            model=directory, load_format="dummy", max_model_len=512, max_num_seqs=32, max_num_batched_tokens=256,
+            num_gpu_blocks_override=blocks, enable_prefix_caching=caching, gpu_memory_utilization=0.05,
+            kv_cache_memory_bytes=2**28, structured_outputs_config={"enable_in_reasoning": True},
             compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32]},
         ).llm_engine  # fmt: skip
 
@@ -82,6 +101,7 @@ class Ways:
         taken = self.take(*step)
         self.steps["short" if taken is not None else "long"] += 1
         self.steps["sampled by vLLM"] += taken is not None and taken.batch.sampling is None
+        self.steps["with a grammar"] += taken is not None and step[0].has_structured_output_requests
         self.steps["preempted"] += len(step[0].preempted_req_ids or ())
         return taken
 
@@ -97,11 +117,28 @@ class Ways:
         if not quick:
             blocks.allocate_slots = types.MethodType(KVCacheManager.allocate_slots, blocks)
 
+    def wait_for_grammar(self, name: str) -> None:
+        """Until it is compiled, which takes another time each time, and would change who decodes with whom."""
+        for request in self.scheduler.requests.values():
+            if request.request_id.startswith(name) and request.structured_output_request is not None:
+                while not request.structured_output_request.is_grammar_ready:
+                    time.sleep(0.001)
+
+
+def sampling(params: dict[str, Any]) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    params = dict(params)
+    grammar = params.pop("grammar", None)
+    if grammar is not None:
+        params["structured_outputs"] = StructuredOutputsParams(**grammar)
+    return SamplingParams(ignore_eos=grammar is None, detokenize=False, **params)
+
 
 def play(made: Any, ways: Ways, work: list[Request], way: str) -> dict[int, Any]:
     """What each request said: its tokens, how it ended, and its logprobs."""
     import numpy as np
-    from vllm import SamplingParams
 
     made.reset_prefix_cache()
     np.random.seed(0)  # of it vLLM draws the seeds of requests without one
@@ -111,11 +148,8 @@ def play(made: Any, ways: Ways, work: list[Request], way: str) -> dict[int, Any]
     while todo or made.has_unfinished_requests():
         while todo and todo[0][0] <= step:
             _, name, prompt, params, stop = todo.popleft()
-            made.add_request(
-                f"{way}-{name}",
-                {"prompt_token_ids": prompt},
-                SamplingParams(ignore_eos=True, detokenize=False, **params),
-            )
+            made.add_request(f"{way}-{name}", {"prompt_token_ids": prompt}, sampling(params))
+            ways.wait_for_grammar(f"{way}-{name}")
             if stop is not None:
                 aborts[stop].append(f"{way}-{name}")
         if step in aborts:
@@ -130,24 +164,156 @@ def play(made: Any, ways: Ways, work: list[Request], way: str) -> dict[int, Any]
     return said
 
 
-def main(blocks: int, caching: bool, kinds: list[str], seed: int, rounds: int = 2) -> dict[str, Any]:
-    made = engine(blocks, caching)
+def differing(work: list[Request], wanted: dict[int, Any], said: dict[int, Any]) -> list[dict[str, Any]]:
+    return [
+        {"asked": params, "wanted": wanted.get(name), "said": said.get(name)}
+        for _, name, _, params, _ in work
+        if said.get(name) != wanted.get(name)
+    ]
+
+
+def another_token(ways: Ways) -> Callable[[], None]:
+    """A step's first token on its way to the host, once in a while."""
+    sample, turns = ways.short_way.sample, [0]
+
+    def planted(taken: Any) -> Any:
+        output, turns[0] = sample(taken), turns[0] + 1
+        if turns[0] % 20 == 0:
+            output.ready.synchronize()
+            output.tokens = output.tokens.copy()
+            output.tokens[0] ^= 1
+        return output
+
+    ways.short_way.sample = planted
+    return lambda: vars(ways.short_way).pop("sample") and None
+
+
+def lost_blocks(ways: Ways) -> Callable[[], None]:
+    """New blocks do not reach the tables."""
+    buffers = ways.short_way.buffers
+
+    def planted(runner: Any) -> None:
+        for table in runner.block_tables.block_tables:
+            table.clear_staged_writes()
+
+    buffers.add_blocks = planted
+    return lambda: vars(buffers).pop("add_blocks") and None
+
+
+def old_parameters(ways: Ways) -> Callable[[], None]:
+    """Temperatures stay those of the batch before."""
+    buffers = ways.short_way.buffers
+    kept, buffers.parameters = buffers.parameters, {}
+
+    def undo() -> None:
+        buffers.parameters = kept
+
+    return undo
+
+
+def no_stops(ways: Ways) -> Callable[[], None]:
+    """Stop tokens are gone on after."""
+    go_on = ways.scheduler._go_on
+
+    def planted(ready: list[Any], *rest: Any) -> Any:
+        kept = [(request.sampling_params, request.sampling_params._all_stop_token_ids) for request in ready]
+        for params, _ in kept:
+            params._all_stop_token_ids = set()
+        left = go_on(ready, *rest)
+        for params, stops in kept:
+            params._all_stop_token_ids = stops
+        return left
+
+    ways.scheduler._go_on = planted
+    return lambda: vars(ways.scheduler).pop("_go_on") and None
+
+
+def no_grammar(ways: Ways) -> Callable[[], None]:
+    """The mask of a replayed step's grammars is dropped."""
+    runner = ways.runner
+    sample = runner.sample_tokens
+    runner.sample_tokens = lambda grammar: sample(None if runner.taken is not None else grammar)
+    return lambda: vars(runner).pop("sample_tokens") and None
+
+
+PLANTS = {
+    plant.__name__.replace("_", " "): plant
+    for plant in (another_token, lost_blocks, old_parameters, no_stops, no_grammar)
+}
+
+
+def find_plants(made: Any, ways: Ways, names: list[str], seed: int) -> dict[str, int]:
+    """How many requests each fault changes."""
+    work = requests(seed, list(KINDS), spread=100)
+    wanted, found = play(made, ways, work, VLLM), {}
+    for name in names:
+        undo = PLANTS[name](ways)
+        try:
+            found[name] = len(differing(work, wanted, play(made, ways, work, OURS)))
+        finally:
+            undo()
+    return found
+
+
+def main(
+    blocks: int,
+    caching: bool,
+    kinds: list[str],
+    seed: int,
+    rounds: int = 2,
+    seconds: float = 0.0,
+    plants: list[str] | None = None,
+    tokenizer: str | None = None,
+) -> dict[str, Any]:
+    """seconds: as many rounds as are begun by then."""
+    made = engine(blocks, caching, tokenizer)
     ways = Ways(made)
     found: dict[str, Any] = {"requests": 0, "tokens": 0, "different": []}
-    for turn in range(rounds):
+    began, turn = time.monotonic(), 0
+    while turn < rounds or time.monotonic() - began < seconds:
         work = requests(seed + turn, kinds, spread=(1, 150)[turn % 2])
         wanted = play(made, ways, work, VLLM)
-        found["requests"] += len(wanted)
+        found["requests"] += len(work)
         found["tokens"] += sum(len(tokens) for tokens, _, _ in wanted.values())
         for way in (OURS, MIXED):
-            said = play(made, ways, work, way)
-            found["different"] += [
-                {"turn": turn, "way": way, "asked": params, "wanted": wanted[name], "said": said.get(name)}
-                for _, name, _, params, _ in work
-                if said.get(name) != wanted.get(name)
-            ]
+            said = differing(work, wanted, play(made, ways, work, way))
+            found["different"] += [{"turn": turn, "way": way, **one} for one in said]
+        turn += 1
+    found["seconds"] = round(time.monotonic() - began, 1)
+    if plants:
+        found["planted"] = find_plants(made, ways, plants, seed)
     return {**found, "steps": dict(ways.steps)}
 
 
+def side_by_side(engines: int, seconds: float, tokenizer: str | None = None) -> dict[str, Any]:
+    """What several engines found, each in a process of its own, with other requests."""
+    jobs = [
+        {**JOBS[at % len(JOBS)], "seed": 10_000 * at, "seconds": seconds, "tokenizer": tokenizer}
+        for at in range(engines)
+    ]
+    running = [
+        subprocess.Popen([sys.executable, "-m", __spec__.name, json.dumps(job)], stdout=subprocess.PIPE, text=True)
+        for job in jobs
+    ]
+    found: dict[str, Any] = {"requests": 0, "tokens": 0, "different": [], "failed": 0, "steps": collections.Counter()}
+    for process in running:
+        said = last_line(process.communicate()[0])
+        if process.returncode or said is None:
+            found["failed"] += 1
+            continue
+        for key in ("requests", "tokens", "different", "steps"):
+            found[key] += collections.Counter(said[key]) if key == "steps" else said[key]
+    return {**found, "steps": dict(found["steps"])}
+
+
+def last_line(text: str) -> dict[str, Any] | None:
+    """The JSON that `main` printed; vLLM may say more when it ends."""
+    line = next((line for line in reversed(text.splitlines()) if line.startswith('{"')), None)
+    return None if line is None else dict(json.loads(line))
+
+
 if __name__ == "__main__":
-    print(json.dumps(main(**json.loads(sys.argv[1]))))
+    if sys.argv[1].isdigit():
+        print(json.dumps(side_by_side(int(sys.argv[1]), float(sys.argv[2]), *sys.argv[3:])))
+    else:
+        print(json.dumps(main(**json.loads(sys.argv[1]))))

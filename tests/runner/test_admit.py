@@ -35,6 +35,10 @@ def test_a_token_each_is_what_it_takes() -> None:
     assert admit.only_decodes(step())
 
 
+def test_a_grammar_is_for_the_sampling() -> None:
+    assert admit.only_decodes(step(has_structured_output_requests=True))
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -44,7 +48,6 @@ def test_a_token_each_is_what_it_takes() -> None:
         {"num_scheduled_tokens": {"b": 1, "a": 1}},
         {"num_scheduled_tokens": {}, "total_num_scheduled_tokens": 0, "known_req_ids": []},
         {"scheduled_spec_decode_tokens": {"a": [3]}},
-        {"has_structured_output_requests": True},
         {"kv_connector_metadata": object()},
     ],
     ids=lambda change: next(iter(change)),

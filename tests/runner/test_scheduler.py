@@ -1,4 +1,4 @@
-"""The quick scheduler plans exactly what vLLM's does: random requests through both, step by step."""
+"""The quick scheduler plans exactly what vLLM's does, and tells clients the same: random requests through both."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def scheduler(config: Any, kind: type, blocks: int, caching: bool) -> Any:
         vllm_config=config,
         kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
         structured_output_manager=StructuredOutputManager(config),
-        include_finished_set=False,
-        log_stats=False,
+        include_finished_set=True,
+        log_stats=True,
         block_size=SIZE,
         hash_block_size=SIZE,
     )
@@ -82,12 +82,17 @@ def request(name: str, rng: random.Random, shared: list[int]) -> Any:
     prompt = shared[: rng.choice([0, 40, 100])] + [
         rng.randrange(1000) for _ in range(rng.choice([1, 15, 16, 17, 31, 32, rng.randint(1, 200)]))
     ]
-    params = SamplingParams(max_tokens=rng.randint(1, 120), ignore_eos=True)
+    stops = rng.sample(range(1000), rng.choice([0, 0, 2, 10]))
+    most = rng.randint(1, 120)
+    params = SamplingParams(max_tokens=most, min_tokens=min(most, rng.choice([0, 0, 3])), stop_token_ids=stops)
+    params.update_from_generation_config({}, eos_token_id=rng.choice([None, 7]))
     return Request(
         request_id=name,
         prompt_token_ids=prompt,
         sampling_params=params,
         pooling_params=None,
+        client_index=rng.randrange(3),
+        trace_headers=rng.choice([None, None, None, {"traceparent": name}]),
         block_hasher=get_request_block_hasher(SIZE, sha256),
     )
 
@@ -103,6 +108,20 @@ def plan(output: Any) -> Any:
     return new, old, list(output.num_scheduled_tokens), rest
 
 
+def told(messages: dict[int, Any]) -> Any:
+    """What clients read of a step: of each request all but times, who has ended, and the statistics of the engine."""
+    outputs, ended, statistics = {}, {}, []
+    for client, message in messages.items():
+        for output in message.outputs:
+            events = [event.type for event in output.events or ()]
+            fields = {name: getattr(output, name) for name in output.__struct_fields__ if name != "events"}
+            outputs[client, output.request_id] = (fields, events)
+        ended[client] = message.finished_requests
+        if message.scheduler_stats is not None:
+            statistics.append((client in {client for client, _ in outputs}, message.scheduler_stats))
+    return outputs, {client: names for client, names in ended.items() if names}, set(messages), statistics
+
+
 def answer(names: dict[str, bool], rng: random.Random) -> Any:
     """A token for each request whose prompt is read by that step; the others get none."""
     from vllm.v1.outputs import ModelRunnerOutput
@@ -115,7 +134,7 @@ def answer(names: dict[str, bool], rng: random.Random) -> Any:
 
 
 def run(made: Any, seed: int, counts: dict[str, int]) -> list[Any]:
-    """Plans of a run whose requests, aborts and tokens follow from `seed`, two steps under way as in the engine."""
+    """Plans and messages of a run whose requests, aborts and tokens follow from `seed`; two steps are under way."""
     from vllm.v1.request import RequestStatus
 
     rng = random.Random(seed)
@@ -135,7 +154,7 @@ def run(made: Any, seed: int, counts: dict[str, int]) -> list[Any]:
             under_way.append((output, reads))
         if under_way and (len(under_way) == 2 or not reads):
             done, reads = under_way.pop(0)
-            made.update_from_output(done, answer(reads, rng))
+            plans.append(told(made.update_from_output(done, answer(reads, rng))))
         step += 1
         assert step < 5000
     return plans
@@ -150,11 +169,16 @@ def test_plans_are_the_same(config: Any, blocks: int, caching: bool, seed: int) 
     from vllm_gptoss.runner.scheduler import GptOssScheduler, QuickKVCacheManager
 
     class Counting(GptOssScheduler):
-        short_steps = 0
+        short_steps = went_on = 0
 
         def _schedule(self, *found: Any) -> Any:
             self.short_steps += 1
             return super()._schedule(*found)
+
+        def _go_on(self, *step: Any) -> Any:
+            left = super()._go_on(*step)
+            self.went_on += len(step[0]) - len(left)
+            return left
 
     counts = {"preempted": 0}
     theirs = scheduler(config, AsyncScheduler, blocks, caching)
@@ -168,6 +192,7 @@ def test_plans_are_the_same(config: Any, blocks: int, caching: bool, seed: int) 
     assert found == wanted
     assert sum(asked) > len(asked) / 2, "it should spare most of the searches"
     assert ours.short_steps > 20, "hardly any step went the short way"
+    assert ours.went_on > 50, "vLLM took nearly all tokens"
     kept = ("current_step", "num_executed_steps", "sched_step_seq", "prefill_capacity_bound", "last_prefill_step")
     assert [vars(ours).get(name) for name in kept] == [vars(theirs).get(name) for name in kept]
     assert blocks > 60 or counts["preempted"], "too many blocks for this test"

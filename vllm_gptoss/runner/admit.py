@@ -59,7 +59,7 @@ def _why_not_inside(runner: Any) -> str | None:
 def only_decodes(step: Any) -> bool:
     """Whether a `SchedulerOutput` asks for one more token of each of its requests, and for nothing else.
 
-    Requests may have ended and blocks may have been added since the last step.
+    Requests may have ended and got blocks since the last step. A grammar's mask comes with the sampling.
     """
     known = step.scheduled_cached_reqs
     count = len(known.req_ids)
@@ -67,7 +67,6 @@ def only_decodes(step: Any) -> bool:
         0 < count == step.total_num_scheduled_tokens == len(step.num_scheduled_tokens)
         and not step.scheduled_new_reqs
         and not known.resumed_req_ids
-        and not step.has_structured_output_requests
         and not step.scheduled_spec_decode_tokens
         and not step.scheduled_encoder_inputs
         and step.kv_connector_metadata is None

@@ -3,18 +3,27 @@
 Two thirds of a step's scheduling ask, for each request, which blocks its next token needs, in every group of the cache.
 Fifteen times of sixteen the answer is none. What vLLM's managers would look at says so in a few comparisons. Most of
 the rest decides what is decided already where nobody waits and nobody reads a prompt: a token for everyone.
+
+The same where the tokens come back: a request that goes on needs them in its lists, and its client a message. All that
+may happen else is vLLM's, request by request.
 """
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import RequestStatus
 
 from vllm_gptoss import aside
 from vllm_gptoss._vllm import runner as vllm
 
+UNDER_WAY = 4
+"""Steps whose requests are remembered; the engine has two under way at most."""
 NOTHING_SPECIAL = {"num_lookahead_tokens": 0}
 """How the scheduler asks for a running request without drafts, in one call of its loop."""
 
@@ -25,29 +34,78 @@ class QuickKVCacheManager(KVCacheManager):
     size: int
     groups: tuple[tuple[Any, int], ...]
     """A manager of each group and its window; 0: all keys."""
+    quiet: dict[str, int]
+    """By request, how many computed tokens it may have and still need nothing; absent where nobody has looked."""
 
     def allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         """As upstream: the new blocks of the request, None where there are too few."""
-        if num_new_tokens == 1 and not args and kwargs == NOTHING_SPECIAL and self.needs_nothing(request):
-            return self.empty_kv_cache_blocks
+        if num_new_tokens == 1 and not args and kwargs == NOTHING_SPECIAL:
+            if self.needs_nothing(request):
+                return self.empty_kv_cache_blocks
+            if request.request_id in self.quiet and self.block_pool.get_num_free_blocks() >= len(self.groups):
+                return self.create_kv_cache_blocks(self.grow(request))
         return super().allocate_slots(request, num_new_tokens, *args, **kwargs)
+
+    def free(self, request: Any) -> None:
+        """As upstream, for requests that end and that are preempted."""
+        self.quiet.pop(request.request_id, None)
+        super().free(request)
+
+    def grow(self, request: Any) -> tuple[list[Any], ...]:
+        """As `allocate_slots` for the next token of a running request; there must be a free block for each group."""
+        computed, name, size = request.num_computed_tokens, request.request_id, self.size
+        processed = max(0, computed - request.num_in_flight_tokens)
+        for manager, window in self.groups:
+            if window:
+                manager.remove_skipped_blocks(name, processed)
+        new = tuple(
+            manager.allocate_new_blocks(name, computed + 1, computed + 1)
+            if len(manager.req_to_blocks[name]) * size <= computed
+            else []
+            for manager, _ in self.groups
+        )
+        if self.enable_caching:
+            self.coordinator.cache_blocks(request, min(computed + 1, request.num_tokens))
+        return new
+
+    def cache_whole(self, request: Any) -> None:
+        """Hashes and caches a block that the request's last token has filled, as upstream.
+
+        `Request.append_output_token_ids`, and `cache_blocks` of `vllm/v1/core/single_type_kv_cache_manager.py`.
+        """
+        hashes, name = request.block_hashes, request.request_id
+        if (len(hashes) + 1) * self.size <= len(request._all_token_ids):
+            request.update_block_hashes()
+        known = request.num_computed_tokens - request.num_in_flight_tokens
+        whole = min(known // self.size, len(hashes))
+        if any(whole > manager.num_cached_block.get(name, 0) for manager, _ in self.groups):
+            self.cache_blocks(request, known)
 
     def needs_nothing(self, request: Any) -> bool:
         """Whether the slot of one more token is there, and nothing is to be freed or cached, as
         `vllm/v1/core/single_type_kv_cache_manager.py` finds it in `remove_skipped_blocks`, `allocate_new_blocks` and
         `cache_blocks`."""
         computed, name, size = request.num_computed_tokens, request.request_id, self.size
+        if computed < self.quiet.get(name, 0):
+            return True
         whole = min(computed + 1, request.num_tokens) // size if self.enable_caching else 0
+        until = self.max_model_len
         for manager, window in self.groups:
             blocks = manager.req_to_blocks.get(name)
-            if not blocks or len(blocks) * size <= computed:
+            if not blocks:
                 return False
-            if whole > manager.num_cached_block.get(name, 0):
+            cached = manager.num_cached_block.get(name, 0)
+            if len(blocks) * size <= computed or whole > cached:
+                self.quiet[name] = 0
                 return False
+            until = min(until, len(blocks) * size, (cached + 1) * size - 1 if self.enable_caching else until)
             if window:
-                passed = (computed - request.num_in_flight_tokens - window + 1) // size
-                if passed > 0 and not blocks[passed - 1].is_null:
+                passed = max(0, (computed - request.num_in_flight_tokens - window + 1) // size)
+                if passed and not blocks[passed - 1].is_null:
+                    self.quiet[name] = 0
                     return False
+                until = min(until, (passed + 1) * size + window - 1)
+        self.quiet[name] = until
         return True
 
 
@@ -64,6 +122,7 @@ def quick(theirs: Any) -> QuickKVCacheManager:
     ours.__dict__.update(vars(theirs))
     ours.groups = groups
     ours.size = theirs.block_pool.hash_block_size
+    ours.quiet = {}
     return ours
 
 
@@ -77,6 +136,8 @@ class GptOssScheduler(AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.has_short_way = False
+        self.under_way: deque[tuple[Any, list[Any]]] = deque(maxlen=UNDER_WAY)
+        """Steps that went the short way and their requests; tokens of the oldest come first."""
         if self.connector is None and self.aux_output_connector is None:  # both keep the manager they were given
             quicker = aside.attempt("host: scheduler", "auto", lambda: quick(self.kv_cache_manager))
             self.kv_cache_manager = quicker or self.kv_cache_manager
@@ -104,7 +165,8 @@ class GptOssScheduler(AsyncScheduler):
 
     def _decoding(self) -> tuple[list[Any], list[Any]] | None:
         """(requests that get a token, those of them that need blocks); None where that is not all there is to do."""
-        limit, needs_nothing = self.max_model_len - 2, self.kv_cache_manager.needs_nothing
+        limit, blocks = self.max_model_len - 2, self.kv_cache_manager
+        quiet = blocks.quiet
         ready, asking = [], []
         for request in self.running:
             computed, ahead = request.num_computed_tokens, request.num_output_placeholders
@@ -120,22 +182,20 @@ class GptOssScheduler(AsyncScheduler):
             ):
                 return None
             ready.append(request)
-            if not needs_nothing(request):
+            if computed >= quiet.get(request.request_id, 0) and not blocks.needs_nothing(request):
                 asking.append(request)
         budget = min(self.max_num_scheduled_tokens, self.scheduler_config.max_num_batched_tokens)
         # A token crosses into one block of each group at most; with too few, somebody is to be preempted.
-        enough = self.kv_cache_manager.block_pool.get_num_free_blocks() >= len(asking) * len(
-            self.kv_cache_manager.groups
-        )
+        enough = blocks.block_pool.get_num_free_blocks() >= len(asking) * len(blocks.groups)
         return (ready, asking) if ready and len(ready) <= budget and enough else None
 
     def _schedule(self, ready: list[Any], asking: list[Any]) -> Any:
         """The step of these requests. vLLM schedules an empty one, and with it all that is not theirs."""
         blocks = {}
         for request in asking:
-            found = self.kv_cache_manager.allocate_slots(request, 1, **NOTHING_SPECIAL)
-            assert found is not None
-            blocks[request.request_id] = found.get_block_ids(allow_none=True)
+            new = self.kv_cache_manager.grow(request)
+            if any(new):
+                blocks[request.request_id] = tuple([block.block_id for block in group] for group in new)
         running, self.running = self.running, []
         try:
             step = super().schedule()
@@ -153,7 +213,113 @@ class GptOssScheduler(AsyncScheduler):
         ]
         if hasattr(self, "num_executed_steps"):  # not in 0.32
             self.num_executed_steps += 1
+        self._count(step, ready)
+        self.under_way.append((step, ready))
+        return step
+
+    def _count(self, step: Any, ready: list[Any]) -> None:
+        """As `_update_after_schedule`, of the scheduler and of the asynchronous one, for a token of each request."""
+        next_step, no_drafts = self.current_step + self.decode_stagger, self._spec_token_placeholders
         if self.defer_block_free:
             self.sched_step_seq += 1
-        self._update_after_schedule(step)
-        return step
+            for request in ready:
+                request.last_sched_seq = self.sched_step_seq
+        self._inflight_prefills.difference_update(ready)
+        for request in ready:
+            if request.structured_output_request is not None:
+                step.has_structured_output_requests = True
+                step.pending_structured_output_tokens |= request.num_output_placeholders > 0
+            request.num_computed_tokens += 1
+            request.num_in_flight_tokens += 1
+            request.num_output_placeholders += 1
+            request.spec_token_ids = no_drafts
+            request.next_decode_eligible_step = next_step
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
+        """As upstream: what each client gets, by its number."""
+        ready = next((ready for step, ready in self.under_way if step is scheduler_output), None)
+        names = model_runner_output.req_ids
+        if (
+            ready is not None
+            and names == list(scheduler_output.num_scheduled_tokens)
+            and _says_tokens_only(model_runner_output)
+        ):
+            return self._update(scheduler_output, ready, model_runner_output)
+        found: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
+        return found
+
+    def _update(self, step: Any, ready: list[Any], output: Any) -> dict[int, Any]:
+        """Gives requests that go on their tokens, and vLLM all others of the step, and what is not of a request."""
+        said: dict[int, list[Any]] = {}
+        left = self._go_on(ready, output.sampled_token_ids, said)
+        rest = copy.copy(step)
+        rest.num_scheduled_tokens = dict.fromkeys(left, 1)
+        theirs = super().update_from_output(rest, output)
+        ours = {client: EngineCoreOutputs(outputs=outputs) for client, outputs in said.items()}
+        for client, message in theirs.items():
+            if client in ours:
+                message.outputs = ours[client].outputs + message.outputs
+            elif ours and not message.outputs and not message.finished_requests:
+                continue  # made for the statistics, since vLLM found nobody who gets tokens
+            ours[client] = message
+        self._move_statistics(theirs, ours)
+        return ours
+
+    def _move_statistics(self, theirs: dict[int, Any], ours: dict[int, Any]) -> None:
+        """One client gets them: the first that gets tokens, if there is one."""
+        for message in theirs.values():
+            if message.scheduler_stats is not None:
+                statistics, message.scheduler_stats = message.scheduler_stats, None
+                next(iter(ours.values())).scheduler_stats = statistics
+                return
+
+    def _go_on(self, ready: list[Any], sampled: list[list[int]], said: dict[int, list[Any]]) -> list[str]:
+        """Puts down the tokens of requests that go on; the names of those to which more happens.
+
+        As `update_from_output`, `_update_request_with_output` and `check_stop` do it.
+        """
+        left: list[str] = []
+        longest, running = self.max_model_len - 1, RequestStatus.RUNNING
+        cache = self.kv_cache_manager.cache_whole if self.kv_cache_manager.enable_caching else None
+        for request, tokens in zip(ready, sampled, strict=True):
+            params, every, made = request.sampling_params, request._all_token_ids, request._output_token_ids
+            if (
+                len(tokens) != 1
+                or request.status is not running
+                or request.num_stale_output_tokens
+                or tokens[0] in params._all_stop_token_ids
+                or len(made) + 1 >= request.max_tokens
+                or len(every) >= longest
+                or request.events
+                or request.prefill_stats is not None
+                or request.structured_output_request is not None
+                or params.logprobs is not None
+                or params.repetition_detection is not None
+                or request.trace_headers is not None
+            ):
+                left.append(request.request_id)
+                continue
+            made.append(tokens[0])
+            every.append(tokens[0])
+            request.num_in_flight_tokens -= 1
+            request.num_output_placeholders -= 1
+            if cache is not None:
+                cache(request)
+            outputs = said.get(request.client_index)
+            if outputs is None:
+                outputs = said[request.client_index] = []
+            outputs.append(EngineCoreOutput(request.request_id, tokens))
+        return left
+
+
+def _says_tokens_only(output: Any) -> bool:
+    """Whether a `ModelRunnerOutput` has nothing but tokens, or what belongs to requests that asked for more."""
+    return (
+        bool(output.sampled_token_ids)
+        and output.pooler_output is None
+        and output.kv_connector_output is None
+        and output.ec_connector_output is None
+        and output.num_nans_in_logits is None
+        and output.sampling_masks is None
+        and output.aux_output_connector_output is None
+    )
