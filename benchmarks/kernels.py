@@ -1,11 +1,12 @@
 """Each expert kernel alone, weights cold in L2, against the stock kernel it replaces: time, TB/s, share of the floor.
 
     python benchmarks/kernels.py [--model 20b] [--tokens 1,2,4,8,16,32,48,64] [--routing uniform,four] [--out FILE]
-        [--kernels chosen|few|many] [--tensor-parallel 1]
+        [--kernels chosen|few|many|prefill] [--tensor-parallel 1]
 
-Times are of CUDA graph replays, median of 20, each graph holding eight launches on different experts, so that no
-launch finds its weights in L2. `pair` is both projections chained with programmatic dependent launch, as a layer runs
-them; kernels that take both in one launch have no `up` and `down` alone. `stock` is vLLM's `matmul_ogs` with its
+Times are of CUDA graph replays, median of 20, each graph holding eight launches with different routings (fewer from
+1,025 tokens on), so that no launch finds its weights in L2. `pair` is both projections chained with programmatic
+dependent launch, as a layer runs them; kernels that take both in one launch have no `up` and `down` alone. Steps of
+more than 512 tokens also have their share of the tensor cores' 989 TFLOP/s. `stock` is vLLM's `matmul_ogs` with its
 routing kernels, from the `triton_kernels` that vLLM carries; pass `--triton-kernels FOLDER` to name another copy. The
 floor is the bytes of the active experts' weights and scales over 4.3 TB/s, what a device-to-device copy moves on an
 H200. Routings: `uniform`; `four`, all tokens to the same; `half`, half of the tokens have one expert in common;
@@ -28,9 +29,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from vllm_gptoss import spec
 from vllm_gptoss.experts import mxfp4, sm90
 from vllm_gptoss.kernels.experts import FewTokenExperts, Projection
-from vllm_gptoss.kernels.experts_many import ManyTokenExperts
+from vllm_gptoss.kernels.experts_many import MAX_TOKENS, ManyTokenExperts
+from vllm_gptoss.kernels.experts_prefill import PrefillExperts
 
 LAUNCHES = 8
+FLOPS_PER_SECOND = 989.4e12
+"""Dense bf16 of an H100 or H200 at its highest clock."""
 
 
 def weights(experts: int, rows: int, columns: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -123,9 +127,10 @@ def measure(
     rank: int,
     routing: str,
     stock: Stock | None,
-    ours: FewTokenExperts | ManyTokenExperts,
+    ours: sm90.Kernel,
 ) -> dict[str, Any]:
-    logits = routings(tokens, model.experts, model.active_experts, routing)
+    launches = max(1, min(LAUNCHES, 8192 // tokens))
+    logits = routings(tokens, model.experts, model.active_experts, routing)[:launches]
     x = torch.randn(tokens, model.hidden, device="cuda").bfloat16()
     out = torch.empty_like(x)
     active = statistics.mean(len(each.float().topk(model.active_experts)[1].unique()) for each in logits)
@@ -135,30 +140,34 @@ def measure(
         "model": model.name, "tokens": tokens, "intermediate": rank, "routing": routing,
         "skewed": routing != "uniform", "path": type(ours).__name__, "active_experts": active,
         "floor_up_us": up_bytes / BYTES_PER_SECOND * 1e6, "floor_down_us": down_bytes / BYTES_PER_SECOND * 1e6,
-        "pair_us": microseconds(lambda: [ours(x, each, None, out) for each in logits], LAUNCHES),
+        "pair_us": microseconds(lambda: [ours(x, each, None, out) for each in logits], launches),
     }  # fmt: skip
     if isinstance(ours, FewTokenExperts):  # the other has one launch for both
         few = ours
         act = torch.zeros(tokens * model.active_experts, rank, device="cuda").bfloat16()
-        row["up_us"] = microseconds(lambda: [few.launch_up(x, e, act, dependent=False) for e in logits], LAUNCHES)
+        row["up_us"] = microseconds(lambda: [few.launch_up(x, e, act, dependent=False) for e in logits], launches)
         row["down_us"] = microseconds(
-            lambda: [few.launch_down(act, e, None, out, dependent=False) for e in logits], LAUNCHES
+            lambda: [few.launch_down(act, e, None, out, dependent=False) for e in logits], launches
         )
         row["up_tb_s"] = up_bytes / row["up_us"] / 1e6
         row["down_tb_s"] = down_bytes / row["down_us"] / 1e6
     row["pair_share_of_floor"] = (row["floor_up_us"] + row["floor_down_us"]) / row["pair_us"]
+    if tokens > MAX_TOKENS:
+        flops = 6 * tokens * model.active_experts * rank * model.hidden
+        row["pair_share_of_peak"] = flops / row["pair_us"] * 1e6 / FLOPS_PER_SECOND
     if stock is not None:
-        routed = [stock.route(each) for each in logits]
-        acts = stock.up(x, routed[0])
-        row["stock_up_us"] = microseconds(lambda: [stock.up(x, each) for each in routed], LAUNCHES)
-        row["stock_down_us"] = microseconds(lambda: [stock.down(acts, each) for each in routed], LAUNCHES)
+        if tokens <= MAX_TOKENS:
+            routed = [stock.route(each) for each in logits]
+            acts = stock.up(x, routed[0])
+            row["stock_up_us"] = microseconds(lambda: [stock.up(x, each) for each in routed], launches)
+            row["stock_down_us"] = microseconds(lambda: [stock.down(acts, each) for each in routed], launches)
 
         def whole() -> None:
             for each in logits:
                 chosen = stock.route(each)
                 stock.down(stock.up(x, chosen), chosen)
 
-        row["stock_with_routing_us"] = microseconds(whole, LAUNCHES)
+        row["stock_with_routing_us"] = microseconds(whole, launches)
         chosen = stock.route(logits[0])
         wanted = stock.down(stock.up(x, chosen), chosen).view_as(out).double()
         ours(x, logits[0], None, out)
@@ -171,7 +180,7 @@ def main() -> None:
     parser.add_argument("--model", default="20b,120b")
     parser.add_argument("--tokens", default="1,2,4,8,16,32,48,64")
     parser.add_argument("--routing", default="uniform,four")
-    parser.add_argument("--kernels", default="chosen", choices=["chosen", "few", "many"])
+    parser.add_argument("--kernels", default="chosen", choices=["chosen", "few", "many", "prefill"])
     parser.add_argument("--tensor-parallel", default="1")
     parser.add_argument("--triton-kernels", default="", help="folder that holds the package triton_kernels")
     parser.add_argument("--out", default="")
@@ -192,19 +201,20 @@ def main() -> None:
             stock = Stock(*parts, model.active_experts) if has_stock else None
             up, down = stock.projections() if stock else (projection(parts[0]), projection(parts[1]))
             few = FewTokenExperts(up, down, model.active_experts, model.experts, alpha=1.702, limit=7.0)
-            many = ManyTokenExperts(few)
+            layer = sm90.LayerExperts(few, ManyTokenExperts(few), PrefillExperts(few))
             for routing in options.routing.split(","):
                 for tokens in map(int, options.tokens.split(",")):
-                    chosen = sm90.kernels(few, many, tokens)
-                    ours = {"chosen": chosen, "few": few, "many": many}[options.kernels]
-                    if ours is None or tokens > ours.max_tokens or (routing != "uniform" and tokens == 1):
+                    named = {"few": few, "many": layer.many, "prefill": layer.prefill}
+                    ours = named.get(options.kernels, layer.kernel(tokens))
+                    too_many = tokens > getattr(ours, "max_tokens", tokens)
+                    if ours is None or too_many or (routing != "uniform" and tokens == 1):
                         continue
                     rows.append(row := measure(model, tokens, rank, routing, stock, ours))
                     print(
                         " ".join(f"{k}={v:.2f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()),
                         flush=True,
                     )
-            del stock, up, down, few, many, chosen, ours, parts
+            del stock, up, down, few, layer, named, ours, parts
     if options.out:
         write(options.out, rows)
 

@@ -20,7 +20,13 @@ import time
 FOUND = 9
 """Exit status of the sanitizer when it found something."""
 
-PARTS = {"layers": "_few", "attention": "attention_many", "experts": "experts_", "step": "decode_step"}
+PARTS = {
+    "layers": "_few",
+    "attention": "attention_many",
+    "experts": "experts_",
+    "prefill": "prefill_",
+    "step": "decode_step",
+}
 """What is launched, and what its kernels' names share: torch's own kernels are not looked at."""
 
 
@@ -68,6 +74,7 @@ def experts(parallel: list[int], counts: list[int]) -> None:
     from vllm_gptoss.kernels.experts import FewTokenExperts
     from vllm_gptoss.kernels.experts_many import ManyTokenExperts
     from vllm_gptoss.kernels.experts_plan import NARROW_TOKENS, WIDE_TOKENS
+    from vllm_gptoss.kernels.experts_prefill import PrefillExperts
 
     for count in counts:
         for size in parallel:
@@ -82,6 +89,8 @@ def experts(parallel: list[int], counts: list[int]) -> None:
             cases.experts(module, up, down, most=3, skewed=True)
             for tokens, routed in ((40, "uniform"), (200, "half"), (512, "uniform")):
                 cases.experts_by_routing(ManyTokenExperts(module), up, down, tokens, routed)
+            for tokens, routed in ((1, "uniform"), (600, "uniform"), (900, "half")):
+                cases.experts_by_routing(PrefillExperts(module), up, down, tokens, routed)
             print(f"TP {size}: {count} experts", flush=True)
             del up, down, module
             torch.cuda.empty_cache()

@@ -41,7 +41,7 @@ def poison_memory(prefill: PrefillExperts, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("routed", cases.ROUTINGS)
-@pytest.mark.parametrize("tokens", [1, 129, 513, 1280, 4096])
+@pytest.mark.parametrize("tokens", [1, 600, 2100])
 def test_large_steps_match_float64_and_repeat_bit_for_bit(layer: Kernels, tokens: int, routed: str) -> None:
     prefill = PrefillExperts(layer[0])
     poison_memory(prefill, tokens)

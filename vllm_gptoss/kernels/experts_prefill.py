@@ -20,15 +20,21 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from vllm_gptoss.kernels.experts_many import ManyTokenExperts
+
 SOURCE = Path(__file__).parent / "cuda" / "experts_prefill.cu"
-ROUTE, EXPERTS, COMBINE = "prefill_route", "prefill_experts", "prefill_combine"
-MAX_TOKENS = 16_384
+NAMES = ROUTE, EXPERTS, COMBINE = "prefill_route", "prefill_experts", "prefill_combine"
 SLICE_TOKENS = 8192
-"""Tokens of one pass: larger steps are several, one after the other in the same memory, 377 MB for the 20b."""
+"""Tokens of one pass at most: larger steps are several, one after the other in the same memory, 378 MB."""
 ROUTERS, ADDERS, THREADS = 128, 256, 512
 """Threads of a block of the three kernels; of the first also its tokens."""
 MOST, STAGES, AHEAD = 192, 7, 4
 """Tokens of a chunk, stages of 64 columns, tiles of work that a block knows of: as in experts_prefill.cu."""
+MOST_ACTIVE = 8
+STATE_BYTES = 2048
+"""Of `State`, rounded up."""
+CHUNKS_BYTES = -(-4 * (MAX_EXPERTS + SLICE_TOKENS * MOST_ACTIVE // MOST) // 16) * 16
+"""Of a count for each chunk that a slice can have."""
 REGISTERS = 128
 """A thread's, before the warps share them out by their roles."""
 
@@ -47,19 +53,20 @@ def shared_bytes(experts: int) -> int:
     return STAGES * (MOST * 128 + 12 * (512 + 32)) + -(-(-(-meta // 8) * 8) // 128) * 128
 
 
-def max_chunks(pairs: int, experts: int) -> int:
-    """Of so many pairs (a token and one of its experts)."""
-    return experts + pairs // MOST
+def slice_of(tokens: int) -> int:
+    """Tokens of one pass of a step: passes are alike."""
+    return -(-tokens // -(-tokens // SLICE_TOKENS))
 
 
 @functools.cache
-def _kernel(recipe: Recipe) -> nvrtc.Kernel:
+def _kernels(recipe: Recipe) -> tuple[nvrtc.Kernel, ...]:
+    """The three, of one cubin."""
     import torch
 
     with torch.cuda.device(recipe.device):
         options = [f"--maxrregcount={recipe.registers}"]
         module = nvrtc.load(nvrtc.source(SOURCE), "sm_90a", dict(recipe.options), options)
-        return module.kernel(recipe.name, recipe.shared)
+        return tuple(module.kernel(name, recipe.shared if name == EXPERTS else 0) for name in NAMES)
 
 
 @functools.cache
@@ -70,26 +77,23 @@ def state(device: int) -> Tensor:
     """
     import torch
 
-    size = 1024 + 4 * max_chunks(SLICE_TOKENS * 8, MAX_EXPERTS) + 2 * MAX_EXPERTS * (SLICE_TOKENS // ROUTERS)
-    return torch.zeros(size + 1024, dtype=torch.uint8, device=f"cuda:{device}")
+    size = STATE_BYTES + CHUNKS_BYTES + 2 * MAX_EXPERTS * (SLICE_TOKENS // ROUTERS)
+    return torch.zeros(size, dtype=torch.uint8, device=f"cuda:{device}")
 
 
 class PrefillExperts:
     """Both projections of one layer's local experts, ready to launch: the weights of `few`, whatever it takes."""
 
-    max_tokens = MAX_TOKENS
-
-    def __init__(self, few: FewTokenExperts) -> None:
+    def __init__(self, few: FewTokenExperts | ManyTokenExperts) -> None:
         self.up, self.down, self.active, self.routed = few.up, few.down, few.active, few.routed
         self.alpha, self.limit, self.expert_map, self.device = few.alpha, few.limit, few.expert_map, few.device
-        if not 1 <= self.active <= 8:
-            raise ValueError(f"{self.active} experts a token, not 1 to 8")
+        if not 1 <= self.active <= MOST_ACTIVE:
+            raise ValueError(f"{self.active} experts a token, not 1 to {MOST_ACTIVE}")
         if shared_bytes(self.up.experts) > SHARED_LIMIT:
             raise ValueError(f"{self.up.experts} experts do not fit into {SHARED_LIMIT} bytes of shared memory")
         self._launches: dict[tuple[int, int], tuple[nvrtc.Kernel, ...]] = {}
-        self.macros: tuple[tuple[str, int | str], ...] = ()
 
-    def recipes(self, routing: torch.dtype) -> tuple[Recipe, ...]:
+    def recipe(self, routing: torch.dtype) -> Recipe:
         """What the three kernels are compiled from for a routing dtype."""
         logits, id64 = routing_mode(routing)
         options = {
@@ -104,36 +108,33 @@ class PrefillExperts:
             "LOGITS": logits,
             "ID64": id64,
             "MAPPED": int(self.expert_map is not None),
-            **dict(self.macros),
         }
-        names = ((ROUTE, 0), (EXPERTS, shared_bytes(self.up.experts)), (COMBINE, 0))
-        macros = tuple(sorted(options.items()))
-        return tuple(Recipe(self.device, name, shared, REGISTERS, macros) for name, shared in names)
+        return Recipe(self.device, EXPERTS, shared_bytes(self.up.experts), REGISTERS, tuple(sorted(options.items())))
 
     def loads(self, routing: torch.dtype) -> Iterator[tuple[Callable[..., object], Hashable]]:
         """Calls that load the kernels for a routing dtype and what they keep: see `nvrtc.at_once`."""
-        for recipe in self.recipes(routing):
-            yield _kernel, recipe
+        yield _kernels, self.recipe(routing)
         yield state, self.device
 
     def workspace_bytes(self, tokens: int) -> int:
-        """What a step of so many tokens takes while it runs."""
-        pairs = min(tokens, SLICE_TOKENS) * self.active
-        return pairs * (self.up.rows + 2 * self.down.rows + 12)
+        """What a step of so many tokens takes while it runs: both projections' outputs and lists of pairs."""
+        size: int = slice_of(tokens) * self.active * (self.up.rows + 2 * self.down.rows + 12)
+        return size
 
     def __call__(self, x: Tensor, routing: Tensor, weights: Tensor | None, out: Tensor) -> None:
-        """Runs both projections on the current stream; arguments as of `FewTokenExperts`, T <= max_tokens."""
+        """Runs both projections on the current stream; arguments as of `FewTokenExperts`, any T."""
         import torch
 
         tokens = x.shape[0]
-        if not 0 < tokens <= self.max_tokens:
-            raise ValueError(f"1 to {self.max_tokens} tokens, got {tokens}")
+        if tokens < 1:
+            raise ValueError("no tokens")
         mode = routing_mode(routing.dtype)
         if mode not in self._launches:
-            self._launches[mode] = tuple(_kernel(recipe) for recipe in self.recipes(routing.dtype))
+            self._launches[mode] = _kernels(self.recipe(routing.dtype))
         workspace = torch.empty(self.workspace_bytes(tokens), dtype=torch.uint8, device=x.device)
-        for first in range(0, tokens, SLICE_TOKENS):
-            here = slice(first, first + SLICE_TOKENS)
+        each = slice_of(tokens)
+        for first in range(0, tokens, each):
+            here = slice(first, first + each)
             self._run(mode, x[here], routing[here], None if weights is None else weights[here], out[here], workspace)
 
     def _run(
@@ -153,17 +154,14 @@ class PrefillExperts:
         act, kept = workspace.data_ptr(), state(self.device).data_ptr()
         parts = act + pairs * self.up.rows
         lists = parts + pairs * 2 * self.down.rows
-        chunks = kept + 2048
-        seen = chunks + -(-4 * max_chunks(SLICE_TOKENS * 8, MAX_EXPERTS) // 16) * 16
-        to = _Routing(kept, chunks, seen, lists, lists + 4 * pairs, lists + 8 * pairs)
+        chunks = kept + STATE_BYTES
+        to = _Routing(kept, chunks, chunks + CHUNKS_BYTES, lists, lists + 4 * pairs, lists + 8 * pairs)
         count = ctypes.c_int(tokens)
         route(-(-tokens // ROUTERS), ROUTERS, stream, [*map(_pointer, (routing, weights, self.expert_map)), to, count])
         matrices = (self.up.values, self.up.scales, self.up.bias, self.down.values, self.down.scales, self.down.bias)
         buffers = (ctypes.c_void_p(act), ctypes.c_void_p(parts))
         numbers = (TWO_7, ctypes.c_float(self.alpha), ctypes.c_float(self.limit))
-        experts(
-            multiprocessors(self.device), THREADS, stream, [*map(_pointer, (*matrices, x)), to, *buffers, *numbers]
-        )
+        experts(multiprocessors(self.device), THREADS, stream, [*map(_pointer, (*matrices, x)), to, *buffers, *numbers])
         sums = (ctypes.c_void_p(to.slots), ctypes.c_void_p(to.weights), buffers[1], _pointer(out), count)
         combine(-(-tokens * (self.down.rows // 8) // ADDERS), ADDERS, stream, list(sums))
 

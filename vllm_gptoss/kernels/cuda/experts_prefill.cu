@@ -6,9 +6,9 @@
 // experts) by expert: a pair's place there is its slot. `prefill_experts` is both projections.
 // `prefill_combine` adds each token's pairs, weighted, in the order of its choices.
 //
-// An expert's slots are cut into chunks of equal size, up to MOST. A tile of work is 192 weight rows
-// over all of K for one chunk: three warpgroups of 64 rows, each decoding 32 columns into the A
-// registers of wgmma while the 32 before are multiplied. Four more warps copy weights and
+// An expert's slots are cut into chunks of equal size, up to MOST. A tile of work is 192 weight
+// rows over all of K for one chunk: three warpgroups of 64 rows, each decoding 32 columns into the
+// A registers of wgmma while the 32 before are multiplied. Four more warps copy weights and
 // activations, 64 columns a stage. Blocks take tiles in turn from one counter, all of up before all
 // of down, an expert's chunks for the same rows one after the other, so that blocks that run at the
 // same time share what L2 holds. A tile of down waits until its chunk's tiles of up are counted.
@@ -25,16 +25,12 @@
 #include "wgmma_any.cuh"
 #include "routing.cuh"
 
-#ifndef SKEW
-#define SKEW 0
-#endif
-#ifndef STAGES
-#define STAGES 7
-#endif
-#ifndef MULTIPLYING
-#define MULTIPLYING 152
-#define COPYING 56
-#endif
+// A thread's registers once the roles are known, out of the 128 that all had at first.
+constexpr int MULTIPLYING = 152, COPYING = 56;
+// Cycles by which a warpgroup begins after the one before, so that their epilogues do not come all
+// at once: 1 % less time.
+constexpr int SKEW = 1000;
+constexpr int STAGES = 7;  // of 64 columns
 constexpr int MOST = 192, GROUPS = 3, CONSUMERS = GROUPS * 4, COPIERS = 4,
               THREADS = (CONSUMERS + COPIERS) * 32;
 constexpr int ROWS = GROUPS * 64, ROW_TILES = ROWS / 16;  // of a tile of work
@@ -62,11 +58,11 @@ struct State {
 };
 struct Routing {
   State* state;
-  u32* ready;     // of a chunk: how many warpgroups have finished a tile of up
-  u16* seen;      // [EXPERTS][BLOCKS]: pairs of an expert that a block of routing has
-  int* tokens;    // of a slot
-  int* slots;     // of a pair, -1 of none
-  float* weights; // of a pair
+  u32* ready;      // of a chunk: how often a warpgroup has finished a tile of up
+  u16* seen;       // [EXPERTS][BLOCKS]: pairs of an expert that a block of routing has
+  int* tokens;     // of a slot
+  int* slots;      // of a pair, -1 of none
+  float* weights;  // of a pair
 };
 
 __device__ __forceinline__ void cp_arrive(u32 bar) {
@@ -164,8 +160,8 @@ __device__ __forceinline__ void read_routing(signed char* ids, float* to, const 
       choose_alone(ids + thread * ACTIVE, to + (first + thread) * ACTIVE,
           logits + (u64)thread * ROUTED * SIZE, map);
   } else if (LOGITS) {
-    choose_experts<4>(ids, to + first * ACTIVE, logits, map, tokens, thread >> 5, ROUTERS / 32,
-        thread & 31);
+    choose_experts<4>(
+        ids, to + first * ACTIVE, logits, map, tokens, thread >> 5, ROUTERS / 32, thread & 31);
   } else {
     for (int i = thread; i < tokens * ACTIVE; i += ROUTERS) {
       ids[i] = local_id(routing, map, first * ACTIVE + i);
@@ -204,50 +200,60 @@ __device__ __forceinline__ int2 count_all(const u16* seen) {
   return make_int2(all, before);
 }
 
+struct Sorting {
+  signed char ids[ROUTERS * ACTIVE];  // of the block's pairs
+  u16 seen[ROUTERS / 32 * EXPERTS];   // pairs of an expert that the warps before have
+  int offset[ROUTERS];                // of an expert: the slot of the block's first pair
+  int sums[2][ROUTERS / 32];
+};
+// Where each expert's slots begin, by the thread of its number. The first block tells the kernel
+// that comes next, whose counters it also sets to 0.
+__device__ __forceinline__ void find_slots(Sorting& t, const Routing& to, int thread) {
+  const int warp = thread >> 5, lane = thread & 31;
+  const int2 count = thread < EXPERTS ? count_all(to.seen + thread * BLOCKS) : make_int2(0, 0);
+  int slots = sum_up_to(count.x, lane), chunks = sum_up_to(chunks_of(count.x), lane);
+  if (lane == 31) {
+    t.sums[0][warp] = slots;
+    t.sums[1][warp] = chunks;
+  }
+  __syncthreads();
+  for (int w = 0; w < warp; w++) {
+    slots += t.sums[0][w];
+    chunks += t.sums[1][w];
+  }
+  t.offset[thread] = slots - count.x + count.y;
+  if (blockIdx.x) return;
+  State& state = *to.state;
+  if (thread < EXPERTS) {
+    state.slots[thread + 1] = slots;
+    state.chunks[thread + 1] = chunks;
+    for (int i = chunks - chunks_of(count.x); i < chunks; i++) to.ready[i] = 0;
+  }
+  if (thread == 0) state.slots[0] = state.chunks[0] = state.taken = 0;
+}
+
 extern "C" __global__ void __launch_bounds__(ROUTERS) prefill_route(const u8* __restrict__ routing,
     const float* __restrict__ weights, const int* __restrict__ map, Routing to, int tokens) {
-  __shared__ signed char ids[ROUTERS * ACTIVE];
-  __shared__ u16 seen[ROUTERS / 32 * EXPERTS];
-  __shared__ int offset[ROUTERS], sums[2][ROUTERS / 32];
+  __shared__ Sorting t;
   const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
   const int first = blockIdx.x * ROUTERS, here = min(ROUTERS, tokens - first);
   pdl_wait();
   pdl_launch();
-  read_routing(ids, to.weights, routing, weights, map, first, here, thread);
+  read_routing(t.ids, to.weights, routing, weights, map, first, here, thread);
   u16 ranks[ACTIVE];
-  rank_pairs<ACTIVE>(
-      ranks, seen + warp * EXPERTS, ids, warp * 32 * ACTIVE, here * ACTIVE, lane);
+  u16* seen = t.seen + warp * EXPERTS;
+  rank_pairs<ACTIVE>(ranks, seen, t.ids, warp * 32 * ACTIVE, here * ACTIVE, lane);
   __syncthreads();
   if (thread < EXPERTS)
-    to.seen[thread * BLOCKS + blockIdx.x] = count_before_warps<ROUTERS / 32>(seen, thread);
+    to.seen[thread * BLOCKS + blockIdx.x] = count_before_warps<ROUTERS / 32>(t.seen, thread);
   meet(&to.state->arrived, thread);
-  const int2 count = thread < EXPERTS ? count_all(to.seen + thread * BLOCKS) : make_int2(0, 0);
-  int slots = sum_up_to(count.x, lane), chunks = sum_up_to(chunks_of(count.x), lane);
-  if (lane == 31) {
-    sums[0][warp] = slots;
-    sums[1][warp] = chunks;
-  }
-  __syncthreads();
-  for (int w = 0; w < warp; w++) {
-    slots += sums[0][w];
-    chunks += sums[1][w];
-  }
-  offset[thread] = slots - count.x + count.y;
-  if (blockIdx.x == 0) {
-    State& state = *to.state;
-    if (thread < EXPERTS) {
-      state.slots[thread + 1] = slots;
-      state.chunks[thread + 1] = chunks;
-      for (int i = chunks - chunks_of(count.x); i < chunks; i++) to.ready[i] = 0;
-    }
-    if (thread == 0) state.slots[0] = state.chunks[0] = state.taken = 0;
-  }
+  find_slots(t, to, thread);
   __syncthreads();
 #pragma unroll
   for (int p = 0; p < ACTIVE; p++) {
     const int i = warp * 32 * ACTIVE + p * 32 + lane;
     if (i < here * ACTIVE) {
-      const int e = ids[i], slot = e < 0 ? -1 : offset[e] + seen[warp * EXPERTS + e] + ranks[p];
+      const int e = t.ids[i], slot = e < 0 ? -1 : t.offset[e] + seen[e] + ranks[p];
       to.slots[first * ACTIVE + i] = slot;
       if (e >= 0) to.tokens[slot] = first + i / ACTIVE;
     }
@@ -322,8 +328,8 @@ __device__ __forceinline__ void copy_tile(Place<STAGES>& s, u32 smem, u32 full, 
   }
   const u32 to_x = smem + row * 128 + ((piece ^ (row & 7)) << 4);
   const u32 to_w = smem + STAGES * X_STAGE + thread * 16;
-  const u8* values = w.values + t.expert * P::EXPERT_BYTES +
-                     (u64)(t.rows * 4 + row) * P::QUAD_BYTES + piece * 16;
+  const u8* values =
+      w.values + t.expert * P::EXPERT_BYTES + (u64)(t.rows * 4 + row) * P::QUAD_BYTES + piece * 16;
   const int left = P::NT - t.rows, tile = t.rows + (thread >> 1);
   const u8* scales = w.scales + t.expert * P::EXPERT_SCALE_BYTES +
                      (u64)((tile >> 4) * 8 + (tile & 7)) * P::SKT * 64 + (tile >> 3 & 1) * 32 +
@@ -390,8 +396,8 @@ __device__ __forceinline__ void copy(
 }
 
 // c = the 64 rows x n products of a tile, times 2^-64.
-__device__ __forceinline__ void multiply(float (&c)[MOST / 2], Place<STAGES>& s, u32 smem,
-    u32 full, u32 empty, int turns, int n, u32 two_7, int warp, int lane) {
+__device__ __forceinline__ void multiply(float (&c)[MOST / 2], Place<STAGES>& s, u32 smem, u32 full,
+    u32 empty, int turns, int n, u32 two_7, int warp, int lane) {
   const u32 ring = smem + STAGES * X_STAGE + warp * 512 + lane * 16,
             scale = smem + STAGES * X_STAGE + W_STAGE + warp * 32 + (lane >> 2) * 4;
 #pragma unroll
@@ -450,7 +456,8 @@ __device__ __forceinline__ void finish_up(float (&c)[MOST / 2], u16* out, int co
     const float v0 = gate(up ? r0 : d0, up ? d1 : r0), v1 = gate(up ? r1 : d2, up ? d3 : r1);
     const float other = __shfl_xor_sync(~0u, q ? v0 : v1, 8);
     if (j * 8 + 2 * t + up < count)
-      *reinterpret_cast<u32*>(out + j * 8 * (Up::NROWS / 2)) = q ? pack(other, v1) : pack(v0, other);
+      *reinterpret_cast<u32*>(out + j * 8 * (Up::NROWS / 2)) =
+          q ? pack(other, v1) : pack(v0, other);
   }
 }
 
@@ -487,10 +494,8 @@ __device__ __forceinline__ void work(Meta& m, u32 smem, const float* up_bias,
   const u32 full = smem_u32(m.full), empty = smem_u32(m.empty);
   Place<STAGES> s = {0, 0};
   Place<AHEAD> at = {0, 0};
-  if (SKEW) {
-    const long long begin = clock64();
-    while (clock64() - begin < group * SKEW) {
-    }
+  const long long begun = clock64();
+  while (clock64() - begun < group * SKEW) {
   }
 #pragma unroll 1
   while (true) {
@@ -503,14 +508,15 @@ __device__ __forceinline__ void work(Meta& m, u32 smem, const float* up_bias,
     const int turns = t.kind ? Down::KT : Up::KT, tile = t.rows + warp;
     const int n = __shfl_sync(~0u, (t.count + 7) / 8 * 8, 0);
     if (t.rows + group * 4 < (t.kind ? Down::NT : Up::NT)) {
-      const float* bias = (t.kind ? down_bias + (u64)t.expert * Down::NROWS
-                                  : up_bias + (u64)t.expert * Up::NROWS) +
-                          tile * 16 + (lane >> 2);
+      const float* bias =
+          (t.kind ? down_bias + (u64)t.expert * Down::NROWS : up_bias + (u64)t.expert * Up::NROWS) +
+          tile * 16 + (lane >> 2);
       float c[MOST / 2];
       multiply(c, s, smem, full, empty, turns, n, two_7, warp, lane);
       const float bias0 = __ldg(bias), bias8 = __ldg(bias + 8);
       if (t.kind)
-        finish_down(c, to.parts + (u64)t.start * Down::NROWS + tile * 16, t.count, bias0, bias8, lane);
+        finish_down(
+            c, to.parts + (u64)t.start * Down::NROWS + tile * 16, t.count, bias0, bias8, lane);
       else
         finish_up(c, to.act + (u64)t.start * (Up::NROWS / 2) + tile * 8, t.count, bias0, bias8,
             to.gate, lane);
@@ -529,8 +535,8 @@ __device__ __forceinline__ void work(Meta& m, u32 smem, const float* up_bias,
 }
 
 // act [slots, I] and parts [slots, hidden] of all slots, bf16.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) prefill_experts(
-    const u8* __restrict__ up, const u8* __restrict__ up_scales, const float* __restrict__ up_bias,
+extern "C" __global__ void __launch_bounds__(THREADS, 1) prefill_experts(const u8* __restrict__ up,
+    const u8* __restrict__ up_scales, const float* __restrict__ up_bias,
     const u8* __restrict__ down, const u8* __restrict__ down_scales,
     const float* __restrict__ down_bias, const u8* __restrict__ x, Routing r, u16* act, u16* parts,
     u32 two_7, float alpha, float limit) {
@@ -557,7 +563,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) prefill_experts(
   if (thread >= CONSUMERS * 32) {
     registers<COPYING, false>();
     copy(m, smem_u32(smem),
-        {{up, up_scales, up_bias}, {down, down_scales, down_bias}, x, reinterpret_cast<const u8*>(act)},
+        {{up, up_scales, up_bias}, {down, down_scales, down_bias}, x,
+            reinterpret_cast<const u8*>(act)},
         r, thread - CONSUMERS * 32);
   } else {
     registers<MULTIPLYING, true>();
@@ -568,9 +575,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) prefill_experts(
 // ---- the weighted sums
 
 constexpr int ADDERS = 256;
-extern "C" __global__ void __launch_bounds__(ADDERS) prefill_combine(const int* __restrict__ slots,
-    const float* __restrict__ weights, const u16* __restrict__ parts, u16* __restrict__ out,
-    int tokens) {
+extern "C" __global__ void __launch_bounds__(ADDERS)
+    prefill_combine(const int* __restrict__ slots, const float* __restrict__ weights,
+        const u16* __restrict__ parts, u16* __restrict__ out, int tokens) {
   constexpr int EACH = Down::NROWS / 8;
   const int i = blockIdx.x * ADDERS + threadIdx.x, token = i / EACH, at = i % EACH * 8;
   pdl_wait();

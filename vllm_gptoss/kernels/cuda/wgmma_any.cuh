@@ -58,21 +58,34 @@
 #define INTO_184 INTO_176, "+f"(c[88]), "+f"(c[89]), "+f"(c[90]), "+f"(c[91])
 #define INTO_192 INTO_184, "+f"(c[92]), "+f"(c[93]), "+f"(c[94]), "+f"(c[95])
 
-#define PRODUCT(N, A, B)                                                                    \
-  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" SUMS_##N "}, {" A "}, " B    \
-  ", 1, 1, 1, 0;\n"
+#define PRODUCT(N, A, B)                                                                 \
+  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" SUMS_##N "}, {" A "}, " B \
+                                                                        ", 1, 1, 1, 0;\n"
 #define OF(N)                                                                               \
-  asm volatile(PRODUCT(N, "%0,%1,%2,%3", "%8") PRODUCT(N, "%4,%5,%6,%7", "%9")              \
-      "wgmma.commit_group.sync.aligned;"                                                    \
+  asm volatile(PRODUCT(N, "%0,%1,%2,%3", "%8")                                              \
+          PRODUCT(N, "%4,%5,%6,%7", "%9") "wgmma.commit_group.sync.aligned;"                \
       : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3]), "+r"(a[4]), "+r"(a[5]), "+r"(a[6]), \
       "+r"(a[7]), "+l"(first), "+l"(second), INTO_##N)
-#define OF_2(A, B) if (n < B) OF(A); else OF(B)
-#define OF_4(A, B, C, D) if (n < C) { OF_2(A, B); } else OF_2(C, D)
-#define OF_8(A, B, C, D, E, F, G, H) if (n < E) { OF_4(A, B, C, D); } else OF_4(E, F, G, H)
+#define OF_2(A, B) \
+  if (n < B)       \
+    OF(A);         \
+  else             \
+    OF(B)
+#define OF_4(A, B, C, D) \
+  if (n < C) {           \
+    OF_2(A, B);          \
+  } else                 \
+    OF_2(C, D)
+#define OF_8(A, B, C, D, E, F, G, H) \
+  if (n < E) {                       \
+    OF_4(A, B, C, D);                \
+  } else                             \
+    OF_4(E, F, G, H)
 
 // c[0, n / 2) += A x B: `a` holds both steps' operands, `first` and `second` are their descriptors.
 // n is a multiple of 8 up to 192, the same in all threads of the group.
-__device__ __forceinline__ void products(float (&c)[96], u32 (&a)[8], u64 first, u64 second, int n) {
+__device__ __forceinline__ void products(
+    float (&c)[96], u32 (&a)[8], u64 first, u64 second, int n) {
   if (n < 72) {
     OF_8(8, 16, 24, 32, 40, 48, 56, 64);
   } else if (n < 136) {
