@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import re
 
 import pytest
 
@@ -16,6 +17,7 @@ from vllm_gptoss import spec
 RELEASES = [release for release in releases() if release.version == "0.33.0"]
 GPU = "vllm.v1.worker.gpu"
 CACHE = "vllm.v1.core.single_type_kv_cache_manager"
+SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 
 MIRRORED = {
     f"{GPU}.model_runner:GPUModelRunner.execute_model": "2dc9c64543d3",
@@ -37,9 +39,18 @@ MIRRORED = {
     f"{GPU}.block_table:BlockTables.gather_block_tables": "7cb228aafe24",
     f"{GPU}.block_table:BlockTables.compute_slot_mappings": "8fd3029a3fed",
     f"{GPU}.block_table:BlockTables.apply_staged_writes": "c12cf2a0699a",
-    "vllm.v1.core.sched.scheduler:Scheduler.schedule": "17c7aac6799d",
-    "vllm.v1.core.sched.scheduler:Scheduler._make_cached_request_data": "522540f84a61",
-    "vllm.v1.core.sched.scheduler:Scheduler._update_after_schedule": "52b7c827cfde",
+    f"{SCHEDULER}.schedule": "17c7aac6799d",
+    f"{SCHEDULER}._make_cached_request_data": "522540f84a61",
+    f"{SCHEDULER}._update_after_schedule": "52b7c827cfde",
+    f"{SCHEDULER}.update_from_output": "42f76b8c3949",
+    f"{SCHEDULER}._update_request_with_output": "f4eb733838ac",
+    "vllm.v1.core.sched.utils:check_stop": "8ce0d86f294b",
+    "vllm.v1.request:Request.append_output_token_ids": "0e517f7ef5a3",
+    "vllm.v1.request:Request.update_block_hashes": "c5173243cda7",
+    "vllm.v1.core.kv_cache_utils:get_request_block_hasher": "2efb68aa049b",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.cache_blocks": "196aabbb1800",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.free": "b57fe8f5399d",
+    "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.cache_blocks": "4f0dbe45dfd4",
     "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule": "380bf2ac1d5a",
     "vllm.v1.core.kv_cache_manager:KVCacheManager.allocate_slots": "6a7355911d79",
     f"{CACHE}:SingleTypeKVCacheManager.get_num_blocks_to_allocate": "35691847d4c2",
@@ -63,10 +74,10 @@ READ = {
     ),
     f"{GPU}.states:RequestState": (
         "req_id_to_index", "all_token_ids", "prefill_len", "total_len", "num_computed_tokens",
-        "num_computed_tokens_np", "last_sampled_tokens", "draft_tokens",
+        "num_computed_tokens_np", "num_computed_prefill_tokens", "last_sampled_tokens", "draft_tokens",
     ),
     f"{GPU}.input_batch:InputBuffers": ("input_ids", "positions", "is_padding", "query_start_loc", "seq_lens"),
-    f"{GPU}.block_table:BlockTables": ("block_tables", "num_blocks", "_num_dirty_rows"),
+    f"{GPU}.block_table:BlockTables": ("block_tables", "num_blocks", "_num_dirty_rows", "append_block_ids"),
     f"{GPU}.buffer_utils:StagedWriteTensor": (
         "gpu", "_staged_write_indices", "_staged_write_starts", "_staged_write_contents", "clear_staged_writes",
     ),
@@ -83,6 +94,17 @@ READ = {
     f"{GPU}.cudagraph_utils:CudaGraphManager": ("graphs",),
     f"{GPU}.model_states.default:DefaultModelState": ("rope_state", "prompt_embeds_state"),
     f"{GPU}.eplb_utils:EPLBController": ("state",),
+    SCHEDULER: (
+        "running", "requests", "waiting", "kv_holding_waiting", "policy", "max_num_scheduled_tokens", "max_model_len",
+        "scheduler_config", "current_step", "num_executed_steps", "sched_step_seq", "defer_block_free",
+        "_inflight_prefills", "_pause_state", "kv_cache_manager",
+    ),
+    "vllm.v1.request:Request": (
+        "request_id", "client_index", "status", "sampling_params", "max_tokens", "num_prompt_tokens", "_all_token_ids",
+        "_output_token_ids", "num_computed_tokens", "num_in_flight_tokens", "num_output_placeholders",
+        "num_stale_output_tokens", "next_decode_eligible_step", "is_prefill_chunk", "spec_token_ids", "mm_features",
+        "block_hashes", "events", "prefill_stats", "structured_output_request", "trace_headers", "last_sched_seq",
+    ),
 }  # fmt: skip
 """Attributes of vLLM's objects that we read, by the class that sets them."""
 
@@ -96,6 +118,12 @@ FIELDS = {
     "vllm.v1.core.sched.output:CachedRequestData": (
         "req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens",
     ),
+    "vllm.v1.outputs:ModelRunnerOutput": (
+        "req_id_to_index", "sampled_token_ids", "pooler_output", "kv_connector_output", "ec_connector_output",
+        "num_nans_in_logits", "sampling_masks", "aux_output_connector_output",
+    ),
+    "vllm.v1.engine:EngineCoreOutputs": ("outputs", "scheduler_stats", "finished_requests"),
+    "vllm.sampling_params:SamplingParams": ("logprobs", "repetition_detection", "_all_stop_token_ids"),
     f"{GPU}.cudagraph_utils:BatchExecutionDescriptor": ("cg_mode", "num_tokens", "num_reqs"),
     f"{GPU}.input_batch:prepare_pos_seq_lens": (
         "idx_mapping", "query_start_loc", "num_computed_tokens", "pos", "seq_lens",
@@ -177,6 +205,28 @@ def test_the_input_batch_needs_nothing_that_we_do_not_give(release: Release) -> 
     (call,) = calls
     given = {keyword.arg for keyword in call.keywords}
     assert needed <= given <= set(parameters(node))
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
+def test_a_token_is_said_by_two_fields(release: Release) -> None:
+    """`scheduler.EngineCoreOutput(name, tokens)`: the others have defaults, and mean nothing special then."""
+    node = find(release, "vllm.v1.engine", "EngineCoreOutput")
+    assert isinstance(node, ast.ClassDef)
+    fields = {ast.unparse(field.target): field.value for field in node.body if isinstance(field, ast.AnnAssign)}
+    assert list(fields)[:2] == ["request_id", "new_token_ids"]
+    assert {name for name, value in fields.items() if value is None} == {"request_id", "new_token_ids"}
+    assert {ast.unparse(value) for value in fields.values() if value is not None} == {"None", "0"}
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
+def test_running_requests_can_be_passed_over(release: Release) -> None:
+    """`scheduler.NEVER`: what vLLM's loop looks at before it takes a running request into a step."""
+    schedule = find(release, "vllm.v1.core.sched.scheduler", "Scheduler.schedule")
+    assert schedule is not None
+    text = ast.unparse(schedule)
+    passed = re.search(r"if self.current_step < request.next_decode_eligible_step:\s+req_index \+= 1\s+continue", text)
+    assert passed is not None
+    assert passed.start() < text.index("num_new_tokens = request.num_tokens_with_spec")
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)

@@ -215,11 +215,12 @@ def no_stops(ways: Ways) -> Callable[[], None]:
     """Stop tokens are gone on after."""
     go_on = ways.scheduler._go_on
 
-    def planted(ready: list[Any], *rest: Any) -> Any:
-        kept = [(request.sampling_params, request.sampling_params._all_stop_token_ids) for request in ready]
-        for params, _ in kept:
+    def planted(scheduled: dict[str, int], *rest: Any) -> Any:
+        known = [ways.scheduler.requests[name].sampling_params for name in scheduled if name in ways.scheduler.requests]
+        kept = [(params, params._all_stop_token_ids) for params in known]
+        for params in known:
             params._all_stop_token_ids = set()
-        left = go_on(ready, *rest)
+        left = go_on(scheduled, *rest)
         for params, stops in kept:
             params._all_stop_token_ids = stops
         return left

@@ -169,10 +169,11 @@ def test_plans_are_the_same(config: Any, blocks: int, caching: bool, seed: int) 
     from vllm_gptoss.runner.scheduler import GptOssScheduler, QuickKVCacheManager
 
     class Counting(GptOssScheduler):
-        short_steps = went_on = 0
+        short_steps = beside_others = went_on = 0
 
         def _schedule(self, *found: Any) -> Any:
             self.short_steps += 1
+            self.beside_others += not found[-1]
             return super()._schedule(*found)
 
         def _go_on(self, *step: Any) -> Any:
@@ -192,10 +193,23 @@ def test_plans_are_the_same(config: Any, blocks: int, caching: bool, seed: int) 
     assert found == wanted
     assert sum(asked) > len(asked) / 2, "it should spare most of the searches"
     assert ours.short_steps > 20, "hardly any step went the short way"
+    assert ours.beside_others > 5, "hardly any step was planned beside others"
     assert ours.went_on > 50, "vLLM took nearly all tokens"
     kept = ("current_step", "num_executed_steps", "sched_step_seq", "prefill_capacity_bound", "last_prefill_step")
     assert [vars(ours).get(name) for name in kept] == [vars(theirs).get(name) for name in kept]
     assert blocks > 60 or counts["preempted"], "too many blocks for this test"
+
+
+def test_all_that_ends_an_answer_is_in_one_set() -> None:
+    """`GptOssScheduler._go_on` asks it and no other: those that it has and vLLM does not end at cost time only."""
+    from vllm.sampling_params import SamplingParams
+
+    for ignores in (False, True):
+        params = SamplingParams(stop_token_ids=[5, 9], ignore_eos=ignores)
+        params.update_from_generation_config({"eos_token_id": [3, 7]}, eos_token_id=7)
+        asked = {params.eos_token_id, *(params.stop_token_ids or ())} - {None}
+        assert asked >= {5, 9}
+        assert asked <= params._all_stop_token_ids
 
 
 @pytest.mark.slow

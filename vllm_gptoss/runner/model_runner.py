@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
@@ -57,7 +58,7 @@ class ShortWay:
             batch = self._begin(step, names)
             if batch is None:
                 return None
-        runner.update_requests(step)
+        self._update(step, batch)
         if self.batch is None:
             self._settle(batch)
         elif any(step.scheduled_cached_reqs.new_block_ids):
@@ -78,6 +79,19 @@ class ShortWay:
         if descriptor.cg_mode != vllm.parts().FULL:
             return None
         return begin(runner, self.buffers, list(names), descriptor)
+
+    def _update(self, step: Any, batch: Batch) -> None:
+        """As `update_requests`, which asks for each request's row, and for what no step here has."""
+        runner, known = self.runner, step.scheduled_cached_reqs
+        if step.new_block_ids_to_zero or step.kv_cache_block_copies:
+            runner.update_requests(step)
+            return
+        states = runner.req_states
+        states.num_computed_tokens_np[batch.rows] = known.num_computed_tokens
+        for row, blocks in zip(batch.rows.tolist(), known.new_block_ids, strict=True):
+            if blocks is not None:
+                runner.block_tables.append_block_ids(row, blocks, overwrite=False)
+        np.minimum(states.num_computed_tokens_np, states.prefill_len.np, out=states.num_computed_prefill_tokens)
 
     def _settle(self, batch: Batch) -> None:
         """Puts a batch that begins where the graphs look."""

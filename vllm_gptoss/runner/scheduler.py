@@ -11,7 +11,6 @@ may happen else is vLLM's, request by request.
 from __future__ import annotations
 
 import copy
-from collections import deque
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -22,8 +21,8 @@ from vllm.v1.request import RequestStatus
 from vllm_gptoss import aside
 from vllm_gptoss._vllm import runner as vllm
 
-UNDER_WAY = 4
-"""Steps whose requests are remembered; the engine has two under way at most."""
+NEVER = 2**62
+"""A step that does not come: vLLM passes over running requests that are to decode later."""
 NOTHING_SPECIAL = {"num_lookahead_tokens": 0}
 """How the scheduler asks for a running request without drafts, in one call of its loop."""
 
@@ -132,12 +131,11 @@ class GptOssScheduler(AsyncScheduler):
     kv_cache_manager: Any
     running: list[Any]
     num_executed_steps: int
+    max_num_scheduled_tokens: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.has_short_way = False
-        self.under_way: deque[tuple[Any, list[Any]]] = deque(maxlen=UNDER_WAY)
-        """Steps that went the short way and their requests; tokens of the oldest come first."""
         if self.connector is None and self.aux_output_connector is None:  # both keep the manager they were given
             quicker = aside.attempt("host: scheduler", "auto", lambda: quick(self.kv_cache_manager))
             self.kv_cache_manager = quicker or self.kv_cache_manager
@@ -154,20 +152,23 @@ class GptOssScheduler(AsyncScheduler):
             and not self.use_pp
             and bool(self.use_v2_model_runner)
             and getattr(self, "local_prefill_interval", 1) <= 1  # not in 0.32
+            and not (self.perf_metrics and self.perf_metrics.is_enabled())
         )
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """As upstream: the next step, a `SchedulerOutput`."""
-        nobody_waits = not self.waiting and not self.kv_holding_waiting and self._pause_state.name == "UNPAUSED"
-        if self.has_short_way and nobody_waits and not throttle_prefills and (found := self._decoding()):
-            return self._schedule(*found)
-        return super().schedule(throttle_prefills)
+        found = self._decoding() if self.has_short_way and self._pause_state.name != "PAUSED_ALL" else None
+        return super().schedule(throttle_prefills) if found is None else self._schedule(throttle_prefills, *found)
 
-    def _decoding(self) -> tuple[list[Any], list[Any]] | None:
-        """(requests that get a token, those of them that need blocks); None where that is not all there is to do."""
+    def _decoding(self) -> tuple[list[Any], list[Any], bool] | None:
+        """(requests that get a token, those of them that need blocks, whether nobody else asks for anything).
+
+        None where vLLM might plan them otherwise: who is behind them may lose blocks to them, or get what is left of
+        the step, and no more than that.
+        """
         limit, blocks = self.max_model_len - 2, self.kv_cache_manager
-        quiet = blocks.quiet
-        ready, asking = [], []
+        quiet, next_step = blocks.quiet, self.current_step + 1
+        ready, asking, others = [], [], False
         for request in self.running:
             computed, ahead = request.num_computed_tokens, request.num_output_placeholders
             if ahead and computed + 2 - ahead >= request.num_prompt_tokens + request.max_tokens:
@@ -178,50 +179,72 @@ class GptOssScheduler(AsyncScheduler):
                 or computed > limit
                 or request.spec_token_ids
                 or request.mm_features
-                or request.next_decode_eligible_step > self.current_step + 1
+                or request.next_decode_eligible_step > next_step
             ):
+                others = True
+                continue
+            if others:
                 return None
             ready.append(request)
             if computed >= quiet.get(request.request_id, 0) and not blocks.needs_nothing(request):
                 asking.append(request)
-        budget = min(self.max_num_scheduled_tokens, self.scheduler_config.max_num_batched_tokens)
+        alone = not others and not self.waiting and not self.kv_holding_waiting
         # A token crosses into one block of each group at most; with too few, somebody is to be preempted.
         enough = blocks.block_pool.get_num_free_blocks() >= len(asking) * len(blocks.groups)
-        return (ready, asking) if ready and len(ready) <= budget and enough else None
+        in_turn = alone or self.policy.name == "FCFS"
+        return (ready, asking, alone) if ready and enough and in_turn and len(ready) <= self._budget() else None
 
-    def _schedule(self, ready: list[Any], asking: list[Any]) -> Any:
-        """The step of these requests. vLLM schedules an empty one, and with it all that is not theirs."""
+    def _budget(self) -> int:
+        """Most tokens of a step."""
+        return min(self.max_num_scheduled_tokens, int(self.scheduler_config.max_num_batched_tokens))
+
+    def _schedule(self, throttle_prefills: bool, ready: list[Any], asking: list[Any], alone: bool) -> Any:
+        """The step of these requests and of whom vLLM schedules with what they leave, and all that is not theirs."""
         blocks = {}
         for request in asking:
             new = self.kv_cache_manager.grow(request)
             if any(new):
                 blocks[request.request_id] = tuple([block.block_id for block in group] for group in new)
-        running, self.running = self.running, []
+        running, budget = self.running, self.max_num_scheduled_tokens
+        if alone:
+            self.running = []
+        else:
+            self.max_num_scheduled_tokens = self._budget() - len(ready)
+            for request in ready:
+                request.next_decode_eligible_step = NEVER
         try:
-            step = super().schedule()
+            step = super().schedule(throttle_prefills)
         finally:
-            self.running = running
+            self.max_num_scheduled_tokens = budget
+            if alone:
+                self.running = running
+        self._add(step, ready, blocks)
+        self._count(step, ready)
+        return step
+
+    def _add(self, step: Any, ready: list[Any], blocks: dict[str, tuple[list[int], ...]]) -> None:
+        """Puts the requests that decode before all others of a step."""
+        if not step.total_num_scheduled_tokens:
+            if hasattr(self, "num_executed_steps"):  # not in 0.32
+                self.num_executed_steps += 1
+            if self.defer_block_free:
+                self.sched_step_seq += 1
         names = [request.request_id for request in ready]
-        step.num_scheduled_tokens = dict.fromkeys(names, 1)
-        step.total_num_scheduled_tokens = len(names)
+        step.num_scheduled_tokens = dict.fromkeys(names, 1) | step.num_scheduled_tokens
+        step.total_num_scheduled_tokens += len(names)
         known = step.scheduled_cached_reqs
-        known.req_ids = names
-        known.new_block_ids = [blocks.get(name) for name in names] if blocks else [None] * len(names)
-        known.num_computed_tokens = [request.num_computed_tokens for request in ready]
+        known.req_ids = names + known.req_ids
+        new = [blocks.get(name) for name in names] if blocks else [None] * len(names)
+        known.new_block_ids = new + known.new_block_ids
+        known.num_computed_tokens = [request.num_computed_tokens for request in ready] + known.num_computed_tokens
         known.num_output_tokens = [
             len(request._output_token_ids) + request.num_output_placeholders for request in ready
-        ]
-        if hasattr(self, "num_executed_steps"):  # not in 0.32
-            self.num_executed_steps += 1
-        self._count(step, ready)
-        self.under_way.append((step, ready))
-        return step
+        ] + known.num_output_tokens
 
     def _count(self, step: Any, ready: list[Any]) -> None:
         """As `_update_after_schedule`, of the scheduler and of the asynchronous one, for a token of each request."""
         next_step, no_drafts = self.current_step + self.decode_stagger, self._spec_token_placeholders
         if self.defer_block_free:
-            self.sched_step_seq += 1
             for request in ready:
                 request.last_sched_seq = self.sched_step_seq
         self._inflight_prefills.difference_update(ready)
@@ -237,23 +260,16 @@ class GptOssScheduler(AsyncScheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
         """As upstream: what each client gets, by its number."""
-        ready = next((ready for step, ready in self.under_way if step is scheduler_output), None)
-        names = model_runner_output.req_ids
-        if (
-            ready is not None
-            and names == list(scheduler_output.num_scheduled_tokens)
-            and _says_tokens_only(model_runner_output)
-        ):
-            return self._update(scheduler_output, ready, model_runner_output)
+        if self.has_short_way and _says_tokens_only(model_runner_output):
+            return self._update(scheduler_output, model_runner_output)
         found: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
         return found
 
-    def _update(self, step: Any, ready: list[Any], output: Any) -> dict[int, Any]:
+    def _update(self, step: Any, output: Any) -> dict[int, Any]:
         """Gives requests that go on their tokens, and vLLM all others of the step, and what is not of a request."""
         said: dict[int, list[Any]] = {}
-        left = self._go_on(ready, output.sampled_token_ids, said)
         rest = copy.copy(step)
-        rest.num_scheduled_tokens = dict.fromkeys(left, 1)
+        rest.num_scheduled_tokens = self._go_on(step.num_scheduled_tokens, output, said)
         theirs = super().update_from_output(rest, output)
         ours = {client: EngineCoreOutputs(outputs=outputs) for client, outputs in said.items()}
         for client, message in theirs.items():
@@ -273,19 +289,26 @@ class GptOssScheduler(AsyncScheduler):
                 next(iter(ours.values())).scheduler_stats = statistics
                 return
 
-    def _go_on(self, ready: list[Any], sampled: list[list[int]], said: dict[int, list[Any]]) -> list[str]:
-        """Puts down the tokens of requests that go on; the names of those to which more happens.
+    def _go_on(self, scheduled: dict[str, int], output: Any, said: dict[int, list[Any]]) -> dict[str, int]:
+        """Puts down the tokens of requests that go on, and what to say of them, by client; the others of `scheduled`.
 
         As `update_from_output`, `_update_request_with_output` and `check_stop` do it.
         """
-        left: list[str] = []
+        left: dict[str, int] = {}
+        requests, places, sampled = self.requests, output.req_id_to_index, output.sampled_token_ids
         longest, running = self.max_model_len - 1, RequestStatus.RUNNING
         cache = self.kv_cache_manager.cache_whole if self.kv_cache_manager.enable_caching else None
-        for request, tokens in zip(ready, sampled, strict=True):
-            params, every, made = request.sampling_params, request._all_token_ids, request._output_token_ids
+        for name, count in scheduled.items():
+            request = requests.get(name)
+            if request is None or count != 1:
+                left[name] = count
+                continue
+            tokens, params = sampled[places[name]], request.sampling_params
+            every, made = request._all_token_ids, request._output_token_ids
             if (
                 len(tokens) != 1
                 or request.status is not running
+                or request.num_output_placeholders < 1
                 or request.num_stale_output_tokens
                 or tokens[0] in params._all_stop_token_ids
                 or len(made) + 1 >= request.max_tokens
@@ -297,7 +320,7 @@ class GptOssScheduler(AsyncScheduler):
                 or params.repetition_detection is not None
                 or request.trace_headers is not None
             ):
-                left.append(request.request_id)
+                left[name] = count
                 continue
             made.append(tokens[0])
             every.append(tokens[0])
@@ -308,7 +331,7 @@ class GptOssScheduler(AsyncScheduler):
             outputs = said.get(request.client_index)
             if outputs is None:
                 outputs = said[request.client_index] = []
-            outputs.append(EngineCoreOutput(request.request_id, tokens))
+            outputs.append(EngineCoreOutput(name, tokens))
         return left
 
 
@@ -322,4 +345,6 @@ def _says_tokens_only(output: Any) -> bool:
         and output.num_nans_in_logits is None
         and output.sampling_masks is None
         and output.aux_output_connector_output is None
+        and not output.prompt_logprobs_dict
+        and not output.prompt_token_id_logprobs_dict
     )
