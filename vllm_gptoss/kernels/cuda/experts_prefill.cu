@@ -51,7 +51,7 @@ template <bool IS_DOWN> struct Of {
 using Up = Of<false>;
 using Down = Of<true>;
 
-// What one launch tells the next. `arrived` and `taken` are 0 between launches.
+// What one launch tells the next. `arrived` is 0 between launches.
 struct State {
   u32 arrived, taken;
   int chunks[EXPERTS + 1], slots[EXPERTS + 1];  // of the experts before
