@@ -27,7 +27,7 @@ from typing import Annotated, Any
 import psutil
 import typer
 
-from vllm_gptoss.bench import served, shapes, steps
+from vllm_gptoss.bench import plans, served, shapes, steps
 
 TOKENS = "GPTOSS_BENCH_TOKENS"
 """Variable of the executor: words of the answer, a token each; the control tokens around them come in addition."""
@@ -109,9 +109,17 @@ def main(
     batches: Annotated[str, typer.Option(help="With --gpu: requests decoding at once.")] = "1,8,64,256",
     engines: Annotated[str, typer.Option(help="With --gpu: where the engine runs.")] = ",".join(steps.ENGINES),
     variants: Annotated[str, typer.Option(help="With --gpu: plugin and vLLM's.")] = ",".join(steps.VARIANTS),
+    planning: Annotated[
+        bool, typer.Option("--plans", help="What planning a step costs instead, with --batches; needs no GPU.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Results, as JSON.")] = None,
 ) -> None:
-    """CPU time of the API server for each streamed token, stock and plugin, without a GPU; or --gpu."""
+    """CPU time of the API server for each streamed token, stock and plugin, without a GPU; or --gpu, or --plans."""
+    if planning:
+        sizes = [int(batch) for batch in batches.split(",")]
+        rows = [row for size in sizes for changing in (False, True) for row in plans.measure(size, changing)]
+        _put({"machine": _machine(), "vllm": importlib.metadata.version("vllm"), "date": _today(), "rows": rows}, out)
+        return
     if gpu:
         head = {"machine": _machine(), "vllm": importlib.metadata.version("vllm"), "date": _today()}
         steps.measure(steps.jobs(models, batches, engines, variants), lambda found: _put({**head, **found}, out))
