@@ -1,4 +1,5 @@
-"""Where our expert kernels end and vLLM's begin: a token too many would read past what a block has staged."""
+"""Which of our expert kernels runs a step, and where vLLM's do: a token too many would read past what a block has
+staged."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 from vllm_gptoss.choose import ChoiceError, Deployment, bands
 from vllm_gptoss.device import Device
 from vllm_gptoss.experts import method
-from vllm_gptoss.kernels import dense, experts, experts_many, experts_plan, nvrtc
+from vllm_gptoss.kernels import dense, experts, experts_many, experts_plan, experts_prefill, nvrtc
 from vllm_gptoss.spec import GPT_OSS_20B
 
 H200 = Device("nvidia", "NVIDIA H200", "sm90", 139.8)
@@ -37,28 +38,34 @@ def projections() -> tuple[experts.Projection, experts.Projection]:
     return bytes_of(128), bytes_of(64)
 
 
-def prepared(few: Any, many: Any = None, wish: str = "auto") -> method.GptOssExpertsMethod:
+def layer(few: experts.FewTokenExperts) -> method.sm90.LayerExperts:
+    """As `prepare` makes it on a GPU that takes all kernels or only those for few tokens."""
+    if few.max_tokens < experts_plan.MAX_TOKENS:
+        return method.sm90.LayerExperts(few)
+    return method.sm90.LayerExperts(few, experts_many.ManyTokenExperts(few), experts_prefill.PrefillExperts(few))
+
+
+def prepared(ours: Any, wish: str = "auto") -> method.GptOssExpertsMethod:
     of = method.GptOssExpertsMethod.__new__(method.GptOssExpertsMethod)
-    for name, value in (("few", few), ("many", many), ("wish", wish), ("deployment", Deployment(GPT_OSS_20B))):
+    for name, value in (("ours", ours), ("wish", wish), ("deployment", Deployment(GPT_OSS_20B))):
         object.__setattr__(of, name, value)
     return of
 
 
 @pytest.mark.parametrize(
     ("multiprocessors", "most"),
-    [(132, 512), (114, 16), (78, 16)],
+    [(132, None), (114, 16), (78, 16)],
     ids=["H100 SXM and H200", "H100 PCIe", "the smallest sm90 part"],
 )
-def test_few_tokens_are_ours_and_the_rest_upstreams(
-    ran: list[str], monkeypatch: pytest.MonkeyPatch, multiprocessors: int, most: int
+def test_what_a_gpu_has_no_kernel_for_is_upstreams(
+    ran: list[str], monkeypatch: pytest.MonkeyPatch, multiprocessors: int, most: int | None
 ) -> None:
     monkeypatch.setattr(experts, "multiprocessors", lambda device: multiprocessors)
     few = experts.FewTokenExperts(*projections(), 4, 32, alpha=1.0, limit=7.0)
-    many = experts_many.ManyTokenExperts(few) if few.max_tokens == experts_plan.MAX_TOKENS else None
-    of = prepared(few, many)
-    for tokens, side in ((0, "upstream"), (1, "ours"), (most, "ours"), (most + 1, "upstream"), (4096, "upstream")):
+    of = prepared(layer(few))
+    for tokens in (0, 1, 16, 17, 512, 513, 100_000):
         of.apply_monolithic(None, torch.empty(tokens, 64), torch.empty(tokens, 32))
-        assert ran.pop() == side, tokens
+        assert ran.pop() == ("ours" if 0 < tokens <= (most or tokens) else "upstream"), tokens
 
 
 @pytest.mark.parametrize(("most", "made_for"), [(16, {16}), (64, {16, 64}), (256, {16, 64, 256})])
@@ -88,10 +95,10 @@ def test_experts_with_many_tokens_each_run_the_kernels_for_many(
     """Slots decode an expert's weights once for 16 tokens; the threshold never leaves a step without a kernel."""
     monkeypatch.setattr(experts, "multiprocessors", lambda device: 132)
     few = experts.FewTokenExperts(*projections(), active, routed, alpha=1.0, limit=7.0)
-    many = experts_many.ManyTokenExperts(few)
-    ran = [method.sm90.kernels(few, many, tokens) for tokens in range(1, 513)]
-    assert ran == [few] * last + [many] * (512 - last)
-    assert method.sm90.kernels(few, many, 0) is method.sm90.kernels(few, many, 513) is None
+    ours = layer(few)
+    ran = [ours.kernel(tokens) for tokens in range(1, 515)]
+    assert ran == [few] * last + [ours.many] * (512 - last) + [ours.prefill] * 2
+    assert ours.kernel(0) is None
 
 
 def test_nothing_of_ours_is_taken_while_upstream_lays_weights_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +127,7 @@ def test_without_our_kernels_everything_is_upstreams(ran: list[str]) -> None:
 
 def test_the_layers_never_hand_the_experts_more_than_they_take() -> None:
     assert dense.MAX_TOKENS <= 78 // 4
-    assert bands.EXPERT_TOKENS <= experts_many.MAX_TOKENS
+    assert bands.MANY_TOKENS <= experts_many.MAX_TOKENS
 
 
 def driver(status: int, value: int) -> Any:
@@ -176,7 +183,7 @@ def test_experts_under_mps_stay_upstreams_and_say_so(monkeypatch: pytest.MonkeyP
     with pytest.raises(method.aside.NotHereError, match="MPS"):
         of._before(loaded())
     of.process_weights_after_loading(loaded())
-    assert of.few is None
+    assert of.ours is None
     asked = before_loading(monkeypatch, "gptoss")
     with pytest.raises(ChoiceError, match="experts='gptoss' cannot run here: MPS"):
         asked.process_weights_after_loading(loaded())

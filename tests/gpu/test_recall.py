@@ -35,8 +35,8 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM for CUDA"),
 ]
 
-SIDE_BY_SIDE = 5
-"""Engines at once: 16 cores compile for so many, and their weights and caches take half of an 80 GB GPU."""
+ENGINE_GIB = 8
+"""Of the GPU's memory, for an engine's weights, cache and graphs."""
 GRAPHS = {"cudagraph_capture_sizes": [1, 8, 32, 64, 256]}
 LAYERS = LIKE_20B.layers
 WINDOW = LIKE_20B.window
@@ -149,22 +149,32 @@ def job(situation: Situation, cases: list[Case], model: Path, draft: Path) -> di
             "seconds": 420} | situation.job  # fmt: skip
 
 
+def side_by_side() -> int:
+    """Engines at once: a start is one core's work for a minute."""
+    memory: int = torch.cuda.get_device_properties(0).total_memory >> 30
+    return max(1, min(2 * (os.cpu_count() or 1) // 3, memory // ENGINE_GIB))
+
+
 @pytest.fixture(scope="module")
 def results(
-    model_dir: Path, cases: list[Case], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, model_dir: Path, cases: list[Case], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, jobs.Results]]:
+    """Of the situations that the chosen tests name."""
+    here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    chosen = {item.callspec.params["name"] for item in here}
     base = tmp_path_factory.mktemp("recall")
     draft = base / "draft"
     draft.mkdir()
     config = shapes.draft_config(replace(GPT_OSS_20B, layers=LAYERS)) | {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}
     (draft / "config.json").write_text(json.dumps(config))
-    wanted = {name: each for name, each in SITUATIONS.items() if each.gpus <= torch.cuda.device_count()}
+    gpus = torch.cuda.device_count()
+    wanted = {name: each for name, each in SITUATIONS.items() if name in chosen and each.gpus <= gpus}
 
     def run(name: str) -> jobs.Results:
         work = {"job": job(wanted[name], cases, model_dir, draft)}
         return jobs.run(work, base / name.replace(" ", "-"), timeout=440)
 
-    with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+    with ThreadPoolExecutor(side_by_side()) as pool:
         yield dict(zip(wanted, pool.map(run, wanted), strict=True))
 
 
@@ -180,14 +190,16 @@ def test_every_answer_is_the_one_known_by_heart(name: str, results: dict[str, jo
     assert results[name]["job"].get("paths", {}) == situation.paths, results[name].log("job")[-3000:]
 
 
-def test_a_prefix_was_cached(results: dict[str, jobs.Results]) -> None:
-    first, second = results["prefixes from the cache"].rounds("job")
+@pytest.mark.parametrize("name", ["prefixes from the cache"])
+def test_a_prefix_was_cached(name: str, results: dict[str, jobs.Results]) -> None:
+    first, second = results[name].rounds("job")
     assert sum(answer["cached"] for answer in second) > sum(answer["cached"] for answer in first) + 1000
 
 
-def test_requests_were_preempted(results: dict[str, jobs.Results]) -> None:
-    results["preemption"].rounds("job")
-    assert results["preemption"]["job"]["preemptions"] > 0
+@pytest.mark.parametrize("name", ["preemption"])
+def test_requests_were_preempted(name: str, results: dict[str, jobs.Results]) -> None:
+    results[name].rounds("job")
+    assert results[name]["job"]["preemptions"] > 0
 
 
 def test_the_files_of_a_start_are_there() -> None:

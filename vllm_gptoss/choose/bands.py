@@ -34,7 +34,7 @@ SM90: Final = (
     Band(1, ONE_LAUNCH, GPTOSS, GPTOSS),
     Band(16, SIX_LAUNCHES, GPTOSS, GPTOSS),
     Band(512, UPSTREAM, DECODE, GPTOSS),
-    Band(None, UPSTREAM, PLANNED, UPSTREAM),
+    Band(None, UPSTREAM, PLANNED, GPTOSS),
 )
 """docs/kernels/ has the measurements behind the numbers."""
 
@@ -52,7 +52,8 @@ def most(part: str, value: str, bands: tuple[Band, ...] = SM90) -> int:
 ONE_TOKEN: Final = most("layers", ONE_LAUNCH)
 FUSED_TOKENS: Final = most("layers", SIX_LAUNCHES)
 ATTENTION_TOKENS: Final = most("attention", DECODE)
-EXPERT_TOKENS: Final = most("experts", GPTOSS)
+MANY_TOKENS: Final = ATTENTION_TOKENS
+"""Of the largest step of decoding: beyond, `kernels/experts_prefill.py` runs the experts."""
 MANY_PAIRS: Final = 14
 """Pairs (a token and one of its experts) for each routed expert, above which a step of more than
 `experts_plan.NARROW_TOKENS` tokens runs `kernels/experts_many.py`: more than 112 tokens of the 20b, and of

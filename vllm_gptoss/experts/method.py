@@ -1,4 +1,4 @@
-"""vLLM's MoE method with our kernels in front: few tokens on ours, the rest as upstream, over the same bytes."""
+"""vLLM's MoE method with our kernels in front, and upstream's behind them, over the same bytes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from vllm_gptoss import aside, choose, describe, device
 from vllm_gptoss._vllm import worker
 from vllm_gptoss.choose import bands
 from vllm_gptoss.experts import sm90
-from vllm_gptoss.kernels.experts import FewTokenExperts, Projection
-from vllm_gptoss.kernels.experts_many import ManyTokenExperts
+from vllm_gptoss.kernels.experts import Projection
 
 Samples = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -27,16 +26,14 @@ class GptOssExpertsMethod(GptOssMxfp4MoEMethod):
         super().__init__(moe)
         # `--moe-backend` was not given, or this method would not have been chosen
         self.deployment, self.wish = replace(deployment, moe_backend="auto"), wish
-        self.few: FewTokenExperts | None = None
-        self.many: ManyTokenExperts | None = None
+        self.ours: sm90.LayerExperts | None = None
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Lets upstream lay the weights out, then reads them in place."""
         samples = aside.attempt("experts", self.wish, lambda: self._before(layer))
         super().process_weights_after_loading(layer)
         if samples is not None:
-            prepared = aside.attempt("experts", self.wish, lambda: self._after(layer, samples))
-            self.few, self.many = prepared or (None, None)
+            self.ours = aside.attempt("experts", self.wish, lambda: self._after(layer, samples))
 
     def _before(self, layer: Any) -> Samples:
         """Corners of the weights as loaded, of a layer that our kernels can run.
@@ -48,13 +45,13 @@ class GptOssExpertsMethod(GptOssMxfp4MoEMethod):
         choice = choose.experts(device.detect(), deployment, self.wish)
         if choice.value != "gptoss":
             raise aside.NotHereError(choice.reason)
-        sm90.reserve(layer.w2_weight.data, self.moe.experts_per_token, bands.EXPERT_TOKENS)
+        sm90.reserve(layer.w2_weight.data, self.moe.experts_per_token, bands.MANY_TOKENS)
         return (
             sm90.sample(layer.w13_weight.data, layer.w13_weight_scale.data),
             sm90.sample(layer.w2_weight.data, layer.w2_weight_scale.data),
         )
 
-    def _after(self, layer: Any, samples: Samples) -> tuple[FewTokenExperts, ManyTokenExperts | None]:
+    def _after(self, layer: Any, samples: Samples) -> sm90.LayerExperts:
         """The kernels over upstream's bytes, compiled.
 
         Raises:
@@ -65,7 +62,7 @@ class GptOssExpertsMethod(GptOssMxfp4MoEMethod):
             self._projection(layer.w2_weight, self.w2_precision_config, layer.w2_bias),
             active=self.moe.experts_per_token,
             routed=self.moe.num_experts,
-            most=bands.EXPERT_TOKENS,
+            most=bands.MANY_TOKENS,
             expert_map=layer.expert_map,
             expected=samples,
         )
@@ -80,12 +77,10 @@ class GptOssExpertsMethod(GptOssMxfp4MoEMethod):
 
     def apply_monolithic(self, layer: Any, x: Tensor, router_logits: Tensor, *args: Any, **kwargs: Any) -> Any:
         """x: [T, hidden] bf16; router_logits: [T, E]. Runs inside vLLM's opaque `moe_forward` op, so T is a number."""
-        tokens = x.shape[0]
-        if self.few is not None and tokens <= bands.EXPERT_TOKENS:
-            ours = sm90.kernels(self.few, self.many, tokens)
-            if ours is not None:
-                out = aside.attempt("experts", self.wish, lambda: sm90.apply(ours, x, router_logits))
-                if out is not None:
-                    return out
-                self.few = self.many = None
+        kernel = self.ours and self.ours.kernel(x.shape[0])
+        if kernel is not None:
+            out = aside.attempt("experts", self.wish, lambda: sm90.apply(kernel, x, router_logits))
+            if out is not None:
+                return out
+            self.ours = None
         return super().apply_monolithic(layer, x, router_logits, *args, **kwargs)

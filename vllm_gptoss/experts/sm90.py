@@ -1,12 +1,13 @@
-"""Experts of one layer on sm90: our kernels up to some hundred tokens, over the weights that vLLM's `matmul_ogs` reads.
+"""Experts of one layer on sm90: our kernels over the weights that vLLM's `matmul_ogs` reads.
 
-`prepare` takes the weights after upstream has laid them out, so nothing is stored twice and prefill stays upstream's.
+`prepare` takes the weights after upstream has laid them out, so nothing is stored twice and any step can be upstream's.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,12 +19,32 @@ from vllm_gptoss.kernels import nvrtc
 from vllm_gptoss.kernels.experts import FewTokenExperts, Projection, partial_sums, partial_tokens
 from vllm_gptoss.kernels.experts_many import ManyTokenExperts
 from vllm_gptoss.kernels.experts_plan import MAX_TOKENS, NARROW_TOKENS, WIDE_TOKENS
+from vllm_gptoss.kernels.experts_prefill import PrefillExperts
+
+Kernel: TypeAlias = FewTokenExperts | ManyTokenExperts | PrefillExperts
 
 SAMPLED_VALUES, SAMPLED_SCALES = (slice(1), slice(32), slice(512)), (slice(1), slice(512), slice(32))
 """Experts, rows and bytes of a row whose layout is compared: two tiles of values, two blocks of scales. Few enough for
 one thread: torch puts 32,768 elements on all cores, where engines that start together wait for one another (59 s of
 loading instead of 4, five of them on one host). Kept on the host, see `reserve`.
 """
+
+
+@dataclass(frozen=True)
+class LayerExperts:
+    """One layer's kernels: for few tokens, for many, and for more than those take."""
+
+    few: FewTokenExperts
+    many: ManyTokenExperts | None = None
+    prefill: PrefillExperts | None = None
+
+    def kernel(self, tokens: int) -> Kernel | None:
+        """What runs a step of so many tokens, or None."""
+        if self.many is None:
+            return self.few if 0 < tokens <= self.few.max_tokens else None
+        kernels = ((few_tokens(self.few), self.few), (self.many.max_tokens, self.many))
+        last = self.prefill if tokens > 0 else None
+        return next((kernel for most, kernel in kernels if 0 < tokens <= most), last)
 
 
 class LayoutError(ValueError):
@@ -75,18 +96,18 @@ def prepare(
     *,
     active: int,
     routed: int,
-    most: int = bands.EXPERT_TOKENS,
+    most: int = bands.MANY_TOKENS,
     alpha: float = spec.SWIGLU_ALPHA,
     limit: float = spec.SWIGLU_LIMIT,
     expert_map: Tensor | None = None,
     expected: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
-) -> tuple[FewTokenExperts, ManyTokenExperts | None]:
-    """Wraps one layer's weights, and compiles its kernels for bfloat16 router logits: for few tokens, for many.
+) -> LayerExperts:
+    """Wraps one layer's weights, and compiles its kernels for bfloat16 router logits.
 
-    The second is None where steps have at most 64 tokens, and on a GPU that has not the multiprocessors for all of the
-    first: nobody has measured it there.
+    Only those for few tokens where steps have at most 64, and on a GPU that has not the multiprocessors for all of
+    them: nobody has measured the others there.
 
-    most: tokens of the largest step that they will run.
+    most: tokens of the largest step for which memory is kept between steps.
     expected: `sample` of both projections before upstream laid them out; a mismatch means that upstream's layout has
     changed.
 
@@ -100,14 +121,16 @@ def prepare(
             raise LayoutError("upstream's Hopper layout is not the one these kernels read")
     try:
         few = FewTokenExperts(up, down, active, routed, alpha=alpha, limit=limit, expert_map=expert_map)
+        whole = most > WIDE_TOKENS and few.max_tokens == MAX_TOKENS
+        layer = LayerExperts(few, ManyTokenExperts(few), PrefillExperts(few)) if whole else LayerExperts(few)
     except ValueError as error:
         raise LayoutError(str(error)) from None
-    many = ManyTokenExperts(few) if most > WIDE_TOKENS and few.max_tokens == MAX_TOKENS else None
-    loads = few.loads(torch.bfloat16, few_tokens(few) if many else min(most, few.max_tokens))
-    nvrtc.at_once(chain(loads, many.loads(torch.bfloat16) if many else ()))
+    loads = few.loads(torch.bfloat16, few_tokens(few) if layer.many else min(most, few.max_tokens))
+    more = [kernel.loads(torch.bfloat16) for kernel in (layer.many, layer.prefill) if kernel]
+    nvrtc.at_once(chain(loads, *more))
     for tokens in {partial_tokens(1), partial_tokens(most)}:
         partial_sums(few.device, active * down.rows, tokens)
-    return few, many
+    return layer
 
 
 def few_tokens(few: FewTokenExperts) -> int:
@@ -117,19 +140,10 @@ def few_tokens(few: FewTokenExperts) -> int:
     return most
 
 
-def kernels(
-    few: FewTokenExperts, many: ManyTokenExperts | None, tokens: int
-) -> FewTokenExperts | ManyTokenExperts | None:
-    """What runs a step of so many tokens, or None."""
-    if many is not None and few_tokens(few) < tokens <= many.max_tokens:
-        return many
-    return few if 0 < tokens <= few.max_tokens else None
-
-
-def apply(experts: FewTokenExperts | ManyTokenExperts, x: Tensor, router_logits: Tensor) -> Tensor:
+def apply(experts: Kernel, x: Tensor, router_logits: Tensor) -> Tensor:
     """The layer's output before any all-reduce, [T, hidden] bf16.
 
-    x: [T, hidden] bf16, 1 <= T <= experts.max_tokens; router_logits: [T, E] bf16 or f32.
+    x: [T, hidden] bf16, T as the kernel takes them; router_logits: [T, E] bf16 or f32.
     """
     x, router_logits = x.contiguous(), router_logits.contiguous()
     out = torch.empty_like(x)
