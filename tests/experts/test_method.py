@@ -96,9 +96,21 @@ def test_experts_with_many_tokens_each_run_the_kernels_for_many(
     monkeypatch.setattr(experts, "multiprocessors", lambda device: 132)
     few = experts.FewTokenExperts(*projections(), active, routed, alpha=1.0, limit=7.0)
     ours = layer(few)
-    ran = [ours.kernel(tokens) for tokens in range(1, 515)]
-    assert ran == [few] * last + [ours.many] * (512 - last) + [ours.prefill] * 2
+    assert ours.many is not None
+    assert [ours.kernel(tokens) for tokens in range(1, 513)] == [few] * last + [ours.many] * (512 - last)
     assert ours.kernel(0) is None
+
+
+@pytest.mark.parametrize(
+    ("routed", "active", "first"), [(32, 4, 513), (128, 4, 2048), (64, 8, 513), (24, 4, 513), (128, 8, 1024)]
+)
+def test_large_steps_are_ours_from_where_they_were_timed(
+    monkeypatch: pytest.MonkeyPatch, routed: int, active: int, first: int
+) -> None:
+    monkeypatch.setattr(experts, "multiprocessors", lambda device: 132)
+    ours = layer(experts.FewTokenExperts(*projections(), active, routed, alpha=1.0, limit=7.0))
+    assert {ours.kernel(tokens) for tokens in range(513, first)} <= {None}
+    assert ours.kernel(first) is ours.kernel(100_000) is ours.prefill is not None
 
 
 def test_nothing_of_ours_is_taken_while_upstream_lays_weights_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ loading instead of 4, five of them on one host). Kept on the host, see `reserve`
 
 @dataclass(frozen=True)
 class LayerExperts:
-    """One layer's kernels: for few tokens, for many, and for more than those take."""
+    """One layer's kernels: for few tokens, for many, and for large steps."""
 
     few: FewTokenExperts
     many: ManyTokenExperts | None = None
@@ -40,11 +40,12 @@ class LayerExperts:
 
     def kernel(self, tokens: int) -> Kernel | None:
         """What runs a step of so many tokens, or None."""
-        if self.many is None:
-            return self.few if 0 < tokens <= self.few.max_tokens else None
-        kernels = ((few_tokens(self.few), self.few), (self.many.max_tokens, self.many))
-        last = self.prefill if tokens > 0 else None
-        return next((kernel for most, kernel in kernels if 0 < tokens <= most), last)
+        few, many = self.few, self.many
+        if many is None:
+            return few if 0 < tokens <= few.max_tokens else None
+        if tokens <= many.max_tokens:
+            return None if tokens < 1 else few if tokens <= few_tokens(few) else many
+        return self.prefill if tokens * few.active >= bands.LARGE_PAIRS * few.routed else None
 
 
 class LayoutError(ValueError):
