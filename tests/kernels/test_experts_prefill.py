@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.kernels.cubins import compiled
-from tests.kernels.test_experts_many import SHAPES, prepared
+from tests.kernels.on_meta import SHAPES, prepared
 from vllm_gptoss.kernels import experts_plan, nvrtc
 from vllm_gptoss.kernels.experts_prefill import NAMES, SLICE_TOKENS, SOURCE, PrefillExperts, slice_of
 
