@@ -48,6 +48,17 @@ def parts() -> Any:
     )
 
 
+@functools.cache
+def said() -> Any:
+    """What a scheduler tells clients in, and the state of a request that goes on; 0.32 has the same."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.request import RequestStatus
+
+    return SimpleNamespace(
+        EngineCoreOutput=EngineCoreOutput, EngineCoreOutputs=EngineCoreOutputs, RUNNING=RequestStatus.RUNNING
+    )
+
+
 def marks_padding() -> bool:
     """Whether the runner keeps `is_padding` for the experts (`VLLM_MOE_SKIP_PADDING`)."""
     import vllm.envs as envs

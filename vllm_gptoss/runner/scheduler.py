@@ -15,8 +15,6 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.request import RequestStatus
 
 from vllm_gptoss import aside
 from vllm_gptoss._vllm import runner as vllm
@@ -271,7 +269,7 @@ class GptOssScheduler(AsyncScheduler):
         rest = copy.copy(step)
         rest.num_scheduled_tokens = self._go_on(step.num_scheduled_tokens, output, said)
         theirs = super().update_from_output(rest, output)
-        ours = {client: EngineCoreOutputs(outputs=outputs) for client, outputs in said.items()}
+        ours = {client: vllm.said().EngineCoreOutputs(outputs=outputs) for client, outputs in said.items()}
         for client, message in theirs.items():
             if client in ours:
                 message.outputs = ours[client].outputs + message.outputs
@@ -286,7 +284,8 @@ class GptOssScheduler(AsyncScheduler):
         for message in theirs.values():
             if message.scheduler_stats is not None:
                 statistics, message.scheduler_stats = message.scheduler_stats, None
-                next(iter(ours.values())).scheduler_stats = statistics
+                first = next(iter(ours.values()))
+                first.scheduler_stats = statistics
                 return
 
     def _go_on(self, scheduled: dict[str, int], output: Any, said: dict[int, list[Any]]) -> dict[str, int]:
@@ -296,7 +295,7 @@ class GptOssScheduler(AsyncScheduler):
         """
         left: dict[str, int] = {}
         requests, places, sampled = self.requests, output.req_id_to_index, output.sampled_token_ids
-        longest, running = self.max_model_len - 1, RequestStatus.RUNNING
+        longest, running, token = self.max_model_len - 1, vllm.said().RUNNING, vllm.said().EngineCoreOutput
         cache = self.kv_cache_manager.cache_whole if self.kv_cache_manager.enable_caching else None
         for name, count in scheduled.items():
             request = requests.get(name)
@@ -331,7 +330,7 @@ class GptOssScheduler(AsyncScheduler):
             outputs = said.get(request.client_index)
             if outputs is None:
                 outputs = said[request.client_index] = []
-            outputs.append(EngineCoreOutput(name, tokens))
+            outputs.append(token(name, tokens))
         return left
 
 
