@@ -115,6 +115,11 @@ class Recipe:
     options: tuple[tuple[str, int | str], ...]
 
 
+def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
+    """A kernel's argument: where the tensor lies, null without one."""
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
 @functools.cache
 def _kernel(recipe: Recipe) -> nvrtc.Kernel:
     import torch
@@ -274,12 +279,11 @@ class FewTokenExperts:
         import torch
 
         staged, rows = staged_rows(run.which, tokens)
-        pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
         run.kernel(
             run.grid,
             run.tuning.warps * 32,
             torch.cuda.current_stream(self.device).cuda_stream,
-            [*pointers, ctypes.c_int(tokens), ctypes.c_int(rows), TWO_23, *numbers],
+            [*map(pointer, tensors), ctypes.c_int(tokens), ctypes.c_int(rows), TWO_23, *numbers],
             self._shared(run.tuning, run.projection, staged, compiled_for(tokens)),
             dependent=dependent,
         )
@@ -296,3 +300,32 @@ class FewTokenExperts:
         act = torch.empty((pairs, self.up.rows // 2), dtype=torch.bfloat16, device=x.device)
         self.launch_up(x, routing, act)
         self.launch_down(act, routing, weights, out)
+
+
+class SameLayer:
+    """Other kernels over the weights and the routing of `few`, ready to launch, whatever `few` takes."""
+
+    def __init__(self, few: FewTokenExperts | SameLayer) -> None:
+        self.up, self.down, self.active, self.routed = few.up, few.down, few.active, few.routed
+        self.alpha, self.limit, self.expert_map, self.device = few.alpha, few.limit, few.expert_map, few.device
+
+    @property
+    def matrices(self) -> tuple[Tensor, ...]:
+        """Values, scales and bias of up and of down, as a kernel takes them."""
+        return self.up.values, self.up.scales, self.up.bias, self.down.values, self.down.scales, self.down.bias
+
+    def macros(self, routing: torch.dtype) -> dict[str, int]:
+        """What a kernel for both projections is compiled for, of the layer and of the routing's dtype."""
+        logits, id64 = routing_mode(routing)
+        return {
+            "KT_UP": self.up.tiles,
+            "KT_DOWN": self.down.tiles,
+            "SKT_UP": self.up.scales.shape[2] // 64,
+            "SKT_DOWN": self.down.scales.shape[2] // 64,
+            "EXPERTS": self.up.experts,
+            "ACTIVE": self.active,
+            "ROUTED": self.routed,
+            "LOGITS": logits,
+            "ID64": id64,
+            "MAPPED": int(self.expert_map is not None),
+        }

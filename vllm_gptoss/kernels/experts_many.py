@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_gptoss.kernels import nvrtc
-from vllm_gptoss.kernels.experts import FewTokenExperts, Recipe, multiprocessors, partial_sums, routing_mode
+from vllm_gptoss.kernels.experts import (
+    FewTokenExperts,
+    Recipe,
+    SameLayer,
+    multiprocessors,
+    partial_sums,
+    pointer,
+    routing_mode,
+)
 from vllm_gptoss.kernels.experts_plan import MAX_EXPERTS, PARTIAL_TOKENS, SHARED_LIMIT
 
 if TYPE_CHECKING:
@@ -110,14 +118,13 @@ def counters(device: int) -> Tensor:
     return torch.zeros(2 * MAX_EXPERTS, dtype=torch.int32, device=f"cuda:{device}")
 
 
-class ManyTokenExperts:
-    """Both projections of one layer's local experts, ready to launch: the weights of `few`, whatever it takes."""
+class ManyTokenExperts(SameLayer):
+    """Both projections of one layer's local experts in one launch."""
 
     max_tokens = MAX_TOKENS
 
     def __init__(self, few: FewTokenExperts) -> None:
-        self.up, self.down, self.active, self.routed = few.up, few.down, few.active, few.routed
-        self.alpha, self.limit, self.expert_map, self.device = few.alpha, few.limit, few.expert_map, few.device
+        super().__init__(few)
         self.tunings = tunings_for(few.routed, few.active)
         self._launches: dict[tuple[int, tuple[int, int]], nvrtc.Kernel] = {}
 
@@ -125,24 +132,14 @@ class ManyTokenExperts:
         """What the kernel for up to `most` tokens, one of `tunings`, is compiled from for a routing dtype."""
         tuning = self.tunings[most]
         sizes = (tuning, most, self.active, self.up.experts)
-        logits, id64 = routing_mode(routing)
         options = {
+            **self.macros(routing),
             "TOKENS": most,
-            "KT_UP": self.up.tiles,
-            "KT_DOWN": self.down.tiles,
-            "SKT_UP": self.up.scales.shape[2] // 64,
-            "SKT_DOWN": self.down.scales.shape[2] // 64,
-            "EXPERTS": self.up.experts,
-            "ACTIVE": self.active,
-            "ROUTED": self.routed,
             "GROUPS": tuning.groups,
             "DEPTH": tuning.depth,
             "CHUNK": tuning.chunk,
             "COLUMNS": sum(1 << columns // 8 for columns in tuning.columns),
             "X_BYTES": x_bytes(*sizes),
-            "LOGITS": logits,
-            "ID64": id64,
-            "MAPPED": int(self.expert_map is not None),
         }
         registers = REGISTERS[tuning.groups]
         return Recipe(self.device, NAME, shared_bytes(*sizes), registers, tuple(sorted(options.items())))
@@ -171,9 +168,7 @@ class ManyTokenExperts:
         kernel, threads = self._prepare(tokens, routing.dtype)
         act = torch.empty((tokens * self.active, self.up.rows // 2), dtype=torch.bfloat16, device=x.device)
         parts = partial_sums(self.device, self.active * self.down.rows, PARTIAL_TOKENS)
-        matrices = (self.up.values, self.up.scales, self.up.bias, self.down.values, self.down.scales, self.down.bias)
-        tensors = (*matrices, x, routing, weights, self.expert_map, act, counters(self.device), parts, out)
-        pointers = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
+        tensors = (*self.matrices, x, routing, weights, self.expert_map, act, counters(self.device), parts, out)
         numbers = (ctypes.c_int(tokens), TWO_7, ctypes.c_float(self.alpha), ctypes.c_float(self.limit))
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        kernel(multiprocessors(self.device), threads, stream, [*pointers, *numbers])
+        kernel(multiprocessors(self.device), threads, stream, [*map(pointer, tensors), *numbers])

@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_gptoss.kernels import nvrtc
-from vllm_gptoss.kernels.experts import FewTokenExperts, Recipe, multiprocessors, routing_mode
+from vllm_gptoss.kernels.experts import FewTokenExperts, Recipe, SameLayer, multiprocessors, pointer, routing_mode
 from vllm_gptoss.kernels.experts_plan import MAX_EXPERTS, SHARED_LIMIT
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from vllm_gptoss.kernels.experts_many import ManyTokenExperts
 
 SOURCE = Path(__file__).parent / "cuda" / "experts_prefill.cu"
 NAMES = ROUTE, EXPERTS, COMBINE = "prefill_route", "prefill_experts", "prefill_combine"
@@ -81,12 +79,11 @@ def state(device: int) -> Tensor:
     return torch.zeros(size, dtype=torch.uint8, device=f"cuda:{device}")
 
 
-class PrefillExperts:
-    """Both projections of one layer's local experts, ready to launch: the weights of `few`, whatever it takes."""
+class PrefillExperts(SameLayer):
+    """Both projections of one layer's local experts, for steps of any size."""
 
-    def __init__(self, few: FewTokenExperts | ManyTokenExperts) -> None:
-        self.up, self.down, self.active, self.routed = few.up, few.down, few.active, few.routed
-        self.alpha, self.limit, self.expert_map, self.device = few.alpha, few.limit, few.expert_map, few.device
+    def __init__(self, few: FewTokenExperts | SameLayer) -> None:
+        super().__init__(few)
         if not 1 <= self.active <= MOST_ACTIVE:
             raise ValueError(f"{self.active} experts a token, not 1 to {MOST_ACTIVE}")
         if shared_bytes(self.up.experts) > SHARED_LIMIT:
@@ -95,20 +92,7 @@ class PrefillExperts:
 
     def recipe(self, routing: torch.dtype) -> Recipe:
         """What the three kernels are compiled from for a routing dtype."""
-        logits, id64 = routing_mode(routing)
-        options = {
-            "KT_UP": self.up.tiles,
-            "KT_DOWN": self.down.tiles,
-            "SKT_UP": self.up.scales.shape[2] // 64,
-            "SKT_DOWN": self.down.scales.shape[2] // 64,
-            "EXPERTS": self.up.experts,
-            "ACTIVE": self.active,
-            "ROUTED": self.routed,
-            "BLOCKS": SLICE_TOKENS // ROUTERS,
-            "LOGITS": logits,
-            "ID64": id64,
-            "MAPPED": int(self.expert_map is not None),
-        }
+        options = {**self.macros(routing), "BLOCKS": SLICE_TOKENS // ROUTERS}
         return Recipe(self.device, EXPERTS, shared_bytes(self.up.experts), REGISTERS, tuple(sorted(options.items())))
 
     def loads(self, routing: torch.dtype) -> Iterator[tuple[Callable[..., object], Hashable]]:
@@ -157,14 +141,11 @@ class PrefillExperts:
         chunks = kept + STATE_BYTES
         to = _Routing(kept, chunks, chunks + CHUNKS_BYTES, lists, lists + 4 * pairs, lists + 8 * pairs)
         count = ctypes.c_int(tokens)
-        route(-(-tokens // ROUTERS), ROUTERS, stream, [*map(_pointer, (routing, weights, self.expert_map)), to, count])
-        matrices = (self.up.values, self.up.scales, self.up.bias, self.down.values, self.down.scales, self.down.bias)
+        route(-(-tokens // ROUTERS), ROUTERS, stream, [*map(pointer, (routing, weights, self.expert_map)), to, count])
         buffers = (ctypes.c_void_p(act), ctypes.c_void_p(parts))
         numbers = (TWO_7, ctypes.c_float(self.alpha), ctypes.c_float(self.limit))
-        experts(multiprocessors(self.device), THREADS, stream, [*map(_pointer, (*matrices, x)), to, *buffers, *numbers])
-        sums = (ctypes.c_void_p(to.slots), ctypes.c_void_p(to.weights), buffers[1], _pointer(out), count)
+        experts(
+            multiprocessors(self.device), THREADS, stream, [*map(pointer, (*self.matrices, x)), to, *buffers, *numbers]
+        )
+        sums = (ctypes.c_void_p(to.slots), ctypes.c_void_p(to.weights), buffers[1], pointer(out), count)
         combine(-(-tokens * (self.down.rows // 8) // ADDERS), ADDERS, stream, list(sums))
-
-
-def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())

@@ -2,7 +2,8 @@
 //
 // Offers: cp16 (data that others read too), cp16_once (what passes through L2 once, and leaves it
 // first), cp_commit and cp_wait<N> (a thread's groups of copies; all but the last N are there).
-// Barriers: none; what other threads copied needs one of the caller's.
+// Barriers: cp_arrive (on an mbarrier, once what this thread has asked for is there); what other
+// threads copied needs that, or one of the caller's.
 #include "common.cuh"
 
 constexpr u64 EVICT_FIRST = 0x12F0000000000000ull;  // as createpolicy.fractional makes it
@@ -17,4 +18,7 @@ __device__ __forceinline__ void cp16(u32 dst, const void* src) {
 __device__ __forceinline__ void cp_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> __device__ __forceinline__ void cp_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+__device__ __forceinline__ void cp_arrive(u32 bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }

@@ -25,6 +25,8 @@
 #include "mxfp4.cuh"
 #include "wgmma.cuh"
 #include "routing.cuh"
+#include "choose_alone.cuh"
+#include "swiglu.cuh"
 #include "combine.cuh"
 
 constexpr int CONSUMERS = GROUPS * 4, STAGERS = 3, WARPS = CONSUMERS + STAGERS + 1,
@@ -118,75 +120,6 @@ template <class P> __device__ __forceinline__ bool resident(int count) {
 // chunk, before which the block has `begun`.
 __device__ __forceinline__ int first_of(int a, int begun, int group) {
   return a + (group + GROUPS - begun) % GROUPS;
-}
-
-__device__ __forceinline__ void cp_arrive(u32 bar) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
-}
-
-// A logit's bits as a number of the same order, and back.
-__device__ __forceinline__ u32 ordered(u32 bits) {
-  return bits ^ ((u32)((int)bits >> 31) | 0x80000000u);
-}
-__device__ __forceinline__ float unordered(u32 key) {
-  return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
-}
-// A logit with its expert behind it, so that a tie is the lower expert's.
-#if LOGITS == 2
-typedef u64 Key;
-__device__ __forceinline__ Key key_of(u32 bits, int e) {
-  return (u64)ordered(bits) << 32 | (u32)~e;
-}
-__device__ __forceinline__ int expert_of(Key key) { return ~(u32)key; }
-__device__ __forceinline__ float logit_of(Key key) { return unordered(key >> 32); }
-#else
-typedef u32 Key;
-__device__ __forceinline__ Key key_of(u32 bits, int e) {
-  return (ordered(bits) & 0xFFFF0000u) | (0xFFFF - e);
-}
-__device__ __forceinline__ int expert_of(Key key) { return 0xFFFF - (key & 0xFFFF); }
-__device__ __forceinline__ float logit_of(Key key) {
-  return unordered((key & 0xFFFF0000u) | (key & 0x80000000u ? 0 : 0xFFFF));
-}
-#endif
-__device__ __forceinline__ void keep(Key (&best)[ACTIVE], Key key) {
-#pragma unroll
-  for (int a = 0; a < ACTIVE; a++) {
-    const Key less = best[a] < key ? best[a] : key;
-    best[a] = best[a] < key ? key : best[a];
-    key = less;
-  }
-}
-// The ACTIVE largest logits of a token and their softmax, by one thread: of so many tokens, a warp
-// for each waits longer, for its maxima.
-__device__ __forceinline__ void choose_alone(
-    Routed& t, const u8* logits, const int* map, int token) {
-  constexpr int SIZE = LOGITS == 2 ? 4 : 2, EACH = 16 / SIZE;
-  Key best[ACTIVE];
-#pragma unroll
-  for (int a = 0; a < ACTIVE; a++) best[a] = 0;
-  const u8* from = logits + (u64)token * ROUTED * SIZE;
-#pragma unroll 4
-  for (int e = 0; e < ROUTED; e += EACH) {
-    const uint4 v = __ldcg(reinterpret_cast<const uint4*>(from + e * SIZE));
-    const u32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      const u32 word = words[i * SIZE / 4];
-      keep(best, key_of(LOGITS == 2 || i & 1 ? word : word << 16, e + i));
-    }
-  }
-  float value[ACTIVE], sum = 0.f;
-#pragma unroll
-  for (int a = 0; a < ACTIVE; a++) {
-    const int e = expert_of(best[a]);
-    value[a] = logit_of(best[a]);
-    sum += __expf(value[a] - value[0]);
-    t.ids[token * ACTIVE + a] = MAPPED ? map[e] : e;
-  }
-#pragma unroll
-  for (int a = 0; a < ACTIVE; a++)
-    t.weights[token * ACTIVE + a] = __expf(value[a] - value[0]) / sum;
 }
 
 // ids and weights of all pairs.
@@ -484,20 +417,11 @@ __device__ __forceinline__ void multiply(
   if (before >= 0) release(w, before);
 }
 
-struct Gate {
-  float alpha, limit;
-  __device__ __forceinline__ float operator()(float gate, float up) const {
-    gate = fminf(gate, limit);
-    up = fminf(fmaxf(up, -limit), limit);
-    return gate / (1.f + __expf(-alpha * gate)) * (up + 1.f);
-  }
-};
 struct Outputs {
   u16* act;
   u32* parts;
   Gate gate;
 };
-constexpr float TWO_64F = 18446744073709551616.f;
 
 // act[pair, I] = swiglu(w13[expert] x[token] + b13[expert]); gate and up rows are interleaved.
 // Lanes of an even row hold gates, of the odd row above it ups: each finishes one of its two
@@ -778,13 +702,6 @@ __device__ __forceinline__ void combine_share(
     for (int i = 0; i < TOGETHER; i++)
       if (at + i * MEMBERS < end) add_up(q[i], m);
   }
-}
-
-template <int COUNT, bool MORE> __device__ __forceinline__ void registers() {
-  if (MORE)
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
-  else
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
 // Asks L2 for what this warp's ring takes first, if all experts have tokens, as they will: the

@@ -24,6 +24,8 @@
 #include "wgmma.cuh"
 #include "wgmma_any.cuh"
 #include "routing.cuh"
+#include "choose_alone.cuh"
+#include "swiglu.cuh"
 
 // A thread's registers once the roles are known, out of the 128 that all had at first.
 constexpr int MULTIPLYING = 152, COPYING = 56;
@@ -65,15 +67,6 @@ struct Routing {
   float* weights;  // of a pair
 };
 
-__device__ __forceinline__ void cp_arrive(u32 bar) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
-}
-template <int COUNT, bool MORE> __device__ __forceinline__ void registers() {
-  if (MORE)
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
-  else
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
-}
 __device__ __forceinline__ u32 look_acquire(const u32* p) {
   u32 seen;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(p) : "memory");
@@ -88,77 +81,21 @@ __device__ __forceinline__ void count_release(u32* p, u32 more) {
 
 // ---- routing
 
-// A logit's bits as a number of the same order, and back.
-__device__ __forceinline__ u32 ordered(u32 bits) {
-  return bits ^ ((u32)((int)bits >> 31) | 0x80000000u);
-}
-__device__ __forceinline__ float unordered(u32 key) {
-  return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
-}
-// A logit with its expert behind it, so that a tie is the lower expert's.
-#if LOGITS == 2
-typedef u64 Key;
-__device__ __forceinline__ Key key_of(u32 bits, int e) {
-  return (u64)ordered(bits) << 32 | (u32)~e;
-}
-__device__ __forceinline__ int expert_of(Key key) { return ~(u32)key; }
-__device__ __forceinline__ float logit_of(Key key) { return unordered(key >> 32); }
-#else
-typedef u32 Key;
-__device__ __forceinline__ Key key_of(u32 bits, int e) {
-  return (ordered(bits) & 0xFFFF0000u) | (0xFFFF - e);
-}
-__device__ __forceinline__ int expert_of(Key key) { return 0xFFFF - (key & 0xFFFF); }
-__device__ __forceinline__ float logit_of(Key key) {
-  return unordered((key & 0xFFFF0000u) | (key & 0x80000000u ? 0 : 0xFFFF));
-}
-#endif
-__device__ __forceinline__ void keep(Key (&best)[ACTIVE], Key key) {
-#pragma unroll
-  for (int a = 0; a < ACTIVE; a++) {
-    const Key less = best[a] < key ? best[a] : key;
-    best[a] = best[a] < key ? key : best[a];
-    key = less;
-  }
-}
-// The ACTIVE largest logits of a token and their softmax, by one thread.
-__device__ __forceinline__ void choose_alone(
-    signed char* ids, float* weights, const u8* logits, const int* map) {
-  constexpr int SIZE = LOGITS == 2 ? 4 : 2, EACH = 16 / SIZE;
-  Key best[ACTIVE];
-#pragma unroll
-  for (int a = 0; a < ACTIVE; a++) best[a] = 0;
-#pragma unroll 4
-  for (int e = 0; e < ROUTED; e += EACH) {
-    const uint4 v = __ldcg(reinterpret_cast<const uint4*>(logits + e * SIZE));
-    const u32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      const u32 word = words[i * SIZE / 4];
-      keep(best, key_of(LOGITS == 2 || i & 1 ? word : word << 16, e + i));
-    }
-  }
-  float value[ACTIVE], sum = 0.f;
-#pragma unroll
-  for (int a = 0; a < ACTIVE; a++) {
-    const int e = expert_of(best[a]);
-    value[a] = logit_of(best[a]);
-    sum += __expf(value[a] - value[0]);
-    ids[a] = MAPPED ? map[e] : e;
-  }
-#pragma unroll
-  for (int a = 0; a < ACTIVE; a++) weights[a] = __expf(value[a] - value[0]) / sum;
-}
-
+// Where a token's choices go.
+struct Chosen {
+  signed char* ids;
+  float* weights;
+};
 // The block's tokens' experts, and all their weights in global memory.
 __device__ __forceinline__ void read_routing(signed char* ids, float* to, const u8* routing,
     const float* weights, const int* map, int first, int tokens, int thread) {
   constexpr int SIZE = LOGITS == 2 ? 4 : 2;
   const u8* logits = routing + (u64)first * ROUTED * SIZE;
   if (LOGITS && ROUTED % 8 == 0) {
-    if (thread < tokens)
-      choose_alone(ids + thread * ACTIVE, to + (first + thread) * ACTIVE,
-          logits + (u64)thread * ROUTED * SIZE, map);
+    if (thread < tokens) {
+      Chosen t = {ids + thread * ACTIVE, to + (first + thread) * ACTIVE};
+      choose_alone(t, logits + (u64)thread * ROUTED * SIZE, map, 0);
+    }
   } else if (LOGITS) {
     choose_experts<4>(
         ids, to + first * ACTIVE, logits, map, tokens, thread >> 5, ROUTERS / 32, thread & 31);
@@ -427,16 +364,6 @@ __device__ __forceinline__ void multiply(float (&c)[MOST / 2], Place<STAGES>& s,
   wgmma_wait<0>();
   bar_arrive_warp(before, lane);
 }
-
-struct Gate {
-  float alpha, limit;
-  __device__ __forceinline__ float operator()(float gate, float up) const {
-    gate = fminf(gate, limit);
-    up = fminf(fmaxf(up, -limit), limit);
-    return gate / (1.f + __expf(-alpha * gate)) * (up + 1.f);
-  }
-};
-constexpr float TWO_64F = 18446744073709551616.f;
 
 // act[slot, I] = swiglu(w13[expert] x[token] + b13[expert]); gate and up rows are interleaved.
 // Lanes of an even row hold gates, of the odd row above it ups: each finishes one of its two

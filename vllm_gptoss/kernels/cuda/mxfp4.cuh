@@ -41,6 +41,7 @@ __device__ __forceinline__ void step(float (&c)[4], u32 w, u32 b0, u32 b1) {
   mma(c, w & M, (w << 3) & M, (w << 6) & M, fourth(w), b0, b1);
 }
 constexpr u32 TWO_64 = 0x5F805F80u;  // bf16x2
+constexpr float TWO_64F = 18446744073709551616.f;
 
 // One group of 32 columns: two steps, then c += scale x sum. Scales are e8m0 (2^(s - 127)) of rows
 // g and g + 8.

@@ -24,6 +24,14 @@ __device__ __forceinline__ u32 b_descriptor(u32 address) {
 // The whole of it. What is added to it is one instruction for both halves.
 __device__ __forceinline__ u64 whole_descriptor(u32 lower) { return (u64)0x40000040 << 32 | lower; }
 
+// A thread's registers from here on, more or fewer than before, by all of a warpgroup.
+template <int COUNT, bool MORE> __device__ __forceinline__ void registers() {
+  if (MORE)
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+  else
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
 template <int N> struct Wgmma;
 template <> struct Wgmma<24> {
   static __device__ __forceinline__ void run(float (&c)[12], const u32* a, u64 b) {
