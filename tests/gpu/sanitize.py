@@ -20,15 +20,6 @@ import time
 FOUND = 9
 """Exit status of the sanitizer when it found something."""
 
-PARTS = {
-    "layers": "_few",
-    "attention": "attention_many",
-    "experts": "experts_",
-    "prefill": "prefill_",
-    "step": "decode_step",
-}
-"""What is launched, and what its kernels' names share: torch's own kernels are not looked at."""
-
 
 def layers(parallel: list[int], experts: list[int]) -> None:
     """Projections, attention and router: batches at both sides of every threshold."""
@@ -113,6 +104,16 @@ def step(parallel: list[int], counts: list[int]) -> None:
         print(f"a whole step: {count} experts", flush=True)
 
 
+PARTS = {
+    "layers": (layers, "_few"),
+    "attention": (attention, "attention_many"),
+    "experts": (experts, "experts_"),
+    "prefill": (experts, "prefill_"),
+    "step": (step, "decode_step"),
+}
+"""What is launched, and what its kernels' names share: torch's own kernels are not looked at."""
+
+
 def let_every_lane_speak() -> None:
     """Compiles kernels as racecheck needs them; see the head of this file."""
     from vllm_gptoss.kernels import nvrtc
@@ -139,8 +140,9 @@ def main() -> int:
     if options.run:
         if options.speak:
             let_every_lane_speak()
-        run = {"layers": layers, "attention": attention, "experts": experts, "step": step}[options.run]
-        run([int(n) for n in options.parallel.split(",")], [int(n) for n in options.experts.split(",")])
+        PARTS[options.run][0](
+            [int(n) for n in options.parallel.split(",")], [int(n) for n in options.experts.split(",")]
+        )
         return 0
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     if sanitizer is None:
@@ -148,7 +150,7 @@ def main() -> int:
         return 2
     worst = 0
     for tool in options.tools.split(","):
-        for part, names in PARTS.items():
+        for part, (_, names) in PARTS.items():
             began = time.monotonic()
             command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), *only(sanitizer, names)]
             command += [sys.executable, "-m", "tests.gpu.sanitize", "--run", part]
