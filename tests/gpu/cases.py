@@ -215,6 +215,26 @@ def layer(count: int, intermediate: int, hidden: int = C) -> tuple[Weights, Weig
     return Weights(count, 2 * intermediate, hidden, 1), Weights(count, hidden, intermediate, 2)
 
 
+EXPERT_SHAPES = [
+    (32, 2880, 2880, 4),
+    (128, 2880, 2880, 4),
+    (24, 2880, 2880, 4),
+    (64, 1024, 2048, 8),
+    (32, 1472, 2880, 4),
+    (128, 384, 2880, 4),
+]
+"""Experts, intermediate, hidden, active: 20b, 120b, odd ones, ranks of TP 2 and TP 8."""
+
+Kernels = tuple[FewTokenExperts, Weights, Weights]
+
+
+def kernels(count: int, intermediate: int, hidden: int, active: int) -> Kernels:
+    """The kernels of a layer, and the weights that they read."""
+    torch.cuda.empty_cache()
+    up, down = layer(count, intermediate, hidden)
+    return FewTokenExperts(up.projection, down.projection, active, count, alpha=ALPHA, limit=LIMIT), up, down
+
+
 def experts_oracle(x: Tensor, ids: Tensor, weights: Tensor, up: Weights, down: Weights) -> Tensor:
     """`reference.experts_forward` in float64, one expert at a time, for the 120b's do not fit; ids -1 are skipped."""
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)

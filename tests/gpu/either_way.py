@@ -246,17 +246,14 @@ PLANTS = {
 def find_plants(made: Any, ways: Ways, names: list[str], seed: int) -> dict[str, int]:
     """How many requests each fault changes, of those that vLLM's sampler does not take from us, or of grammars."""
     found = {}
-    for kinds, ours in (
-        (PLAIN, [name for name in names if name != "no grammar"]),
-        (["choice", "json"], ["no grammar"]),
-    ):
+    masks = [name for name in names if name == "no grammar"]
+    for kinds, ours in ((PLAIN, [name for name in names if name not in masks]), (["choice", "json"], masks)):
         work = requests(seed, kinds, spread=100)
-        wanted = play(made, ways, work, VLLM)
+        wanted = play(made, ways, work, VLLM) if ours else {}
         for name in ours:
-            if name in names:
-                undo = PLANTS[name](ways)
-                found[name] = len(differing(work, wanted, play(made, ways, work, OURS)))
-                undo()
+            undo = PLANTS[name](ways)
+            found[name] = len(differing(work, wanted, play(made, ways, work, OURS)))
+            undo()
     return found
 
 

@@ -6,33 +6,17 @@ import pytest
 import torch
 
 from tests.gpu import cases
-from tests.gpu.cases import ALPHA, LIMIT
+from tests.gpu.cases import ALPHA, LIMIT, Kernels
 from tests.gpu.marks import SM90
 from vllm_gptoss.kernels import experts
 from vllm_gptoss.kernels.experts_many import ManyTokenExperts, counters
 
 pytestmark = SM90
 
-SHAPES = [
-    (32, 2880, 2880, 4),
-    (128, 2880, 2880, 4),
-    (24, 2880, 2880, 4),
-    (64, 1024, 2048, 8),
-    (32, 1472, 2880, 4),
-    (128, 384, 2880, 4),
-]
-"""Experts, intermediate, hidden, active: 20b, 120b, odd ones, ranks of TP 2 and TP 8."""
 
-Kernels = tuple[experts.FewTokenExperts, cases.Weights, cases.Weights]
-
-
-@pytest.fixture(scope="module", params=SHAPES, ids=str)
+@pytest.fixture(scope="module", params=cases.EXPERT_SHAPES, ids=str)
 def layer(request: pytest.FixtureRequest) -> Kernels:
-    count, intermediate, hidden, active = request.param
-    torch.cuda.empty_cache()
-    up, down = cases.layer(count, intermediate, hidden)
-    few = experts.FewTokenExperts(up.projection, down.projection, active, count, alpha=ALPHA, limit=LIMIT)
-    return few, up, down
+    return cases.kernels(*request.param)
 
 
 @pytest.mark.parametrize("routed", cases.ROUTINGS)

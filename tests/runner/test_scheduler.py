@@ -15,15 +15,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import torch
-
 from tests.support.places import CACHE
+from vllm_gptoss.bench import plans as planning
 from vllm_gptoss.bench import shapes
 from vllm_gptoss.recipes import probe
 
 pytestmark = pytest.mark.vllm
 
-SIZE, WINDOW = 16, 128
 UNPACKED = CACHE / "vllm-0.33.0"
 
 
@@ -41,35 +39,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def scheduler(config: Any, kind: type, blocks: int, caching: bool) -> Any:
-    """A scheduler as the engine's core makes it, for one group of full attention and one of a window."""
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        KVCacheConfig,
-        KVCacheGroupSpec,
-        SlidingWindowSpec,
-    )
-    from vllm.v1.structured_output import StructuredOutputManager
-
-    same = {"block_size": SIZE, "num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
-    groups = [
-        KVCacheGroupSpec(["a"], SlidingWindowSpec(sliding_window=WINDOW, **same)),
-        KVCacheGroupSpec(["b"], FullAttentionSpec(**same)),
-    ]
     config.cache_config.enable_prefix_caching = caching
-    config.cache_config.num_gpu_blocks = blocks
-
-    made = kind(
-        vllm_config=config,
-        kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
-        structured_output_manager=StructuredOutputManager(config),
-        include_finished_set=True,
-        log_stats=True,
-        block_size=SIZE,
-        hash_block_size=SIZE,
-    )
-    made.use_v2_model_runner = True  # a CPU has the other one
-    made.has_short_way = hasattr(made, "_is_plain") and made._is_plain()
-    return made
+    return planning.scheduler(config, kind, blocks)
 
 
 def request(name: str, rng: random.Random, shared: list[int]) -> Any:
@@ -93,7 +64,7 @@ def request(name: str, rng: random.Random, shared: list[int]) -> Any:
         pooling_params=None,
         client_index=rng.randrange(3),
         trace_headers=rng.choice([None, None, None, {"traceparent": name}]),
-        block_hasher=get_request_block_hasher(SIZE, sha256),
+        block_hasher=get_request_block_hasher(planning.BLOCK, sha256),
     )
 
 

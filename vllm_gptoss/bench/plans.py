@@ -76,7 +76,7 @@ class Planned:
         return marks[1] - marks[0], marks[2] - began, marks[3] - marks[2]
 
 
-def scheduler(config: Any, kind: type) -> Any:
+def scheduler(config: Any, kind: type, blocks: int = BLOCKS) -> Any:
     """One as the engine's core makes it, for gpt-oss's two groups of layers."""
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
@@ -87,10 +87,10 @@ def scheduler(config: Any, kind: type) -> Any:
         KVCacheGroupSpec(["a"], SlidingWindowSpec(sliding_window=128, **same)),
         KVCacheGroupSpec(["b"], FullAttentionSpec(**same)),
     ]
-    config.cache_config.num_gpu_blocks = BLOCKS
+    config.cache_config.num_gpu_blocks = blocks
     made = kind(
         vllm_config=config,
-        kv_cache_config=KVCacheConfig(num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups),
+        kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
         structured_output_manager=StructuredOutputManager(config),
         include_finished_set=True,
         log_stats=True,
