@@ -14,15 +14,22 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from vllm_gptoss.bench import shapes
+
+if TYPE_CHECKING:
+    import numpy as np
 
 CLIENTS, BLOCK, BLOCKS, LONGEST = 4, 16, 60_000, 4096
 PARTS = ("plan", "tokens", "messages")
 VLLM, PLUGIN = "vLLM's", "the plugin's"
+
+
+def _draws() -> np.random.Generator:
+    import numpy as np  # comes with vLLM, which the command line does without
+
+    return np.random.default_rng(0)
 
 
 @dataclass
@@ -32,7 +39,7 @@ class Planned:
     scheduler: Any
     count: int
     changing: bool
-    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    rng: np.random.Generator = field(default_factory=_draws)
     under_way: list[Any] = field(default_factory=list)
 
     def add(self, most: int) -> None:
