@@ -155,7 +155,8 @@ def vllm_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(method.GptOssExpertsMethod, "_projection", lambda *_: None)
     monkeypatch.setattr(method.sm90, "reserve", lambda *_: None)
     monkeypatch.setattr(method.sm90, "sample", lambda *_: None)
-    monkeypatch.setattr(method.sm90, "prepare", lambda *_, **__: (SimpleNamespace(max_tokens=64), None))
+    few: Any = SimpleNamespace(max_tokens=64)
+    monkeypatch.setattr(method.sm90, "prepare", lambda *_, **__: method.sm90.LayerExperts(few))
     monkeypatch.setattr(method.sm90, "apply", lambda *_: "ours")
 
 
