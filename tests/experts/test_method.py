@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_gptoss.bench import numerics
 from vllm_gptoss.choose import ChoiceError, Deployment, bands
 from vllm_gptoss.device import Device
 from vllm_gptoss.experts import method
 from vllm_gptoss.kernels import dense, experts, experts_many, experts_plan, experts_prefill, nvrtc
+from vllm_gptoss.model import few_tokens
 from vllm_gptoss.spec import GPT_OSS_20B
 
 H200 = Device("nvidia", "NVIDIA H200", "sm90", 139.8)
@@ -213,3 +215,20 @@ def test_one_layer_of_another_shape_or_scale_keeps_upstreams(monkeypatch: pytest
     values, scales = of._before(loaded())[1]
     assert values.numel()
     assert scales.numel()
+
+
+def test_the_fused_layers_find_the_experts_that_a_method_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they do not, a step of one token is no longer one launch, and nothing else tells."""
+    monkeypatch.setattr(experts, "multiprocessors", lambda device: 132)
+    few = experts.FewTokenExperts(*projections(), 4, 32, alpha=1.0, limit=7.0)
+
+    def found(quant_method: Any, hidden: int = 64) -> Any:
+        runner = torch.nn.Module()
+        runner.routed_experts = torch.nn.Module()
+        object.__setattr__(runner.routed_experts, "quant_method", quant_method)
+        return few_tokens._own_experts(runner, hidden), numerics.paths(runner)["own_experts"]
+
+    assert found(prepared(layer(few))) == (few, 1)
+    assert found(prepared(layer(few)), 128) == (None, 1), "activations are padded"
+    assert found(prepared(None)) == (None, 0)
+    assert found(object()) == (None, 0)

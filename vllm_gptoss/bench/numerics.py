@@ -136,8 +136,10 @@ def cut(found: dict[str, dict[str, Any]], stream: Sequence[Sequence[int]], promp
 
 def paths(model: Any) -> dict[str, int]:
     """How many layers of a loaded model run our fused kernels, all in one launch, and our experts for few tokens."""
+    from vllm_gptoss.experts import method
+
     few = getattr(model, "few_tokens", None)
-    layers = [module for module in model.modules() if getattr(getattr(module, "quant_method", None), "few", None)]
+    layers = [module for module in model.modules() if method.few_tokens(getattr(module, "quant_method", None))]
     fused = len(few.places) if few else 0
     return {"fused_layers": fused, "one_launch": fused if few and few.one_token else 0, "own_experts": len(layers)}
 

@@ -19,6 +19,7 @@ from vllm_gptoss._vllm import worker
 from vllm_gptoss.aside import NotHereError
 from vllm_gptoss.choose import bands
 from vllm_gptoss.kernels import attention, dense, nvrtc
+from vllm_gptoss.kernels.experts import FewTokenExperts
 from vllm_gptoss.kernels.layer import LayerTensors
 from vllm_gptoss.model import chain, one_token
 from vllm_gptoss.model.place import Place, transferred
@@ -49,9 +50,11 @@ def look_up(layer: Any, tensor_parallel_rank: int) -> Place:
     return Place(block.attn.layer_name, tensors, block.attn, runner)
 
 
-def _own_experts(runner: Any, hidden: int) -> Any:
+def _own_experts(runner: Any, hidden: int) -> FewTokenExperts | None:
     """The `FewTokenExperts` of a layer that `GptOssExpertsMethod` prepared for these activations, or None."""
-    few = getattr(runner.routed_experts.quant_method, "few", None)
+    from vllm_gptoss.experts import method
+
+    few = method.few_tokens(runner.routed_experts.quant_method)
     return few if few is not None and few.up.tiles * dense.BLOCK == hidden else None
 
 
