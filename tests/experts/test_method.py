@@ -218,7 +218,7 @@ def test_one_layer_of_another_shape_or_scale_keeps_upstreams(monkeypatch: pytest
 
 
 def test_the_fused_layers_find_the_experts_that_a_method_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where they do not, a step of one token is no longer one launch, and nothing else tells."""
+    """Where they do not, tokens stay right, but a step of one token is no longer one launch."""
     monkeypatch.setattr(experts, "multiprocessors", lambda device: 132)
     few = experts.FewTokenExperts(*projections(), 4, 32, alpha=1.0, limit=7.0)
 

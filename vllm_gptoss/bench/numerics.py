@@ -139,7 +139,7 @@ def paths(model: Any) -> dict[str, int]:
     from vllm_gptoss.experts import method
 
     few = getattr(model, "few_tokens", None)
-    layers = [module for module in model.modules() if method.few_tokens(getattr(module, "quant_method", None))]
+    layers = [module for module in model.modules() if method.own(getattr(module, "quant_method", None))]
     fused = len(few.places) if few else 0
     return {"fused_layers": fused, "one_launch": fused if few and few.one_token else 0, "own_experts": len(layers)}
 

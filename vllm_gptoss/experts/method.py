@@ -12,7 +12,7 @@ from vllm_gptoss import aside, choose, describe, device
 from vllm_gptoss._vllm import worker
 from vllm_gptoss.choose import bands
 from vllm_gptoss.experts import sm90
-from vllm_gptoss.kernels.experts import FewTokenExperts, Projection
+from vllm_gptoss.kernels.experts import Projection
 
 Samples = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -86,7 +86,6 @@ class GptOssExpertsMethod(GptOssMxfp4MoEMethod):
         return super().apply_monolithic(layer, x, router_logits, *args, **kwargs)
 
 
-def few_tokens(quant_method: Any) -> FewTokenExperts | None:
-    """The kernels for few tokens that a layer's method holds, or None: another method, or upstream's experts run."""
-    ours = quant_method.ours if isinstance(quant_method, GptOssExpertsMethod) else None
-    return ours and ours.few
+def own(quant_method: Any) -> sm90.LayerExperts | None:
+    """The kernels that a layer's method holds, or None: it is another method, or its experts are upstream's."""
+    return quant_method.ours if isinstance(quant_method, GptOssExpertsMethod) else None

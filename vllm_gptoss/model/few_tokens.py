@@ -54,8 +54,8 @@ def _own_experts(runner: Any, hidden: int) -> FewTokenExperts | None:
     """The `FewTokenExperts` of a layer that `GptOssExpertsMethod` prepared for these activations, or None."""
     from vllm_gptoss.experts import method
 
-    few = method.few_tokens(runner.routed_experts.quant_method)
-    return few if few is not None and few.up.tiles * dense.BLOCK == hidden else None
+    own = method.own(runner.routed_experts.quant_method)
+    return own.few if own is not None and own.few.up.tiles * dense.BLOCK == hidden else None
 
 
 def loads(place: Place) -> Iterator[tuple[Any, ...]]:
