@@ -30,7 +30,7 @@ PATTERN = "|".join(
 )
 
 
-def _alphabet() -> list[str]:
+def alphabet() -> list[str]:
     """GPT-2's printable stand-in for each byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
@@ -38,7 +38,7 @@ def _alphabet() -> list[str]:
 
 
 def _bpe() -> tuple[dict[str, int], list[list[str]]]:
-    letters = _alphabet()
+    letters = alphabet()
     decode = encoding()._inner.decode_bytes
     ranks = {bytes(decode([i])): i for i in range(TEXT)}
     spelled = {token: "".join([letters[b] for b in token]) for token in ranks}

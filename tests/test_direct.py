@@ -7,7 +7,6 @@ test, so that it can say each token when it wants.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 from argparse import Namespace
@@ -16,122 +15,50 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fastapi import FastAPI, Request
-from prometheus_fastapi_instrumentator import Instrumentator
-from starlette.middleware.base import BaseHTTPMiddleware
-from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import StreamingResponse
+from fastapi import FastAPI
 
-from tests.harmony.chat_requests import ASK, THINK, WEATHER, chat_handlers, request_of
 from tests.harmony.streams import tokens
+from tests.support.chat_requests import ASK, THINK, WEATHER
 from tests.support.hand_fed import asking, client
-from tests.support.responses.server import models
-from vllm_gptoss import direct
+from tests.support.streamed import (
+    CHAT,
+    COMPLETIONS,
+    RESPONSES,
+    Wraps,
+    app_of,
+    body_of,
+    handler_app,
+    responses_app,
+    text_of,
+    without_made_up,
+)
+from vllm_gptoss import completions, direct
 from vllm_gptoss.harmony.chat import ChatReader
 from vllm_gptoss.responses.endpoint import ResponsesEndpoint
-from vllm_gptoss.responses.options import ResponsesOptions
-from vllm_gptoss.responses.prompt.toolset import Providers
-from vllm_gptoss.responses.run.engine import VllmEngine
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
 
-CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 ANSWER = "<|channel|>final<|message|>It is 21 °C, 「はい」, 👍🏽 and more than that.<|return|>"
 TURN = tokens(THINK + ANSWER)
 LONG = tokens("<|channel|>final<|message|>" + " word" * 20_000 + "<|return|>")
 TOOL = {"type": "function", "name": "get_weather", "parameters": WEATHER["function"]["parameters"]}  # type: ignore[index]
 
 
-@pytest.fixture(scope="module")
-def handler() -> Any:
-    return chat_handlers()[1]
+Path = pytest.mark.parametrize("path", [CHAT, RESPONSES, COMPLETIONS])
 
 
-class Wraps(BaseHTTPMiddleware):
-    """What `--middleware` makes of a function: it passes the body on through a stream of its own."""
-
-    async def dispatch(self, request: Request, call_next: Any) -> Any:
-        return await call_next(request)
+def said(path: str, text: str, before: str = "final") -> str:
+    """The text of an answer as `path` tells it: completions tell the words of headers, and what was thought, too."""
+    return f"{before}{text}" if path == COMPLETIONS else text
 
 
-def chat_app(handler: Any, engine: Any, *, is_direct: bool = True, **fields: Any) -> FastAPI:
-    """vLLM's chat handler with ours over it, behind the middlewares that vLLM puts before it."""
-    app = FastAPI()
-    vars(handler)["engine_client"] = engine
-
-    @app.post(CHAT)
-    async def create(raw_request: Request) -> StreamingResponse:
-        request = request_of(**{**await raw_request.json(), "stream": True, **fields})
-        params = request.to_sampling_params(10**6, {})
-        params.detokenize = False
-        identifier = f"chatcmpl-{request.request_id}"
-        results = engine.generate({}, params, identifier)
-        frames = handler.chat_completion_stream_generator(
-            request, results, identifier, "m", [], object(), SimpleNamespace(), chat_template_kwargs={}
-        )
-        response = StreamingResponse(frames, media_type="text/event-stream")
-        if is_direct and hasattr(frames, "go_straight"):
-            frames.go_straight(response)
-        return response
-
-    return with_middlewares(app)
+ALL_OF_TURN = ("It is 21 °C, 「はい」, 👍🏽 and more than that.", "analysisLet me think.assistantfinal")
 
 
-async def responses_app(engine: Any, *, is_direct: bool = True) -> FastAPI:
-    endpoint = ResponsesEndpoint(ResponsesOptions(store="off"))
-    await endpoint.open(VllmEngine(engine, is_direct=is_direct), models, Providers())
-    app = FastAPI()
-    endpoint.attach_router(app)
-    return with_middlewares(app)
-
-
-def with_middlewares(app: FastAPI) -> FastAPI:
-    app.add_middleware(CORSMiddleware, allow_origins=["*"])
-    Instrumentator().instrument(app)
-    return app
-
-
-async def app_of(path: str, handler: Any, engine: Any, *, is_direct: bool = True) -> FastAPI:
-    if path == CHAT:
-        return chat_app(handler, engine, is_direct=is_direct)
-    return await responses_app(engine, is_direct=is_direct)
-
-
-def body_of(path: str, **fields: Any) -> bytes:
-    body = {"input": "hi", "stream": True, "store": False} if path == RESPONSES else {}
-    return json.dumps({**body, **fields}).encode()
-
-
-def text_of(path: str, body: bytes) -> str:
-    """The answer's text, event by event."""
-    said = [json.loads(line[6:]) for line in body.splitlines() if line.startswith(b"data: {")]
-    if path == CHAT:
-        return "".join(event["choices"][0]["delta"].get("content") or "" for event in said if event.get("choices"))
-    numbers = [event["sequence_number"] for event in said]
-    assert numbers == list(range(len(said))), "events come in order"
-    return "".join(event["delta"] for event in said if event["type"] == "response.output_text.delta")
-
-
-def without_made_up(body: bytes) -> str:
-    """What is not made up anew for each stream."""
-    return re.sub(
-        r'"(created|created_at|completed_at)":\d+|(chatcmpl|chatcmpl-tool|resp|rs|msg|fc|call)_?-?[0-9a-f]{16,}',
-        "",
-        body.decode(),
-    )
-
-
-Path = pytest.mark.parametrize("path", [CHAT, RESPONSES])
-
-
-async def streamed(
-    path: str, handler: Any, is_direct: bool, work: Callable[[Any], Any], **asked: Any
-) -> tuple[bytes, Any]:
+async def streamed(path: str, is_direct: bool, work: Callable[[Any], Any], **asked: Any) -> tuple[bytes, Any]:
     engine = client()
-    async with asking(
-        await app_of(path, handler, engine, is_direct=is_direct), engine, path, body_of(path, **asked)
-    ) as reader:
+    async with asking(await app_of(path, engine, is_direct=is_direct), engine, path, body_of(path, **asked)) as reader:
         await work(engine)
         return await reader.rest(), engine
 
@@ -148,11 +75,11 @@ async def streamed(
         (tokens("<|channel|>final<|message|>cut")[:-1], {}),
     ],
 )
-async def test_both_ways_give_the_same_bytes(path: str, handler: Any, turn: list[int], asked: Any) -> None:
+async def test_both_ways_give_the_same_bytes(path: str, turn: list[int], asked: Any) -> None:
     if asked:
-        asked = {"tools": [WEATHER if path == CHAT else TOOL]}
-    long, slow = await streamed(path, handler, False, lambda engine: engine.tell(turn), **asked)
-    short, quick = await streamed(path, handler, True, lambda engine: engine.tell(turn), **asked)
+        asked = {} if path == COMPLETIONS else {"tools": [WEATHER if path == CHAT else TOOL]}
+    long, slow = await streamed(path, False, lambda engine: engine.tell(turn), **asked)
+    short, quick = await streamed(path, True, lambda engine: engine.tell(turn), **asked)
     assert without_made_up(short) == without_made_up(long)
     assert slow.queued == len(turn)
     assert quick.queued <= slow.queued
@@ -162,7 +89,7 @@ async def test_both_ways_give_the_same_bytes(path: str, handler: Any, turn: list
     "field", [{"stream_options": {"include_obfuscation": True}}, {"reasoning": {"summary": "auto"}}]
 )
 @pytest.mark.parametrize("path", [RESPONSES, "/v1/openresponses/responses"])
-async def test_both_ways_name_pad_and_summarise_alike(path: str, handler: Any, field: dict[str, Any]) -> None:
+async def test_both_ways_name_pad_and_summarise_alike(path: str, field: dict[str, Any]) -> None:
     async def read(is_direct: bool) -> str:
         engine = client()
         async with asking(
@@ -177,35 +104,35 @@ async def test_both_ways_name_pad_and_summarise_alike(path: str, handler: Any, f
 
 
 @Path
-async def test_a_citation_in_the_text_is_resolved_or_kept(path: str, handler: Any) -> None:
+async def test_a_citation_in_the_text_is_resolved_or_kept(path: str) -> None:
     turn = tokens("<|channel|>final<|message|>As said【3†L10-L12】 and 【so on】 there.<|return|>")
-    long, _ = await streamed(path, handler, False, lambda engine: engine.tell(turn))
-    short, _ = await streamed(path, handler, True, lambda engine: engine.tell(turn))
+    long, _ = await streamed(path, False, lambda engine: engine.tell(turn))
+    short, _ = await streamed(path, True, lambda engine: engine.tell(turn))
     assert without_made_up(short) == without_made_up(long)
 
 
 @Path
-async def test_text_needs_no_task(path: str, handler: Any) -> None:
+async def test_text_needs_no_task(path: str) -> None:
     """All but the control tokens, the words of headers, and the first text of a message goes past the queue."""
-    body, engine = await streamed(path, handler, True, lambda engine: engine.tell(LONG[:500], "length"))
-    assert text_of(path, body) == " word" * 497
+    body, engine = await streamed(path, True, lambda engine: engine.tell(LONG[:500], "length"))
+    assert text_of(path, body) == said(path, " word" * 497)
     assert engine.queued <= 6
 
 
 @Path
-async def test_order_stays_where_tokens_come_in_bursts(path: str, handler: Any) -> None:
+async def test_order_stays_where_tokens_come_in_bursts(path: str) -> None:
     async def work(engine: Any) -> None:
         for number, token in enumerate(TURN, 1):
             engine.say(token, finish="stop" if number == len(TURN) else None)
             if number % 5 == 0:
                 await asyncio.sleep(0.001 * (number % 2))
 
-    body, _ = await streamed(path, handler, True, work)
-    assert text_of(path, body) == "It is 21 °C, 「はい」, 👍🏽 and more than that."
+    body, _ = await streamed(path, True, work)
+    assert text_of(path, body) == said(path, *ALL_OF_TURN)
 
 
 @Path
-async def test_several_tokens_in_a_step(path: str, handler: Any) -> None:
+async def test_several_tokens_in_a_step(path: str) -> None:
     """As with drafts; characters are cut between them."""
 
     async def work(engine: Any) -> None:
@@ -213,16 +140,16 @@ async def test_several_tokens_in_a_step(path: str, handler: Any) -> None:
             engine.say(*TURN[at : at + 3], finish="stop" if at + 3 >= len(TURN) else None)
             await asyncio.sleep(0.001)
 
-    body, engine = await streamed(path, handler, True, work)
-    assert text_of(path, body) == "It is 21 °C, 「はい」, 👍🏽 and more than that."
+    body, engine = await streamed(path, True, work)
+    assert text_of(path, body) == said(path, *ALL_OF_TURN)
     assert engine.queued < len(TURN) / 3
 
 
 @pytest.mark.slow
 @Path
-async def test_a_slow_reader_holds_up_no_other_and_gets_all(path: str, handler: Any) -> None:
+async def test_a_slow_reader_holds_up_no_other_and_gets_all(path: str) -> None:
     engine = client()
-    async with asking(await app_of(path, handler, engine), engine, path, body_of(path), buffer=4096) as slow:
+    async with asking(await app_of(path, engine), engine, path, body_of(path), buffer=4096) as slow:
         for token in LONG[:-1]:
             engine.say(token)
             await asyncio.sleep(0)
@@ -231,13 +158,13 @@ async def test_a_slow_reader_holds_up_no_other_and_gets_all(path: str, handler: 
         waiting = len(state.queue.output.outputs[0].token_ids)
         assert waiting > 5_000, "and nowhere else"
         engine.say(LONG[-1], finish="stop")
-        assert text_of(path, await slow.rest()) == " word" * 20_000
+        assert text_of(path, await slow.rest()) == said(path, " word" * 20_000)
 
 
 @Path
-async def test_a_reader_that_leaves_ends_its_request(path: str, handler: Any, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_reader_that_leaves_ends_its_request(path: str, caplog: pytest.LogCaptureFixture) -> None:
     engine = client()
-    async with asking(await app_of(path, handler, engine), engine, path, body_of(path)) as reader:
+    async with asking(await app_of(path, engine), engine, path, body_of(path)) as reader:
         await engine.tell(LONG[:100], None)
         await reader.read()
         reader.leave()
@@ -252,9 +179,9 @@ async def test_a_reader_that_leaves_ends_its_request(path: str, handler: Any, ca
 
 
 @Path
-async def test_a_reader_that_leaves_a_full_socket_ends_its_request(path: str, handler: Any) -> None:
+async def test_a_reader_that_leaves_a_full_socket_ends_its_request(path: str) -> None:
     engine = client()
-    async with asking(await app_of(path, handler, engine), engine, path, body_of(path), buffer=4096) as reader:
+    async with asking(await app_of(path, engine), engine, path, body_of(path), buffer=4096) as reader:
         await engine.tell(LONG[:3], None)
         for token in LONG[3:15_000]:
             engine.say(token)
@@ -267,22 +194,22 @@ async def test_a_reader_that_leaves_a_full_socket_ends_its_request(path: str, ha
 
 
 @Path
-async def test_a_failure_of_the_engine_comes_after_the_text(path: str, handler: Any) -> None:
+async def test_a_failure_of_the_engine_comes_after_the_text(path: str) -> None:
     async def work(engine: Any) -> None:
         await engine.tell(LONG[:50], None)
         engine.output_processor.propagate_error(RuntimeError("dead"))
 
-    short, quick = await streamed(path, handler, True, work)
-    long, _ = await streamed(path, handler, False, work)
+    short, quick = await streamed(path, True, work)
+    long, _ = await streamed(path, False, work)
     assert without_made_up(short) == without_made_up(long)
-    assert text_of(path, short) == " word" * 47
+    assert text_of(path, short) == said(path, " word" * 47)
     assert b"error" in short
     assert quick.queued < 10
 
 
 @Path
 async def test_our_own_failure_steps_aside(
-    path: str, handler: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from vllm_gptoss.responses.run.listener import Listener
 
@@ -294,9 +221,10 @@ async def test_our_own_failure_steps_aside(
 
     monkeypatch.setattr(ChatReader, "next_text", fails)
     monkeypatch.setattr(Listener, "tell", fails)
+    monkeypatch.setattr(completions._Told, "take", fails)
     with caplog.at_level(logging.ERROR):
-        body, _ = await streamed(path, handler, True, lambda engine: engine.tell(LONG[:50], "length"))
-    assert text_of(path, body) == " word" * 47
+        body, _ = await streamed(path, True, lambda engine: engine.tell(LONG[:50], "length"))
+    assert text_of(path, body) == said(path, " word" * 47)
     assert len(calls) == 1, "once for each stream"
     assert [record.getMessage() for record in caplog.records if record.name == "vllm_gptoss.direct"] == [
         "Text of a stream takes vLLM's way, because ours failed"
@@ -305,7 +233,7 @@ async def test_our_own_failure_steps_aside(
 
 @Path
 async def test_a_vllm_that_has_moved_things_serves_as_ever(
-    path: str, handler: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def moved(*_: Any) -> None:
         raise AttributeError("no such queue")
@@ -314,8 +242,8 @@ async def test_a_vllm_that_has_moved_things_serves_as_ever(
     monkeypatch.setattr(direct.replaced, "use_request_output", moved)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            body, engine = await streamed(path, handler, True, lambda engine: engine.tell(TURN))
-            assert text_of(path, body) == "It is 21 °C, 「はい」, 👍🏽 and more than that."
+            body, engine = await streamed(path, True, lambda engine: engine.tell(TURN))
+            assert text_of(path, body) == said(path, *ALL_OF_TURN)
             assert engine.queued == len(TURN)
     assert [record.getMessage() for record in caplog.records if record.name == "vllm_gptoss.direct"] == [
         "Text of streams takes vLLM's way: AttributeError: no such queue"
@@ -323,19 +251,19 @@ async def test_a_vllm_that_has_moved_things_serves_as_ever(
 
 
 @Path
-async def test_a_middleware_that_sends_in_its_own_time(path: str, handler: Any) -> None:
+async def test_a_middleware_that_sends_in_its_own_time(path: str) -> None:
     engine = client()
-    app = await app_of(path, handler, engine)
+    app = await app_of(path, engine)
     app.add_middleware(Wraps)
     async with asking(app, engine, path, body_of(path)) as reader:
         await engine.tell(LONG[:100], "length", 0.0002)
-        assert text_of(path, await reader.rest()) == " word" * 97
+        assert text_of(path, await reader.rest()) == said(path, " word" * 97)
 
 
 @Path
-async def test_a_middleware_that_fails_ends_the_request(path: str, handler: Any) -> None:
+async def test_a_middleware_that_fails_ends_the_request(path: str) -> None:
     engine = client()
-    app = await app_of(path, handler, engine)
+    app = await app_of(path, engine)
     app.add_middleware(_Breaks)
     async with asking(app, engine, path, body_of(path)):
         async with asyncio.timeout(10):
@@ -363,18 +291,20 @@ class _Breaks:
         await self._app(scope, receive, breaks)
 
 
-async def test_what_is_looked_at_beside_text_takes_the_long_way(handler: Any) -> None:
-    for fields in ({"stop": ["xyz"]}, {"n": 2}, {"return_token_ids": True}):
+async def test_what_is_looked_at_beside_text_takes_the_long_way() -> None:
+    more = ({"n": 2}, {"return_token_ids": True})
+    for path, fields in [(CHAT, {"stop": ["xyz"]}), *((path, each) for path in (CHAT, COMPLETIONS) for each in more)]:
         engine = client()
-        async with asking(chat_app(handler, engine, **fields), engine, CHAT, body_of(CHAT)) as reader:
+        async with asking(handler_app(path, engine, **fields), engine, path, body_of(path)) as reader:
             await engine.tell(TURN)
             await reader.rest()
             assert engine.queued == len(TURN), fields
 
 
-async def test_a_request_that_ends_leaves_nothing_behind(handler: Any) -> None:
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_a_request_that_ends_leaves_nothing_behind(path: str) -> None:
     engine = client()
-    async with asking(chat_app(handler, engine), engine, CHAT, body_of(CHAT)) as reader:
+    async with asking(handler_app(path, engine), engine, path, body_of(path)) as reader:
         (state,) = engine.output_processor.request_states.values()
         await engine.tell(TURN[:-1], None)
         assert "make_request_output" in vars(state)

@@ -27,6 +27,8 @@ ORDER = (
     "describe",
     "asgi",
     "direct",
+    "ahead",
+    "completions",
     "parent_death",
     "checkpoint",
     "reference",

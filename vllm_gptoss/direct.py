@@ -23,7 +23,10 @@ from vllm_gptoss._vllm import replaced
 
 logger = logging.getLogger(__name__)
 
-Take = Callable[[Sequence[int]], bytes | None]
+NextText = Callable[[], str]
+"""What vLLM has made of a request's tokens and nobody was told yet; nothing where it does not detokenise."""
+
+Take = Callable[[Sequence[int], NextText], bytes | None]
 """The bytes that new tokens add to a stream, maybe none; None, and nothing read, where they are more than text."""
 
 _NOTHING_ELSE = (None,) * 5
@@ -149,7 +152,7 @@ class Direct:
         await self.outlet.settled()
         return result
 
-    def _wrap(self, theirs: Callable[..., Any], queue: Any, masks: Sequence[Any]) -> Callable[..., Any]:
+    def _wrap(self, theirs: Callable[..., Any], queue: Any, masks: Sequence[Any], text: NextText) -> Callable[..., Any]:
         """For a request's `make_request_output`, which returns None where nothing is left for the queue."""
 
         def make_request_output(*said: Any, **also: Any) -> Any:
@@ -157,7 +160,7 @@ class Direct:
             if not is_text or not self._is_waiting or queue.output is not None:
                 return theirs(*said, **also)
             try:
-                body = self._take(said[0])
+                body = self._take(said[0], text)
             except Exception:
                 logger.exception("Text of a stream takes vLLM's way, because ours failed")
                 self._leave()

@@ -200,10 +200,11 @@ class GptOssEndpoint:
 
 def _parts(settings: Settings) -> list[Any]:
     """What serves requests: each has `attach(app, args, settings)` and `async start(engine_client, state, args)`."""
+    from vllm_gptoss.completions import Completions
     from vllm_gptoss.harmony.endpoint import ChatCompletions
     from vllm_gptoss.responses.endpoint import ResponsesEndpoint
 
-    return [ChatCompletions(), *([ResponsesEndpoint()] if settings.endpoint else [])]
+    return [Completions(), ChatCompletions(), *([ResponsesEndpoint()] if settings.endpoint else [])]
 
 
 __all__ = ["GptOssEndpoint", "endpoint_is_off", "register"]

@@ -101,6 +101,19 @@ SEAMS = (
         "framing the text of streams",
     ),
     Seam(
+        "vllm.entrypoints.openai.completion.serving",
+        "OpenAIServingCompletion.completion_stream_generator",
+        ("request", "engine_inputs", "result_generator", "request_id"),
+        "framing the text of completions",
+    ),
+    Seam("vllm.entrypoints.openai.completion.api_router", "create_completion", ("request", "raw_request"), "our route"),
+    Seam(
+        "vllm.v1.engine.detokenizer",
+        "IncrementalDetokenizer.get_next_output_text",
+        ("finished", "delta"),
+        "the text of completions that goes straight",
+    ),
+    Seam(
         "vllm.v1.engine.output_processor",
         "RequestState.make_request_output",
         (
@@ -228,14 +241,29 @@ def test_what_is_said_beside_tokens_is_five_values_and_an_error(release: Release
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
-def test_a_chat_stream_is_the_body_of_its_response(release: Release) -> None:
+@pytest.mark.parametrize("room", ["chat_completion", "completion"])
+def test_a_stream_is_the_body_of_its_response(release: Release, room: str) -> None:
     """By its type the route knows that frames may go straight to the socket."""
-    text = source(release, "vllm.entrypoints.openai.chat_completion.api_router")
-    assert "content=with_sse_keep_alive(generator, " in text
+    assert "content=with_sse_keep_alive(generator, " in source(release, f"vllm.entrypoints.openai.{room}.api_router")
     assert "return generator\n" in source(release, "vllm.entrypoints.serve.utils.sse_keep_alive")
-    assert "return self.chat_completion_stream_generator(" in source(
-        release, "vllm.entrypoints.openai.chat_completion.serving"
-    )
+    serving = source(release, f"vllm.entrypoints.openai.{room}.serving")
+    assert f"return self.{room}_stream_generator(" in serving
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
+@pytest.mark.parametrize(
+    ("module", "text", "used_for"),
+    [
+        ("entrypoints.openai.completion.serving", 'request_id_item = f"{request_id}-{i}"', "finding a request"),
+        ("entrypoints.openai.completion.serving", "merge_async_iterators(*generators)", "results with their number"),
+        ("entrypoints.openai.completion.serving", "previous_num_tokens[i] += len(output.token_ids)", "what it counts"),
+        ("entrypoints.openai.completion.serving", "model_dump_json(exclude_unset=True)", "a frame's fields"),
+        ("entrypoints.generate.api_router", "state.openai_serving_completion =", "our handler in its place"),
+        ("v1.engine.output_processor", "self.detokenizer.get_next_output_text(finished, delta)", "the same text"),
+    ],
+)
+def test_completions_can_be_told_ahead(release: Release, module: str, text: str, used_for: str) -> None:
+    assert text in source(release, f"vllm.{module}"), f"needed for {used_for}"
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)

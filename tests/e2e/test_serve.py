@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import time
+from typing import Any
 
 import httpx
 import openai
@@ -65,6 +66,21 @@ def test_a_chat_stream_adds_up_to_the_same_answer(client: openai.OpenAI) -> None
     assert reasoning == "The capital of France is Paris."
     assert usage is not None
     assert usage.completion_tokens > 10
+
+
+@pytest.mark.parametrize("stop", [None, " of"])
+def test_a_stream_of_completions_adds_up_to_the_whole(client: openai.OpenAI, stop: str | None) -> None:
+    def asked(**fields: Any) -> Any:
+        return client.completions.create(
+            model=NAME, prompt="The capital", max_tokens=24, temperature=0, stop=stop, **fields
+        )
+
+    whole = asked()
+    *chunks, last = asked(stream=True, stream_options={"include_usage": True})
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert last.usage == whole.usage
+    assert all(chunk.choices[0].finish_reason is None for chunk in chunks[:-1])
 
 
 def test_a_chat_tool_call_and_its_answer(client: openai.OpenAI) -> None:

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.harmony.chat_requests import ASK, NOW, THINK, WEATHER, chat_handlers, request_of
 from tests.harmony.streams import streams, tokens
+from tests.support.chat_requests import ASK, NOW, THINK, WEATHER, chat_handlers, request_of
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.harmony.chat_requests import ASK, NOW, THINK, WEATHER, request_of
 from tests.harmony.streams import tokens
+from tests.support.chat_requests import ASK, NOW, THINK, WEATHER, request_of
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm

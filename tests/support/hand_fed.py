@@ -7,10 +7,13 @@ import socket
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+from demo.tokenizer import alphabet
 from tests.support.servers import running
+from vllm_gptoss.harmony.tokens import FIRST_CONTROL, VOCABULARY, control_name, token_bytes
 
 
 def client() -> Any:
@@ -24,7 +27,7 @@ def client() -> Any:
         errored = False  # type: ignore[assignment]
 
         def __init__(self) -> None:
-            self.output_processor = OutputProcessor(None, log_stats=True)
+            self.output_processor = OutputProcessor(_tokenizer(), log_stats=True)
             self.engine_core: Any = SimpleNamespace(abort_requests_async=self._aborted)
             self.log_requests = False
             self.model_config: Any = SimpleNamespace(
@@ -57,7 +60,7 @@ def client() -> Any:
                     super().put(output)
 
             queue = Counted(params.output_kind, inner)
-            self.output_processor.add_request(request, None, None, 0, queue)
+            self.output_processor.add_request(request, "hi", None, 0, queue)
             return queue
 
         def say(self, *token_ids: int, finish: str | None = None, **fields: Any) -> None:
@@ -81,6 +84,22 @@ def client() -> Any:
                     await asyncio.sleep(pause)
 
     return HandFed()
+
+
+@cache
+def _tokenizer() -> Any:
+    """Decodes gpt-oss's tokens, and encodes nothing: that needs the merges."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import PreTrainedTokenizerFast
+
+    letters = alphabet()
+    spelled = {"".join([letters[byte] for byte in token_bytes(i)]): i for i in range(FIRST_CONTROL)}
+    decoding = Tokenizer(models.BPE(spelled, []))
+    decoding.decoder = decoders.ByteLevel()
+    decoding.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    decoding.add_special_tokens([AddedToken(control_name(i), special=True) for i in range(FIRST_CONTROL, VOCABULARY)])
+    return PreTrainedTokenizerFast(tokenizer_object=decoding)
 
 
 @asynccontextmanager

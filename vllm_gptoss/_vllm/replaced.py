@@ -6,6 +6,7 @@ this happens in a server of another model. `tests/contract/test_door.py` counts 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,13 @@ REPLACED: tuple[Replaced, ...] = (
         "the chat handler in the app's state, by a copy of it whose class is a subclass of its own",
         "the API server of a gpt-oss model",
         "vLLM makes the handler, and builds three models for each streamed token in it",
+    ),
+    Replaced(
+        "state.openai_serving_completion",
+        "_vllm/replaced.py",
+        "the completions handler in the app's state, in the same way",
+        "the API server of a gpt-oss model",
+        "as for chat: a server of one API process would stream completions half as fast as the engine gives them",
     ),
     Replaced(
         "request.make_request_output",
@@ -104,7 +112,9 @@ FILLED: Mapping[str, frozenset[str]] = {
             "request[HELD]",
         }
     ),
-    "harmony/chat_stream.py": frozenset({"choice.token_ids", "choice.token_ids.untold", "response.stream_response"}),
+    "ahead.py": frozenset({"response.stream_response"}),
+    "completions.py": frozenset({"choice.token_ids"}),
+    "harmony/chat_stream.py": frozenset({"choice.token_ids"}),
     "harmony/vllm_parser.py": frozenset({"message.content", "message.reasoning", "message.tool_calls"}),
     "harmony/vllm_stops.py": frozenset(
         {
@@ -191,9 +201,10 @@ def watch_generation(state: Any, wrap: Callable[[Any], Any]) -> None:
 
 
 def use_request_output(
-    client: Any, request_id: str, wrap: Callable[[Any, Any, Any], Callable[..., Any]]
+    client: Any, request_id: str, wrap: Callable[[Any, Any, Any, Any], Callable[..., Any]]
 ) -> Callable[[], None] | None:
-    """Puts what `wrap` makes of (the method, the queue, masks that wait) before a request's `make_request_output`.
+    """Puts what `wrap` makes of (the method, the queue, masks that wait, a call for new text) before a request's
+    `make_request_output`.
 
     Returns what takes it out again; None where the request has no tokens to stream one by one: several choices or
     states, coarser steps, input that still comes, logprobs. Raises AttributeError where vLLM has moved something.
@@ -208,7 +219,8 @@ def use_request_output(
         return None
     if request.queue is None or not request.queue.aggregate:  # it is asked for more than what is new
         return None
-    request.make_request_output = wrap(request.make_request_output, request.queue, request.sampling_mask_chunks)
+    text = functools.partial(request.detokenizer.get_next_output_text, finished=False, delta=True)
+    request.make_request_output = wrap(request.make_request_output, request.queue, request.sampling_mask_chunks, text)
 
     def restore() -> None:
         vars(request).pop("make_request_output", None)
@@ -218,10 +230,19 @@ def use_request_output(
 
 def use_chat_stream(state: Any, ours: type) -> None:
     """Puts `ours` over the class of the chat handler in the app's `state`, if there is one."""
-    handler = getattr(state, "openai_serving_chat", None)
-    if handler is None:
-        return
+    if (handler := getattr(state, "openai_serving_chat", None)) is not None:
+        state.openai_serving_chat = _under(ours, handler)
+
+
+def use_completion_stream(state: Any, ours: type) -> None:
+    """Puts `ours` over the class of the completions handler in the app's `state`, if there is one."""
+    if (handler := getattr(state, "openai_serving_completion", None)) is not None:
+        state.openai_serving_completion = _under(ours, handler)
+
+
+def _under(ours: type, handler: Any) -> Any:
+    """A copy of `handler` whose class is a subclass of `ours` and of its own."""
     theirs = type(handler)
     streaming = object.__new__(type(theirs.__name__, (ours, theirs), {"__module__": ours.__module__}))
     vars(streaming).update(vars(handler))
-    state.openai_serving_chat = streaming
+    return streaming

@@ -35,8 +35,8 @@ STEP_MS = "GPTOSS_BENCH_STEP_MS"
 """Variable of the executor: how long a step lasts at least, as on a GPU. 0: as fast as the engine's loop goes."""
 
 STOCK, PLUGIN = "stock", "plugin"
-CHAT, RESPONSES = "chat completions", "responses"
-_PATHS = {CHAT: "/v1/chat/completions", RESPONSES: "/v1/responses"}
+CHAT, RESPONSES, COMPLETIONS = "chat completions", "responses", "completions"
+_PATHS = {CHAT: "/v1/chat/completions", RESPONSES: "/v1/responses", COMPLETIONS: "/v1/completions"}
 _ARGUMENTS = (
     "--max-model-len", "4096", "--max-num-seqs", "1024", "--no-enable-prefix-caching",
     "--distributed-executor-backend", "vllm_gptoss.bench.replay.ReplayExecutor",
@@ -194,11 +194,12 @@ def _api_servers(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _request(endpoint: str, tokens: int) -> bytes:
-    if endpoint == CHAT:
-        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": tokens}
-    else:
-        body = {"input": "hi", "max_output_tokens": tokens, "store": False}
-    data = json.dumps({"model": served.NAME, "stream": True, **body}).encode()
+    bodies: dict[str, dict[str, Any]] = {
+        CHAT: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": tokens},
+        RESPONSES: {"input": "hi", "max_output_tokens": tokens, "store": False},
+        COMPLETIONS: {"prompt": "hi", "max_tokens": tokens},
+    }
+    data = json.dumps({"model": served.NAME, "stream": True, **bodies[endpoint]}).encode()
     head = f"POST {_PATHS[endpoint]} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 

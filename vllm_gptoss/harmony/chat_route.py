@@ -15,8 +15,8 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, create_model, model_validator
 
 from vllm_gptoss import _vllm
+from vllm_gptoss.ahead import go_straight
 from vllm_gptoss.harmony.chat_request import render_chat_early
-from vllm_gptoss.harmony.chat_stream import Frames
 from vllm_gptoss.harmony.early import settle
 from vllm_gptoss.harmony.enforce import compiling
 from vllm_gptoss.harmony.enforce.errors import NotEnforceableError
@@ -39,10 +39,7 @@ def replace_route(app: FastAPI) -> bool:
                 await compiling.prepare(schema)
         settle(request.messages)
         await render_chat_early(request, raw_request)
-        response = await core.endpoint(request, raw_request)
-        if isinstance(frames := getattr(response, "body_iterator", None), Frames):
-            frames.go_straight(response)
-        return response
+        return go_straight(await core.endpoint(request, raw_request))
 
     # FastAPI reads the body's type from here; it is made at run time, because its base is vLLM's.
     create_chat_completion.__annotations__ |= {"request": body, "raw_request": Request}

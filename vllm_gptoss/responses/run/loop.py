@@ -7,7 +7,6 @@ model sees its own words. Only where the parser had to repair them are they rend
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -204,7 +203,7 @@ class Loop:
         live = self.live
         if live is None or self._job.limits.stops or self._job.sampling.logprobs is not None:
             return None
-        return Direct(live.outlet, functools.partial(self._listener.tell, turn, live))
+        return Direct(live.outlet, lambda token_ids, _: self._listener.tell(turn, live, token_ids))
 
     async def _prepare(self) -> AsyncGenerator[list[Event], None]:
         """What comes before the first generation: compaction, and calls that the client has just allowed."""
