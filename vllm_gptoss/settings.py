@@ -42,7 +42,7 @@ class Settings(BaseModel):
     endpoint: bool = Field(True, description="serve /v1/responses with the plugin's handler")
     parser: bool = Field(True, description="read Harmony with the plugin's parser in chat completions")
     host: Literal["auto", "stock"] = Field(
-        "auto", description="`stock` leaves vLLM's own way to stream chat completions and to run a decode step"
+        "auto", description="`stock` leaves vLLM's own way to stream completions and to run a decode step"
     )
     strict_tools: bool = Field(True, description="constrain tool calls to the offered tools and schemas")
     store: str = Field(

@@ -340,8 +340,7 @@ def serve_command(command: Sequence[str]) -> Findings:
         yield Finding(
             Status.INFO,
             "API servers",
-            "one process streams about 40,000 tokens a second of chats and responses, 17,000 of /v1/completions: "
-            "what one core can; vLLM lets no plugin start more",
+            "one process streams about 40,000 tokens a second, what one core can; vLLM lets no plugin start more",
             "for more: --api-server-count 4; docs/host.md",
         )
     for flag in ("--moe-backend", "--attention-backend", "--kv-cache-dtype"):
