@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from tests.support import warm_vllm
-from vllm_gptoss.bench import decode, memory, results, served, shapes, together, worker
+from vllm_gptoss.bench import decode, memory, results, served, shapes, together, traces, worker
 from vllm_gptoss.bench.results import Results, ResultsError
 from vllm_gptoss.bench.worker import EngineRun
 from vllm_gptoss.cli import app
@@ -26,9 +26,9 @@ Bench = Callable[..., tuple[int, str, str]]
 
 
 def test_overlapping_kernels_count_once() -> None:
-    assert worker.busy_ns([(10, 11), (0, 5), (3, 8)]) == 9
-    assert worker.busy_ns([(0, 10), (2, 3)]) == 10
-    assert worker.busy_ns([]) == 0
+    assert traces.busy_ns([(10, 11), (0, 5), (3, 8)]) == 9
+    assert traces.busy_ns([(0, 10), (2, 3)]) == 10
+    assert traces.busy_ns([]) == 0
 
 
 @pytest.mark.parametrize(
@@ -216,6 +216,7 @@ def test_the_command_measures_writes_and_continues(bench: Bench, tmp_path: Path)
     assert "triton: ended with 1" in errors
     record = json.loads((tmp_path / "r.json").read_text())
     assert record["rows"][0]["plugin_tpot_ms"] > 0
+    assert 0 < record["rows"][0]["plugin_decode_ms"] < 3 * record["rows"][0]["plugin_tpot_ms"]
     assert record["engines"][0]["kv_gib"] == pytest.approx(1, abs=0.01)
     assert record["failures"][0]["variant"] == "triton"
     code, out, errors = bench("--variants", "plugin", "--batches", "1,2", "--skew", "--budget", "350")

@@ -6,8 +6,9 @@
 
 Each variant runs in a process of its own (vLLM's in-process engine, dummy weights, greedy, random prompts, no prefix
 cache); rounds interleave the variants, repeats are inside a process. TPOT = (time for the whole output - time for one
-token) / (output - 1). GPU time is the union of kernel intervals of torch.profiler, so overlapping launches count once;
-a long run minus a short run, so the prompt cancels. Dummy weights route about uniformly; `--skew` sends every token to
+token) / (output - 1); of many requests it also holds steps in which some still read their prompt. `decode_ms` is a step
+while all of them decode, and GPU time the same by torch.profiler: the union of kernel intervals, so overlapping
+launches count once. Dummy weights route about uniformly; `--skew` sends every token to
 the same experts. `--served` measures `vllm serve` with `vllm bench serve` instead. `--together` starts all variants of
 a model at once, as far as the GPU's memory goes, and measures them in turns.
 
@@ -163,14 +164,17 @@ class Campaign:
             return None
 
 
+_ALSO = {"decode_ms": "while all decode", "gpu_ms": "GPU"}
+
+
 def _say(job: EngineRun, record: dict[str, Any]) -> None:
     if not record["rows"]:
         return
     start = f"start {record['start_s']:.0f} s" if "start_s" in record else "beside others"
     typer.echo(f"{job.model} {job.variant} {job.prompt}/{job.output}: {start}")
     for row in record["rows"]:
-        gpu = f", GPU {row['gpu_ms']:.3f}" if "gpu_ms" in row else ""
-        typer.echo(f"  batch {row['batch']}: TPOT {statistics.median(row['tpot_ms']):.3f} ms{gpu}")
+        more = "".join(f", {name} {row[key]:.3f}" for key, name in _ALSO.items() if key in row)
+        typer.echo(f"  batch {row['batch']}: TPOT {statistics.median(row['tpot_ms']):.3f} ms{more}")
 
 
 def main(

@@ -152,7 +152,7 @@ def summarise(measurements: Iterable[dict[str, Any]], gpu: str) -> list[dict[str
     return rows
 
 
-_NOTHING: dict[str, float | None] = {"tpot_ms": None, "spread": None, "gpu_ms": None, "prefill_ms": None}
+_NOTHING: dict[str, float | None] = dict.fromkeys(("tpot_ms", "spread", "decode_ms", "gpu_ms", "prefill_ms"))
 
 
 def _figures(rounds: Sequence[dict[str, Any]], batch: int) -> dict[str, Any]:
@@ -161,11 +161,12 @@ def _figures(rounds: Sequence[dict[str, Any]], batch: int) -> dict[str, Any]:
     if not rows:
         return {}
     tpot, spread = median_and_spread([value for row in rows for value in row["tpot_ms"]])
-    gpu = [row["gpu_ms"] for row in rows if "gpu_ms" in row]
+    decode, gpu = ([row[key] for row in rows if key in row] for key in ("decode_ms", "gpu_ms"))
     prefill = statistics.median(value for row in rows for value in row["prefill_ms"])
     return {
         "tpot_ms": tpot,
         "spread": spread,
+        "decode_ms": statistics.median(decode) if decode else None,
         "gpu_ms": statistics.median(gpu) if gpu else None,
         "prefill_ms": prefill,
     }

@@ -16,11 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from vllm_gptoss.bench import shapes
+from vllm_gptoss.bench import shapes, traces
 
 PLUGIN = "plugin"
 
@@ -164,7 +164,7 @@ def _runner(engine: Any, prompt: int) -> Callable[[int, int], float]:
         """Seconds for `tokens` greedy tokens to each of `batch` fresh random prompts."""
         prompts = [{"prompt_token_ids": random.integers(0, 190_000, prompt).tolist()} for _ in range(batch)]
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        engine.collective_rpc(synchronize)
+        engine.collective_rpc(traces.synchronize)
         begin = time.perf_counter()
         engine.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - begin
@@ -188,29 +188,11 @@ def _row(engine: Any, job: EngineRun, run: Callable[[int, int], float], batch: i
         hosts.append(1e3 * (marks[2] - 2 * marks[1] + marks[0]) / (job.output - 1))
         prefills.append(1e3 * first)
     row: dict[str, Any] = {"batch": batch, "tpot_ms": tpots, "prefill_ms": prefills, "host_ms": hosts}
-    if job.profile and engine.collective_rpc(has_gpu)[0]:
-        row.update(_profile(engine, run, batch))
+    if not job.own_process:
+        row.update(traces.decoding(engine, batch, job.prompt, job.output, profile=job.profile))
+    elif job.profile and engine.collective_rpc(traces.has_gpu)[0]:
+        row.update(traces.difference(engine, run, batch))  # such an engine steps without being told to
     return row
-
-
-def _profile(engine: Any, run: Callable[[int, int], float], batch: int) -> dict[str, Any]:
-    """GPU time of a decode step, a long run minus a short one; of several GPUs the one that works longest."""
-    short, long = 4, 36
-    ranks = zip(_traced(engine, run, batch, short), _traced(engine, run, batch, long), strict=True)
-    few, many = max(ranks, key=lambda rank: rank[1]["busy_ns"] - rank[0]["busy_ns"])
-    steps = long - short
-    names = {name: (ns - few["names"].get(name, 0)) / steps / 1e3 for name, ns in many["names"].items()}
-    return {
-        "gpu_ms": (many["busy_ns"] - few["busy_ns"]) / steps / 1e6,
-        "kernel_sum_ms": (many["sum_ns"] - few["sum_ns"]) / steps / 1e6,
-        "kernels_us": dict(sorted(names.items(), key=lambda entry: -entry[1])[:25]),
-    }
-
-
-def _traced(engine: Any, run: Callable[[int, int], float], batch: int, tokens: int) -> list[dict[str, Any]]:
-    engine.collective_rpc(start_trace)
-    run(batch, tokens)
-    return list(engine.collective_rpc(stop_trace))
 
 
 # What runs in vLLM's workers. Each takes the worker, or the model, and returns plain data.
@@ -222,22 +204,9 @@ def skew_routing(model: Any) -> None:
         model.model.layers[index].mlp.router.bias.data[:4] = 1e4
 
 
-def has_gpu(worker: Any) -> bool:
-    import torch
-
-    return bool(torch.cuda.is_available())
-
-
 def processor(worker: Any) -> float:
     """Seconds of processor time of the thread that runs the worker, which is the engine's where there is one GPU."""
     return time.thread_time()
-
-
-def synchronize(worker: Any) -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def machine(worker: Any) -> dict[str, str]:
@@ -258,40 +227,6 @@ def memory(worker: Any) -> dict[str, float]:
         found["allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
         found["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
     return found
-
-
-def start_trace(worker: Any) -> None:
-    from torch.profiler import ProfilerActivity, profile
-
-    worker.gptoss_trace = profile(activities=[ProfilerActivity.CUDA])
-    worker.gptoss_trace.__enter__()
-
-
-def stop_trace(worker: Any) -> dict[str, Any]:
-    """GPU time since `start_trace` in ns: union of kernel intervals, their sum, and by kernel."""
-    from torch.autograd import DeviceType
-
-    synchronize(worker)
-    trace = worker.gptoss_trace
-    trace.__exit__(None, None, None)
-    names: dict[str, int] = {}
-    intervals = []
-    for event in trace.profiler.kineto_results.events():
-        if event.device_type() != DeviceType.CUDA:
-            continue
-        intervals.append((event.start_ns(), event.start_ns() + event.duration_ns()))
-        name = event.name()[:80]
-        names[name] = names.get(name, 0) + event.duration_ns()
-    return {"busy_ns": busy_ns(intervals), "sum_ns": sum(end - start for start, end in intervals), "names": names}
-
-
-def busy_ns(intervals: Iterable[tuple[int, int]]) -> int:
-    """Length of the union of (start, end) intervals."""
-    total, until = 0, 0
-    for start, end in sorted(intervals):
-        total += max(0, end - max(start, until))
-        until = max(until, end)
-    return total
 
 
 @contextlib.contextmanager
