@@ -77,7 +77,8 @@ class Ahead:
                     self._next = error
                     return
                 if not _is_text(result):
-                    teller.hand_on(result.outputs[0])
+                    for choice in result.outputs:
+                        teller.hand_on(choice)
                     self._next = result
                     return
                 frame = teller.read(result.outputs[0])

@@ -236,8 +236,6 @@ def test_the_command_ends_with_its_budget(tmp_path: Path) -> None:
     assert "not measured, 1 s are left of 1" in nothing.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.vllm
 def together_jobs(*variants: str, batches: tuple[int, ...] = (1, 8), **more: Any) -> list[EngineRun]:
     return [EngineRun("120b", variant, batches, **more) for variant in variants]
 
@@ -271,6 +269,8 @@ def test_a_gpu_that_is_too_small_for_all_ends_the_command_before_any_engine(
     assert "leave --together out, or name fewer --variants or --batches" in done.output
 
 
+@pytest.mark.slow
+@pytest.mark.vllm
 def test_engines_beside_each_other_are_measured_in_turns(bench: Bench, tmp_path: Path) -> None:
     """One that cannot start costs the others nothing; start and memory beside others say nothing and are not kept."""
     variants = ["--variants", "plugin,plugin:layers=upstream,triton", "--batches", "1,2", "--rounds", "2"]
