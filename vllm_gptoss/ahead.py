@@ -134,6 +134,24 @@ class Frames:
         response.stream_response = stream_response
 
 
+class TextStream:
+    """What we put over either of vLLM's handlers whose streams are told ahead."""
+
+    def _is_plain(self, request: Any) -> bool:
+        """Whether nothing but text changes between the frames of text."""
+        usage = request.stream_options
+        return not (
+            request.n not in (None, 1)
+            or request.use_beam_search
+            or request.echo
+            or (request.logprobs is not None and request.logprobs is not False)  # a number in completions, maybe 0
+            or request.return_token_ids
+            or (usage and usage.continuous_usage_stats)
+            or self.enable_force_include_usage  # type: ignore[attr-defined]  # vLLM's: usage in every frame
+            or (getattr(self, "enable_log_outputs", False) and self.request_logger)  # type: ignore[attr-defined]
+        )
+
+
 def go_straight(response: Any) -> Any:
     """The same Starlette response; where `Frames` are its body, their text goes straight to its socket."""
     if isinstance(frames := getattr(response, "body_iterator", None), Frames):

@@ -18,7 +18,7 @@ from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
 
 from vllm_gptoss._vllm import replaced
-from vllm_gptoss.ahead import Ahead, Frames, go_straight
+from vllm_gptoss.ahead import Ahead, Frames, TextStream, go_straight
 from vllm_gptoss.direct import Direct, NextText
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def replace_route(app: FastAPI) -> bool:
     return True
 
 
-class CompletionStream:
+class CompletionStream(TextStream):
     """What we put over vLLM's completions handler."""
 
     def completion_stream_generator(
@@ -94,20 +94,6 @@ class CompletionStream:
         ahead = Ahead(_of_the_prompt(result_generator), attach)
         frames = theirs(request, engine_inputs, _Numbered(ahead), request_id, *args, **kwargs)
         return Frames(frames, ahead, _teller)
-
-    def _is_plain(self, request: Any) -> bool:
-        """Whether nothing but text changes between the frames of text."""
-        usage = request.stream_options
-        return not (
-            request.n not in (None, 1)
-            or request.use_beam_search
-            or request.echo
-            or request.logprobs is not None
-            or request.return_token_ids
-            or (usage and usage.continuous_usage_stats)
-            or self.enable_force_include_usage  # type: ignore[attr-defined]  # vLLM's: usage in every frame
-            or (getattr(self, "enable_log_outputs", False) and self.request_logger)  # type: ignore[attr-defined]
-        )
 
 
 async def _of_the_prompt(numbered: AsyncGenerator[tuple[int, Any], None]) -> AsyncGenerator[Any, None]:

@@ -18,6 +18,19 @@ THINK = "<|channel|>analysis<|message|>Let me think.<|end|><|start|>assistant"
 ASK = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Ülm"}<|call|>'
 
 
+HANDLER = {
+    "enable_force_include_usage": False,
+    "enable_log_outputs": False,
+    "enable_log_deltas": False,
+    "request_logger": None,
+    "system_fingerprint": "fp",
+    "enable_prompt_tokens_details": True,
+    "enable_per_request_metrics": False,
+    "log_error_stack": False,
+}
+"""Attributes of vLLM's handlers of chats and of completions."""
+
+
 def request_of(**fields: Any) -> Any:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
@@ -42,15 +55,8 @@ def chat_handlers() -> tuple[Any, Any]:
         model_config=None,
         response_role="assistant",
         enable_auto_tools=True,
-        enable_force_include_usage=False,
-        enable_log_outputs=False,
-        enable_log_deltas=False,
-        request_logger=None,
-        system_fingerprint="fp",
-        enable_prompt_tokens_details=True,
-        enable_per_request_metrics=False,
         _include_reasoning_tokens_details=True,
-        log_error_stack=False,
+        **HANDLER,
     )
     state = SimpleNamespace(openai_serving_chat=theirs)
     use_chat_stream(state, ChatStream)

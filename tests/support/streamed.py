@@ -17,7 +17,7 @@ from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import StreamingResponse
 
-from tests.support.chat_requests import chat_handlers, request_of
+from tests.support.chat_requests import HANDLER, chat_handlers, request_of
 from tests.support.responses.server import models
 from vllm_gptoss.ahead import go_straight
 from vllm_gptoss.responses.endpoint import ResponsesEndpoint
@@ -42,16 +42,7 @@ def completion_handlers() -> tuple[Any, Any]:
     from vllm_gptoss.completions import CompletionStream
 
     theirs = object.__new__(OpenAIServingCompletion)
-    vars(theirs).update(
-        enable_force_include_usage=False,
-        enable_log_outputs=False,
-        enable_log_deltas=False,
-        request_logger=None,
-        system_fingerprint="fp",
-        enable_prompt_tokens_details=True,
-        enable_per_request_metrics=False,
-        log_error_stack=False,
-    )
+    vars(theirs).update(HANDLER)
     state = SimpleNamespace(openai_serving_completion=theirs)
     use_completion_stream(state, CompletionStream)
     return theirs, state.openai_serving_completion

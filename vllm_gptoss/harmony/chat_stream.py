@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from vllm_gptoss import _vllm
-from vllm_gptoss.ahead import Ahead, Frames
+from vllm_gptoss.ahead import Ahead, Frames, TextStream
 from vllm_gptoss.direct import Direct, NextText
 from vllm_gptoss.harmony.chat import ChatDelta, ChatReader
 from vllm_gptoss.harmony.vllm_constraint import offered_tools
@@ -25,7 +25,7 @@ from vllm_gptoss.harmony.vllm_parser import ReadTokens, chat_reader
 _encode = msgspec.json.Encoder().encode
 
 
-class ChatStream:
+class ChatStream(TextStream):
     """What we put over vLLM's chat handler."""
 
     def chat_completion_stream_generator(
@@ -40,20 +40,6 @@ class ChatStream:
         ahead = Ahead(result_generator, attach)
         theirs = super().chat_completion_stream_generator(request, ahead, request_id, *args, **kwargs)  # type: ignore[misc]
         return Frames(theirs, ahead, lambda head: _teller(head, request)) if self._is_plain(request) else theirs
-
-    def _is_plain(self, request: Any) -> bool:
-        """Whether nothing but text changes between the frames of text."""
-        usage = request.stream_options
-        return not (
-            request.n not in (None, 1)
-            or request.use_beam_search
-            or request.echo
-            or request.logprobs
-            or request.return_token_ids
-            or (usage and usage.continuous_usage_stats)
-            or self.enable_force_include_usage  # type: ignore[attr-defined]  # vLLM's: usage in every frame
-            or (self.enable_log_outputs and self.request_logger)  # type: ignore[attr-defined]  # vLLM's
-        )
 
 
 class _Told:
