@@ -26,6 +26,7 @@ ORDER = (
     "aside",
     "describe",
     "asgi",
+    "routes",
     "direct",
     "ahead",
     "completions",

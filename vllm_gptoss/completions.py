@@ -15,8 +15,8 @@ from typing import Any, get_type_hints
 
 import msgspec
 from fastapi import FastAPI, Request
-from fastapi.routing import APIRoute
 
+from vllm_gptoss import routes
 from vllm_gptoss._vllm import replaced
 from vllm_gptoss.ahead import Ahead, Frames, TextStream, go_straight
 from vllm_gptoss.direct import Direct, NextText
@@ -52,10 +52,9 @@ class Completions:
 
 def replace_route(app: FastAPI) -> bool:
     """Adds our route beside vLLM's, which vLLM then takes out. False if there is none to replace."""
-    found = [r for r in app.routes if isinstance(r, APIRoute) and r.path == PATH and "POST" in r.methods]
-    if not found:
+    core = routes.posts(app).get(PATH)
+    if core is None:
         return False
-    core = found[-1]
 
     async def create_completion(request: Any, raw_request: Request) -> Any:
         return go_straight(await core.endpoint(request, raw_request))
@@ -65,9 +64,7 @@ def replace_route(app: FastAPI) -> bool:
         "request": get_type_hints(core.endpoint)["request"],
         "raw_request": Request,
     }
-    app.add_api_route(
-        PATH, create_completion, methods=["POST"], dependencies=core.dependencies, responses=core.responses
-    )
+    routes.add_beside(app, core, create_completion)
     return True
 
 

@@ -11,10 +11,9 @@ from contextlib import suppress
 from typing import Any, cast
 
 from fastapi import FastAPI, Request
-from fastapi.routing import APIRoute
 from pydantic import BaseModel, create_model, model_validator
 
-from vllm_gptoss import _vllm
+from vllm_gptoss import _vllm, routes
 from vllm_gptoss.ahead import go_straight
 from vllm_gptoss.harmony.chat_request import render_chat_early
 from vllm_gptoss.harmony.early import settle
@@ -27,10 +26,9 @@ PATH = "/v1/chat/completions"
 
 def replace_route(app: FastAPI) -> bool:
     """Adds our route beside vLLM's, which vLLM then takes out. False if there is none to replace."""
-    found = [r for r in app.routes if isinstance(r, APIRoute) and r.path == PATH and "POST" in r.methods]
-    if not found:
+    core = routes.posts(app).get(PATH)
+    if core is None:
         return False
-    core = found[-1]
     body = body_class()
 
     async def create_chat_completion(request: Any, raw_request: Request) -> Any:
@@ -43,9 +41,7 @@ def replace_route(app: FastAPI) -> bool:
 
     # FastAPI reads the body's type from here; it is made at run time, because its base is vLLM's.
     create_chat_completion.__annotations__ |= {"request": body, "raw_request": Request}
-    app.add_api_route(
-        PATH, create_chat_completion, methods=["POST"], dependencies=core.dependencies, responses=core.responses
-    )
+    routes.add_beside(app, core, create_chat_completion)
     return True
 
 

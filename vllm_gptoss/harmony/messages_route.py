@@ -14,8 +14,8 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
-from fastapi.routing import APIRoute
 
+from vllm_gptoss import routes
 from vllm_gptoss._vllm import messages
 from vllm_gptoss.harmony.chat_request import render_chat_early
 from vllm_gptoss.harmony.early import is_long, settle
@@ -36,7 +36,7 @@ _told: set[Effort] = set()
 
 def replace_route(app: FastAPI) -> bool:
     """Adds our routes beside vLLM's, which vLLM then takes out. False if there is none to replace."""
-    found = {r.path: r for r in app.routes if isinstance(r, APIRoute) and "POST" in r.methods}
+    found = routes.posts(app)
     if PATH not in found:
         return False
     answers = found[PATH].endpoint
@@ -59,7 +59,7 @@ def replace_route(app: FastAPI) -> bool:
     count_tokens.__annotations__ |= {"request": messages.bodies().CountRequest, "raw_request": Request}
     for path, ours in ((PATH, create_messages), (COUNT, count_tokens)):
         if core := found.get(path):
-            app.add_api_route(path, ours, methods=["POST"], dependencies=core.dependencies, responses=core.responses)
+            routes.add_beside(app, core, ours)
     return True
 
 
