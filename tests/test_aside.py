@@ -19,7 +19,7 @@ from vllm_gptoss.device import Device
 from vllm_gptoss.experts import config as quantization
 from vllm_gptoss.experts import method
 from vllm_gptoss.kernels import nvrtc, step
-from vllm_gptoss.model import chain, few_tokens, gpt_oss, one_token
+from vllm_gptoss.model import chain, chain_many, few_tokens, gpt_oss, one_token
 from vllm_gptoss.spec import GPT_OSS_20B
 
 pytestmark = pytest.mark.vllm
@@ -62,7 +62,8 @@ def vllm_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
     tensors = SimpleNamespace(experts=None, window=0)
     attention = SimpleNamespace(kv_cache=None)
-    place = SimpleNamespace(tensors=tensors, attention=attention, requests=lambda _: None, others=None)
+    experts = SimpleNamespace(many=object(), kernel=lambda tokens: "ours")
+    place = SimpleNamespace(tensors=tensors, attention=attention, requests=lambda _: None, others=None, experts=experts)
     monkeypatch.setattr(upstream, "__init__", built)
     monkeypatch.setattr(upstream, "forward", lambda *_: "upstream")
     monkeypatch.setattr(gpt_oss, "LoadCheck", lambda config: None)
@@ -71,7 +72,7 @@ def vllm_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(describe, "built_model", lambda deployment, model: deployment)
     monkeypatch.setattr(describe, "first_step", lambda deployment, places, auxiliary: deployment)
     monkeypatch.setattr(planned, "plan_once", lambda model: True)
-    monkeypatch.setattr(few_tokens.FewTokens, "could_take", staticmethod(lambda tokens: True))
+    monkeypatch.setattr(few_tokens.FewTokens, "could_take", lambda self, tokens: tokens <= self.most)
     monkeypatch.setattr(few_tokens, "look_up", lambda layer, rank: place)
     monkeypatch.setattr(few_tokens.worker, "tensor_parallel_rank", lambda: 0)
     monkeypatch.setattr(few_tokens.worker, "is_last_pipeline_rank", lambda: True)
@@ -79,6 +80,7 @@ def vllm_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "Step", lambda tensors, eps: SimpleNamespace(compile=lambda: None))
     monkeypatch.setattr(one_token.OneToken, "__call__", lambda self, x, *_: (x, x))
     monkeypatch.setattr(chain, "layer", lambda tensors, cache, requests, positions, x, *_, **__: (x, x))
+    monkeypatch.setattr(chain_many, "layer", lambda tensors, experts, cache, requests, positions, x, *_: (x, x))
 
 
 def serve(layers: str, tokens: int = 1) -> list[Any]:
@@ -87,7 +89,7 @@ def serve(layers: str, tokens: int = 1) -> list[Any]:
     return [model.forward(FIRST.expand(tokens), FIRST.expand(tokens)) for _ in range(2)]
 
 
-@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("tokens", [1, 2, 17, 512])
 def test_without_a_fault_the_fused_path_serves(vllm_model: None, said: pytest.LogCaptureFixture, tokens: int) -> None:
     assert serve("auto", tokens) == ["ours", "ours"]
     assert serve("gptoss", tokens) == ["ours", "ours"]
@@ -102,6 +104,17 @@ def test_a_fault_of_the_layers_leaves_upstreams_and_one_line(
     tokens = 2 if where.endswith("chain:layer") else 1
     assert serve("auto", tokens) == ["upstream", "upstream"]
     assert lines(said) == [f"layers: upstream from here on (RuntimeError: {planted.MESSAGE})"]
+
+
+def test_a_fault_of_many_tokens_leaves_the_few(
+    vllm_model: None, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    planted.plant("vllm_gptoss.model.chain_many:layer", monkeypatch.setattr)
+    model = gpt_oss.GptOssForCausalLM(vllm_config=wishing(layers="gptoss"))
+    sizes = (17, 2, 17, 1)
+    answers = [model.forward(FIRST.expand(tokens), FIRST.expand(tokens)) for tokens in sizes]
+    assert answers == ["upstream", "ours", "upstream", "ours"]
+    assert lines(said) == [f"layers of many tokens: upstream from here on (RuntimeError: {planted.MESSAGE})"]
 
 
 @pytest.mark.parametrize("where", planted.LAYERS)

@@ -146,6 +146,29 @@ def test_one_gpu_takes_one_launch(model: Any) -> None:
     assert choose.one_token(H200, found).value == "one launch"
 
 
+MANY_TOKENS = [
+    ({"tensor_parallel": 2}, "several GPUs"),
+    ({"pipeline_parallel": 2}, "several GPUs"),
+    ({"own_experts": False}, "another backend runs the experts, or maps them"),
+    ({"hidden": 2900}, "2900 columns are not a multiple of 64"),
+    ({"hidden": 47 * 64}, "do not divide among clusters"),
+    ({"experts": 40}, "40 experts, not 32, 64, 96 or 128"),
+    ({"head_size": 128}, "head size 128"),
+]
+
+
+@pytest.mark.parametrize(("changes", "why"), MANY_TOKENS, ids=[why for _, why in MANY_TOKENS])
+def test_what_keeps_upstreams_layers_of_many_tokens_is_named(changes: dict[str, Any], why: str) -> None:
+    choice = choose.many_tokens(H200, of(**changes))
+    assert choice.value == "upstream"
+    assert why in choice.reason
+
+
+@pytest.mark.parametrize("model", [GPT_OSS_20B, GPT_OSS_120B], ids=lambda model: model.name)
+def test_one_gpu_takes_kernels_around_the_products(model: Any) -> None:
+    assert choose.many_tokens(H200, Deployment(model, own_experts=True, caches=(USUAL,))).value == "around cuBLAS"
+
+
 EXPERTS = [
     ({"lora": True}, "has no LoRA path"),
     ({"dtype": "float16"}, "activations are float16, not bfloat16"),

@@ -108,6 +108,48 @@ def qkv_rope(kernel: Callable[..., None], parallel: int, tokens: int, cache_dtyp
     assert all(map(same, run(), (q, summed, cache)))
 
 
+def norm(kernel: Callable[..., None], tokens: int, hidden: int) -> None:
+    x, weight = draw(tokens, hidden), draw(hidden)
+    for residual in (draw(tokens, hidden), None):
+        out, summed, again = poison(tokens, hidden), poison(tokens, hidden), poison(tokens, hidden)
+        kernel(x, residual, weight, out, summed, EPS)
+        kernel(x, residual, weight, again, None, EPS)
+        wanted_sum = x if residual is None else (x.float() + residual.float()).bfloat16()
+        wanted = _norm(wanted_sum, weight)
+        assert torch.equal(summed, wanted_sum)
+        assert error(out, wanted) < once(wanted)
+        assert same(out, again)
+
+
+def rope(kernel: Callable[..., None], parallel: int, tokens: int, cache_dtype: torch.dtype) -> None:
+    heads, kv_heads, blocks = 64 // parallel, 8 // parallel, 64
+    qkv = draw(tokens, (heads + 2 * kv_heads) * HEAD)
+    cos_sin = torch.randn(4096, HEAD, device=DEVICE).to(cache_dtype)
+    positions = torch.randint(0, 4096, (tokens,), device=DEVICE)
+    slots = torch.randperm(blocks * BLOCK, device=DEVICE)[:tokens]
+    if tokens > 1:
+        slots[1] = -1
+
+    def run() -> tuple[Tensor, Tensor]:
+        mine, cache = qkv.clone(), poison(blocks, kv_heads, BLOCK, 2 * HEAD)
+        kernel(mine, positions, cos_sin, slots, cache)
+        return mine[:, : heads * HEAD], cache
+
+    q, cache = run()
+    wq, wk, wv = (
+        part.double().unflatten(-1, (-1, HEAD))
+        for part in qkv.split([heads * HEAD, kv_heads * HEAD, kv_heads * HEAD], dim=-1)
+    )
+    wq, wk = (_rotate(part, cos_sin, positions) for part in (wq, wk))
+    assert error(q, wq.flatten(1)) < once(wq)
+    written = slots >= 0
+    at = slots[written]
+    assert error(cache[at // BLOCK, :, at % BLOCK, :HEAD], wk[written]) < once(wk[written])
+    assert torch.equal(cache[at // BLOCK, :, at % BLOCK, HEAD:], wv[written].bfloat16())
+    assert int((~cache.isnan()).any(-1).sum()) == len(at) * kv_heads, "a slot that is no token's was written"
+    assert all(map(same, run(), (q, cache)))
+
+
 def out_proj(kernel: Callable[..., None], parallel: int, tokens: int) -> None:
     columns = 4096 // parallel
     x, weight, bias = draw(tokens, columns), draw(C, columns, scale=columns**-0.5), draw(C)

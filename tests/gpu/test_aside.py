@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM for CUDA"),
 ]
 ROOT = Path(__file__).parents[2]
-WHOLE = {"fused_layers": 2, "one_launch": 2, "own_experts": 2}
+WHOLE = {"fused_layers": 2, "one_launch": 2, "many_tokens": 2, "own_experts": 2}
 SIDE_BY_SIDE = 5
 """Engines at once: two layers each, but all compile."""
 
@@ -36,7 +36,7 @@ WISHES: list[tuple[str, dict[str, str]]] = [
     ("vllm_gptoss.experts.sm90:sample", {"experts": "gptoss"}),
 ]
 STARTS: list[tuple[str, dict[str, str]]] = [
-    *((where, {}) for where in ("", COMPILER, *LAYERS, *planted.EXPERTS, *planted.ATTENTION)),
+    *((where, {}) for where in ("", COMPILER, *LAYERS, *planted.MANY, *planted.EXPERTS, *planted.ATTENTION)),
     *WISHES,
 ]
 Done = subprocess.CompletedProcess[str]
@@ -73,7 +73,7 @@ def test_without_a_fault_everything_is_ours(starts: dict[tuple[str, bool], Done]
 @pytest.mark.parametrize("where", LAYERS)
 def test_a_fault_of_the_layers_leaves_upstreams(where: str, starts: dict[tuple[str, bool], Done]) -> None:
     done = starts[where, False]
-    assert answer(done) == {"fused_layers": 0, "one_launch": 0, "own_experts": 2}
+    assert answer(done) == {"fused_layers": 0, "one_launch": 0, "many_tokens": 0, "own_experts": 2}
     said = done.stdout + done.stderr
     assert said.count(f"layers: upstream from here on (RuntimeError: {planted.MESSAGE})") == 1
 
@@ -93,6 +93,16 @@ def test_a_fault_of_attention_leaves_flash_attention(where: str, starts: dict[tu
     assert answer(done) == WHOLE
     said = done.stdout + done.stderr
     assert said.count(f"attention: upstream from here on (RuntimeError: {planted.MESSAGE})") == 1
+
+
+@pytest.mark.parametrize("where", planted.MANY)
+def test_a_fault_of_the_layers_of_many_tokens_leaves_the_others(
+    where: str, starts: dict[tuple[str, bool], Done]
+) -> None:
+    done = starts[where, False]
+    assert answer(done) == {**WHOLE, "many_tokens": 0}
+    said = done.stdout + done.stderr
+    assert said.count(f"layers of many tokens: upstream from here on (RuntimeError: {planted.MESSAGE})") == 1
 
 
 def test_a_compiler_that_refuses_leaves_everything_to_upstream(starts: dict[tuple[str, bool], Done]) -> None:

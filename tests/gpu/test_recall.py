@@ -40,9 +40,10 @@ ENGINE_GIB = 8
 GRAPHS = {"cudagraph_capture_sizes": [1, 8, 32, 64, 256]}
 LAYERS = LIKE_20B.layers
 WINDOW = LIKE_20B.window
-ALL = {"fused_layers": LAYERS, "one_launch": LAYERS, "own_experts": LAYERS}
+ALL = {"fused_layers": LAYERS, "one_launch": LAYERS, "many_tokens": LAYERS, "own_experts": LAYERS}
 SIX_LAUNCHES = ALL | {"one_launch": 0}
-EXPERTS_ONLY = SIX_LAUNCHES | {"fused_layers": 0}
+TWO_GPUS = SIX_LAUNCHES | {"many_tokens": 0}
+EXPERTS_ONLY = TWO_GPUS | {"fused_layers": 0}
 NOTHING = EXPERTS_ONLY | {"own_experts": 0}
 
 
@@ -109,7 +110,7 @@ SITUATIONS = {
     "layers upstream": Situation(EXPERTS_ONLY, (1, 64), wish(layers="upstream")),
     "experts upstream": Situation(NOTHING, (1, 64), wish(experts="upstream", layers="upstream")),
     "stock": Situation({}, (1, 64), environ={"VLLM_PLUGINS": "none"}),
-    "two GPUs": Situation(SIX_LAUNCHES, (1, 64), {"tensor_parallel_size": 2}, gpus=2),
+    "two GPUs": Situation(TWO_GPUS, (1, 64), {"tensor_parallel_size": 2}, gpus=2),
 }
 """Two GPUs: an engine of several processes; the rest runs in one."""
 

@@ -5,18 +5,87 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from vllm_gptoss.model import few_tokens
+from vllm_gptoss.choose import Deployment
+from vllm_gptoss.device import Device
+from vllm_gptoss.model import few_tokens, many_tokens
+from vllm_gptoss.spec import GPT_OSS_20B
+
+H200 = Device("nvidia", "NVIDIA H200", "sm90", 139.8)
 
 
-def test_a_step_outside_the_engine_or_of_many_tokens_is_not_taken() -> None:
-    assert not few_tokens.FewTokens.could_take(few_tokens.MAX_TOKENS + 1)
-    assert not few_tokens.FewTokens.could_take(1)  # there is no forward context here
+@pytest.fixture
+def path(monkeypatch: pytest.MonkeyPatch) -> few_tokens.FewTokens:
+    """That of a 20b on an H200, nothing prepared."""
+    monkeypatch.setattr(few_tokens.device, "detect", lambda: H200)
+    return few_tokens.FewTokens(SimpleNamespace(model=None), Deployment(GPT_OSS_20B))
+
+
+def stepping(monkeypatch: pytest.MonkeyPatch, longest: int, mode: str = "FULL") -> None:
+    """The forward context of a step whose longest request has so many tokens."""
+    metadata = {f"layers.{at}": SimpleNamespace(max_query_len=longest) for at in range(2)}
+    context = SimpleNamespace(attn_metadata=metadata, cudagraph_runtime_mode=mode)
+    monkeypatch.setattr(few_tokens.worker, "forward_context", lambda: context)
+    monkeypatch.setattr(few_tokens.worker, "in_piecewise_graph", lambda found: mode == "PIECEWISE")
+
+
+def test_a_step_outside_the_engine_is_not_taken(path: few_tokens.FewTokens, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_tokens.worker, "forward_context", lambda: None)
+    assert not path.could_take(1)
+    assert not path.could_take(17)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "longest", "taken"),
+    [(1, 1, True), (16, 16, True), (17, 1, True), (512, 1, True), (17, 2, False), (512, 300, False), (513, 1, False)],
+)
+def test_many_tokens_are_taken_where_each_request_has_one(
+    path: few_tokens.FewTokens, monkeypatch: pytest.MonkeyPatch, tokens: int, longest: int, taken: bool
+) -> None:
+    stepping(monkeypatch, longest)
+    assert path.could_take(tokens) == taken
+    stepping(monkeypatch, longest, mode="PIECEWISE")
+    assert not path.could_take(tokens), "a piecewise graph belongs to the compiled model"
+
+
+def test_what_cannot_be_compiled_leaves_the_few_tokens(
+    path: few_tokens.FewTokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers of few tokens keep their kernels, and one line says what is upstream's."""
+
+    def refuse(loads: Any) -> None:
+        raise few_tokens.nvrtc.NvrtcError("no")
+
+    monkeypatch.setattr(many_tokens.nvrtc, "at_once", refuse)
+    place: Any = SimpleNamespace(experts=SimpleNamespace(many=object()))
+    with heard_info() as lines:
+        assert many_tokens.prepared([place], path.deployment) == few_tokens.MAX_TOKENS
+        place.experts.many = None
+        assert many_tokens.prepared([place], path.deployment) == few_tokens.MAX_TOKENS
+    assert ["cannot be compiled: no" in lines[0], "no kernels of ours for the experts" in lines[1]] == [True, True]
+
+
+@contextlib.contextmanager
+def heard_info() -> Iterator[list[str]]:
+    """The plugin's lines, from INFO on."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("vllm.gptoss")
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    yield lines
+    logger.removeHandler(handler)
+    logger.setLevel(level)
 
 
 def a_place() -> Any:

@@ -25,6 +25,12 @@ LAYERS = (
 )
 """Steps of the fused layers: choosing, setting up, looking up, compiling, running or capturing."""
 
+MANY = (
+    "vllm_gptoss.kernels.around:norm",
+    "vllm_gptoss.model.chain_many:layer",
+)
+"""Steps of the layers of decode steps of many tokens: running or capturing."""
+
 EXPERTS = (
     "vllm_gptoss.choose:experts",
     "vllm_gptoss.experts.method:GptOssExpertsMethod.__init__",

@@ -39,6 +39,12 @@ def in_piecewise_graph(context: Any) -> bool:
     return bool(context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE)
 
 
+def longest_query(context: Any) -> int:
+    """Tokens of the request that has most in the step of a `ForwardContext`: what its attention metadata says, for
+    which a graph is captured."""
+    return max(each.max_query_len for each in context.attn_metadata.values())
+
+
 def tensor_parallel_rank() -> int:
     """This worker's rank in its tensor-parallel group."""
     from vllm.distributed import get_tensor_model_parallel_rank

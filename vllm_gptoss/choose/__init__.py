@@ -13,6 +13,7 @@ from vllm_gptoss.choose.decide import (
     experts,
     kv_cache_dtype,
     layers,
+    many_tokens,
     one_token,
     tensor_parallel,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "family",
     "kv_cache_dtype",
     "layers",
+    "many_tokens",
     "one_token",
     "reads_sinks",
     "tensor_parallel",

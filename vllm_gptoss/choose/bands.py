@@ -13,6 +13,7 @@ SIX_LAUNCHES = "six launches"
 GPTOSS = "gptoss"
 UPSTREAM = "upstream"
 PLANNED = "FLASH_ATTN, planned once a step"
+AROUND = "around cuBLAS where each request has one token, else upstream"
 DECODE = f"gptoss where each request has one token, else {PLANNED}"
 
 
@@ -20,8 +21,9 @@ DECODE = f"gptoss where each request has one token, else {PLANNED}"
 class Band:
     """Steps of up to `most` tokens, more than the band before; None: any number.
 
-    layers: `one launch` for all, `six launches` each, or `upstream`'s compiled model; attention, experts: the `gptoss`
-    kernels or what `upstream` runs, or attention both, by what the step is.
+    layers: `one launch` for all, `six launches` each, kernels `around cuBLAS`'s products, or `upstream`'s compiled
+    model; attention, experts: the `gptoss` kernels or what `upstream` runs. Layers and attention may be either, by what
+    the step is.
     """
 
     most: int | None
@@ -33,7 +35,7 @@ class Band:
 SM90: Final = (
     Band(1, ONE_LAUNCH, GPTOSS, GPTOSS),
     Band(16, SIX_LAUNCHES, GPTOSS, GPTOSS),
-    Band(512, UPSTREAM, DECODE, GPTOSS),
+    Band(512, AROUND, DECODE, GPTOSS),
     Band(None, UPSTREAM, PLANNED, GPTOSS),
 )
 """docs/kernels/ has the measurements behind the numbers."""

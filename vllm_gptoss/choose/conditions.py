@@ -11,7 +11,8 @@ from collections.abc import Callable
 from vllm_gptoss.choose.deployment import Cache, Deployment
 from vllm_gptoss.choose.measured import Measured
 from vllm_gptoss.device import Device
-from vllm_gptoss.kernels import attention, dense, experts_plan, step
+from vllm_gptoss.kernels import around, attention, attention_many, dense, experts_plan, step
+from vllm_gptoss.spec import WINDOW
 
 Condition = Callable[[Device, Deployment], str | None]
 
@@ -117,6 +118,26 @@ ONE_LAUNCH: tuple[Condition, ...] = (
     whole_step,
 )
 """A step of one token, `model/one_token.py`, where the fused layers run."""
+
+
+# Decode steps of many tokens
+
+
+def around_products(device: Device, deployment: Deployment) -> str | None:
+    """The shape of one rank's layers, as the kernels around the products read it."""
+    model, (heads, kv_heads) = deployment.model, deployment.heads
+    why: str | None = around.unsupported(
+        model.hidden, model.experts, model.active_experts
+    ) or attention_many.unsupported(heads, kv_heads, model.head_size, WINDOW)
+    return why
+
+
+AROUND: tuple[Condition, ...] = (
+    when(lambda d: d.tensor_parallel > 1 or d.pipeline_parallel > 1, "several GPUs share the model: never run by us"),
+    when(lambda d: d.own_experts is False, "another backend runs the experts, or maps them"),
+    around_products,
+)
+"""Decode steps of many tokens, `model/many_tokens.py`, where the fused layers run."""
 
 
 # The experts

@@ -58,6 +58,11 @@ def one_token(device: Device, deployment: Deployment) -> Choice[str]:
     return _pick("one token", families.of(device).one_token, device, deployment, "auto")
 
 
+def many_tokens(device: Device, deployment: Deployment) -> Choice[str]:
+    """The layers of a decode step of more tokens than the fused ones take: `around cuBLAS` or `upstream`."""
+    return _pick("many tokens", families.of(device).many_tokens, device, deployment, "auto")
+
+
 def attention(device: Device, deployment: Deployment) -> Choice[str]:
     """The backend for attention with sinks: what vLLM has built, else what it is expected to build.
 

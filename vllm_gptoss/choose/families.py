@@ -57,6 +57,11 @@ _ONE_TOKEN: Final = (
     Row("six launches", "each layer of its own"),
 )
 
+_MANY_TOKENS: Final = (
+    Row("around cuBLAS", "our kernels around cuBLAS's products in decode steps", unless=conditions.AROUND),
+    Row("upstream", "vLLM's compiled layers"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Family:
@@ -71,6 +76,7 @@ class Family:
     blind: tuple[str, ...] = ()
     layers: tuple[Row, ...] = _LAYERS
     one_token: tuple[Row, ...] = _ONE_TOKEN
+    many_tokens: tuple[Row, ...] = _MANY_TOKENS
 
     def __str__(self) -> str:
         return self.name

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
@@ -46,6 +47,13 @@ class LayerExperts:
         if tokens <= many.max_tokens:
             return None if tokens < 1 else few if tokens <= few_tokens(few) else many
         return self.prefill if tokens * few.active >= bands.LARGE_PAIRS * few.routed else None
+
+    def loads(self, routing: torch.dtype, most: int) -> Iterator[tuple[Any, ...]]:
+        """Calls that load the kernels of steps of up to `most` tokens, at most 512: see `nvrtc.at_once`."""
+        few = few_tokens(self.few) if self.many else self.few.max_tokens
+        yield from self.few.loads(routing, min(most, few))
+        if self.many is not None and most > few:
+            yield from self.many.loads(routing)
 
 
 class LayoutError(ValueError):
@@ -126,9 +134,8 @@ def prepare(
         layer = LayerExperts(few, ManyTokenExperts(few), PrefillExperts(few)) if whole else LayerExperts(few)
     except ValueError as error:
         raise LayoutError(str(error)) from None
-    loads = few.loads(torch.bfloat16, few_tokens(few) if layer.many else min(most, few.max_tokens))
-    more = [kernel.loads(torch.bfloat16) for kernel in (layer.many, layer.prefill) if kernel]
-    nvrtc.at_once(chain(loads, *more))
+    large = layer.prefill.loads(torch.bfloat16) if layer.prefill else ()
+    nvrtc.at_once(chain(layer.loads(torch.bfloat16, most), large))
     for tokens in {partial_tokens(1), partial_tokens(most)}:
         partial_sums(few.device, active * down.rows, tokens)
     return layer

@@ -1,5 +1,7 @@
 """The fused path of a step with few tokens: six launches a layer, or one for all layers (`one_token`).
 
+It also takes decode steps of many tokens, to which `many_tokens` gives kernels around cuBLAS's products.
+
 It runs outside torch.compile: `GptOssForCausalLM.forward` is not compiled, only the inner model is, and that one keeps
 serving prefill, mixed batches in piecewise graphs and everything this path does not take. The launches are captured in
 vLLM's FULL CUDA graphs.
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,10 +21,12 @@ from vllm_gptoss._vllm import worker
 from vllm_gptoss.aside import NotHereError
 from vllm_gptoss.choose import bands
 from vllm_gptoss.kernels import attention, dense, nvrtc
-from vllm_gptoss.kernels.experts import FewTokenExperts
 from vllm_gptoss.kernels.layer import LayerTensors
-from vllm_gptoss.model import chain, one_token
+from vllm_gptoss.model import chain, many_tokens, one_token
 from vllm_gptoss.model.place import Place, transferred
+
+if TYPE_CHECKING:
+    from vllm_gptoss.experts.sm90 import LayerExperts
 
 MAX_TOKENS = bands.FUSED_TOKENS
 
@@ -31,6 +35,7 @@ def look_up(layer: Any, tensor_parallel_rank: int) -> Place:
     """What the kernels need of one of vLLM's layers, looked up once, after loading."""
     block, router, runner = layer.attn, layer.mlp.router, layer.mlp.experts
     bias = block.o_proj.bias
+    own = _own_experts(runner, layer.input_layernorm.weight.shape[0])
     tensors = LayerTensors(
         norm=layer.input_layernorm.weight.data,
         qkv_weight=block.qkv_proj.weight.data,
@@ -45,17 +50,17 @@ def look_up(layer: Any, tensor_parallel_rank: int) -> Place:
         router_weight=router.weight.data,
         router_bias=router.bias.data,
         active=runner.moe_config.experts_per_token,
-        experts=_own_experts(runner, layer.input_layernorm.weight.shape[0]),
+        experts=own.few if own is not None else None,
     )
-    return Place(block.attn.layer_name, tensors, block.attn, runner)
+    return Place(block.attn.layer_name, tensors, block.attn, runner, own)
 
 
-def _own_experts(runner: Any, hidden: int) -> FewTokenExperts | None:
-    """The `FewTokenExperts` of a layer that `GptOssExpertsMethod` prepared for these activations, or None."""
+def _own_experts(runner: Any, hidden: int) -> LayerExperts | None:
+    """The kernels of a layer that `GptOssExpertsMethod` prepared for these activations, or None."""
     from vllm_gptoss.experts import method
 
     own = method.own(runner.routed_experts.quant_method)
-    return own.few if own is not None and own.few.up.tiles * dense.BLOCK == hidden else None
+    return own if own is not None and own.few.up.tiles * dense.BLOCK == hidden else None
 
 
 def loads(place: Place) -> Iterator[tuple[Any, ...]]:
@@ -74,22 +79,28 @@ def loads(place: Place) -> Iterator[tuple[Any, ...]]:
 
 
 class FewTokens:
-    """Runs the model for at most `MAX_TOKENS` tokens. `prepare` at the first step, when weights and cache are there."""
+    """Runs the model for at most `MAX_TOKENS` tokens, and decode steps of at most `most`.
+
+    `prepare` at the first step, when weights and cache are there.
+    """
 
     def __init__(self, model: Any, deployment: choose.Deployment) -> None:
         self.model, self.deployment = model.model, deployment
         self.places: list[Place] = []
         self.one_token: one_token.OneToken | None = None
+        self.most = many_tokens.most(deployment)
 
-    @staticmethod
-    def could_take(tokens: int) -> bool:
-        """Whether the step about to run fits: few tokens, real attention metadata, not inside piecewise graphs."""
-        if tokens > MAX_TOKENS:
+    def could_take(self, tokens: int) -> bool:
+        """Whether the step about to run fits: few tokens, or one of each request; real attention metadata, not inside
+        piecewise graphs."""
+        if tokens > self.most:
             return False
         context = worker.forward_context()
         if context is None or not isinstance(context.attn_metadata, dict) or not context.attn_metadata:
             return False
-        return not (worker.in_piecewise_graph(context) or torch.compiler.is_compiling())
+        if worker.in_piecewise_graph(context) or torch.compiler.is_compiling():
+            return False
+        return tokens <= MAX_TOKENS or worker.longest_query(context) == 1
 
     def prepare(self, wish: str) -> choose.Choice[str]:
         """Looks the layers up, asks again now that the cache is there, and compiles every kernel that a step may need.
@@ -104,10 +115,11 @@ class FewTokens:
         choice = choose.layers(device.detect(), self.deployment, wish)
         if choice.value != "gptoss":
             raise NotHereError(choice.reason)
-        with ThreadPoolExecutor(1) as beside:  # this one kernel takes as long as five of the others
+        with ThreadPoolExecutor(2) as beside:  # the one launch's kernel takes as long as five of the others
             path = beside.submit(one_token.build, places, self.deployment)
+            most = beside.submit(many_tokens.prepared, places, self.deployment)
             nvrtc.at_once(load for place in places for load in loads(place))
-        self.places, self.one_token = places, path.result()
+        self.places, self.one_token, self.most = places, path.result(), most.result()
         return choice
 
     def __call__(
@@ -149,6 +161,8 @@ class FewTokens:
     ) -> tuple[Tensor, Tensor]:
         """One block. x: [T, C] bf16 is added to residual [T, C] bf16; returns the experts' output and that sum."""
         with transferred([place], context):
+            if x.shape[0] > MAX_TOKENS:
+                return many_tokens.layer(place, x, residual, positions, context)
             return chain.layer(
                 place.tensors,
                 place.attention.kv_cache,

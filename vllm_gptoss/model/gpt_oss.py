@@ -1,7 +1,7 @@
 """`GptOssForCausalLM`: vLLM's own model with a fused path for steps of few tokens.
 
 The class keeps upstream's name, modules, weight names and loader, so LoRA, EAGLE3, pipeline parallelism and every
-quantization stay upstream's. Only `forward` differs: a step of at most `few_tokens.MAX_TOKENS` tokens goes to
+quantization stay upstream's. Only `forward` differs: a step of few tokens, or of one token of each request, goes to
 `FewTokens` when that path can serve it, everything else to upstream's compiled model.
 """
 
@@ -14,7 +14,7 @@ from vllm.model_executor.models.gpt_oss import GptOssForCausalLM as UpstreamGptO
 
 from vllm_gptoss import announce, aside, choose, describe, device
 from vllm_gptoss.checkpoint.load import LoadCheck
-from vllm_gptoss.model.few_tokens import FewTokens
+from vllm_gptoss.model.few_tokens import MAX_TOKENS, FewTokens
 from vllm_gptoss.settings import Settings
 
 if TYPE_CHECKING:
@@ -42,23 +42,35 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
         inputs_embeds: Tensor | None = None,
     ) -> Any:
         """Hidden states [T, C] bf16 (or intermediate tensors, or with EAGLE3's auxiliary states), as upstream."""
-        if self.few_tokens is not None and self.few_tokens.could_take(positions.shape[0]):
-            out = self._few(input_ids, positions, intermediate_tensors, inputs_embeds)
-            if out is not None:
-                return out
-            self.few_tokens = None
-        return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
+        step = (input_ids, positions, intermediate_tensors, inputs_embeds)
+        out = self._ours(positions.shape[0], *step)
+        return super().forward(*step) if out is None else out
 
-    def _few(self, *step: Any) -> Any:
-        """The fused path's answer; None where it has found a reason to step aside, for good."""
+    def _ours(self, tokens: int, *step: Any) -> Any:
+        """The fused path's answer; None where the step is upstream's, or a fault makes it and its like upstream's."""
+        few = self._few_for(tokens)
+        if few is None:
+            return None
+        if tokens > MAX_TOKENS:  # `layers=gptoss` asks for the others
+            out = aside.attempt("layers of many tokens", "auto", lambda: few(*step))
+            few.most = few.most if out is not None else MAX_TOKENS
+            return out
+        out = aside.attempt("layers", self.layers_wish, lambda: few(*step))
+        self.few_tokens = few if out is not None else None
+        return out
+
+    def _few_for(self, tokens: int) -> FewTokens | None:
+        """The fused path where it takes the step about to run; it steps aside for good where it cannot be prepared."""
         few, wish = self.few_tokens, self.layers_wish
-        assert few is not None
+        if few is None or not few.could_take(tokens):
+            return None
         if not self.is_prepared:
             choice = aside.attempt("layers", wish, lambda: few.prepare(wish))
             if not aside.together("layers", choice is not None):
+                self.few_tokens = None
                 return None
             self.is_prepared = True
-        return aside.attempt("layers", wish, lambda: few(*step))
+        return few if few.could_take(tokens) else None  # what is prepared may take less than was thought
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Loads as upstream does; a missing, cut or wrongly shaped tensor is a `CheckpointError` with its name."""

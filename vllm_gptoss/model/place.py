@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from vllm_gptoss._vllm import worker
 from vllm_gptoss.kernels.layer import LayerTensors, Requests
+
+if TYPE_CHECKING:
+    from vllm_gptoss.experts.sm90 import LayerExperts
 
 
 @dataclass(slots=True)
@@ -23,6 +26,8 @@ class Place:
     """vLLM's `Attention`: holds `kv_cache`, which vLLM makes anew after profiling its graphs with a small one."""
     runner: Any
     """vLLM's MoE runner."""
+    experts: LayerExperts | None = None
+    """Our kernels for the experts of steps of any size, where they are ours."""
 
     def requests(self, context: Any) -> Requests:
         """The step's requests, of a `ForwardContext`."""

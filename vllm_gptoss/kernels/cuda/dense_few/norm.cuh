@@ -1,9 +1,10 @@
 // The activations as operands: loaded, added to the residual, times the RMSNorm's weight. The
 // norm's scale comes later.
 //
-// Offers: load_x; norm_x (needs the norm's weight: waits for `norm_bar`); weigh; scale_tokens (1 /
+// Offers: load_x; norm_x (needs the norm's weight: waits for `norm_bar`); scale_tokens (1 /
 // rms of each token, for all consumers). A lane's fragment: elements 16j to 16j + 15 of a block of
 // 64 columns of token 8n + g. Barriers: mbarrier `norm_bar`, named barrier 1.
+#include "../weigh.cuh"
 #include "block.cuh"
 
 // Which 64 columns are block i of part p of a warp.
@@ -29,14 +30,6 @@ __device__ __forceinline__ void load_x(
           for (int e = 0; e < 8; ++e) frag[p][i][n][e] = 0;
         }
       }
-}
-
-// Two elements of x times the norm's weight, each as a sum of two bf16.
-__device__ __forceinline__ void weigh(u32& part, u32& rest, u32 h, u32 norm) {
-  const float2 f = unpack(h), w = unpack(norm);
-  part = pack(f.x * w.x, f.y * w.y);
-  const float2 p = unpack(part);
-  rest = pack(f.x * w.x - p.x, f.y * w.y - p.y);
 }
 
 template <class T>

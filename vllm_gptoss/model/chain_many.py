@@ -1,0 +1,86 @@
+"""One layer of a decode step of many tokens: cuBLAS's products, and kernels of ours around them.
+
+`norm` (residual, RMSNorm), the q/k/v product, `rope` (RoPE, cache write), attention (sinks, window), the output
+product, `router` (residual, RMSNorm, product, top-k, softmax), then the experts. As in `chain`, a launch of ours may
+start while the one before ends. Nothing here knows vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from vllm_gptoss.kernels import around, attention, attention_many
+from vllm_gptoss.kernels.layer import LayerTensors, Requests
+from vllm_gptoss.spec import RMS_NORM_EPS
+
+Experts = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""(normed [T, C] bf16, ids [T, A] int32, weights [T, A] f32, out [T, C] bf16): the weighted sum of the chosen."""
+
+
+def layer(
+    tensors: LayerTensors,
+    experts: Experts,
+    cache: Tensor,
+    requests: Requests,
+    positions: Tensor,
+    x: Tensor,
+    residual: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """(the experts' output, the sum they are to be added to), both [T, C] bf16.
+
+    x, residual: [T, C] bf16, one token of each request, added up first; cache: [blocks, K, block size, 128] bf16;
+    positions: [T] int64.
+    """
+    q, summed = project(tensors, cache, requests, positions, x, residual)
+    attended = torch.empty_like(q, memory_format=torch.contiguous_format)
+    attention_many.attend(
+        q,
+        cache,
+        tensors.sinks,
+        requests.block_table,
+        requests.seq_lens,
+        requests.query_start,
+        attended,
+        attention.HEAD**-0.5,
+        tensors.window,
+    )
+    normed, ids, weights, total = route(tensors, linear(attended, tensors.out_weight, tensors.out_bias), summed)
+    out = torch.empty_like(normed)
+    experts(normed, ids, weights, out)
+    return out, total
+
+
+def project(
+    tensors: LayerTensors, cache: Tensor, requests: Requests, positions: Tensor, x: Tensor, residual: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(queries, [T, H * 64] bf16 of rows that are longer, x + residual [T, C] bf16); keys and values go into the
+    cache."""
+    normed, summed = torch.empty_like(x), None if residual is None else torch.empty_like(x)
+    around.norm(x, residual, tensors.norm, normed, summed, RMS_NORM_EPS)
+    qkv = linear(normed, tensors.qkv_weight, tensors.qkv_bias)
+    around.rope(qkv, positions, tensors.cos_sin, requests.slots, cache)
+    return qkv[:, : tensors.out_weight.shape[1]], x if summed is None else summed
+
+
+def route(tensors: LayerTensors, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(norm(x + residual) [T, C] bf16, ids [T, A] int32, weights [T, A] f32, x + residual [T, C] bf16)."""
+    normed, total = torch.empty_like(x), torch.empty_like(x)
+    weights = x.new_empty((x.shape[0], tensors.active), dtype=torch.float32)
+    ids = x.new_empty((x.shape[0], tensors.active), dtype=torch.int32)
+    around.router(
+        x,
+        residual,
+        tensors.post_norm,
+        tensors.router_weight,
+        tensors.router_bias,
+        normed,
+        weights,
+        ids,
+        RMS_NORM_EPS,
+        residual_out=total,
+    )
+    return normed, ids, weights, total
