@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_gptoss import _vllm, aside
 from vllm_gptoss._vllm import runner as vllm
-from vllm_gptoss.runner import admit, work
+from vllm_gptoss.runner import admit, slices, work
 from vllm_gptoss.runner.batch import RING, Batch, Buffers, begin
 from vllm_gptoss.runner.graphs import Graphs
 from vllm_gptoss.runner.output import StepOutput
@@ -171,7 +171,10 @@ class GptOssModelRunner(GPUModelRunner):
         """
         if why := admit.why_not(self):
             raise aside.NotHereError(why)
-        _vllm.init_logger("vllm.gptoss").info("host: decode steps are replayed (GPTOSS_HOST=stock turns it off)")
+        say = _vllm.init_logger("vllm.gptoss").info
+        say("host: decode steps are replayed (GPTOSS_HOST=stock turns it off)")
+        if why := slices.ask_short():
+            say("host: the engine's threads keep the time slices they have (%s)", why)
         return ShortWay(self)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
