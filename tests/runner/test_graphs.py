@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from vllm_gptoss.runner import graphs
-from vllm_gptoss.runner.graphs import Graphs, Work
+from vllm_gptoss.runner.graphs import Graphs, Launches, Work
 
 
 class Recorded:
@@ -34,27 +36,52 @@ class FakeGraphs(Graphs):
         return Recorded(self.done)
 
 
+def launching(done: list[str], what: str = "launched", captures: bool = True) -> Callable[[], Launches]:
+    return lambda: Launches(lambda: done.append(what), captures)
+
+
 def test_the_first_run_compiles_and_the_second_captures() -> None:
     done: list[str] = []
-    work, kept = Work(lambda: done.append("launched"), captures=True), FakeGraphs(done)
+    work, kept = Work(), FakeGraphs(done)
     for _ in range(3):
-        work.run(kept)
+        work.run(kept, launching(done))
     assert done == ["launched", "captured", "replayed", "replayed"]
 
 
 def test_what_must_not_be_captured_is_launched() -> None:
     done: list[str] = []
-    work, kept = Work(lambda: done.append("launched"), captures=False), FakeGraphs(done)
+    work, kept = Work(), FakeGraphs(done)
     for _ in range(3):
-        work.run(kept)
+        work.run(kept, launching(done, captures=False))
     assert done == ["launched"] * 3
+
+
+class Kept(FakeGraphs):
+    """Its graphs do again what was captured."""
+
+    def capture(self, launch: Any) -> Any:
+        return SimpleNamespace(replay=launch)
+
+
+def test_what_is_launched_or_captured_is_of_the_step_that_runs() -> None:
+    """A batch of other requests launches by what these asked for. Those of the first batch had ended, others had their
+    rows, and their top-k was not applied."""
+    done: list[str] = []
+    launched, captured, kept = Work(), Work(), Kept(done)
+    for batch in ("first", "second", "third"):
+        launched.run(kept, launching(done, batch, captures=False))
+    assert done == ["first", "second", "third"]
+    done.clear()
+    for batch in ("first", "second", "third"):
+        captured.run(kept, launching(done, batch))
+    assert done == ["first", "second", "second"]
 
 
 def test_a_failed_capture_is_tried_once_and_said() -> None:
     done: list[str] = []
-    work, kept = Work(lambda: done.append("launched"), captures=True), FakeGraphs(done, fails=True)
+    work, kept = Work(), FakeGraphs(done, fails=True)
     for _ in range(4):
-        work.run(kept)
+        work.run(kept, launching(done))
     assert done == ["launched", "captured", "launched", "launched", "launched"]
 
 
@@ -68,8 +95,8 @@ def test_the_least_recently_used_goes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(graphs.torch.cuda, "current_stream", Stream)
     kept = FakeGraphs([])
-    made = {name: kept.work(name, lambda: Work(lambda: None, True)) for name in "ab"}
-    assert kept.work("a", lambda: Work(lambda: None, True)) is made["a"]
-    kept.work("c", lambda: Work(lambda: None, True))
+    made = {name: kept.work(name) for name in "ab"}
+    assert kept.work("a") is made["a"]
+    kept.work("c")
     assert list(kept.works) == ["a", "c"]
     assert waited, "a graph that goes must not be running"

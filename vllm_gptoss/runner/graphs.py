@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 
 import torch
 
@@ -13,31 +14,38 @@ KEPT = 512
 """Graphs of one kind that are kept, the least recently used go first: a batch size each, and some kilobytes."""
 
 
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """Launches of a step whose shapes and addresses are fixed; what they read and write may change. What is decided on
+    the host, `launch` decides by the step that it was made for. captures: whether a graph may hold them."""
+
+    launch: Callable[[], None]
+    captures: bool
+
+
 class Work:
-    """Launches of a step whose shapes and addresses are fixed; what they read and write may change.
+    """Launches that are alike from step to step.
 
     The first call launches them one by one: that compiles and loads what a capture must find ready. A capture that
     fails leaves it so, and one line says why.
     """
 
-    def __init__(self, launch: Callable[[], None], captures: bool) -> None:
-        self.launch, self.captures = launch, captures
+    def __init__(self) -> None:
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.is_warm = False
+        self.is_warm, self.failed = False, False
 
-    def run(self, graphs: Graphs) -> None:
-        """Does the work once, on the current stream."""
-        if self.graph is not None:
-            self.graph.replay()
-            return
-        if self.is_warm and self.captures:
-            self.graph = aside.attempt("host: graph", "auto", lambda: graphs.capture(self.launch))
-            self.captures = self.graph is not None
-        if self.graph is not None:
-            self.graph.replay()
-        else:
-            self.launch()
-            self.is_warm = True
+    def run(self, graphs: Graphs, make: Callable[[], Launches]) -> None:
+        """Does the work once, on the current stream. make: the launches of this step, for where there is no graph."""
+        if self.graph is None:
+            step = make()
+            if self.is_warm and step.captures and not self.failed:
+                self.graph = aside.attempt("host: graph", "auto", lambda: graphs.capture(step.launch))
+                self.failed = self.graph is None
+            if self.graph is None:
+                step.launch()
+                self.is_warm = True
+                return
+        self.graph.replay()
 
 
 class Graphs:
@@ -51,11 +59,11 @@ class Graphs:
         # the next. The graph is never run; it keeps the block.
         self.block = self.capture(lambda: torch.zeros(memory, dtype=torch.uint8, device=device)) if memory else None
 
-    def work(self, key: Hashable, make: Callable[[], Work]) -> Work:
+    def work(self, key: Hashable) -> Work:
         """The work of that key, made at its first use."""
         found = self.works.get(key)
         if found is None:
-            found = self.works[key] = make()
+            found = self.works[key] = Work()
             if len(self.works) > KEPT:
                 # A graph must not go while it runs; this happens once in hundreds of batches.
                 torch.cuda.current_stream().synchronize()

@@ -64,7 +64,8 @@ class ShortWay:
         elif any(step.scheduled_cached_reqs.new_block_ids):
             self.buffers.add_blocks(runner)
         self.batch = batch
-        self.graphs.work(("before", batch.count), lambda: work.before(runner, self.buffers, batch)).run(self.graphs)
+        prepare = self.graphs.work(("before", batch.count))
+        prepare.run(self.graphs, lambda: work.before(runner, self.buffers, batch))
         hidden = runner.cudagraph_manager.run_fullgraph(batch.descriptor)[: batch.count]
         return Taken(batch, hidden, step.finished_req_ids)
 
@@ -109,7 +110,8 @@ class ShortWay:
         """Launches the rest of a step."""
         batch, turn = taken.batch, self.turn
         key = ("after", batch.count, batch.sampling)
-        self.graphs.work(key, lambda: work.after(self.runner, self.buffers, batch, taken.hidden)).run(self.graphs)
+        made = self.graphs.work(key)
+        made.run(self.graphs, lambda: work.after(self.runner, self.buffers, batch, taken.hidden))
         self.events[turn].record()
         self.turn = (turn + 1) % RING
         return StepOutput(batch.req_ids, batch.indices, self.buffers.ring.np[turn, : batch.count], self.events[turn])

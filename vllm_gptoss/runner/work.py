@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vllm_gptoss._vllm import runner as vllm
 from vllm_gptoss.runner.batch import RING, Batch, Buffers
-from vllm_gptoss.runner.graphs import Work
+from vllm_gptoss.runner.graphs import Launches
 
 LOGITS_BYTES = 128 * 2**20
 """Most memory that the logits of a graph may take: it is kept beside what vLLM has measured and divided."""
@@ -20,7 +20,7 @@ MEMORY = LOGITS_BYTES + 2**24
 """The same with what sampling makes of them."""
 
 
-def before(runner: Any, buffers: Buffers, batch: Batch) -> Work:
+def before(runner: Any, buffers: Buffers, batch: Batch) -> Launches:
     """Positions, lengths, input tokens, block tables, slots and attention's plan of the next token of each request."""
     parts, states, inputs, tables = vllm.parts(), runner.req_states, runner.input_buffers, buffers.tables
     count, have = batch.count, batch.inputs
@@ -49,10 +49,10 @@ def before(runner: Any, buffers: Buffers, batch: Batch) -> Work:
         )
         runner.model_state.prepare_attn(have, parts.FULL, blocks, slots, runner.attn_groups, runner.kv_cache_config)
 
-    return Work(launch, captures=True)
+    return Launches(launch, captures=True)
 
 
-def after(runner: Any, buffers: Buffers, batch: Batch, hidden: Tensor) -> Work:
+def after(runner: Any, buffers: Buffers, batch: Batch, hidden: Tensor) -> Launches:
     """Logits, the sampled token of each request, its way into vLLM's states and into the ring.
 
     hidden: [n, C] bf16, the first rows of the buffer that the model's graphs write.
@@ -95,4 +95,4 @@ def after(runner: Any, buffers: Buffers, batch: Batch, hidden: Tensor) -> Work:
 
     # Top-k and top-p keep scratch memory that grows with the batch: a graph would know it by a stale address.
     fits = count * runner.vocab_size * (6 if processed else 2) <= LOGITS_BYTES
-    return Work(launch, captures=fits and not some_k and not some_p)
+    return Launches(launch, captures=fits and not some_k and not some_p)
