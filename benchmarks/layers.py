@@ -1,11 +1,13 @@
 """Each kernel around the experts alone, weights cold in L2: time, TB/s, share of the floor, against what it replaces.
 
-    python benchmarks/layers.py [--tokens 1,2,4,8,16] [--tensor-parallel 1] [--keys 640,8192] [--out FILE]
+    python benchmarks/layers.py [--tokens 1,2,4,8,16,64,256,512] [--tensor-parallel 1] [--keys 640,8192] [--out FILE]
 
 Times are of CUDA graph replays, median of 20, each graph a chain of launches on different weights, as layers follow one
 another. `stock` is torch's product with bias (cuBLAS; the plugin's kernels also do norm, residual, RoPE and the cache
 write), and for attention vLLM's FlashAttention 3 with sinks where vLLM is installed. `layer` is all four chained. The
-floor is the bytes that must be read over 4.3 TB/s, what a device-to-device copy moves on an H200.
+floor is the bytes that must be read over 4.3 TB/s, what a device-to-device copy moves on an H200. Above 16 tokens:
+norm, RoPE with the cache write, and the router, which stand around cuBLAS's products, the products, and all five in a
+row; one GPU.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ from torch.nn.functional import linear
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from vllm_gptoss import spec
+from vllm_gptoss.kernels import around, dense
 from vllm_gptoss.kernels.layer import LayerTensors, Requests
-from vllm_gptoss.model import chain
+from vllm_gptoss.model import chain, chain_many
 
 CHAIN = 24
 HIDDEN, HEAD, BLOCK = spec.GPT_OSS_20B.hidden, 64, 16
@@ -157,6 +160,33 @@ def measure(tokens: int, parallel: int, experts: int, keys: int, window: int) ->
     return row
 
 
+def measure_many(tokens: int, experts: int) -> dict[str, Any]:
+    """Above the tokens of the fused layers: attention has `attention.py`."""
+    layers = [Layer(tokens, 1, experts, 128, 0) for _ in range(CHAIN)]
+    x, residual, normed = draw(tokens, HIDDEN), draw(tokens, HIDDEN), draw(tokens, HIDDEN)
+    qkv = draw(tokens, layers[0].tensors.qkv_weight.shape[0])
+
+    def norm(layer: Layer) -> None:
+        around.norm(x, residual, layer.tensors.norm, normed, residual, spec.RMS_NORM_EPS)
+
+    def rope(layer: Layer) -> None:
+        around.rope(qkv, layer.positions, layer.tensors.cos_sin, layer.requests.slots, layer.cache)
+
+    parts: dict[str, Callable[[Layer], Any]] = {
+        "norm": norm,
+        "qkv": lambda layer: linear(normed, layer.tensors.qkv_weight, layer.tensors.qkv_bias),
+        "rope": rope,
+        "out": lambda layer: linear(layer.q, layer.tensors.out_weight, layer.tensors.out_bias),
+        "router": lambda layer: chain_many.route(layer.tensors, x, residual),
+    }
+    row: dict[str, Any] = {"tokens": tokens, "experts": experts}
+    for name, launch in parts.items():
+        took = microseconds(lambda launch=launch: [launch(layer) for layer in layers], CHAIN)
+        row[name] = {"us": took}
+    row["layer_us"] = microseconds(lambda: [part(layer) for layer in layers for part in parts.values()], CHAIN)
+    return row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", default="1,2,4,8,16")
@@ -166,16 +196,25 @@ def main() -> None:
     parser.add_argument("--out", default="")
     options = parser.parse_args()
     rows = []
+    few, many = [], []
+    for count in map(int, options.tokens.split(",")):
+        (few if count <= dense.MAX_TOKENS else many).append(count)
     for parallel in map(int, options.tensor_parallel.split(",")):
         for keys in map(int, options.keys.split(",")):
             for window in (spec.WINDOW, 0):
-                for tokens in map(int, options.tokens.split(",")):
-                    row = measure(tokens, parallel, int(options.experts), keys, window)
-                    rows.append(row)
-                    said = {k: f"{v['us']:.1f}" if isinstance(v, dict) else v for k, v in row.items()}
-                    print(" ".join(f"{key}={value}" for key, value in said.items()), flush=True)
+                for tokens in few:
+                    rows.append(measure(tokens, parallel, int(options.experts), keys, window))
+                    say(rows[-1])
+    for tokens in many:
+        rows.append(measure_many(tokens, int(options.experts)))
+        say(rows[-1])
     if options.out:
         write(options.out, rows)
+
+
+def say(row: dict[str, Any]) -> None:
+    said = {key: f"{value['us']:.1f}" if isinstance(value, dict) else value for key, value in row.items()}
+    print(" ".join(f"{key}={value}" for key, value in said.items()), flush=True)
 
 
 if __name__ == "__main__":

@@ -57,6 +57,22 @@ def attention(parallel: list[int], counts: list[int]) -> None:
         print(f"TP {size}: attention of many tokens", flush=True)
 
 
+def around_products(parallel: list[int], counts: list[int]) -> None:
+    """Norm, RoPE and router of decode steps of many tokens: tiles that are full, and one that is not."""
+    import torch
+
+    from tests.gpu import cases
+    from vllm_gptoss.kernels import around
+
+    for tokens in (17, 64, 100):
+        cases.norm(around.norm, tokens, cases.C)
+        for size in parallel:
+            cases.rope(around.rope, size, tokens, torch.float32)
+        for count in counts:
+            cases.router(around.router, count, tokens)
+    print("around the products", flush=True)
+
+
 def experts(parallel: list[int], counts: list[int]) -> None:
     """Both expert projections of every rank, routed by logits and by ids."""
     import torch
@@ -107,6 +123,7 @@ def step(parallel: list[int], counts: list[int]) -> None:
 PARTS = {
     "layers": (layers, "_few"),
     "attention": (attention, "attention_many"),
+    "around": (around_products, "_many"),
     "experts": (experts, "experts_"),
     "prefill": (experts, "prefill_"),
     "step": (step, "decode_step"),

@@ -88,6 +88,8 @@ def set_up(model: Any, config: Any) -> FewTokens | None:
     deployment = describe.built_model(describe.configuration(config), model)
     choice = choose.layers(here, deployment, Settings.load(config.additional_config).layers)
     announce.note("layers", choice)
+    if choice.value == "gptoss":
+        announce.note("layers of many tokens", choose.many_tokens(here, deployment))
     announce.note("attention", choose.attention(here, deployment))
     announce.note("KV cache", choose.kv_cache_dtype(here, deployment.kv_cache_dtype))
     if choice.value != "gptoss":
