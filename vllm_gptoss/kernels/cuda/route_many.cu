@@ -28,13 +28,13 @@ struct Traits {
 using T = Traits;
 
 struct Args {
-  const bf16* x;      // [T, C]
-  const bf16* r;      // [T, C] residual; null: none
-  bf16* r_out;        // [T, C] x + r; null: not wanted
-  const bf16* norm;   // [C]
-  const bf16* w;      // [EXPERTS, C]
-  const bf16* bias;   // [EXPERTS]
-  bf16* out;          // [T, C] normed
+  const bf16* x;        // [T, C]
+  const bf16* r;        // [T, C] residual; null: none
+  bf16* r_out;          // [T, C] x + r; null: not wanted
+  const bf16* norm;     // [C]
+  const bf16* w;        // [EXPERTS, C]
+  const bf16* bias;     // [EXPERTS]
+  bf16* out;            // [T, C] normed
   float* topk_weights;  // [T, TOPK]
   int* topk_ids;        // [T, TOPK]
   float* logits;        // [T, EXPERTS] or null
@@ -45,7 +45,8 @@ struct Args {
 struct Shared {
   float sums[T::warps][T::tokens][T::pitch];
   float squares[T::warps][T::tokens];
-  // From every CTA: parts of the logits of the tokens that this one chooses for, and sums of squares.
+  // From every CTA: parts of the logits of the tokens that this one chooses for, and sums of
+  // squares.
   float logits[T::cluster][T::chosen][T::experts];
   float norms[T::cluster][T::tokens];
 };
@@ -115,8 +116,7 @@ __device__ __forceinline__ void send(Shared& s, u32 rank) {
     float v = 0.f;
 #pragma unroll
     for (int w = 0; w < T::warps; ++w) v += s.sums[w][token][expert];
-    store_cluster(
-        smem_u32(&s.logits[rank][token / T::cluster][expert]), token % T::cluster, v);
+    store_cluster(smem_u32(&s.logits[rank][token / T::cluster][expert]), token % T::cluster, v);
   }
   for (int e = threadIdx.x; e < T::tokens * T::cluster; e += T::threads) {
     const int token = e % T::tokens;
