@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 BATCHES = (1, 8, 40)
-"""Prompts at once: one step each of one launch, six launches, and upstream's layers with our experts."""
+"""Prompts at once: one step each of one launch, six launches, and kernels around cuBLAS's products."""
 TOKENS = 4
 
 

@@ -13,7 +13,8 @@ SIX_LAUNCHES = "six launches"
 GPTOSS = "gptoss"
 UPSTREAM = "upstream"
 PLANNED = "FLASH_ATTN, planned once a step"
-AROUND = "around cuBLAS where each request has one token, else upstream"
+AROUND_CUBLAS = "around cuBLAS"
+AROUND = f"{AROUND_CUBLAS} where each request has one token, else {UPSTREAM}"
 DECODE = f"gptoss where each request has one token, else {PLANNED}"
 
 

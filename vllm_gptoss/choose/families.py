@@ -58,8 +58,8 @@ _ONE_TOKEN: Final = (
 )
 
 _MANY_TOKENS: Final = (
-    Row("around cuBLAS", "our kernels around cuBLAS's products in decode steps", unless=conditions.AROUND),
-    Row("upstream", "vLLM's compiled layers"),
+    Row(bands.AROUND_CUBLAS, "our kernels around cuBLAS's products in decode steps", unless=conditions.AROUND),
+    Row(bands.UPSTREAM, "vLLM's compiled layers"),
 )
 
 

@@ -21,30 +21,35 @@ from vllm_gptoss.model.place import Place
 
 def most(deployment: choose.Deployment) -> int:
     """Tokens of the largest step that may be ours, as far as is known before the first."""
-    return bands.MANY_TOKENS if choice(deployment).value == "around cuBLAS" else bands.FUSED_TOKENS
-
-
-def choice(deployment: choose.Deployment) -> choose.Choice[str]:
-    """Whether these steps are ours, and why."""
-    return choose.many_tokens(device.detect(), deployment)
+    return bands.FUSED_TOKENS if obstacle(deployment) else bands.MANY_TOKENS
 
 
 def prepared(places: Sequence[Place], deployment: choose.Deployment) -> int:
     """As `most`, with all kernels compiled, once layers and cache are there; one line where the steps are not ours."""
-    made = choice(deployment)
-    if made.value == "around cuBLAS":
-        if all(place.experts is not None and place.experts.many is not None for place in places):
-            try:
-                nvrtc.at_once(load for place in places for load in loads(place))
-                return bands.MANY_TOKENS
-            except nvrtc.NvrtcError as error:
-                made = choose.Choice("upstream", f"a kernel cannot be compiled: {error}")
-        else:
-            made = choose.Choice("upstream", "no kernels of ours for the experts of many tokens")
-    _vllm.init_logger("vllm.gptoss").info(
-        "layers: upstream for decode steps of more than %d tokens (%s)", bands.FUSED_TOKENS, made.reason
-    )
-    return bands.FUSED_TOKENS
+    why = obstacle(deployment) or obstacle_at_hand(places)
+    if why is None:
+        return bands.MANY_TOKENS
+    few = bands.FUSED_TOKENS
+    say = _vllm.init_logger("vllm.gptoss").info
+    say("layers: upstream for decode steps of more than %d tokens (%s)", few, why)
+    return few
+
+
+def obstacle(deployment: choose.Deployment) -> str | None:
+    """Why these steps are not ours, or None."""
+    choice = choose.many_tokens(device.detect(), deployment)
+    return None if choice.value == bands.AROUND_CUBLAS else choice.reason
+
+
+def obstacle_at_hand(places: Sequence[Place]) -> str | None:
+    """Why the kernels cannot run on these layers, or None: all are compiled then."""
+    if not all(place.experts is not None and place.experts.many is not None for place in places):
+        return "no kernels of ours for the experts of many tokens"
+    try:
+        nvrtc.at_once(load for place in places for load in loads(place))
+    except nvrtc.NvrtcError as error:
+        return f"a kernel cannot be compiled: {error}"
+    return None
 
 
 def loads(place: Place) -> Iterator[tuple[Any, ...]]:
