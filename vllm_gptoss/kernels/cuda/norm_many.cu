@@ -4,7 +4,7 @@
 #include "barriers.cuh"
 #include "common.cuh"
 
-constexpr int WORDS = COLUMNS / 8, WARPS = (WORDS + 31) / 32;
+constexpr int PIECES = COLUMNS / 8, WARPS = (PIECES + 31) / 32;
 
 struct Args {
   const bf16* x;     // [T, C]
@@ -18,11 +18,11 @@ struct Args {
 extern "C" __global__ void __launch_bounds__(WARPS * 32) norm_many(const Args a) {
   __shared__ float squares[WARPS];
   pdl_launch();
-  const int word = threadIdx.x, warp = threadIdx.x >> 5;
-  const bool mine = word < WORDS;
-  const long long at = (long long)blockIdx.x * WORDS + word;
+  const int piece = threadIdx.x, warp = threadIdx.x >> 5;
+  const bool mine = piece < PIECES;
+  const long long at = (long long)blockIdx.x * PIECES + piece;
   int4 x = {}, r = {}, norm = {};
-  if (mine) norm = ((const int4*)a.norm)[word];
+  if (mine) norm = ((const int4*)a.norm)[piece];
   pdl_wait();
   if (mine) {
     x = __ldcg((const int4*)a.x + at);
@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) norm_many(const Args a)
   float square = 0.f;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float2 f = unpack(::word(x, i)), h = unpack(::word(r, i));
+    const float2 f = unpack(word(x, i)), h = unpack(word(r, i));
     sum[i] = pack(f.x + h.x, f.y + h.y);
     const float2 s = unpack(sum[i]);
     square += s.x * s.x + s.y * s.y;
@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) norm_many(const Args a)
     u32 out[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 s = unpack(sum[i]), w = unpack(::word(norm, i));
+      const float2 s = unpack(sum[i]), w = unpack(word(norm, i));
       out[i] = pack(s.x * scale * w.x, s.y * scale * w.y);
     }
     ((int4*)a.out)[at] = make_int4(out[0], out[1], out[2], out[3]);
