@@ -102,6 +102,10 @@ class FewTokens:
             return False
         return tokens <= MAX_TOKENS or worker.longest_query(context) == 1
 
+    def leave_many(self) -> None:
+        """Steps of many tokens are upstream's from here on."""
+        self.most = MAX_TOKENS
+
     def prepare(self, wish: str) -> choose.Choice[str]:
         """Looks the layers up, asks again now that the cache is there, and compiles every kernel that a step may need.
 

@@ -53,7 +53,8 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
             return None
         if tokens > MAX_TOKENS:  # `layers=gptoss` asks for the others
             out = aside.attempt("layers of many tokens", "auto", lambda: few(*step))
-            few.most = few.most if out is not None else MAX_TOKENS
+            if out is None:
+                few.leave_many()
             return out
         out = aside.attempt("layers", self.layers_wish, lambda: few(*step))
         self.few_tokens = few if out is not None else None
