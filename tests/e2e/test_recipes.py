@@ -17,6 +17,7 @@ import pytest
 from demo.server import NAME, Server, serve
 from tests.support import warm_vllm
 from tests.support.scale import SOAK
+from vllm_gptoss.device import detect
 from vllm_gptoss.recipes import load, render
 from vllm_gptoss.recipes.schema import Recipe
 
@@ -32,8 +33,8 @@ ELSEWHERE = {
     "gpu-memory-utilization",
     "speculative-config",
     "tensor-parallel-size",
-}
-"""Flags of hardware that is not here, or of a head that would be fetched."""
+} | ({"kv-cache-dtype"} if detect().features.isdisjoint({"amx", "avx512"}) else set())
+"""Flags of hardware that is not here, or of a head that would be fetched. A CPU without AVX-512 has no FP8 KV cache."""
 
 
 def here(recipe: Recipe) -> frozenset[str]:
