@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from vllm_gptoss import spec
 from vllm_gptoss.kernels import around, dense
 from vllm_gptoss.kernels.layer import LayerTensors, Requests
-from vllm_gptoss.model import chain, chain_many
+from vllm_gptoss.model import chain
 
 CHAIN = 24
 HIDDEN, HEAD, BLOCK = spec.GPT_OSS_20B.hidden, 64, 16
@@ -177,7 +177,7 @@ def measure_many(tokens: int, experts: int) -> dict[str, Any]:
         "qkv": lambda layer: linear(normed, layer.tensors.qkv_weight, layer.tensors.qkv_bias),
         "rope": rope,
         "out": lambda layer: linear(layer.q, layer.tensors.out_weight, layer.tensors.out_bias),
-        "router": lambda layer: chain_many.route(layer.tensors, x, residual),
+        "router": lambda layer: chain.route(layer.tensors, x, residual, False, normed, around.router),
     }
     row: dict[str, Any] = {"tokens": tokens, "experts": experts}
     for name, launch in parts.items():

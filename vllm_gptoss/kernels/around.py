@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_gptoss.kernels import nvrtc
-from vllm_gptoss.kernels.dense import BLOCK, HEAD
+from vllm_gptoss.kernels.dense import BLOCK, HEAD, address, cache_described, router_described
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -150,10 +150,6 @@ def _kernel(device: int, name: str, macros: dict[str, int], shared: int) -> nvrt
         return nvrtc.load(nvrtc.source(CUDA / f"{name}.cu"), "sm_90", macros).kernel(name, shared)
 
 
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
 def _stream(tensor: Tensor) -> int:
     import torch
 
@@ -170,11 +166,11 @@ def norm(
     """
     tokens, hidden = x.shape
     args = NormArgs(
-        x=_pointer(x),
-        r=_pointer(residual),
-        r_out=_pointer(residual_out),
-        norm=_pointer(weight),
-        out=_pointer(out),
+        x=address(x),
+        r=address(residual),
+        r_out=address(residual_out),
+        norm=address(weight),
+        out=address(out),
         eps=eps,
     )
     norm_kernel(x.device.index or 0, hidden)(tokens, -(-hidden // 256) * 32, _stream(x), [args])
@@ -192,18 +188,14 @@ def rope(qkv: Tensor, positions: Tensor, cos_sin: Tensor, slots: Tensor, kv_cach
     tokens, rows = qkv.shape
     kv_heads = kv_cache.shape[1]
     args = RopeArgs(
-        qkv=_pointer(qkv),
-        positions=_pointer(positions),
-        cos_sin=_pointer(cos_sin),
-        slots=_pointer(slots),
-        kv=_pointer(kv_cache),
-        kv_block=kv_cache.stride(0),
-        kv_head=kv_cache.stride(1),
-        kv_token=kv_cache.stride(2),
+        qkv=address(qkv),
+        positions=address(positions),
+        cos_sin=address(cos_sin),
+        slots=address(slots),
+        **cache_described(kv_cache),
         stride=qkv.stride(0),
         q_heads=rows // HEAD - 2 * kv_heads,
         kv_heads=kv_heads,
-        block_shift=kv_cache.shape[2].bit_length() - 1,
         cos_sin_bf16=int(cos_sin.dtype == torch.bfloat16),
     )
     threads = min(1024, -(-rows // HEAD * 4 // 32) * 32)
@@ -230,18 +222,7 @@ def router(
     tokens, hidden = x.shape
     tuned = plan(hidden, weight.shape[0], ids.shape[1])
     args = RouteArgs(
-        x=_pointer(x),
-        r=_pointer(residual),
-        r_out=_pointer(residual_out),
-        norm=_pointer(norm),
-        w=_pointer(weight),
-        bias=_pointer(bias),
-        out=_pointer(normed),
-        topk_weights=_pointer(weights),
-        topk_ids=_pointer(ids),
-        logits=_pointer(logits),
-        tokens=tokens,
-        eps=eps,
+        **router_described(x, residual, norm, weight, bias, normed, weights, ids, eps, residual_out, logits)
     )
     grid = -(-tokens // TILE) * tuned.cluster
     route_kernel(x.device.index or 0, tuned)(grid, tuned.warps * 32, _stream(x), [args])

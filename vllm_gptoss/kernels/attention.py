@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_gptoss.kernels import nvrtc
+from vllm_gptoss.kernels.dense import cache_described
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,19 +110,15 @@ def described(
     """What the `Args` of both kernels say of the tensors of `attend`, by field."""
     return {
         "q": q.data_ptr(),
-        "kv": kv_cache.data_ptr(),
+        **cache_described(kv_cache),
         "out": out.data_ptr(),
         "sinks": sinks.data_ptr(),
         "block_table": block_table.data_ptr(),
         "seq_lens": seq_lens.data_ptr(),
         "query_start": query_start.data_ptr(),
-        "kv_block": kv_cache.stride(0),
-        "kv_head": kv_cache.stride(1),
-        "kv_token": kv_cache.stride(2),
         "kv_heads": kv_cache.shape[1],
         "requests": seq_lens.shape[0],
         "table_stride": block_table.stride(0),
-        "block_shift": kv_cache.shape[2].bit_length() - 1,
         "q_stride": q.stride(0),
         "out_stride": out.stride(0),
         "scale": scale * math.log2(math.e),

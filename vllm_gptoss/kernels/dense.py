@@ -182,8 +182,50 @@ def _launch(plan: DensePlan, args: Args, x: Tensor) -> None:
     kernel(x.device.index or 0, plan)(plan.grid, plan.block, stream, [args])
 
 
-def _pointer(tensor: Tensor | None) -> int | None:
+def address(tensor: Tensor | None) -> int | None:
+    """Where a tensor lies, as a field of an `Args` takes it."""
     return None if tensor is None else tensor.data_ptr()
+
+
+def cache_described(kv_cache: Tensor) -> dict[str, int]:
+    """What an `Args` says of a paged cache [blocks, K, block size, 128], by field."""
+    return {
+        "kv": kv_cache.data_ptr(),
+        "kv_block": kv_cache.stride(0),
+        "kv_head": kv_cache.stride(1),
+        "kv_token": kv_cache.stride(2),
+        "block_shift": kv_cache.shape[2].bit_length() - 1,
+    }
+
+
+def router_described(
+    x: Tensor,
+    residual: Tensor | None,
+    norm: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    normed: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    eps: float,
+    residual_out: Tensor | None,
+    logits: Tensor | None,
+) -> dict[str, int | float | None]:
+    """What the `Args` of both routers' kernels say of the arguments of `router`, by field."""
+    return {
+        "x": address(x),
+        "r": address(residual),
+        "r_out": address(residual_out),
+        "norm": address(norm),
+        "w": address(weight),
+        "bias": address(bias),
+        "out": address(normed),
+        "topk_weights": address(weights),
+        "topk_ids": address(ids),
+        "logits": address(logits),
+        "tokens": x.shape[0],
+        "eps": eps,
+    }
 
 
 def qkv_rope(
@@ -214,25 +256,21 @@ def qkv_rope(
     kv_rows = kv_cache.shape[1] * HEAD
     tuned = tuned or plan(Mode.QKV, rows, x.shape[1], tokens, multiprocessors(x.device.index or 0))
     args = Args(
-        x=_pointer(x),
-        r=_pointer(residual),
-        r_out=_pointer(residual_out),
-        norm=_pointer(norm),
-        w=_pointer(weight),
-        bias=_pointer(bias),
-        out=_pointer(q),
-        positions=_pointer(positions),
-        cos_sin=_pointer(cos_sin),
-        slots=_pointer(slots),
-        kv=_pointer(kv_cache),
-        kv_block=kv_cache.stride(0),
-        kv_head=kv_cache.stride(1),
-        kv_token=kv_cache.stride(2),
+        x=address(x),
+        r=address(residual),
+        r_out=address(residual_out),
+        norm=address(norm),
+        w=address(weight),
+        bias=address(bias),
+        out=address(q),
+        positions=address(positions),
+        cos_sin=address(cos_sin),
+        slots=address(slots),
+        **cache_described(kv_cache),
         tokens=tokens,
         units=rows // UNIT,
         q_rows=rows - 2 * kv_rows,
         kv_rows=kv_rows,
-        block_shift=kv_cache.shape[2].bit_length() - 1,
         cos_sin_bf16=int(cos_sin.dtype == torch.bfloat16),
         eps=eps,
         out_stride=q.stride(0),
@@ -255,11 +293,11 @@ def out_proj(
     tokens, rows = x.shape[0], weight.shape[0]
     tuned = tuned or plan(Mode.OUT, rows, x.shape[1], tokens, multiprocessors(x.device.index or 0))
     args = Args(
-        x=_pointer(x),
-        r=_pointer(residual),
-        w=_pointer(weight),
-        bias=_pointer(bias),
-        out=_pointer(out),
+        x=address(x),
+        r=address(residual),
+        w=address(weight),
+        bias=address(bias),
+        out=address(out),
         tokens=tokens,
         units=rows // UNIT,
         out_stride=out.stride(0),
@@ -289,19 +327,8 @@ def router(
     tokens, rows = x.shape[0], weight.shape[0]
     tuned = tuned or plan(Mode.ROUTER, rows, x.shape[1], tokens, multiprocessors(x.device.index or 0), ids.shape[1])
     args = Args(
-        x=_pointer(x),
-        r=_pointer(residual),
-        r_out=_pointer(residual_out),
-        norm=_pointer(norm),
-        w=_pointer(weight),
-        bias=_pointer(bias),
-        out=_pointer(normed),
-        topk_weights=_pointer(weights),
-        topk_ids=_pointer(ids),
-        logits=_pointer(logits),
-        tokens=tokens,
+        **router_described(x, residual, norm, weight, bias, normed, weights, ids, eps, residual_out, logits),
         units=rows // UNIT,
-        eps=eps,
         out_stride=normed.stride(0),
     )
     _launch(tuned, args, x)

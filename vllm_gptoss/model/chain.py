@@ -71,10 +71,12 @@ def project(
     return q, x if summed is None else summed
 
 
-def attend(tensors: LayerTensors, cache: Tensor, requests: Requests, q: Tensor) -> Tensor:
-    """Attention over the cache, [T, H * 64] bf16."""
-    out = torch.empty_like(q)
-    attention.attend(
+def attend(
+    tensors: LayerTensors, cache: Tensor, requests: Requests, q: Tensor, kernel: Callable[..., None] | None = None
+) -> Tensor:
+    """Attention over the cache, [T, H * 64] bf16. kernel: takes what `attention.attend` does, which it is if None."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    (kernel or attention.attend)(
         q,
         cache,
         tensors.sinks,
@@ -96,18 +98,23 @@ def output(tensors: LayerTensors, attended: Tensor, residual: Tensor | None) -> 
 
 
 def route(
-    tensors: LayerTensors, x: Tensor, residual: Tensor | None, keep_logits: bool, total: Tensor | None = None
+    tensors: LayerTensors,
+    x: Tensor,
+    residual: Tensor | None,
+    keep_logits: bool,
+    total: Tensor | None = None,
+    kernel: Callable[..., None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(norm(x + residual) [T, C] bf16, ids [T, A] int32, weights [T, A] f32, logits [T, E] f32 if kept).
 
-    total: [T, C] bf16 that becomes x + residual.
+    total: [T, C] bf16 that becomes x + residual; kernel: takes what `dense.router` does, which it is if None.
     """
     tokens, routed = x.shape[0], tensors.router_weight.shape[0]
     normed = torch.empty_like(x)
     weights = x.new_empty((tokens, tensors.active), dtype=torch.float32)
     ids = x.new_empty((tokens, tensors.active), dtype=torch.int32)
     logits = x.new_empty((tokens, routed), dtype=torch.float32) if keep_logits else None
-    dense.router(
+    (kernel or dense.router)(
         x,
         residual,
         tensors.post_norm,

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from vllm_gptoss.kernels import around, attention, attention_many
+from vllm_gptoss.kernels import around, attention_many
 from vllm_gptoss.kernels.layer import LayerTensors, Requests
+from vllm_gptoss.model import chain
 from vllm_gptoss.spec import RMS_NORM_EPS
 
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor], None]
@@ -36,19 +37,10 @@ def layer(
     positions: [T] int64.
     """
     q, summed = project(tensors, cache, requests, positions, x, residual)
-    attended = torch.empty_like(q, memory_format=torch.contiguous_format)
-    attention_many.attend(
-        q,
-        cache,
-        tensors.sinks,
-        requests.block_table,
-        requests.seq_lens,
-        requests.query_start,
-        attended,
-        attention.HEAD**-0.5,
-        tensors.window,
-    )
-    normed, ids, weights, total = route(tensors, linear(attended, tensors.out_weight, tensors.out_bias), summed)
+    attended = chain.attend(tensors, cache, requests, q, attention_many.attend)
+    product = linear(attended, tensors.out_weight, tensors.out_bias)
+    total = torch.empty_like(product)
+    normed, ids, weights, _ = chain.route(tensors, product, summed, False, total, around.router)
     out = torch.empty_like(normed)
     experts(normed, ids, weights, out)
     return out, total
@@ -64,23 +56,3 @@ def project(
     qkv = linear(normed, tensors.qkv_weight, tensors.qkv_bias)
     around.rope(qkv, positions, tensors.cos_sin, requests.slots, cache)
     return qkv[:, : tensors.out_weight.shape[1]], x if summed is None else summed
-
-
-def route(tensors: LayerTensors, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(norm(x + residual) [T, C] bf16, ids [T, A] int32, weights [T, A] f32, x + residual [T, C] bf16)."""
-    normed, total = torch.empty_like(x), torch.empty_like(x)
-    weights = x.new_empty((x.shape[0], tensors.active), dtype=torch.float32)
-    ids = x.new_empty((x.shape[0], tensors.active), dtype=torch.int32)
-    around.router(
-        x,
-        residual,
-        tensors.post_norm,
-        tensors.router_weight,
-        tensors.router_bias,
-        normed,
-        weights,
-        ids,
-        RMS_NORM_EPS,
-        residual_out=total,
-    )
-    return normed, ids, weights, total
