@@ -57,7 +57,8 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
                 few.leave_many()
             return out
         out = aside.attempt("layers", self.layers_wish, lambda: few(*step))
-        self.few_tokens = few if out is not None else None
+        if out is None:
+            self.few_tokens = None
         return out
 
     def _few_for(self, tokens: int) -> FewTokens | None:
@@ -71,7 +72,8 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
                 self.few_tokens = None
                 return None
             self.is_prepared = True
-        return few if few.could_take(tokens) else None  # what is prepared may take less than was thought
+            return few if few.could_take(tokens) else None  # what is prepared may take less than was thought
+        return few
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Loads as upstream does; a missing, cut or wrongly shaped tensor is a `CheckpointError` with its name."""
