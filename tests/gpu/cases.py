@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vllm_gptoss import reference
 from vllm_gptoss.experts import mxfp4
+from vllm_gptoss.kernels import nvrtc
 from vllm_gptoss.kernels import step as steps
 from vllm_gptoss.kernels.experts import FewTokenExperts, Projection
 from vllm_gptoss.kernels.layer import LayerTensors, Requests
@@ -389,6 +390,35 @@ def layer_tensors(up: Weights, down: Weights, cos_sin: Tensor, *, window: int = 
         active=ACTIVE,
         experts=FewTokenExperts(up.projection, down.projection, ACTIVE, experts, alpha=ALPHA, limit=LIMIT),
     )
+
+
+def decoding(table: Tensor, lens: Tensor) -> tuple[Requests, Tensor]:
+    """Requests that decode one token each, with their blocks [R, *] and keys [R], int32; and positions [R]."""
+    count, positions = len(lens), (lens - 1).long()
+    slots = table[torch.arange(count, device=DEVICE), positions // BLOCK].long() * BLOCK + positions % BLOCK
+    starts = torch.arange(count + 1, device=DEVICE, dtype=torch.int32)
+    return Requests(table, lens, starts, slots), positions
+
+
+def alike_in_a_graph(run: Callable[[], tuple[Tensor, ...]], monkeypatch: Any) -> None:
+    """`run` in a graph, replayed, gives what its launches give one by one, to the bit."""
+
+    def one_by_one(self: nvrtc.Kernel, *arguments: Any, **options: Any) -> None:
+        launch(self, *arguments, **options)
+        torch.cuda.synchronize()
+
+    launch = nvrtc.Kernel.__call__
+    with monkeypatch.context() as patched:
+        patched.setattr(nvrtc.Kernel, "__call__", one_by_one)
+        wanted = [each.clone() for each in run()]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run()
+    for _ in range(20):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, got, wanted))
+        assert all(map(same, got, wanted))
 
 
 def request_of(keys: int, blocks: int, block: int = BLOCK) -> Requests:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from tests.gpu import cases
-from tests.gpu.cases import BLOCK, HEAD, PARALLEL, C, draw, poison, same
+from tests.gpu.cases import BLOCK, HEAD, PARALLEL, C, draw, poison
 from tests.gpu.marks import SM90
-from vllm_gptoss.kernels import around, nvrtc
+from vllm_gptoss.kernels import around
 from vllm_gptoss.kernels.experts_many import ManyTokenExperts
 from vllm_gptoss.kernels.layer import LayerTensors, Requests
 from vllm_gptoss.model import chain, chain_many
@@ -62,10 +60,7 @@ def a_step(tokens: int, layers: int) -> Step:
     cache = draw(tokens * blocks, 8, BLOCK, 128)
     table = torch.randperm(tokens * blocks, device="cuda").int().view(tokens, blocks)
     lens = torch.randint(1, 1000, (tokens,), device="cuda", dtype=torch.int32)
-    positions = (lens - 1).long()
-    slots = table[torch.arange(tokens, device="cuda"), positions // BLOCK].long() * BLOCK + positions % BLOCK
-    starts = torch.arange(tokens + 1, device="cuda", dtype=torch.int32)
-    return made, experts, draw(tokens, C), cache, Requests(table, lens, starts, slots), positions
+    return made, experts, draw(tokens, C), cache, *cases.decoding(table, lens)
 
 
 def test_a_layer_is_what_the_chain_of_few_tokens_makes_of_it() -> None:
@@ -92,21 +87,7 @@ def test_a_chain_in_a_graph_equals_the_same_calls_one_by_one(tokens: int, monkey
         assert residual is not None
         return hidden, residual
 
-    def one_by_one(self: nvrtc.Kernel, *arguments: Any, **options: Any) -> None:
-        launch(self, *arguments, **options)
-        torch.cuda.synchronize()
-
-    launch = nvrtc.Kernel.__call__
-    with monkeypatch.context() as patched:
-        patched.setattr(nvrtc.Kernel, "__call__", one_by_one)
-        wanted = [each.clone() for each in run()]
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = run()
-    for _ in range(20):
-        graph.replay()
-        torch.cuda.synchronize()
-        assert all(map(same, got, wanted))
+    cases.alike_in_a_graph(run, monkeypatch)
 
 
 def test_padding_writes_nothing_and_disturbs_nobody() -> None:

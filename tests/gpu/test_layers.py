@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,8 +9,7 @@ from torch import Tensor
 from tests.gpu import cases
 from tests.gpu.cases import BLOCK, HEAD, PARALLEL, C, draw, poison
 from tests.gpu.marks import SM90
-from vllm_gptoss.kernels import attention, dense, nvrtc
-from vllm_gptoss.kernels.layer import Requests
+from vllm_gptoss.kernels import attention, dense
 from vllm_gptoss.model import chain
 
 pytestmark = SM90
@@ -67,29 +64,12 @@ def test_a_chain_in_a_graph_equals_the_same_calls_one_by_one(monkeypatch: pytest
     cache = draw(256, 8, BLOCK, 128)
     table = torch.arange(256, device="cuda", dtype=torch.int32).view(tokens, 64)
     lens = torch.tensor([5, 700, 128, 1000], device="cuda", dtype=torch.int32)
-    starts = torch.arange(tokens + 1, device="cuda", dtype=torch.int32)
-    positions = (lens - 1).long()
-    slots = table[torch.arange(tokens, device="cuda"), positions // BLOCK].long() * BLOCK + positions % BLOCK
-    requests = Requests(table, lens, starts, slots)
+    requests, positions = cases.decoding(table, lens)
 
-    def run() -> Tensor:
+    def run() -> tuple[Tensor]:
         hidden, residual = x, None
         for layer in layers:
             hidden, residual = chain.layer(layer, cache, requests, positions, hidden, residual)
-        return hidden
+        return (hidden,)
 
-    def one_by_one(self: nvrtc.Kernel, *arguments: Any, **options: Any) -> None:
-        launch(self, *arguments, **options)
-        torch.cuda.synchronize()
-
-    launch = nvrtc.Kernel.__call__
-    with monkeypatch.context() as patched:
-        patched.setattr(nvrtc.Kernel, "__call__", one_by_one)
-        wanted = run().clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = run()
-    for _ in range(20):
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(got, wanted)
+    cases.alike_in_a_graph(run, monkeypatch)

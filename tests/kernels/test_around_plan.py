@@ -3,12 +3,10 @@ there is, arguments that differ between host and device, source that does not co
 
 from __future__ import annotations
 
-import ctypes
-import re
-
 import pytest
 
 from tests.kernels.cubins import compiled
+from tests.kernels.structs import declared
 from vllm_gptoss.kernels import around, nvrtc
 from vllm_gptoss.kernels.around import RoutePlan, plan, unsupported
 
@@ -40,17 +38,7 @@ STRUCTS = {"norm_many": around.NormArgs, "rope_many": around.RopeArgs, "route_ma
 
 @pytest.mark.parametrize("name", STRUCTS)
 def test_arguments_lie_on_the_host_as_on_the_device(name: str) -> None:
-    body = re.search(r"struct Args \{(.*?)\};", (around.CUDA / f"{name}.cu").read_text(), re.DOTALL)
-    assert body is not None
-    declared = []
-    for line in re.sub(r"//.*", "", body[1]).split(";"):
-        if not (line := " ".join(line.split())):
-            continue
-        kind = "pointer" if "*" in line else "long long" if "long long" in line else line.split()[0]
-        names = re.sub(r"^(const )?(bf16|void|float|int|long long)", "", line).replace("*", "").split(",")
-        declared += [(each.strip(), kind) for each in names]
-    kinds = {"pointer": ctypes.c_void_p, "long long": ctypes.c_longlong, "int": ctypes.c_int, "float": ctypes.c_float}
-    assert [(field, kinds[kind]) for field, kind in declared] == STRUCTS[name]._fields_
+    assert declared(around.CUDA / f"{name}.cu") == STRUCTS[name]._fields_
 
 
 @pytest.mark.parametrize("made", [plan(*shape) for shape in SHAPES], ids=str)

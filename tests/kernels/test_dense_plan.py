@@ -3,12 +3,10 @@ that differs between host and device, source that does not compile. That each ro
 
 from __future__ import annotations
 
-import ctypes
-import re
-
 import pytest
 
 from tests.kernels.cubins import compiled
+from tests.kernels.structs import declared
 from vllm_gptoss.kernels import attention, dense, nvrtc
 from vllm_gptoss.kernels.dense import DensePlan, Mode, plan
 
@@ -79,19 +77,7 @@ def test_shapes_without_a_plan_say_why() -> None:
 
 @pytest.mark.parametrize("module", [dense, attention], ids=["dense", "attention"])
 def test_arguments_lie_on_the_host_as_on_the_device(module: object) -> None:
-    source = module.SOURCE.read_text()  # type: ignore[attr-defined]
-    body = re.search(r"struct Args \{(.*?)\};", source, re.DOTALL)
-    assert body is not None
-    text = re.sub(r"//.*", "", body[1])
-    declared = []
-    for line in text.split(";"):
-        if not (line := " ".join(line.split())):
-            continue
-        kind = "pointer" if "*" in line else "long long" if "long long" in line else line.split()[0]
-        names = re.sub(r"^(const )?(bf16|void|float|int|long long)", "", line).replace("*", "").split(",")
-        declared += [(name.strip(), kind) for name in names]
-    kinds = {ctypes.c_void_p: "pointer", ctypes.c_longlong: "long long", ctypes.c_int: "int", ctypes.c_float: "float"}
-    assert declared == [(name, kinds[of]) for name, of in module.Args._fields_]  # type: ignore[attr-defined]
+    assert declared(module.SOURCE) == module.Args._fields_  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("mode", list(Mode), ids=lambda mode: mode.name)

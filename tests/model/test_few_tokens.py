@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.vllm_log import heard, lines
 from vllm_gptoss.choose import Deployment
 from vllm_gptoss.device import Device
 from vllm_gptoss.model import few_tokens, many_tokens
@@ -57,7 +56,7 @@ def test_many_tokens_are_taken_where_each_request_has_one(
 
 
 def test_what_cannot_be_compiled_leaves_the_few_tokens(
-    path: few_tokens.FewTokens, monkeypatch: pytest.MonkeyPatch
+    path: few_tokens.FewTokens, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Layers of few tokens keep their kernels, and one line says what is upstream's."""
 
@@ -66,26 +65,13 @@ def test_what_cannot_be_compiled_leaves_the_few_tokens(
 
     monkeypatch.setattr(many_tokens.nvrtc, "at_once", refuse)
     place: Any = SimpleNamespace(experts=SimpleNamespace(many=object()))
-    with heard_info() as lines:
+    with heard(caplog, logging.INFO) as said:
         assert many_tokens.prepared([place], path.deployment) == few_tokens.MAX_TOKENS
         place.experts.many = None
         assert many_tokens.prepared([place], path.deployment) == few_tokens.MAX_TOKENS
-    assert ["cannot be compiled: no" in lines[0], "no kernels of ours for the experts" in lines[1]] == [True, True]
-
-
-@contextlib.contextmanager
-def heard_info() -> Iterator[list[str]]:
-    """The plugin's lines, from INFO on."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("vllm.gptoss")
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    yield lines
-    logger.removeHandler(handler)
-    logger.setLevel(level)
+    compiled, missing = lines(said)
+    assert "cannot be compiled: no" in compiled
+    assert "no kernels of ours for the experts" in missing
 
 
 def a_place() -> Any:
