@@ -56,6 +56,8 @@ def test_an_expert_parallel_rank_sums_only_its_own(layer: Kernels, tokens: int) 
     out = cases.run_experts(ManyTokenExperts(mapped), x, ids.int(), weights)
     cases.experts_close(out, cases.experts_oracle(x, mapping[ids].long(), weights, up, down))
     assert not out[0].any()
+    none = cases.run_experts(ManyTokenExperts(mapped), x, torch.zeros_like(ids).int(), weights)
+    assert not none.any(), "a rank that has no token's expert"
 
 
 def test_a_graph_replays_on_new_inputs(layer: Kernels) -> None:

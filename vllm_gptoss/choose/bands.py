@@ -61,8 +61,8 @@ LARGE_PAIRS: Final = 64
 """Pairs for each routed expert from which on `kernels/experts_prefill.py` runs a larger step: any of the 20b, and of
 the 120b from 2,048 tokens on. It was timed with so many, of the 20b; with fewer `matmul_ogs` runs.
 """
-MANY_PAIRS: Final = 14
+MANY_PAIRS: Final = 8
 """Pairs (a token and one of its experts) for each routed expert, above which a step of more than
-`experts_plan.NARROW_TOKENS` tokens runs `kernels/experts_many.py`: more than 112 tokens of the 20b, and of
+`experts_plan.NARROW_TOKENS` tokens runs `kernels/experts_many.py`: more than 64 tokens of the 20b, and of
 the 120b all that `experts.py` does not take.
 """

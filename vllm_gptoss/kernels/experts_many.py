@@ -55,31 +55,27 @@ class Tuning:
         return self.groups * 4 * self.depth * self.chunk * (512 + 32)
 
 
-STREAMING = Tuning(groups=4, depth=2, chunk=5, columns=(24, 32, 64))
-STREAMING_LONG = Tuning(groups=4, depth=3, chunk=3, columns=(24, 32, 64))
-HOLDING = Tuning(groups=3, depth=2, chunk=3, columns=(32, 48, 64, 80, 96))
-"""Four groups stream the weights of few tokens an expert faster; three have the registers for 96 columns of products
-and the shared memory to hold 32 rows of activations. Stages of five tiles cost fewer instructions, but beside the
-lists of more than 128 tokens they leave no room for 24 rows. Each number of columns is a loop with registers of its
-own (docs/kernels/log.md): with more of them they spill."""
+STREAMING = Tuning(groups=4, depth=2, chunk=5, columns=(16, 24, 32, 64))
+HOLDING = Tuning(groups=3, depth=2, chunk=5, columns=(32, 48, 64, 80, 96))
+"""Four groups stream the weights of few tokens an expert faster; three have the registers for 96 columns of products.
+Each number of columns is a loop with registers of its own (docs/kernels/log.md)."""
 
-STREAMED_PAIRS = 16
-"""Pairs (a token and one of its experts) for each routed expert up to which four groups run: 128 tokens of the 20b, 512
-of the 120b. At 512 tokens of the 20b three take less (docs/kernels/log.md)."""
+STREAMED_PAIRS = 24
+"""Pairs (a token and one of its experts) for each routed expert up to which four groups run: 192 tokens of the 20b, all
+of the 120b. At 256 tokens of the 20b three take less (docs/kernels/log.md)."""
 
 
 def tunings_for(routed: int, active: int) -> dict[int, Tuning]:
     """By the most tokens that each is compiled for."""
     streamed = min(MAX_TOKENS, STREAMED_PAIRS * routed // active)
-    tunings = {streamed: STREAMING if streamed <= 128 else STREAMING_LONG}
-    return tunings | ({MAX_TOKENS: HOLDING} if streamed < MAX_TOKENS else {})
+    return {streamed: STREAMING} | ({MAX_TOKENS: HOLDING} if streamed < MAX_TOKENS else {})
 
 
 def meta_bytes(tuning: Tuning, most: int, active: int, experts: int) -> int:
-    """Of `Meta` in experts_many.cu, rounded up."""
+    """Of `Meta` in experts_many.cu at most, rounded up."""
     pairs, chunks = most * active, experts + most * active // max(tuning.columns)
-    lists = 26 * chunks + 2 * pairs + 5 * (most // 32 + 3) * active
-    return -(-(256 + 84 + 256 + tuning.groups * 32 + lists + 16) // 128) * 128
+    lists = 4 * chunks + 2 * pairs + 5 * (most // 32 + 3) * active
+    return -(-(16 * 16 + 20 * 32 + tuning.groups * 16 + 24 + 256 + lists + 16) // 128) * 128
 
 
 def x_bytes(tuning: Tuning, most: int, active: int, experts: int) -> int:
@@ -111,8 +107,8 @@ def _kernel(recipe: Recipe) -> nvrtc.Kernel:
 
 @functools.cache
 def counters(device: int) -> Tensor:
-    """Which chunks' activations are complete, all 0 between launches: as with `partial_sums`, two streams must not run
-    these kernels at the same time."""
+    """Which chunks' activations are complete, and which rounds of work are taken, all 0 between launches: as with
+    `partial_sums`, two streams must not run these kernels at the same time."""
     import torch
 
     return torch.zeros(2 * MAX_EXPERTS, dtype=torch.int32, device=f"cuda:{device}")

@@ -4,14 +4,16 @@
 //
 // An expert's tokens are a chunk of up to MOST, or several of equal size, and a chunk's products
 // run with the least N of a few that holds it. A unit of work is 64 weight rows over all of K for
-// one chunk, one warpgroup's. Every block finds the chunks from the routing itself and takes a
-// share of consecutive units of equal cost, of up and then of down.
+// one chunk, one warpgroup's, and a round is as many units of a chunk as a block has groups. All
+// rounds of up, then all of down, are numbered; a block takes the next number when it is free, so
+// that whoever is faster does more, and every block finds from the routing itself what a number
+// means.
 //
 // A warp streams its 16 rows through a ring that is private to each lane, as in experts.cu, and
 // decodes them into the A registers of wgmma, 32 columns while the 32 before are multiplied. The
-// ring reads on from up into down. Activations are staged by three more warps, a stage of CHUNK
-// tiles for all groups: as many stages as fit, and where all of K fits, an expert's are loaded
-// once. The last warp tells other blocks which of a chunk's activations of down are complete.
+// ring reads on from one round into the next. Activations are staged by three more warps, a stage
+// of CHUNK tiles for all groups, in a ring of SLOTS. The last warp tells other blocks which of a
+// chunk's activations of down are complete.
 //
 // Compile-time: TOKENS at most, KT_UP and KT_DOWN tiles of 64 columns (so 128 KT_DOWN and 64 KT_UP
 // weight rows), SKT_UP and SKT_DOWN column pairs of 32 in the scale storage, EXPERTS local experts,
@@ -34,7 +36,6 @@ constexpr int CONSUMERS = GROUPS * 4, STAGERS = 3, WARPS = CONSUMERS + STAGERS +
 // A thread's registers once the roles are known, out of those that all had at first (96 of 640
 // threads, 128 of 512).
 constexpr int MULTIPLYING = GROUPS == 4 ? 112 : 152, STAGING = GROUPS == 4 ? 32 : 56;
-constexpr int MAX_STAGES = 16;
 constexpr int most_of(int columns) { return columns > 1 ? 8 + most_of(columns / 2) : 0; }
 constexpr int MOST = most_of(COLUMNS);
 
@@ -46,11 +47,10 @@ template <bool IS_DOWN> struct Of {
   static constexpr int STAGES = (KT + CHUNK - 1) / CHUNK;  // of all of K
   static constexpr bool EVEN = KT % CHUNK == 0;
   static constexpr int NU = NROWS / 64, NT = NROWS / 16;  // units and row tiles of an expert
+  static constexpr int ROUNDS = (NU + GROUPS - 1) / GROUPS;
   static constexpr int QUAD_BYTES = KT * 128;
   static constexpr u64 EXPERT_BYTES = (u64)(NROWS / 4) * QUAD_BYTES;
   static constexpr u64 EXPERT_SCALE_BYTES = (u64)((NROWS + 255) / 256 * 8) * SKT * 64;
-  // Tokens whose activations fit.
-  static constexpr int FIT = X_BYTES / (KT * 128) / 8 * 8;
 };
 using Up = Of<false>;
 using Down = Of<true>;
@@ -62,18 +62,22 @@ constexpr int RING_STAGE =
     CHUNK * (512 + 32);  // of a warp: 16 bytes a lane and tile, then the scales
 constexpr int WARP_RING = DEPTH * RING_STAGE;
 constexpr int RING_BYTES = CONSUMERS * WARP_RING;
+// Activations: a tile of 64 columns of a chunk, a stage of them, and how many fit.
+constexpr int TILE_BYTES = MOST * 128, SLOT_BYTES = CHUNK * TILE_BYTES,
+              SLOTS = X_BYTES / SLOT_BYTES < 16 ? X_BYTES / SLOT_BYTES : 16;
+// Of the rounds that a block knows of: those that some of its warps are still at lie within.
+constexpr int KNOWN = 32;
 // Of the tokens that one of at least 32 blocks adds up.
 constexpr int SHARE_PICKS = (TOKENS / 32 + 3) * ACTIVE;
 
 struct Meta {
-  u64 full[MAX_STAGES], empty[MAX_STAGES];
-  u64 done[MAX_CHUNKS];        // of a part of up: all of its units' warps have
-  int before[MAX_CHUNKS + 1];  // cost of a unit summed over the chunks before
-  int sums[4], costs[4], first[2], last[2], total, chunks, parts;
+  u64 full[SLOTS], empty[SLOTS];
+  u64 known[KNOWN];     // a round is
+  u64 written[KNOWN];   // all of a round's activations of down are
+  u32 round[KNOWN];     // see round_of
+  int next[CONSUMERS];  // the round that a warp reads weights of
+  int sums[4], chunks, told;
   float weights[SHARE_PICKS];  // of the block's share of the outputs
-  int2 at[CONSUMERS];          // which part and unit a warp reads weights of
-  u32 part[2 * MAX_CHUNKS];    // see part_of
-  u8 begun[2 * MAX_CHUNKS];    // the block's units before a part, modulo GROUPS
   u16 pairs[MAX_PAIRS];        // those of expert 0, of expert 1, ...
   u16 start[MAX_CHUNKS];       // of a chunk in `pairs`
   u16 offset[128];             // of an expert
@@ -87,10 +91,14 @@ struct Routed {
   u16 seen[WARPS * EXPERTS];
   signed char ids[MAX_PAIRS];
 };
-static_assert(EXPERTS <= 128 && MAX_CHUNKS <= 256 && MAX_CHUNKS <= THREADS &&
-                  SHARE_PICKS <= THREADS && Up::NU < 2048 && Down::NU < 2048 && X_BYTES % 1024 == 0,
+static_assert(EXPERTS <= 128 && MAX_CHUNKS <= 255 && SHARE_PICKS <= THREADS && Up::NU < 2048 &&
+                  Down::NU < 2048 && X_BYTES % 1024 == 0,
     "shape");
-static_assert(sizeof(Routed) <= X_BYTES && 2 * MOST * CHUNK * 128 <= X_BYTES, "activations");
+static_assert(sizeof(Routed) <= X_BYTES, "routing");
+// A warp asks for the round after those that its ring holds. It is known once all before the last
+// of these are staged: without a slot for each stage in the ring that could wait for the warp
+// itself.
+static_assert(SLOTS >= DEPTH, "slots");
 
 // The N of wgmma for a chunk of `count` tokens.
 __device__ __forceinline__ int columns_of(int count) {
@@ -98,30 +106,6 @@ __device__ __forceinline__ int columns_of(int count) {
   while (!(COLUMNS >> n & 1)) n++;
   return n * 8;
 }
-// What a unit costs: for few tokens its weights and their decoding, for many its products.
-__device__ __forceinline__ int cost_of(int count) {
-  return count <= 24 ? 16 : 12 + columns_of(count) * 3 / 16;
-}
-// Chunks for which all of K fits are staged in the same places, so that the next one's rows come
-// while the last one's are still read.
-constexpr int FIT = Up::FIT < Down::FIT ? Up::FIT : Down::FIT;
-constexpr int LEAST = FIT < 8 ? 8 : FIT < MOST ? FIT : MOST;
-// One tile of activations of a chunk of `count` tokens in 16 bytes, as descriptors count. wgmma
-// reads N rows from where a tile begins: the columns that other bytes make are nobody's.
-__device__ __forceinline__ int tile_of(int count) { return (max(count, LEAST) + 7) / 8 * 64; }
-// Stages of activations that fit.
-template <class P> __device__ __forceinline__ int stages_of(int count) {
-  return min(min(P::STAGES, MAX_STAGES), X_BYTES / (tile_of(count) * 16 * CHUNK));
-}
-template <class P> __device__ __forceinline__ bool resident(int count) {
-  return P::STAGES <= MAX_STAGES && tile_of(count) * 16 * CHUNK * P::STAGES <= X_BYTES;
-}
-// The block's unit number `i` is group i % GROUPS's: the group's first at or after unit `a` of a
-// chunk, before which the block has `begun`.
-__device__ __forceinline__ int first_of(int a, int begun, int group) {
-  return a + (group + GROUPS - begun) % GROUPS;
-}
-
 // ids and weights of all pairs.
 __device__ __forceinline__ void read_routing(
     Routed& t, const u8* routing, const float* weights, const int* map, int tokens, int thread) {
@@ -146,88 +130,54 @@ __device__ __forceinline__ int share_token(int tokens) {
   return blockIdx.x * quads_each(tokens) / (Down::NROWS / 4);
 }
 
-// The chunks of each expert, in the order of experts. `places` and `costs` are this thread's
-// expert's pairs (with its chunks above bit 16) and costs, summed over the experts before.
+// The chunks of each expert, in the order of experts, by 128 threads with an expert's `count` each.
 __device__ __forceinline__ void list_chunks(Meta& m, int count, int thread) {
   const int warp = thread >> 5, lane = thread & 31;
   const int chunks = (count + MOST - 1) / MOST, size = chunks ? (count + chunks - 1) / chunks : 0;
-  const int cost = cost_of(size);
-  int places = count | chunks << 16, costs = cost * chunks;
+  int places = count | chunks << 16;
 #pragma unroll
   for (int d = 1; d < 32; d <<= 1) {
-    const int p = __shfl_up_sync(~0u, places, d), c = __shfl_up_sync(~0u, costs, d);
+    const int p = __shfl_up_sync(~0u, places, d);
     places += lane >= d ? p : 0;
-    costs += lane >= d ? c : 0;
   }
-  if (lane == 31) {
-    m.sums[warp] = places;
-    m.costs[warp] = costs;
-  }
+  if (lane == 31) m.sums[warp] = places;
   named_sync<3, 128>();
   places -= count | chunks << 16;
-  costs -= cost * chunks;
-  for (int w = 0; w < warp; w++) {
-    places += m.sums[w];
-    costs += m.costs[w];
-  }
+  for (int w = 0; w < warp; w++) places += m.sums[w];
   const int start = places & 0xFFFF, chunk = places >> 16;
   m.offset[thread] = start;
   for (int i = 0; i < chunks; i++) {
-    m.before[chunk + i] = costs + i * cost;
     m.start[chunk + i] = start + i * size;
     m.count[chunk + i] = min(size, count - i * size);
     m.expert[chunk + i] = thread;
   }
-  if (thread == 127) {
-    m.chunks = chunk + chunks;
-    m.total = m.before[chunk + chunks] = costs + cost * chunks;
-  }
+  if (thread == 127) m.chunks = chunk + chunks;
 }
 
-// Where the block's share of a projection's units begins and ends: units of chunk 0, of chunk 1,
-// ...
-template <class P> __device__ __forceinline__ void take_share(Meta& m, int thread) {
-  const int all = m.chunks, cost_of_all = m.total * P::NU;
-#pragma unroll
-  for (int end = 0; end < 2; end++) {
-    const int target = (u32)cost_of_all * (blockIdx.x + end) / gridDim.x;
-    int& at = end ? m.last[P::DOWN] : m.first[P::DOWN];
-    if (thread < all) {
-      const int cost = m.before[thread + 1] - m.before[thread];
-      const int in = target - m.before[thread] * P::NU;
-      if (in >= 0 && in < cost * P::NU) at = thread * P::NU + (u32)in / (u32)cost;
-    }
-    if (thread == 0 && target >= cost_of_all) at = all * P::NU;
-  }
-}
-
-// A part: units `a` up to `b` of a chunk, of one projection.
-struct Part {
-  int chunk, a, b;
+// A round: units from `unit` on of a chunk, of one projection.
+struct Round {
+  int chunk, unit;
   bool down;
 };
-__device__ __forceinline__ Part part_of(const Meta& m, int i) {
-  const u32 p = m.part[i];
-  return {(int)(p & 255), (int)(p >> 8 & 2047), (int)(p >> 19 & 2047), p >> 31 != 0};
+constexpr u32 NO_ROUND = ~0u;
+// What round number `i` is, or that there is none.
+__device__ __forceinline__ u32 round_of(int i, int chunks) {
+  if (i < chunks * Up::ROUNDS) return i / Up::ROUNDS | i % Up::ROUNDS * GROUPS << 8;
+  i -= chunks * Up::ROUNDS;
+  if (i < chunks * Down::ROUNDS)
+    return i / Down::ROUNDS | i % Down::ROUNDS * GROUPS << 8 | 1u << 31;
+  return NO_ROUND;
 }
-// The block's parts in the order in which everybody goes through them, by one thread.
-__device__ __forceinline__ void list_parts(Meta& m) {
-  int parts = 0, begun = 0;
-  for (int down = 0; down < 2; down++) {
-    const int nu = down ? Down::NU : Up::NU, first = m.first[down], last = m.last[down];
-    if (first < last)
-      for (int chunk = first / nu; chunk * nu < last; chunk++) {
-        const int a = max(first - chunk * nu, 0), b = min(last - chunk * nu, nu);
-        if (!down) bar_init(smem_u32(m.done + parts), 4 * SPEAKERS * (b - a));
-        m.part[parts] = chunk | a << 8 | b << 19 | (u32)down << 31;
-        m.begun[parts++] = begun;
-        begun = (begun + b - a) % GROUPS;
-      }
-  }
-  m.parts = parts;
+__device__ __forceinline__ Round as_round(u32 r) {
+  return {(int)(r & 255), (int)(r >> 8 & 2047), r >> 31 != 0};
+}
+// The block's round `i`, once it is known.
+__device__ __forceinline__ u32 await_round(const Meta& m, int i) {
+  bar_wait(smem_u32(m.known + i % KNOWN), i / KNOWN & 1);
+  return m.round[i % KNOWN];
 }
 
-// Chunks, the pairs of each, and this block's parts.
+// Chunks, and the pairs of each.
 __device__ __forceinline__ void find_work(Meta& m, Routed& t, int tokens, int thread) {
   const int warp = thread >> 5, lane = thread & 31, pairs = tokens * ACTIVE;
   const int each = (pairs + WARPS * 32 - 1) / (WARPS * 32) * 32;
@@ -249,10 +199,6 @@ __device__ __forceinline__ void find_work(Meta& m, Routed& t, int tokens, int th
     if (p * 32 < each && i < pairs && t.ids[i] >= 0)
       m.pairs[m.offset[t.ids[i]] + t.seen[warp * EXPERTS + t.ids[i]] + ranks[p]] = i;
   }
-  take_share<Up>(m, thread);
-  take_share<Down>(m, thread);
-  __syncthreads();
-  if (thread == 0) list_parts(m);
   __syncthreads();
 }
 
@@ -271,53 +217,43 @@ struct Weights {
 struct Sources {
   Weights up, down;
 };
-// Where a warp reads weights: stage after stage of unit after unit of its group. Where activations
-// do not fit, every other round of a chunk goes through K backwards: what is staged last is read
-// first.
+// Where a warp reads weights: stage after stage of a unit of every round.
 struct Feed {
   const u8 *values, *scales;
-  int left, step;  // tiles of the unit, stages at once
+  int left;  // tiles of the unit
 };
 
 // Asks L2 for the unit's bias, which nobody reads before its end.
 template <class P>
 __device__ __forceinline__ void point(
-    Feed& f, const Meta& m, const Weights& w, const Part& p, int unit, int warp, int lane) {
-  const int tile = row_tile(unit * 4 + warp, P::NT), expert = m.expert[p.chunk];
+    Feed& f, const Weights& w, int expert, int unit, int warp, int lane) {
+  const int tile = row_tile(unit * 4 + warp, P::NT);
   if (lane == 0)
     asm volatile("prefetch.global.L2 [%0];" ::"l"(w.bias + (u64)expert * P::NROWS + tile * 16));
-  const bool back = P::EVEN && (unit - p.a) / GROUPS % 2 && !resident<P>(m.count[p.chunk]);
   f.left = P::KT;
-  f.step = back ? -1 : 1;
   f.values = w.values + expert * P::EXPERT_BYTES + (u64)(tile * 4 + (lane >> 3)) * P::QUAD_BYTES +
-             ((lane >> 2) & 1) * 64 + (lane & 3) * 16 + (back ? (P::STAGES - 1) * CHUNK * 128 : 0);
+             ((lane >> 2) & 1) * 64 + (lane & 3) * 16;
   f.scales = w.scales + expert * P::EXPERT_SCALE_BYTES +
              (u64)(((tile >> 4) * 8 + (tile & 7)) * P::SKT + (lane >> 1)) * 64 +
-             ((tile >> 3) & 1) * 32 + (lane & 1) * 16 + (back ? (P::STAGES - 1) * CHUNK * 64 : 0);
+             ((tile >> 3) & 1) * 32 + (lane & 1) * 16;
 }
 
-// Goes to the group's next unit.
+// Goes to the block's next round, whose last one of a chunk has no unit for some groups.
 __device__ __forceinline__ void seek(Feed& f, Meta& m, const Sources& from) {
-  const int warp = thread_now() >> 5, lane = thread_now() & 31;
-  int2 at = m.at[warp];
+  const int warp = thread_now() >> 5, lane = thread_now() & 31, next = m.next[warp];
+  const u32 found = await_round(m, next);
   __syncwarp();
-  Part p;
+  if (lane == 0) m.next[warp] = next + 1;
+  __syncwarp();
   f.left = 0;
-  at.y += GROUPS;
-  for (;; at.x++) {
-    if (at.x >= m.parts) break;
-    p = part_of(m, at.x);
-    if (at.y < 0) at.y = first_of(p.a, m.begun[at.x], warp >> 2);
-    if (at.y < p.b) break;
-    at.y = -1;
-  }
-  if (lane == 0) m.at[warp] = at;
-  __syncwarp();
-  if (at.x >= m.parts) return;
-  if (p.down)
-    point<Down>(f, m, from.down, p, at.y, warp & 3, lane);
+  const Round r = as_round(found);
+  const int unit = r.unit + (warp >> 2);
+  if (found == NO_ROUND || unit >= (r.down ? Down::NU : Up::NU)) return;
+  const int expert = m.expert[r.chunk];
+  if (r.down)
+    point<Down>(f, from.down, expert, unit, warp & 3, lane);
   else
-    point<Up>(f, m, from.up, p, at.y, warp & 3, lane);
+    point<Up>(f, from.up, expert, unit, warp & 3, lane);
 }
 
 // Starts the loads of one stage of the ring. Always commits, so that all lanes count the same
@@ -329,23 +265,25 @@ __device__ __forceinline__ void fetch(Feed& f, Meta& m, const Sources& from, u32
 #pragma unroll
     for (int k = 0; k < CHUNK; k++)
       if (BOTH_EVEN || k < tiles) cp16_once(ring + k * 512, f.values + k * 128);
-    f.values += f.step * (CHUNK * 128);
-    f.scales += f.step * (CHUNK * 64);
+    f.values += CHUNK * 128;
+    f.scales += CHUNK * 64;
     f.left -= CHUNK;
     if (f.left <= 0) seek(f, m, from);
   }
   cp_commit();
 }
 
-// What a consuming warp keeps through all units.
+// What a consuming warp keeps through all rounds.
 struct Warp {
   int lane;
   u32 ring, scales, slot;  // this lane's values and scales in stage 0, bytes to the stage now
                            // worked on
   u32 x;                   // shared memory: the activations, and behind them the barriers
-  u32 fulls;               // parity to wait for, a bit for each stage of activations
+  int at;                  // slot of the activations' next stage
+  u32 fulls;               // parity to wait for, a bit for each slot
   u32 two_7;
 };
+__device__ __forceinline__ int next_slot(int at) { return at == SLOTS - 1 ? 0 : at + 1; }
 
 // No proxy fence: what cp.async wrote and an mbarrier announced, wgmma reads.
 __device__ __forceinline__ void await_stage(Warp& w, int s) {
@@ -353,47 +291,42 @@ __device__ __forceinline__ void await_stage(Warp& w, int s) {
   w.fulls ^= 1u << s;
 }
 __device__ __forceinline__ void release(const Warp& w, int s) {
-  bar_arrive_warp(w.x + X_BYTES + 8 * (MAX_STAGES + s), w.lane);
+  bar_arrive_warp(w.x + X_BYTES + 8 * (SLOTS + s), w.lane);
 }
 
-// How a unit goes through its chunk's activations, the same code for both projections: ptxas gives
-// each loop with wgmma registers of its own, and more loops than these do not fit.
-struct Way {
-  int tile, stages;     // tiles of `tile` x 16 bytes, and stages that fit beside one another
-  int waits, releases;  // from which turn on stages are waited for, before which released
-  int turns, tiles;     // stages and tiles of all of K
-  bool back;
-  __device__ __forceinline__ int first() const { return back ? (turns - 1) % stages : 0; }
-  __device__ __forceinline__ int next(int at) const {
-    return back ? (at == 0 ? stages - 1 : at - 1) : (at == stages - 1 ? 0 : at + 1);
+// The first DEPTH stages of weights of the next round.
+__device__ __forceinline__ void begin(const Warp& w, Feed& f, Meta& m, const Sources& from) {
+  seek(f, m, from);
+  u32 slot = w.slot;
+  for (int s = 0; s < DEPTH; s++) {
+    fetch(f, m, from, w.ring + slot, w.lane);
+    slot = slot == (DEPTH - 1) * RING_STAGE ? 0 : slot + RING_STAGE;
   }
-};
+}
 
-// The 64 rows x N products of one unit, times 2^-64.
+// The 64 rows x N products of one unit over `kt` tiles of K, times 2^-64.
 template <int N>
 __device__ __forceinline__ void multiply(
-    float (&c)[N / 2], Warp& w, Feed& f, Meta& m, const Sources& from, const Way& x) {
+    float (&c)[N / 2], Warp& w, Feed& f, Meta& m, const Sources& from, int kt) {
 #pragma unroll
   for (int i = 0; i < N / 2; i++) c[i] = 0.f;
   u32 a[2][8];
-  int at = x.first(), before = -1;
-  // Of one lane, so that the compiler knows it for the same in all and keeps it in a uniform
-  // register.
-  const u32 tile = __shfl_sync(~0u, x.tile, 0);
+  int before = -1;
 #pragma unroll 1
-  for (int turn = 0; turn < x.turns; turn++) {
-    const int tiles = BOTH_EVEN ? CHUNK : min(CHUNK, x.tiles - turn * CHUNK);
+  for (; kt > 0; kt -= CHUNK) {
     cp_wait<DEPTH - 1>();
     __syncwarp();
-    if (turn >= x.waits) await_stage(w, at);
-    const u32 b = __shfl_sync(~0u, b_descriptor(w.x + at * (x.tile * 16 * CHUNK)), 0);
+    await_stage(w, w.at);
+    // Of one lane, so that the compiler knows it for the same in all and keeps it in a uniform
+    // register.
+    const u32 b = __shfl_sync(~0u, b_descriptor(w.x + w.at * SLOT_BYTES), 0);
     const u32 ring = w.ring + w.slot, scale = w.scales + w.slot;
 #pragma unroll
     for (int k = 0; k < CHUNK; k++) {
-      if (BOTH_EVEN || k < tiles) {
+      if (BOTH_EVEN || k < kt) {
         const uint4 v = lds16(ring + k * 512);
         const u32 s4 = lds4(scale + k * 32);
-        const u64 d = whole_descriptor(b + k * tile);
+        const u64 d = whole_descriptor(b + k * (TILE_BYTES / 16));
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           scaled(a[half], half ? v.z : v.x, half ? v.w : v.y,
@@ -410,11 +343,11 @@ __device__ __forceinline__ void multiply(
     __syncwarp();
     fetch(f, m, from, ring, w.lane);
     w.slot = w.slot == (DEPTH - 1) * RING_STAGE ? 0 : w.slot + RING_STAGE;
-    before = turn < x.releases ? at : -1;
-    at = x.next(at);
+    before = w.at;
+    w.at = next_slot(w.at);
   }
   wgmma_wait<0>();
-  if (before >= 0) release(w, before);
+  release(w, before);
 }
 
 struct Outputs {
@@ -468,68 +401,49 @@ __device__ __forceinline__ void finish_down(float (&c)[HALF], const u16* pairs, 
   }
 }
 
-// The unit of round `round` of part `i`.
+// The group's unit of the block's round `i`.
 template <class P, int HALF>
-__device__ __forceinline__ void finish(float (&c)[HALF], Meta& m, const float* all_bias,
-    const Outputs& to, const Part& p, int i, int round) {
-  const int warp = thread_now() >> 5, lane = thread_now() & 31, count = m.count[p.chunk];
-  const int unit = first_of(p.a, m.begun[i], warp >> 2) + round * GROUPS;
-  const int tile = row_tile(unit * 4 + (warp & 3), P::NT), g = lane >> 2;
-  const float* bias = all_bias + (u64)m.expert[p.chunk] * P::NROWS + tile * 16 + g;
+__device__ __forceinline__ void finish(
+    float (&c)[HALF], const Meta& m, const float* all_bias, const Outputs& to, const Round& r) {
+  const int warp = thread_now() >> 5, lane = thread_now() & 31, count = m.count[r.chunk];
+  const int tile = row_tile((r.unit + (warp >> 2)) * 4 + (warp & 3), P::NT), g = lane >> 2;
+  const float* bias = all_bias + (u64)m.expert[r.chunk] * P::NROWS + tile * 16 + g;
   const float bias0 = __ldg(bias), bias8 = __ldg(bias + 8);
-  const u16* pairs = m.pairs + m.start[p.chunk];
-  if constexpr (P::DOWN) {
+  const u16* pairs = m.pairs + m.start[r.chunk];
+  if constexpr (P::DOWN)
     finish_down(c, pairs, count, bias0, bias8, to, tile * 16 + g, lane);
-  } else {
+  else
     finish_up(c, pairs, count, bias0, bias8, to, tile, lane);
-    __syncwarp();
-    bar_arrive_warp(smem_u32(m.done + i), lane);
-  }
 }
 
-// The group's way through round `round` of a part, and its unit there, `p.b` or more where it has
-// none.
-template <class P>
-__device__ __forceinline__ int way_of(Way& x, const Meta& m, const Part& p, int begun, int round) {
-  const int base = p.a + round * GROUPS, count = m.count[p.chunk];
-  const int unit = first_of(base, begun, thread_now() >> 7), stages = stages_of<P>(count);
-  const bool fits = stages == P::STAGES, reloaded = !P::EVEN && !fits;
-  const bool opens = reloaded || round == 0,
-             closes = reloaded || (fits ? unit : base) + GROUPS >= p.b;
-  x = {tile_of(count), stages, opens ? 0 : stages, closes ? P::STAGES : P::STAGES - stages,
-      P::STAGES, P::KT, P::EVEN && !fits && round % 2};
-  if (unit >= p.b && fits && round) x.turns = 0;
-  return unit;
-}
-
-// Part `i` of the block's work. Rounds of one unit for each group: all take part in every stage of
-// activations, unless all of K fits, when a group goes at its own pace.
+// The block's round `i`. The code for both projections is the same: ptxas gives each loop with
+// wgmma registers of its own, and more loops than these do not fit.
 template <int N>
-__device__ __forceinline__ void run_part(
+__device__ __forceinline__ void run_round(
     Warp& w, Feed& f, Meta& m, const Sources& from, const Outputs& to, int i) {
-#pragma unroll 1
-  for (int round = 0;; round++) {
-    Part p = part_of(m, i);
-    if (p.a + round * GROUPS >= p.b) break;
-    Way x;
-    const int unit =
-        p.down ? way_of<Down>(x, m, p, m.begun[i], round) : way_of<Up>(x, m, p, m.begun[i], round);
-    if (unit < p.b) {
-      float c[N / 2];
-      multiply<N>(c, w, f, m, from, x);
-      p = part_of(m, i);
-      if (p.down)
-        finish<Down>(c, m, from.down.bias, to, p, i, round);
-      else
-        finish<Up>(c, m, from.up.bias, to, p, i, round);
-    } else {
-      int at = x.first();
-      for (int turn = 0; turn < x.turns; turn++) {
-        if (turn >= x.waits) await_stage(w, at);
-        if (turn < x.releases) release(w, at);
-        at = x.next(at);
-      }
+  Round r = as_round(m.round[i % KNOWN]);
+  const int kt = r.down ? Down::KT : Up::KT;
+  if (r.unit + (thread_now() >> 7) < (r.down ? Down::NU : Up::NU)) {
+    float c[N / 2];
+    multiply<N>(c, w, f, m, from, kt);
+    r = as_round(m.round[i % KNOWN]);
+    if (r.down)
+      finish<Down>(c, m, from.down.bias, to, r);
+    else
+      finish<Up>(c, m, from.up.bias, to, r);
+  } else {
+    // Its ring has run dry: the round after is not known before this one is staged, which waits for
+    // the group to have read the last.
+    begin(w, f, m, from);
+    for (int left = kt; left > 0; left -= CHUNK) {
+      await_stage(w, w.at);
+      release(w, w.at);
+      w.at = next_slot(w.at);
     }
+  }
+  if (!r.down) {
+    __syncwarp();
+    bar_arrive_warp(smem_u32(m.written + i % KNOWN), w.lane);
   }
 }
 
@@ -539,89 +453,84 @@ __device__ __forceinline__ void work(
     Meta& m, const u8* smem, u32 ring, const Sources& from, const Outputs& to, u32 two_7) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   Warp w = {lane, ring + warp * WARP_RING + lane * 16,
-      ring + warp * WARP_RING + CHUNK * 512 + (lane >> 2) * 4, 0, smem_u32(smem), 0, two_7};
+      ring + warp * WARP_RING + CHUNK * 512 + (lane >> 2) * 4, 0, smem_u32(smem), 0, 0, two_7};
   Feed f;
-  if (lane == 0) m.at[warp] = make_int2(0, -1 - GROUPS);
+  if (lane == 0) m.next[warp] = 0;
   __syncwarp();
-  seek(f, m, from);
-  for (int s = 0; s < DEPTH; s++) fetch(f, m, from, w.ring + s * RING_STAGE, lane);
+  begin(w, f, m, from);
 #pragma unroll 1
-  for (int i = 0; i < m.parts; i++) {
-    switch (columns_of(m.count[part_of(m, i).chunk])) {
-#define CASE(N)                                                            \
-  case N:                                                                  \
-    if constexpr (COLUMNS >> N / 8 & 1) run_part<N>(w, f, m, from, to, i); \
+  for (int i = 0;; i++) {
+    const u32 r = await_round(m, i);
+    if (r == NO_ROUND) break;
+    switch (columns_of(m.count[as_round(r).chunk])) {
+#define CASE(N)                                                             \
+  case N:                                                                   \
+    if constexpr (COLUMNS >> N / 8 & 1) run_round<N>(w, f, m, from, to, i); \
     break;
-      CASE(24) CASE(32) CASE(48) CASE(64) CASE(80) CASE(96)
+      CASE(16) CASE(24) CASE(32) CASE(48) CASE(64) CASE(80) CASE(96)
     }
   }
 }
 
-// Of the warps that stage activations: which stages hold some, the parity to wait for until they
-// have been read, and the groups of 8 rows in a tile.
+// Of the warps that stage activations: which slots hold some, and the parity to wait for until they
+// have been read.
 struct Fill {
+  int at;
   u32 filled, parity;
-  int n;
 };
-__device__ __forceinline__ void await_read(Fill& s, u32 empty, int at) {
-  bar_wait(empty + 8 * at, s.parity >> at & 1);
-  s.parity ^= 1u << at;
-}
 
 // A chunk's activations of x[pair / PICKS].
 template <class P, int PICKS>
-__device__ __forceinline__ void stage_part(
-    Fill& s, const Meta& m, u32 x_at, const u8* __restrict__ x, const Part& p, int thread) {
-  const int count = m.count[p.chunk], n = tile_of(count) / 8, bytes = n * CHUNK * 128,
-            fit = stages_of<P>(count);
+__device__ __forceinline__ void stage_round(
+    Fill& s, const Meta& m, u32 x_at, const u8* __restrict__ x, int chunk, int thread) {
+  const int count = m.count[chunk];
   const u32 full = smem_u32(m.full), empty = smem_u32(m.empty);
-  if (n != s.n)  // the stages of another size lie elsewhere
-    for (; s.filled; s.filled &= s.filled - 1) await_read(s, empty, __ffs(s.filled) - 1);
-  s.n = n;
   const int row = thread >> 3, piece = thread & 7;
   constexpr int ROWS = STAGERS * 4, EACH = (MOST + ROWS - 1) / ROWS;
   u32 from[EACH];
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
     const int r = row + i * ROWS;
-    from[i] = (r < count ? m.pairs[m.start[p.chunk] + r] / PICKS * P::QUAD_BYTES : 0) + piece * 16;
+    from[i] = (r < count ? m.pairs[m.start[chunk] + r] / PICKS * P::QUAD_BYTES : 0) + piece * 16;
   }
   const u32 to_row = x_at + row * 128 + ((piece ^ (row & 7)) << 4);
-  const int rounds = fit == P::STAGES ? 1 : (p.b - p.a + GROUPS - 1) / GROUPS;
 #pragma unroll 1
-  for (int i = 0; i < rounds; i++) {
-#pragma unroll 1
-    for (int turn = P::EVEN && i ? fit : 0; turn < P::STAGES; turn++) {
-      const int stage = P::EVEN && i % 2 ? P::STAGES - 1 - turn : turn, at = stage % fit;
-      if (s.filled >> at & 1) await_read(s, empty, at);
-      s.filled |= 1u << at;
-      const u32 to = to_row + at * bytes;
-      const u8* source = x + stage * (CHUNK * 128);
-#pragma unroll
-      for (int r = 0; r < EACH; r++)
-        if (row + r * ROWS < count)
-#pragma unroll
-          for (int k = 0; k < CHUNK; k++)
-            if (P::EVEN || stage * CHUNK + k < P::KT)
-              cp16((to + r * (ROWS * 128) ^ (r * ROWS & 4) << 4) + k * n * 128,
-                  source + from[r] + k * 128);
-      cp_arrive(full + 8 * at);
+  for (int stage = 0; stage < P::STAGES; stage++) {
+    if (s.filled >> s.at & 1) {
+      bar_wait(empty + 8 * s.at, s.parity >> s.at & 1);
+      s.parity ^= 1u << s.at;
     }
+    s.filled |= 1u << s.at;
+    const u32 to = to_row + s.at * SLOT_BYTES;
+    const u8* source = x + stage * (CHUNK * 128);
+#pragma unroll
+    for (int r = 0; r < EACH; r++)
+      if (row + r * ROWS < count)
+#pragma unroll
+        for (int k = 0; k < CHUNK; k++)
+          if (P::EVEN || stage * CHUNK + k < P::KT)
+            cp16((to + r * (ROWS * 128) ^ (r * ROWS & 4) << 4) + k * TILE_BYTES,
+                source + from[r] + k * 128);
+    cp_arrive(full + 8 * s.at);
+    s.at = next_slot(s.at);
   }
 }
 
-// Counts a part of up for its chunk once its activations are written. By a warp without loads on
+// Counts a round of up for its chunk once its activations are written. By a warp without loads on
 // their way: a fence waits for them.
 __device__ __forceinline__ void tell(Meta& m, u32* ready) {
-  for (int i = 0; i < m.parts; i++) {
-    const Part p = part_of(m, i);
-    if (p.down) break;
-    bar_wait(smem_u32(m.done + i), 0);
+  for (int i = 0;; i++) {
+    const u32 found = await_round(m, i);
+    const Round r = as_round(found);
+    if (found == NO_ROUND || r.down) break;
+    bar_wait(smem_u32(m.written + i % KNOWN), i / KNOWN & 1);
     asm volatile(
-        "fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(ready + p.chunk),
-        "r"(p.b - p.a)
+        "fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(ready + r.chunk),
+        "r"(min(GROUPS, Up::NU - r.unit))
         : "memory");
+    *(volatile int*)&m.told = i + 1;
   }
+  *(volatile int*)&m.told = 1 << 30;
 }
 // Until all of up is there for a chunk. Readers count on, and the last sets the counter back.
 __device__ __forceinline__ void await_chunk(u32* ready, int units) {
@@ -631,18 +540,47 @@ __device__ __forceinline__ void await_chunk(u32* ready, int units) {
   } while (seen < Up::NU);
   if (atomicAdd(ready, units) + units == Up::NU + Down::NU) *ready = 0;
 }
+
+// The numbers of the block's rounds, by one thread: its own first, then what the counter `taken`
+// says. A number is asked for while the round before is staged.
+struct Numbers {
+  u32* taken;
+  int rounds, next;
+  __device__ __forceinline__ void ask() { next = atomicAdd(taken, 1) + gridDim.x; }
+  // Says what the block's round `i` is, and asks for another. Every block asks once in vain, and
+  // the last to do so sets the counter back.
+  __device__ __forceinline__ void say(Meta& m, int i) {
+    const u32 r = round_of(next, m.chunks);
+    while (*(volatile int*)&m.told <= i - KNOWN);  // until then a round keeps its place
+    m.round[i % KNOWN] = r;
+    bar_arrive(smem_u32(m.known + i % KNOWN));
+    if (r != NO_ROUND)
+      ask();
+    else if (next == max(rounds, (int)gridDim.x) + gridDim.x - 1)
+      *taken = 0;
+  }
+};
+
 __device__ __forceinline__ void stage(
-    const Meta& m, u32 x_at, const u8* __restrict__ x, const u8* act, u32* ready, int thread) {
+    Meta& m, u32 x_at, const u8* __restrict__ x, const u8* act, u32* ready, int thread) {
   Fill s = {0, 0, 0};
+  Numbers numbers = {ready + MAX_CHUNKS, m.chunks * (Up::ROUNDS + Down::ROUNDS), (int)blockIdx.x};
+  if (thread == 0) {
+    if (numbers.next >= numbers.rounds) numbers.ask();
+    numbers.say(m, 0);
+  }
 #pragma unroll 1
-  for (int i = 0; i < m.parts; i++) {
-    const Part p = part_of(m, i);
-    if (p.down) {
-      if (thread == 0) await_chunk(ready + p.chunk, p.b - p.a);
+  for (int i = 0;; i++) {
+    const u32 found = await_round(m, i);
+    if (found == NO_ROUND) break;
+    if (thread == 0) numbers.say(m, i + 1);
+    const Round r = as_round(found);
+    if (r.down) {
+      if (thread == 0) await_chunk(ready + r.chunk, min(GROUPS, Down::NU - r.unit));
       named_sync<1, STAGERS * 32>();
-      stage_part<Down, 1>(s, m, x_at, act, p, thread);
+      stage_round<Down, 1>(s, m, x_at, act, r.chunk, thread);
     } else {
-      stage_part<Up, ACTIVE>(s, m, x_at, x, p, thread);
+      stage_round<Up, ACTIVE>(s, m, x_at, x, r.chunk, thread);
     }
   }
 }
@@ -707,12 +645,13 @@ __device__ __forceinline__ void combine_share(
 // Asks L2 for what this warp's ring takes first, if all experts have tokens, as they will: the
 // routing comes later.
 __device__ __forceinline__ void foresee(const u8* values, int tokens, int thread) {
-  const int lane = thread & 31,
-            unit = (int)((u64)EXPERTS * Up::NU * blockIdx.x / gridDim.x) + (thread >> 7);
-  if (tokens * ACTIVE < 8 * EXPERTS || thread >= CONSUMERS * 32 || unit >= EXPERTS * Up::NU) return;
-  const u8* from =
-      values + unit / Up::NU * Up::EXPERT_BYTES +
-      (u64)row_tile(unit % Up::NU * 4 + (thread >> 5 & 3), Up::NT) * 4 * Up::QUAD_BYTES;
+  const int lane = thread & 31, expert = blockIdx.x / Up::ROUNDS,
+            unit = blockIdx.x % Up::ROUNDS * GROUPS + (thread >> 7);
+  if (tokens * ACTIVE < 8 * EXPERTS || thread >= CONSUMERS * 32 || expert >= EXPERTS ||
+      unit >= Up::NU)
+    return;
+  const u8* from = values + expert * Up::EXPERT_BYTES +
+                   (u64)row_tile(unit * 4 + (thread >> 5 & 3), Up::NT) * 4 * Up::QUAD_BYTES;
   constexpr int LINES = DEPTH * CHUNK < KT_UP ? DEPTH * CHUNK : KT_UP;
   for (int i = lane; i < 4 * LINES; i += 32)
     asm volatile(
@@ -720,9 +659,9 @@ __device__ __forceinline__ void foresee(const u8* values, int tokens, int thread
 }
 
 // out[token] = sum over its choices of weight x (w2[expert] swiglu(w13[expert] x[token] + b13) +
-// b2[expert]). `act` [pairs, I] is between the two; `ready` [chunks] and `parts` are as they were
-// when the launch ends. Blocks exchange activations and partial sums and wait for one another, so
-// all of the grid must fit on the GPU at once: one block per multiprocessor.
+// b2[expert]). `act` [pairs, I] is between the two; `ready` [chunks + 1] and `parts` are as they
+// were when the launch ends. Blocks exchange activations and partial sums and wait for one another,
+// so all of the grid must fit on the GPU at once: one block per multiprocessor.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_both(const u8* __restrict__ up,
     const u8* __restrict__ up_scales, const float* __restrict__ up_bias,
     const u8* __restrict__ down, const u8* __restrict__ down_scales,
@@ -732,10 +671,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_both(const u8* 
   extern __shared__ __align__(1024) u8 smem[];
   Meta& m = *reinterpret_cast<Meta*>(smem + X_BYTES);
   const int thread = threadIdx.x, lane = thread & 31;
-  if (thread < MAX_STAGES) {
+  if (thread < SLOTS) {
     bar_init(smem_u32(m.full + thread), STAGERS * 32);
     bar_init(smem_u32(m.empty + thread), CONSUMERS * SPEAKERS);
   }
+  if (thread < KNOWN) {
+    bar_init(smem_u32(m.known + thread), 1);
+    bar_init(smem_u32(m.written + thread), CONSUMERS * SPEAKERS);
+  }
+  if (thread == 0) m.told = 0;
   foresee(up, tokens, thread);
   pdl_wait();
   pdl_launch();

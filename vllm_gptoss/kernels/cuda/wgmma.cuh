@@ -33,6 +33,17 @@ template <int COUNT, bool MORE> __device__ __forceinline__ void registers() {
 }
 
 template <int N> struct Wgmma;
+template <> struct Wgmma<16> {
+  static __device__ __forceinline__ void run(float (&c)[8], const u32* a, u64 b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7"
+        "}, {%8,%9,%10,%11}, %12, 1, 1, 1, 0;"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]),
+        "+f"(c[7])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  }
+};
 template <> struct Wgmma<24> {
   static __device__ __forceinline__ void run(float (&c)[12], const u32* a, u64 b) {
     asm volatile(
