@@ -75,7 +75,7 @@ def meta_bytes(tuning: Tuning, most: int, active: int, experts: int) -> int:
     """Of `Meta` in experts_many.cu at most, rounded up."""
     pairs, chunks = most * active, experts + most * active // max(tuning.columns)
     lists = 4 * chunks + 2 * pairs + 5 * (most // 32 + 3) * active
-    return -(-(16 * 16 + 20 * 32 + tuning.groups * 16 + 24 + 256 + lists + 16) // 128) * 128
+    return -(-(16 * 16 + 28 * 32 + tuning.groups * 16 + 24 + 256 + lists + 16) // 128) * 128
 
 
 def x_bytes(tuning: Tuning, most: int, active: int, experts: int) -> int:

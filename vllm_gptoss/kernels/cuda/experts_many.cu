@@ -74,9 +74,10 @@ struct Meta {
   u64 full[SLOTS], empty[SLOTS];
   u64 known[KNOWN];     // a round is
   u64 written[KNOWN];   // all of a round's activations of down are
+  u64 told[KNOWN];      // other blocks are, so that another round may have its place
   u32 round[KNOWN];     // see round_of
   int next[CONSUMERS];  // the round that a warp reads weights of
-  int sums[4], chunks, told;
+  int sums[4], chunks;
   float weights[SHARE_PICKS];  // of the block's share of the outputs
   u16 pairs[MAX_PAIRS];        // those of expert 0, of expert 1, ...
   u16 start[MAX_CHUNKS];       // of a chunk in `pairs`
@@ -516,21 +517,22 @@ __device__ __forceinline__ void stage_round(
   }
 }
 
-// Counts a round of up for its chunk once its activations are written. By a warp without loads on
-// their way: a fence waits for them.
+// Counts a round of up for its chunk once its activations are written. By a thread of a warp
+// without loads on their way: a fence waits for them.
 __device__ __forceinline__ void tell(Meta& m, u32* ready) {
   for (int i = 0;; i++) {
     const u32 found = await_round(m, i);
+    if (found == NO_ROUND) break;
     const Round r = as_round(found);
-    if (found == NO_ROUND || r.down) break;
-    bar_wait(smem_u32(m.written + i % KNOWN), i / KNOWN & 1);
-    asm volatile(
-        "fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(ready + r.chunk),
-        "r"(min(GROUPS, Up::NU - r.unit))
-        : "memory");
-    *(volatile int*)&m.told = i + 1;
+    if (!r.down) {
+      bar_wait(smem_u32(m.written + i % KNOWN), i / KNOWN & 1);
+      asm volatile(
+          "fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(ready + r.chunk),
+          "r"(min(GROUPS, Up::NU - r.unit))
+          : "memory");
+    }
+    bar_arrive(smem_u32(m.told + i % KNOWN));
   }
-  *(volatile int*)&m.told = 1 << 30;
 }
 // Until all of up is there for a chunk. Readers count on, and the last sets the counter back.
 __device__ __forceinline__ void await_chunk(u32* ready, int units) {
@@ -551,7 +553,7 @@ struct Numbers {
   // the last to do so sets the counter back.
   __device__ __forceinline__ void say(Meta& m, int i) {
     const u32 r = round_of(next, m.chunks);
-    while (*(volatile int*)&m.told <= i - KNOWN);  // until then a round keeps its place
+    if (i >= KNOWN) bar_wait(smem_u32(m.told + i % KNOWN), i / KNOWN - 1 & 1);
     m.round[i % KNOWN] = r;
     bar_arrive(smem_u32(m.known + i % KNOWN));
     if (r != NO_ROUND)
@@ -678,8 +680,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_both(const u8* 
   if (thread < KNOWN) {
     bar_init(smem_u32(m.known + thread), 1);
     bar_init(smem_u32(m.written + thread), CONSUMERS * SPEAKERS);
+    bar_init(smem_u32(m.told + thread), 1);
   }
-  if (thread == 0) m.told = 0;
   foresee(up, tokens, thread);
   pdl_wait();
   pdl_launch();
