@@ -45,12 +45,12 @@ class LayerExperts:
         if many is None:
             return few if 0 < tokens <= few.max_tokens else None
         if tokens <= many.max_tokens:
-            return None if tokens < 1 else few if tokens <= few_tokens(few) else many
+            return None if tokens < 1 else few if tokens <= most_of_few(few) else many
         return self.prefill if tokens * few.active >= bands.LARGE_PAIRS * few.routed else None
 
     def loads(self, routing: torch.dtype, most: int) -> Iterator[tuple[Any, ...]]:
         """Calls that load the kernels of steps of up to `most` tokens, at most 512: see `nvrtc.at_once`."""
-        few = few_tokens(self.few) if self.many else self.few.max_tokens
+        few = most_of_few(self.few) if self.many else self.few.max_tokens
         yield from self.few.loads(routing, min(most, few))
         if self.many is not None and most > few:
             yield from self.many.loads(routing)
@@ -141,7 +141,7 @@ def prepare(
     return layer
 
 
-def few_tokens(few: FewTokenExperts) -> int:
+def most_of_few(few: FewTokenExperts) -> int:
     """Tokens up to which the kernels for few run, where there are those for many."""
     evenly = bands.MANY_PAIRS * few.routed // few.active
     most: int = min(MAX_TOKENS, max(NARROW_TOKENS, evenly))

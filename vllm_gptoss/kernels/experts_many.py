@@ -56,7 +56,7 @@ class Tuning:
 
 
 STREAMING = Tuning(groups=4, depth=2, chunk=5, columns=(16, 24, 32, 64))
-HOLDING = Tuning(groups=3, depth=2, chunk=5, columns=(32, 48, 64, 80, 96))
+WIDE = Tuning(groups=3, depth=2, chunk=5, columns=(32, 48, 64, 80, 96))
 """Four groups stream the weights of few tokens an expert faster; three have the registers for 96 columns of products.
 Each number of columns is a loop with registers of its own (docs/kernels/log.md)."""
 
@@ -68,7 +68,7 @@ of the 120b. At 256 tokens of the 20b three take less (docs/kernels/log.md)."""
 def tunings_for(routed: int, active: int) -> dict[int, Tuning]:
     """By the most tokens that each is compiled for."""
     streamed = min(MAX_TOKENS, STREAMED_PAIRS * routed // active)
-    return {streamed: STREAMING} | ({MAX_TOKENS: HOLDING} if streamed < MAX_TOKENS else {})
+    return {streamed: STREAMING} | ({MAX_TOKENS: WIDE} if streamed < MAX_TOKENS else {})
 
 
 def meta_bytes(tuning: Tuning, most: int, active: int, experts: int) -> int:

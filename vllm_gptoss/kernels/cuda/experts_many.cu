@@ -448,7 +448,7 @@ __device__ __forceinline__ void run_round(
   }
 }
 
-// All of the block's units, of a consuming warp, with its first DEPTH stages of weights on their
+// All of the block's rounds, of a consuming warp, with its first DEPTH stages of weights on their
 // way at once.
 __device__ __forceinline__ void work(
     Meta& m, const u8* smem, u32 ring, const Sources& from, const Outputs& to, u32 two_7) {
