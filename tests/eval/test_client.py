@@ -19,6 +19,8 @@ from vllm_gptoss.eval.client import AskLimits, Client
 
 SSE = {"content-type": "text/event-stream"}
 QUICK = AskLimits(timeout_s=2.0, idle_s=0.5, tries=3)
+PATIENT = AskLimits(timeout_s=120.0, idle_s=120.0, tries=3)
+"""Where a bound in bytes ends an answer: no machine is so slow that time does."""
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +147,7 @@ def test_an_answer_without_an_end_is_given_up_at_its_bound(api: str, monkeypatch
     many = Raw([b": " + megabyte[:1000] + b"\n"] * 5000, headers=SSE, end="drip")
     body = Raw([megabyte] * 3)
     for reply in (line, many, body):
-        lost, count = ask(lambda body, before, reply=reply: reply, api)  # type: ignore[misc]
+        lost, count = ask(lambda body, before, reply=reply: reply, api, limits=PATIENT)  # type: ignore[misc]
         assert isinstance(lost, LostError)
         assert (lost.fate, count) == (Fate.BROKEN, 1)
         assert "larger than" in lost.detail
@@ -155,7 +157,7 @@ def test_a_text_without_an_end_is_given_up_at_its_bound(monkeypatch: pytest.Monk
     monkeypatch.setattr("vllm_gptoss.eval.apis.MAX_TEXT", 50_000)
     long = Words("x" * 60_000)
     for api in APIS:
-        lost, _ = ask(lambda body, before: long, api)
+        lost, _ = ask(lambda body, before: long, api, limits=PATIENT)
         assert isinstance(lost, LostError)
         assert "longer than" in lost.detail
 
