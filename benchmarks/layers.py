@@ -163,7 +163,7 @@ def measure(tokens: int, parallel: int, experts: int, keys: int, window: int) ->
 def measure_many(tokens: int, experts: int) -> dict[str, Any]:
     """Above the tokens of the fused layers: attention has `attention.py`."""
     layers = [Layer(tokens, 1, experts, 128, 0) for _ in range(CHAIN)]
-    x, residual, normed = draw(tokens, HIDDEN), draw(tokens, HIDDEN), draw(tokens, HIDDEN)
+    x, residual, normed, total = (draw(tokens, HIDDEN) for _ in range(4))
     qkv = draw(tokens, layers[0].tensors.qkv_weight.shape[0])
 
     def norm(layer: Layer) -> None:
@@ -177,7 +177,7 @@ def measure_many(tokens: int, experts: int) -> dict[str, Any]:
         "qkv": lambda layer: linear(normed, layer.tensors.qkv_weight, layer.tensors.qkv_bias),
         "rope": rope,
         "out": lambda layer: linear(layer.q, layer.tensors.out_weight, layer.tensors.out_bias),
-        "router": lambda layer: chain.route(layer.tensors, x, residual, False, normed, around.router),
+        "router": lambda layer: chain.route(layer.tensors, x, residual, False, total, around.router),
     }
     row: dict[str, Any] = {"tokens": tokens, "experts": experts}
     for name, launch in parts.items():
