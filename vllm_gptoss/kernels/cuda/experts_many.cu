@@ -26,6 +26,7 @@
 #include "cp_async.cuh"
 #include "mxfp4.cuh"
 #include "wgmma.cuh"
+#include "wgmma_any.cuh"
 #include "routing.cuh"
 #include "choose_alone.cuh"
 #include "swiglu.cuh"
@@ -62,7 +63,9 @@ constexpr int RING_STAGE =
     CHUNK * (512 + 32);  // of a warp: 16 bytes a lane and tile, then the scales
 constexpr int WARP_RING = DEPTH * RING_STAGE;
 constexpr int RING_BYTES = CONSUMERS * WARP_RING;
-// Activations: a tile of 64 columns of a chunk, a stage of them, and how many fit.
+// Activations: a tile of 64 columns of a chunk, a stage of them, and how many fit. wgmma reads N
+// rows from where a tile begins: rows past the chunk's are other bytes, and their columns are
+// nobody's.
 constexpr int TILE_BYTES = MOST * 128, SLOT_BYTES = CHUNK * TILE_BYTES,
               SLOTS = X_BYTES / SLOT_BYTES < 16 ? X_BYTES / SLOT_BYTES : 16;
 // Of the rounds that a block knows of: those that some of its warps are still at lie within.
@@ -107,6 +110,7 @@ __device__ __forceinline__ int columns_of(int count) {
   while (!(COLUMNS >> n & 1)) n++;
   return n * 8;
 }
+
 // ids and weights of all pairs.
 __device__ __forceinline__ void read_routing(
     Routed& t, const u8* routing, const float* weights, const int* map, int tokens, int thread) {
@@ -333,9 +337,7 @@ __device__ __forceinline__ void multiply(
           scaled(a[half], half ? v.z : v.x, half ? v.w : v.y,
               half ? scales16<2>(s4, w.two_7) : scales16<0>(s4, w.two_7));
           wgmma_fence();
-          Wgmma<N>::run(c, a[half], d + half * 4);
-          Wgmma<N>::run(c, a[half] + 4, d + half * 4 + 2);
-          wgmma_commit();
+          products<N>(c, a[half], d + half * 4, d + half * 4 + 2);
           wgmma_wait<1>();
           if (k == 0 && half == 0 && before >= 0) release(w, before);
         }
@@ -661,9 +663,9 @@ __device__ __forceinline__ void foresee(const u8* values, int tokens, int thread
 }
 
 // out[token] = sum over its choices of weight x (w2[expert] swiglu(w13[expert] x[token] + b13) +
-// b2[expert]). `act` [pairs, I] is between the two; `ready` [chunks + 1] and `parts` are as they
-// were when the launch ends. Blocks exchange activations and partial sums and wait for one another,
-// so all of the grid must fit on the GPU at once: one block per multiprocessor.
+// b2[expert]). `act` [pairs, I] is between the two; `ready` [MAX_CHUNKS + 1] and `parts` are as
+// they were when the launch ends. Blocks exchange activations and partial sums and wait for one
+// another, so all of the grid must fit on the GPU at once: one block per multiprocessor.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_both(const u8* __restrict__ up,
     const u8* __restrict__ up_scales, const float* __restrict__ up_bias,
     const u8* __restrict__ down, const u8* __restrict__ down_scales,

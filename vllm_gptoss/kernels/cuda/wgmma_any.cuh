@@ -1,12 +1,13 @@
-// wgmma m64nNk16 as in wgmma.cuh, with N chosen at run time. Included as text: nvrtc.source.
+// wgmma m64nNk16 as in wgmma.cuh, for any N. Included as text: nvrtc.source.
 //
 // ptxas gives every loop with wgmma registers of its own: a loop for each N spills, or serialises
-// all products. Here one loop branches to a piece of assembly for each N, and the sums are the same
+// all products. So one loop can branch to a piece of assembly for each N, and the sums are the same
 // registers for all of them. A piece holds both products and their commit, so that nothing but
 // branches lies between the fence and the group's end.
 //
-// Offers: products (two steps of 16 columns of K). Operands of A and the descriptors are declared
-// as changed, for then they are numbered before the sums, alike for each N. A waits for the group.
+// Offers: products (two steps of 16 columns of K, and their commit), with N chosen at run time or
+// when compiled. Operands of A and the descriptors are declared as changed, for then they are
+// numbered before the sums, alike for each N. A waits for the group.
 #include "common.cuh"
 
 #define SUMS_8 "%10,%11,%12,%13"
@@ -94,3 +95,20 @@ __device__ __forceinline__ void products(
     OF_8(136, 144, 152, 160, 168, 176, 184, 192);
   }
 }
+
+// The same with n known: c is as long as it must be.
+template <int N>
+__device__ __forceinline__ void products(float (&c)[N / 2], u32 (&a)[8], u64 first, u64 second);
+#define FIXED(N)                                              \
+  template <>                                                 \
+  __device__ __forceinline__ void products<N>(                \
+      float (&c)[N / 2], u32(&a)[8], u64 first, u64 second) { \
+    OF(N);                                                    \
+  }
+FIXED(16)
+FIXED(24)
+FIXED(32)
+FIXED(48)
+FIXED(64)
+FIXED(80)
+FIXED(96)
