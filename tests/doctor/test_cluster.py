@@ -23,7 +23,7 @@ needs_ray = pytest.mark.skipif(not rays.can("doctor"), reason=rays.MISSING)
 
 def doctor(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "vllm_gptoss.cli", "doctor", "--ray", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environ, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environ, timeout=800)
 
 
 @dataclass
@@ -56,7 +56,8 @@ def two_nodes() -> Iterator[Cluster]:
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_every_node_is_asked_and_what_differs_is_a_finding(two_nodes: Cluster) -> None:
-    done = doctor("--ray-address", two_nodes.address, "--json", **rays.environment())
+    # Two interpreters that import vLLM beside another test's engine took more than 180 s of two slow cores.
+    done = doctor("--ray-address", two_nodes.address, "--json", "--node-timeout", "600", **rays.environment())
     said: dict[str, Any] = json.loads(done.stdout)
     first, second = said["nodes"]
     assert not first["trouble"] + second["trouble"]

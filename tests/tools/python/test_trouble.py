@@ -86,7 +86,8 @@ async def test_a_fork_server_that_hangs_is_replaced_and_its_conversations_live_o
     stopped: list[psutil.Process] = []
     try:
         await run_in(provider, "x = 41", "before")
-        waiting = [p for p in psutil.Process().children() if "zygote" in p.cmdline()]
+        # `as_dict` tells nothing of a zombie, where `cmdline` raises: other tests' children may be just gone.
+        waiting = [p for p in psutil.Process().children() if "zygote" in (p.as_dict(["cmdline"])["cmdline"] or ())]
         stopped = [child for process in waiting for child in process.children()]  # pid 1 of the cages' namespace
         assert len(stopped) == 1
         stopped[0].suspend()
