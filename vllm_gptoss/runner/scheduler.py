@@ -10,7 +10,7 @@ may happen else is vLLM's, request by request.
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Mapping
 from typing import Any
 
 from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -130,10 +130,15 @@ class GptOssScheduler(AsyncScheduler):
     running: list[Any]
     num_executed_steps: int
     max_num_scheduled_tokens: int
+    current_step: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.has_short_way = False
+        self.nobody: Any = None
+        """vLLM's last step where nobody waited and nobody was left to plan."""
+        self.is_calm = False
+        """Whether it was as the one before, and nobody has come since: until something happens, the next one is too."""
         if self.connector is None and self.aux_output_connector is None:  # both keep the manager they were given
             quicker = aside.attempt("host: scheduler", "auto", lambda: quick(self.kv_cache_manager))
             self.kv_cache_manager = quicker or self.kv_cache_manager
@@ -156,7 +161,10 @@ class GptOssScheduler(AsyncScheduler):
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """As upstream: the next step, a `SchedulerOutput`."""
         found = self._decoding() if self.has_short_way and self._pause_state.name != "PAUSED_ALL" else None
-        return super().schedule(throttle_prefills) if found is None else self._schedule(throttle_prefills, *found)
+        if found is None:
+            self.is_calm = False
+            return super().schedule(throttle_prefills)
+        return self._schedule(throttle_prefills, *found)
 
     def _decoding(self) -> tuple[list[Any], list[Any], bool] | None:
         """(requests that get a token, those of them that need blocks, whether nobody else asks for anything).
@@ -203,21 +211,40 @@ class GptOssScheduler(AsyncScheduler):
             new = self.kv_cache_manager.grow(request)
             if any(new):
                 blocks[request.request_id] = tuple([block.block_id for block in group] for group in new)
-        running, budget = self.running, self.max_num_scheduled_tokens
-        if alone:
-            self.running = []
-        else:
-            self.max_num_scheduled_tokens = self._budget() - len(ready)
-            for request in ready:
-                request.next_decode_eligible_step = NEVER
+        step = self._of_nobody(throttle_prefills, blocks) if alone else self._of_others(throttle_prefills, ready)
+        self._add(step, ready, blocks)
+        self._count(step, ready)
+        return step
+
+    def _of_others(self, throttle_prefills: bool, ready: list[Any]) -> Any:
+        """vLLM's step for all but those."""
+        self.is_calm = False
+        budget = self.max_num_scheduled_tokens
+        self.max_num_scheduled_tokens = self._budget() - len(ready)
+        for request in ready:
+            request.next_decode_eligible_step = NEVER
+        try:
+            return super().schedule(throttle_prefills)
+        finally:
+            self.max_num_scheduled_tokens = budget
+
+    def _of_nobody(self, throttle_prefills: bool, blocks: Mapping[str, Any]) -> Any:
+        """vLLM's step for nobody, with who has ended. blocks: those that this step hands out.
+
+        For one request it is two thirds of planning, and most steps are as the last.
+        """
+        ended = self.finished_req_ids or self.reset_preempted_req_ids
+        if self.is_calm and not ended and not blocks:
+            self.current_step += 1
+            self.kv_cache_manager.new_step_starts()
+            return _again(self.nobody)
+        running, self.running = self.running, []
         try:
             step = super().schedule(throttle_prefills)
         finally:
-            self.max_num_scheduled_tokens = budget
-            if alone:
-                self.running = running
-        self._add(step, ready, blocks)
-        self._count(step, ready)
+            self.running = running
+        self.is_calm = not ended and step == self.nobody and self._pause_state.name == "UNPAUSED"
+        self.nobody = _again(step)
         return step
 
     def _add(self, step: Any, ready: list[Any], blocks: dict[str, tuple[list[int], ...]]) -> None:
@@ -266,9 +293,12 @@ class GptOssScheduler(AsyncScheduler):
     def _update(self, step: Any, output: Any) -> dict[int, Any]:
         """Gives requests that go on their tokens, and vLLM all others of the step, and what is not of a request."""
         said: dict[int, list[Any]] = {}
-        rest = copy.copy(step)
-        rest.num_scheduled_tokens = self._go_on(step.num_scheduled_tokens, output, said)
-        theirs = super().update_from_output(rest, output)
+        scheduled = step.num_scheduled_tokens
+        step.num_scheduled_tokens = self._go_on(scheduled, output, said)
+        try:
+            theirs = super().update_from_output(step, output)
+        finally:
+            step.num_scheduled_tokens = scheduled
         ours = {client: vllm.said().EngineCoreOutputs(outputs=outputs) for client, outputs in said.items()}
         for client, message in theirs.items():
             if client in ours:
@@ -332,6 +362,14 @@ class GptOssScheduler(AsyncScheduler):
                 outputs = said[request.client_index] = []
             outputs.append(token(name, tokens))
         return left
+
+
+def _again(step: Any) -> Any:
+    """A `SchedulerOutput` for nobody with the contents of `step`, to which requests may be added."""
+    again, known = object.__new__(type(step)), object.__new__(type(step.scheduled_cached_reqs))
+    vars(known).update(vars(step.scheduled_cached_reqs))
+    vars(again).update(vars(step), scheduled_cached_reqs=known)
+    return again
 
 
 def _says_tokens_only(output: Any) -> bool:
