@@ -187,7 +187,7 @@ async def test_a_reader_that_leaves_a_full_socket_ends_its_request(path: str) ->
             engine.say(token)
         await asyncio.sleep(0.05)
         reader.leave()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while engine.output_processor.request_states:
                 await asyncio.sleep(0.005)
         assert len(engine.aborted) == 1
@@ -266,7 +266,7 @@ async def test_a_middleware_that_fails_ends_the_request(path: str) -> None:
     app = await app_of(path, engine)
     app.add_middleware(_Breaks)
     async with asking(app, engine, path, body_of(path)):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             for token in LONG:
                 engine.say(token)
                 await asyncio.sleep(0.001)

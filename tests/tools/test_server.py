@@ -322,7 +322,7 @@ def test_several_processes_with_a_python_each_are_said_once(caplog: pytest.LogCa
 async def only(known: set[asyncio.Task[Any]]) -> None:
     """Fails unless every task besides `known` ends; short ones of a connection (a POST, a listing) may be under way."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while asyncio.all_tasks() - known:
                 await asyncio.sleep(0.01)
     assert asyncio.all_tasks() - known == set()

@@ -60,7 +60,7 @@ time.sleep(6)
         assert (await run_in(provider, "40 + 2", "c")).text.strip() == "42"
     finally:
         await provider.aclose()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while leaves(delegated):
             await asyncio.sleep(0.05)
 
