@@ -89,9 +89,10 @@ class ShortWay:
             return
         states = runner.req_states
         states.num_computed_tokens_np[batch.rows] = known.num_computed_tokens
-        for row, blocks in zip(batch.rows.tolist(), known.new_block_ids, strict=True):
-            if blocks is not None:
-                runner.block_tables.append_block_ids(row, blocks, overwrite=False)
+        if any(known.new_block_ids):
+            for row, blocks in zip(batch.rows.tolist(), known.new_block_ids, strict=True):
+                if blocks is not None:
+                    runner.block_tables.append_block_ids(row, blocks, overwrite=False)
         np.minimum(states.num_computed_tokens_np, states.prefill_len.np, out=states.num_computed_prefill_tokens)
 
     def _settle(self, batch: Batch) -> None:
