@@ -49,6 +49,7 @@ MIRRORED = {
     "vllm.v1.request:Request.update_block_hashes": "c5173243cda7",
     "vllm.v1.core.kv_cache_utils:get_request_block_hasher": "2efb68aa049b",
     "vllm.v1.core.kv_cache_manager:KVCacheManager.cache_blocks": "196aabbb1800",
+    "vllm.v1.core.kv_cache_manager:KVCacheManager.new_step_starts": "ca16bfde0a2c",
     "vllm.v1.core.kv_cache_manager:KVCacheManager.free": "b57fe8f5399d",
     "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.cache_blocks": "4f0dbe45dfd4",
     "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule": "380bf2ac1d5a",
@@ -97,7 +98,7 @@ READ = {
     SCHEDULER: (
         "running", "requests", "waiting", "kv_holding_waiting", "policy", "max_num_scheduled_tokens", "max_model_len",
         "scheduler_config", "current_step", "num_executed_steps", "sched_step_seq", "defer_block_free",
-        "_inflight_prefills", "_pause_state", "kv_cache_manager",
+        "_inflight_prefills", "_pause_state", "kv_cache_manager", "finished_req_ids", "reset_preempted_req_ids",
     ),
     "vllm.v1.request:Request": (
         "request_id", "client_index", "status", "sampling_params", "max_tokens", "num_prompt_tokens", "_all_token_ids",
