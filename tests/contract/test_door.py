@@ -21,7 +21,7 @@ OURS: Mapping[str, frozenset[str]] = {
     "_vllm/runner.py": frozenset({"WithClasses.worker"}),
     "plugin.py": frozenset({"os.environ['VLLM_PLUGINS']", "os.environ[COPIED]"}),
     "runner/batch.py": frozenset({"self.sampler.sampling_states[name]"}),
-    "runner/scheduler.py": frozenset({"ours.groups", "ours.size", "ours.quiet", "rest.num_scheduled_tokens"}),
+    "runner/scheduler.py": frozenset({"ours.groups", "ours.size", "ours.quiet"}),
     "runner/work.py": frozenset({"tables._num_dirty_rows"}),
     "completions.py": frozenset({"create_completion.__annotations__"}),
     "harmony/chat_route.py": frozenset({"create_chat_completion.__annotations__"}),
