@@ -27,7 +27,7 @@ _CENSUS_S = 0.25
 _CENSUS_SHARE = 20  # of the time at most a twentieth is spent on what is dear to count
 _LIST_PAGE = 64
 _LIST_BYTES = wire.MAX_PACKET // 2  # a path has up to 4096 bytes, and one that is no UTF-8 six times as many in JSON
-_KILL_S = 2.0
+_KILL_S = 5.0  # to die, each of 48 processes must be run once more: two cores with a load of six took over two seconds
 _STDERR = f"{SOCKETS}/stderr"  # of the payload until it redirects its own
 
 
