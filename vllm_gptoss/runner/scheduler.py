@@ -161,10 +161,8 @@ class GptOssScheduler(AsyncScheduler):
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """As upstream: the next step, a `SchedulerOutput`."""
         found = self._decoding() if self.has_short_way and self._pause_state.name != "PAUSED_ALL" else None
-        if found is None:
-            self.is_calm = False
-            return super().schedule(throttle_prefills)
-        return self._schedule(throttle_prefills, *found)
+        self.is_calm &= found is not None and found[-1]
+        return super().schedule(throttle_prefills) if found is None else self._schedule(throttle_prefills, *found)
 
     def _decoding(self) -> tuple[list[Any], list[Any], bool] | None:
         """(requests that get a token, those of them that need blocks, whether nobody else asks for anything).
@@ -218,7 +216,6 @@ class GptOssScheduler(AsyncScheduler):
 
     def _of_others(self, throttle_prefills: bool, ready: list[Any]) -> Any:
         """vLLM's step for all but those."""
-        self.is_calm = False
         budget = self.max_num_scheduled_tokens
         self.max_num_scheduled_tokens = self._budget() - len(ready)
         for request in ready:
