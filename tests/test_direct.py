@@ -32,6 +32,7 @@ from tests.support.streamed import (
     text_of,
     without_made_up,
 )
+from tests.support.waiting import until
 from vllm_gptoss import completions, direct
 from vllm_gptoss.harmony.chat import ChatReader
 from vllm_gptoss.responses.endpoint import ResponsesEndpoint
@@ -187,9 +188,7 @@ async def test_a_reader_that_leaves_a_full_socket_ends_its_request(path: str) ->
             engine.say(token)
         await asyncio.sleep(0.05)
         reader.leave()
-        async with asyncio.timeout(60):
-            while engine.output_processor.request_states:
-                await asyncio.sleep(0.005)
+        await until(lambda: not engine.output_processor.request_states)
         assert len(engine.aborted) == 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -13,3 +14,14 @@ def soon(what: Callable[[], bool], seconds: float = 60.0) -> float:
         assert time.monotonic() - began < seconds, "it did not happen in time"
         time.sleep(0.005)
     return time.monotonic() - began
+
+
+async def until(what: Callable[[], object], seconds: float = 60.0) -> None:
+    """`soon` on an event loop, which goes on meanwhile.
+
+    Raises:
+        TimeoutError: it did not happen.
+    """
+    async with asyncio.timeout(seconds):
+        while not what():
+            await asyncio.sleep(0.005)

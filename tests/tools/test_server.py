@@ -17,6 +17,7 @@ from mcp.server.mcpserver import Context, MCPServer
 from typer.testing import CliRunner
 
 from tests.support.servers import EXAMPLE, example, running, session_of
+from tests.support.waiting import until
 from vllm_gptoss.responses.prompt.toolset import Providers
 from vllm_gptoss.tools.browser.backends import API_BACKENDS
 from vllm_gptoss.tools.check import check_tools
@@ -195,9 +196,7 @@ async def test_a_server_that_renames_itself_keeps_its_first_name(
     assert [n.name for n in provider.namespaces()] == ["weather"]
     session = await provider.open("c", SessionOptions())
     await do(session, "weather", "end", "{}")
-    async with asyncio.timeout(60):
-        while not (provider.listing and provider.listing.name == "python"):
-            await asyncio.sleep(0.05)
+    await until(lambda: provider.listing and provider.listing.name == "python")
     assert [(n.name, n.kind) for n in provider.namespaces()] == [("weather", ToolKind.MCP)]
     assert "first name stays" in caplog.text
     await provider.aclose()
@@ -322,9 +321,7 @@ def test_several_processes_with_a_python_each_are_said_once(caplog: pytest.LogCa
 async def only(known: set[asyncio.Task[Any]]) -> None:
     """Fails unless every task besides `known` ends; short ones of a connection (a POST, a listing) may be under way."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(60):
-            while asyncio.all_tasks() - known:
-                await asyncio.sleep(0.01)
+        await until(lambda: not asyncio.all_tasks() - known)
     assert asyncio.all_tasks() - known == set()
 
 

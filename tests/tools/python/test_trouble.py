@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.support.notebooks import run_in, started
-from tests.support.waiting import soon
+from tests.support.waiting import soon, until
 from vllm_gptoss.tools.protocol import SessionOptions, ToolCall, ToolResult, ToolSession
 from vllm_gptoss.tools.python import PythonProvider
 from vllm_gptoss.tools.python.container import _UNSEEN
@@ -419,9 +419,7 @@ async def test_unused_conversation_is_closed_and_its_loss_told() -> None:
     provider = await started(idle_s=0.3, warm=0, preload=[])
     try:
         await run_in(provider, "x = 1", "idle")
-        async with asyncio.timeout(60):
-            while "idle" in provider._containers:
-                await asyncio.sleep(0.02)
+        await until(lambda: "idle" not in provider._containers)
         back = await run_in(provider, "'x' in globals()", "idle")
         assert "closed after a long time unused" in back.text
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.notebooks import run_in, started
+from tests.support.waiting import until
 from vllm_gptoss.tools.python import PythonOptions, PythonProvider
 
 ROOT = Path("/sys/fs/cgroup")
@@ -60,9 +60,7 @@ time.sleep(6)
         assert (await run_in(provider, "40 + 2", "c")).text.strip() == "42"
     finally:
         await provider.aclose()
-    async with asyncio.timeout(60):
-        while leaves(delegated):
-            await asyncio.sleep(0.05)
+    await until(lambda: not leaves(delegated))
 
 
 async def test_unusable_cgroup_turns_the_tool_off(tmp_path: Path) -> None:

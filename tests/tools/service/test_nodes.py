@@ -16,6 +16,7 @@ from starlette.responses import Response
 from tests.support.machine import without_namespaces
 from tests.support.notebooks import started
 from tests.support.servers import running
+from tests.support.waiting import until
 from vllm_gptoss.tools import serve
 from vllm_gptoss.tools.config import ToolConfigError, parse_spec
 from vllm_gptoss.tools.gate import GatedProvider
@@ -129,9 +130,7 @@ async def test_two_callers_reach_nothing_of_each_other(node: Node) -> None:
 async def test_a_callers_limits_are_told_and_cost_no_other_caller_anything(node: Node) -> None:
     async with service(ALICE, node.url) as alice, service(BOB, node.url) as bob:
         endless = [asyncio.create_task(run(alice, "import time; time.sleep(600)", f"busy {n}")) for n in range(2)]
-        async with asyncio.timeout(60):
-            while sum(c.lock.locked() and c.alive for c in node.python._containers.values()) < 2:
-                await asyncio.sleep(0.05)
+        await until(lambda: sum(c.lock.locked() and c.alive for c in node.python._containers.values()) >= 2)
         refused = await run(alice, "print(1)", "one more")
         assert refused.error is not None
         assert refused.error.type == "resource_limit"
@@ -277,9 +276,7 @@ async def test_a_call_that_a_node_does_not_take_goes_to_the_next_one_and_says_wh
         assert moved.recall is not None
         assert moved.recall["node"] == second
         gone = False
-        async with asyncio.timeout(60):  # until it is known to be back
-            while any(each.unavailable for _, each in alice.in_order(name, "")):
-                await asyncio.sleep(0.05)
+        await until(lambda: not any(each.unavailable for _, each in alice.in_order(name, "")))  # it is known to be back
         stays = await run(alice, "print('x' in globals())", name, past=after(moved))
         assert stays.text == "False\n"
     await other.aclose()
