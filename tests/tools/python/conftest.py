@@ -18,7 +18,7 @@ Run = Callable[..., Awaitable[ToolResult]]
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def provider() -> AsyncIterator[PythonProvider]:
-    provider = await started(timeout_s=10, interrupt_grace_s=0.5, memory_mib=512, scratch_mib=64, max_conversations=6)
+    provider = await started(timeout_s=10, memory_mib=512, scratch_mib=64, max_conversations=6)
     yield provider
     await provider.aclose()
 
