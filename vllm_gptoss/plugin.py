@@ -51,8 +51,14 @@ def _use_runner() -> None:
 
 def _wants_runner(config: Any) -> bool:
     from vllm_gptoss._vllm import runner
+    from vllm_gptoss.choose import ChoiceError
 
-    return runner.suits(config) and Settings.load(config.additional_config).host != "stock"
+    wish, suits = Settings.load(config.additional_config).host, runner.suits(config)
+    if wish == "ahead" and not suits:
+        raise ChoiceError(
+            f"host=ahead cannot run here: it needs one CUDA GPU, text generation and vLLM {runner.TRIED}; use host=auto"
+        )
+    return suits and wish != "stock"
 
 
 REGISTRATIONS: tuple[tuple[str, Callable[[], None]], ...] = (

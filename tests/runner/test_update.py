@@ -57,7 +57,8 @@ def test_as_its_own_function_does(seed: int) -> None:
     )
     GPUModelRunner.update_requests(theirs, step)
     rows = np.array([ours.req_states.req_id_to_index[name] for name in names])
-    ShortWay._update(SimpleNamespace(runner=ours), step, SimpleNamespace(rows=rows))  # type: ignore[arg-type]
+    grew = any(step.scheduled_cached_reqs.new_block_ids)
+    ShortWay._update(SimpleNamespace(runner=ours), step, SimpleNamespace(rows=rows), grew)  # type: ignore[arg-type]
     assert kept(ours) == kept(theirs)
 
 
@@ -65,5 +66,5 @@ def test_blocks_to_zero_or_copy_are_its_own() -> None:
     asked: list[Any] = []
     made = SimpleNamespace(update_requests=asked.append)
     step = SimpleNamespace(scheduled_cached_reqs=None, new_block_ids_to_zero=[4], kv_cache_block_copies=None)
-    ShortWay._update(SimpleNamespace(runner=made), step, SimpleNamespace(rows=None))  # type: ignore[arg-type]
+    ShortWay._update(SimpleNamespace(runner=made), step, SimpleNamespace(rows=None), False)  # type: ignore[arg-type]
     assert asked == [step]
