@@ -29,7 +29,7 @@ def _add_tools() -> None:
 
 
 def _add_bench() -> None:
-    from vllm_gptoss.bench import decode, host, numerics
+    from vllm_gptoss.bench import decode, host, numerics, streams
 
     bench = typer.Typer(no_args_is_help=True, help="Benchmarks of the plugin against stock vLLM on this machine.")
     bench.command("decode", help="TPOT and GPU time per step, shapes of 20b and 120b with dummy weights.")(decode.main)
@@ -39,6 +39,9 @@ def _add_bench() -> None:
     )
     bench.command("host", help="CPU time of the API server for each streamed token, stock and plugin; needs no GPU.")(
         host.main
+    )
+    bench.command("streams", help="Time between tokens of a running server, and its engine's processor time.")(
+        streams.main
     )
     app.add_typer(bench, name="bench")
 
