@@ -236,7 +236,7 @@ def test_what_is_no_number_is_named_and_breaks_nothing(value: Any) -> None:
         (
             "H100",
             {"gpu-memory-utilization": 1.5},
-            "gpu-memory-utilization: 1.5 is no .* name one above 0 and at most 1",
+            "gpu-memory-utilization: 1.5 is no .* name one: above 0 and at most 1",
         ),
         ("H100", {"max-model-len": -1}, "max-model-len: 'auto' is no number"),
         ("V100", {}, "vLLM runs MXFP4 from compute capability 8.0 .* V100 is sm_70"),

@@ -20,7 +20,7 @@ from vllm_gptoss import _vllm, choose
 from vllm_gptoss.choose import ChoiceError, devices
 from vllm_gptoss.device import Device
 from vllm_gptoss.recipes import defaults, plan, variables
-from vllm_gptoss.recipes.deployment import MAY_BE_ZERO, NUMBERS, choices, deployment, gpus, no_numbers
+from vllm_gptoss.recipes.deployment import MAY_BE_ZERO, NUMBERS, bounds, choices, deployment, gpus, no_numbers
 from vllm_gptoss.recipes.load import FOLDER
 from vllm_gptoss.recipes.plan import PlanError
 from vllm_gptoss.recipes.probe import Parsed, Release
@@ -136,8 +136,7 @@ def numbers(case: Case) -> Iterator[Trouble]:
         value = case.config[key]
         length_of_memory = (key, value) == ("max-model-len", -1)  # what `auto` becomes
         if isinstance(value, NUMBERS[key]) and not (isinstance(value, bool) or length_of_memory or key in MAY_BE_ZERO):
-            bounds = "above 0 and at most 1" if key == "gpu-memory-utilization" else "1 or more"
-            yield Trouble(case.place, "numbers", f"--{key} {value} is refused at the start", f"it is {bounds}")
+            yield Trouble(case.place, "numbers", f"--{key} {value} is refused at the start", f"it is {bounds(key)}")
 
 
 def numbers_agree(case: Case) -> Iterator[Trouble]:

@@ -51,7 +51,7 @@ NUMBERS: Final[Mapping[str, type[int] | type[float]]] = {
     "kv-cache-memory-bytes": int,
     "gpu-memory-utilization": float,
 }
-"""Keys that the tables and the plan count with."""
+"""Keys that the tables and the plan count with. What is a float is a share of a whole."""
 
 
 MAY_BE_ZERO: Final = frozenset({"max-cudagraph-capture-size"})
@@ -64,10 +64,15 @@ def no_numbers(config: Mapping[str, Any]) -> list[str]:
     found = []
     for key, kind in NUMBERS.items():
         value: Any = config.get(key, 1)
-        most = 1 if key == "gpu-memory-utilization" else math.inf
+        most = 1 if kind is float else math.inf
         if isinstance(value, bool) or not isinstance(value, int | kind) or not 0 < value <= most:
             found.append(key)
     return found
+
+
+def bounds(key: str) -> str:
+    """What values a key of `NUMBERS` takes, in words."""
+    return "above 0 and at most 1" if NUMBERS[key] is float else "1 or more"
 
 
 def size(config: Mapping[str, Any], key: str) -> int:

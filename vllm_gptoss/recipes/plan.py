@@ -10,7 +10,7 @@ from vllm_gptoss import choose
 from vllm_gptoss.choose import devices
 from vllm_gptoss.device import Device
 from vllm_gptoss.recipes import defaults, memory
-from vllm_gptoss.recipes.deployment import choices, deployment, gpus, no_numbers, size
+from vllm_gptoss.recipes.deployment import bounds, choices, deployment, gpus, no_numbers, size
 from vllm_gptoss.recipes.memory import Cache, Start
 from vllm_gptoss.recipes.schema import SPECS
 from vllm_gptoss.spec import ModelSpec
@@ -94,8 +94,7 @@ def plan(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mappin
         raise PlanError(why)
     if wrong := no_numbers(config):
         value = "auto" if config[wrong[0]] == -1 else config[wrong[0]]
-        bounds = " above 0 and at most 1" if wrong[0] == "gpu-memory-utilization" else ""
-        raise PlanError(f"{wrong[0]}: {value!r} is no number to plan with; name one{bounds}")
+        raise PlanError(f"{wrong[0]}: {value!r} is no number to plan with; name one: {bounds(wrong[0])}")
     if gpus(config) > device.count:
         raise PlanError(f"uses {gpus(config)} GPUs, {devices.label(device)} has {device.count}")
     found = _plan(spec, device, config, env)
