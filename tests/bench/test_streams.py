@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -114,7 +115,7 @@ def test_neighbours_need_the_engine(unused_tcp_port: int) -> None:
 
 def test_a_real_server_is_measured_with_its_engine(served: Server, tmp_path: Path) -> None:
     port, out = served.url.rpartition(":")[2], tmp_path / "streams.json"
-    size = ["--port", port, "--streams", "1,3", "--prompt", "20", "--tokens", "12", "--out", str(out)]
+    size = ["--port", port, "--streams", "1,3", "--prompt", "20", "--tokens", "60", "--out", str(out)]
     assert (done := CliRunner().invoke(cli.app, ["bench", "streams", *size])).exit_code == 0, done.output
     assert (done := CliRunner().invoke(cli.app, ["bench", "streams", *size, "--busy", "1"])).exit_code == 0, done.output
     rows = json.loads(out.read_text())["rows"]
@@ -124,6 +125,27 @@ def test_a_real_server_is_measured_with_its_engine(served: Server, tmp_path: Pat
     engine = engine_process.find(int(port))
     assert engine is not None
     assert served.process.pid in {parent.pid for parent in engine.parents()}
+
+
+def test_all_streams_of_a_load_are_asked_for_at_once() -> None:
+    """No client begins its share after another's: this server answers nobody before all five have asked."""
+    loop, asked = asyncio.new_event_loop(), []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        asked.append(writer)
+        if len(asked) == 5:
+            for each in asked:
+                each.write(HEAD + event() + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+                each.close()
+
+    server = loop.run_until_complete(asyncio.start_server(answer, "127.0.0.1", 0))
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    found = streams.run(server.sockets[0].getsockname()[1], "m", Load(5, 5, 1))
+    assert [len(each.reads) for each in found] == [1] * 5
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
 
 
 def test_neighbours_go_and_cores_come_back() -> None:

@@ -34,6 +34,8 @@ CLIENTS = 4
 """Processes that read, so that none of them is what is slow: one reads some 30,000 events a second."""
 WORDS = 190_000
 """Token ids below are words of gpt-oss's vocabulary; control tokens lie above."""
+STARTS_S = 120
+"""How long a client may take to start on a busy machine."""
 WARM_UP = 30
 """Tokens of a stream that is not measured: kernels are compiled and graphs captured at first use."""
 EVENT = b'"text":'
@@ -170,16 +172,19 @@ def run(port: int, model: str, load: Load) -> list[Stream]:
     shares = [load.streams // clients + (at < load.streams % clients) for at in range(clients)]
     context = multiprocessing.get_context("spawn")
     together = context.Barrier(clients)
-    with ProcessPoolExecutor(clients, context, _wait, (together,)) as pool:
+    with ProcessPoolExecutor(clients, context, _meet, (together,)) as pool:
         done = [
             pool.submit(_client, port, [request(model, load) for _ in range(share)], load.tokens) for share in shares
         ]
         return [stream for each in done for stream in each.result()]
 
 
-def _wait(together: Any) -> None:
-    """A client has started, and goes on when all have."""
-    together.wait(60)
+_client_meets: dict[str, Any] = {}
+"""Of a client's process: the barrier at which all begin."""
+
+
+def _meet(together: Any) -> None:
+    _client_meets["all"] = together
 
 
 def request(model: str, load: Load) -> bytes:
@@ -198,6 +203,9 @@ def request(model: str, load: Load) -> bytes:
 
 
 def _client(port: int, requests: Sequence[bytes], tokens: int) -> list[Stream]:
+    """A share of the streams, once all clients have started: none takes two shares, one after the other."""
+    _client_meets["all"].wait(STARTS_S)
+
     async def all_of_them() -> list[Stream]:
         return await asyncio.gather(*(stream(port, each, tokens) for each in requests))
 
