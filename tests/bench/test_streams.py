@@ -115,7 +115,8 @@ def test_neighbours_need_the_engine(unused_tcp_port: int) -> None:
 
 def test_a_real_server_is_measured_with_its_engine(served: Server, tmp_path: Path) -> None:
     port, out = served.url.rpartition(":")[2], tmp_path / "streams.json"
-    size = ["--port", port, "--streams", "1,3", "--prompt", "20", "--tokens", "60", "--out", str(out)]
+    # Long enough that no busy machine keeps a client from reading all the while: it would see no time between tokens.
+    size = ["--port", port, "--streams", "1,3", "--prompt", "20", "--tokens", "200", "--out", str(out)]
     assert (done := CliRunner().invoke(cli.app, ["bench", "streams", *size])).exit_code == 0, done.output
     assert (done := CliRunner().invoke(cli.app, ["bench", "streams", *size, "--busy", "1"])).exit_code == 0, done.output
     rows = json.loads(out.read_text())["rows"]
