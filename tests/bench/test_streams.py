@@ -115,13 +115,12 @@ def test_neighbours_need_the_engine(unused_tcp_port: int) -> None:
 
 def test_a_real_server_is_measured_with_its_engine(served: Server, tmp_path: Path) -> None:
     port, out = served.url.rpartition(":")[2], tmp_path / "streams.json"
-    # Long enough that no busy machine keeps a client from reading all the while: it would see no time between tokens.
-    size = ["--port", port, "--streams", "1,3", "--prompt", "20", "--tokens", "200", "--out", str(out)]
+    size = ["--port", port, "--streams", "1,3", "--prompt", "20", "--tokens", "60", "--out", str(out)]
     assert (done := CliRunner().invoke(cli.app, ["bench", "streams", *size])).exit_code == 0, done.output
     assert (done := CliRunner().invoke(cli.app, ["bench", "streams", *size, "--busy", "1"])).exit_code == 0, done.output
     rows = json.loads(out.read_text())["rows"]
     assert [(row["streams"], row["busy"]) for row in rows] == [(1, 0), (3, 0), (1, 1), (3, 1)]
-    assert all(row["ms_a_token"] > 0 and row["ttft_ms"] > 0 for row in rows)
+    assert all(row["ttft_ms"] > 0 and row["tokens_per_s"] > 0 and row["events_a_token"] > 0 for row in rows)
     assert all(row["engine_thread_ms"] > 0 for row in rows), "the engine runs the small model itself"
     engine = engine_process.find(int(port))
     assert engine is not None
@@ -137,14 +136,19 @@ def test_all_streams_of_a_load_are_asked_for_at_once() -> None:
         asked.append(writer)
         if len(asked) == 5:
             for each in asked:
-                each.write(HEAD + event() + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+                each.write(HEAD + event())
+            await asyncio.sleep(2)  # longer than a busy machine keeps a client from reading
+            for each in asked:
+                each.write(event() + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
                 each.close()
 
     server = loop.run_until_complete(asyncio.start_server(answer, "127.0.0.1", 0))
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    found = streams.run(server.sockets[0].getsockname()[1], "m", Load(5, 5, 1))
-    assert [len(each.reads) for each in found] == [1] * 5
+    load = Load(5, 5, 2)
+    found = streams.run(server.sockets[0].getsockname()[1], "m", load)
+    assert [[events for _, events in each.reads] for each in found] == [[1, 1]] * 5
+    assert streams.row(load, found)["ms_a_token"] > 500, "they decoded together for two seconds"
     loop.call_soon_threadsafe(loop.stop)
     thread.join(10)
 
