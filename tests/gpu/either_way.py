@@ -282,10 +282,12 @@ def main(
     seconds: float = 0.0,
     plants: list[str] | None = None,
     tokenizer: str | None = None,
-    host: str = "auto",
+    host: str | None = None,
 ) -> dict[str, Any]:
-    """seconds: as many rounds as are begun by then. host: that setting of the plugin."""
-    os.environ["GPTOSS_HOST"] = host
+    """seconds: as many rounds as are begun by then. host: that setting of the plugin; None:
+    as the environment has it."""
+    if host is not None:
+        os.environ["GPTOSS_HOST"] = host
     made = engine(blocks, caching, tokenizer)
     ways = Ways(made)
     found: dict[str, Any] = {"requests": 0, "tokens": 0, "different": []}

@@ -44,12 +44,12 @@ def processor_time(engine: psutil.Process) -> tuple[float, float] | None:
     the kernel does not count. A thread that ended is in neither.
     """
     loop = others = 0
-    for thread in Path(f"/proc/{engine.pid}/task").iterdir():
+    for thread in _threads(engine):
         try:
-            spent = int((thread / "schedstat").read_text().split()[0])
+            spent = int(Path(f"/proc/{engine.pid}/task/{thread}/schedstat").read_text().split()[0])
         except (OSError, IndexError, ValueError):
             continue
-        if thread.name == str(engine.pid):
+        if thread == engine.pid:
             loop = spent
         else:
             others += spent

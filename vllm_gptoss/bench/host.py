@@ -199,9 +199,7 @@ def _request(endpoint: str, tokens: int) -> bytes:
         RESPONSES: {"input": "hi", "max_output_tokens": tokens, "store": False},
         COMPLETIONS: {"prompt": "hi", "max_tokens": tokens},
     }
-    data = json.dumps({"model": served.NAME, "stream": True, **bodies[endpoint]}).encode()
-    head = f"POST {_PATHS[endpoint]} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+    return served.post(_PATHS[endpoint], {"model": served.NAME, "stream": True, **bodies[endpoint]})
 
 
 class _Sink(asyncio.Protocol):

@@ -120,6 +120,13 @@ def vllm_command() -> list[str]:
     return [str(command)] if command.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 
 
+def post(path: str, body: dict[str, Any]) -> bytes:
+    """An HTTP request whose answer ends with its connection, for clients on bare sockets."""
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+
 def healthy(url: str) -> bool:
     """Whether the server at `url` answers `/health`."""
     try:

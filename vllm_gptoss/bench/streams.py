@@ -28,7 +28,7 @@ import psutil
 import typer
 
 from vllm_gptoss.bench import engine_process
-from vllm_gptoss.bench.served import ServedError
+from vllm_gptoss.bench.served import ServedError, post
 
 CLIENTS = 4
 """Processes that read, so that none of them is what is slow: one reads some 30,000 events a second."""
@@ -197,9 +197,7 @@ def request(model: str, load: Load) -> bytes:
         "ignore_eos": True,
         "stream": True,
     }
-    data = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+    return post("/v1/completions", body)
 
 
 def _client(port: int, requests: Sequence[bytes], tokens: int) -> list[Stream]:

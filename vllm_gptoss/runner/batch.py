@@ -125,7 +125,7 @@ class Batch:
     `vllm/v1/worker/gpu/model_runner.py`, `_as_captured` of `attention/sm90.py`). No step of 0.33 has a position past
     `max_model_len - 2` (`Scheduler.schedule`), so that the one ahead of it fits too; nothing here relies on that."""
     graph: Any = None
-    """vLLM's CUDA graph of the model, once it ran."""
+    """vLLM's CUDA graph of the model, once it ran; None where it is looked up each time."""
     hidden: torch.Tensor | None = None
     """[n, C] bf16: where that graph leaves its output."""
 
@@ -140,13 +140,14 @@ class Batch:
         graph has left on their way from the host (`sync_prev_onload`). A graph leaves none: its capture ends with
         `join_after_forward`.
         """
-        if looks_up or self.hidden is None:
-            self.hidden = graphs.run_fullgraph(self.descriptor)[: self.count]
-            self.graph = graphs.graphs[self.descriptor]
-        else:
-            self.graph.replay()
         self.left -= 1
-        return self.hidden
+        if not looks_up and self.graph is not None and self.hidden is not None:
+            self.graph.replay()
+            return self.hidden
+        hidden: torch.Tensor = graphs.run_fullgraph(self.descriptor)[: self.count]
+        if not looks_up:
+            self.graph, self.hidden = graphs.graphs[self.descriptor], hidden
+        return hidden
 
     def count_tokens(self, computed: np.ndarray) -> None:
         """Tells `inputs` the lengths that vLLM's sampler reads on the host. computed: [R] tokens before this step."""
