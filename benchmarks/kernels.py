@@ -29,7 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from vllm_gptoss import spec
 from vllm_gptoss.experts import mxfp4, sm90
 from vllm_gptoss.kernels.experts import FewTokenExperts, Projection
-from vllm_gptoss.kernels.experts_many import MAX_TOKENS, ManyTokenExperts
+from vllm_gptoss.kernels.experts_many import ManyTokenExperts
+from vllm_gptoss.kernels.experts_plan import PARTIAL_TOKENS
 from vllm_gptoss.kernels.experts_prefill import PrefillExperts
 
 LAUNCHES = 8
@@ -152,11 +153,11 @@ def measure(
         row["up_tb_s"] = up_bytes / row["up_us"] / 1e6
         row["down_tb_s"] = down_bytes / row["down_us"] / 1e6
     row["pair_share_of_floor"] = (row["floor_up_us"] + row["floor_down_us"]) / row["pair_us"]
-    if tokens > MAX_TOKENS:
+    if tokens > PARTIAL_TOKENS:
         flops = 6 * tokens * model.active_experts * rank * model.hidden
         row["pair_share_of_peak"] = flops / row["pair_us"] * 1e6 / FLOPS_PER_SECOND
     if stock is not None:
-        if tokens <= MAX_TOKENS:
+        if tokens <= PARTIAL_TOKENS:
             routed = [stock.route(each) for each in logits]
             acts = stock.up(x, routed[0])
             row["stock_up_us"] = microseconds(lambda: [stock.up(x, each) for each in routed], launches)

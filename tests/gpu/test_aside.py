@@ -89,8 +89,9 @@ def test_a_fault_of_the_experts_leaves_upstreams(where: str, starts: dict[tuple[
 
 @pytest.mark.parametrize("where", planted.ATTENTION)
 def test_a_fault_of_attention_leaves_flash_attention(where: str, starts: dict[tuple[str, bool], Done]) -> None:
+    """Our layers of many tokens run the same kernel: where it fails they step aside too."""
     done = starts[where, False]
-    assert answer(done) == WHOLE
+    assert answer(done) == WHOLE | ({"many_tokens": 0} if "attention_many" in where else {})
     said = done.stdout + done.stderr
     assert said.count(f"attention: upstream from here on (RuntimeError: {planted.MESSAGE})") == 1
 

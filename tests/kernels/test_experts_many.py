@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 from tests.kernels.cubins import compiled
 from tests.kernels.on_meta import SHAPES, prepared
 from vllm_gptoss.kernels import experts_plan, nvrtc
-from vllm_gptoss.kernels.experts_many import NAME, SOURCE, compile_options, tunings_for
+from vllm_gptoss.kernels.experts_many import MAX_PAIRS, MAX_TOKENS, NAME, SOURCE, compile_options, tunings_for
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -24,8 +26,11 @@ def test_every_shape_compiles_and_has_the_shared_memory_it_takes(shape: tuple[in
 
 def test_every_step_has_kernels_and_wide_ones_where_experts_have_many_tokens() -> None:
     most = {routed: {tokens: each.groups for tokens, each in tunings_for(routed, 4).items()} for routed in (32, 128)}
-    assert most == {32: {192: 4, 512: 3}, 128: {512: 4}}
-    assert all(max(tunings_for(routed, active)) == 512 for routed in range(1, 129) for active in range(1, 5))
+    assert most == {32: {192: 4, 768: 3}, 128: {512: 4, 768: 4, 2048: 3}}
+    for routed, active in itertools.product(range(1, 129), range(1, 9)):
+        tunings = list(tunings_for(routed, active))
+        assert tunings == sorted(tunings), "the first that is large enough runs"
+        assert experts_plan.PARTIAL_TOKENS <= tunings[-1] <= min(MAX_TOKENS, MAX_PAIRS // active)
 
 
 @pytest.mark.parametrize("routing", [torch.int32, torch.int64, torch.float32])
@@ -38,6 +43,6 @@ def test_every_routing_dtype_compiles(routing: torch.dtype) -> None:
 
 def test_more_tokens_than_it_was_compiled_for_are_refused() -> None:
     many = prepared(32, 384, 2880, 4, 32)
-    x, logits = torch.empty(513, 2880, device="meta"), torch.empty(513, 32, dtype=torch.bfloat16, device="meta")
-    with pytest.raises(ValueError, match="1 to 512 tokens, got 513"):
+    x, logits = torch.empty(769, 2880, device="meta"), torch.empty(769, 32, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(ValueError, match="1 to 768 tokens, got 769"):
         many(x, logits, None, torch.empty_like(x))

@@ -56,11 +56,7 @@ ONE_TOKEN: Final = most("layers", ONE_LAUNCH)
 FUSED_TOKENS: Final = most("layers", SIX_LAUNCHES)
 ATTENTION_TOKENS: Final = most("attention", DECODE)
 MANY_TOKENS: Final = ATTENTION_TOKENS
-"""Of the largest step of decoding, and of `kernels/experts_many.py`."""
-LARGE_PAIRS: Final = 64
-"""Pairs for each routed expert from which on `kernels/experts_prefill.py` runs a larger step: any of the 20b, and of
-the 120b from 2,048 tokens on. It was timed with so many, of the 20b; with fewer `matmul_ogs` runs.
-"""
+"""Of the largest step of decoding. What runs the experts of larger ones is `kernels/experts_many.py`'s to say."""
 MANY_PAIRS: Final = 8
 """Pairs (a token and one of its experts) for each routed expert, above which a step of more than
 `experts_plan.NARROW_TOKENS` tokens runs `kernels/experts_many.py`: more than 64 tokens of the 20b, and of

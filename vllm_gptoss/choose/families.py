@@ -90,7 +90,7 @@ FAMILIES: Final = (
             Row(
                 "gptoss",
                 f"1.5 to 2.5 times matmul_ogs up to 32 evenly routed tokens on one {measured.SM90.gpu},"
-                f" 1.1 to 1.6 up to {bands.MANY_TOKENS}, 1.2 to 1.9 beyond with {bands.LARGE_PAIRS} pairs an expert",
+                f" 1.1 to 1.6 up to {bands.MANY_TOKENS}, 1.2 to 1.9 beyond",
                 unless=conditions.EXPERTS,
                 untried=conditions.beyond(measured.SM90, whole=False),
             ),

@@ -33,7 +33,7 @@ loading instead of 4, five of them on one host). Kept on the host, see `reserve`
 
 @dataclass(frozen=True)
 class LayerExperts:
-    """One layer's kernels: for few tokens, for many, and for large steps."""
+    """One layer's kernels: for few tokens, for many, and for all beyond; the last two are both there, or neither is."""
 
     few: FewTokenExperts
     many: ManyTokenExperts | None = None
@@ -46,7 +46,7 @@ class LayerExperts:
             return few if 0 < tokens <= few.max_tokens else None
         if tokens <= many.max_tokens:
             return None if tokens < 1 else few if tokens <= most_of_few(few) else many
-        return self.prefill if tokens * few.active >= bands.LARGE_PAIRS * few.routed else None
+        return self.prefill
 
     def loads(self, routing: torch.dtype, most: int) -> Iterator[tuple[Any, ...]]:
         """Calls that load the kernels of steps of up to `most` tokens, at most 512: see `nvrtc.at_once`."""

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).parent / "cuda" / "experts_many.cu"
 NAME = "experts_both"
-MAX_TOKENS = PARTIAL_TOKENS
+MAX_TOKENS, MAX_PAIRS = 2048, 8192
+"""What any kernel is compiled for: lists of more pairs leave no memory for two stages of activations."""
 REGISTERS = {4: 96, 3: 128}
 """A thread's registers at the start, by the number of consuming warpgroups."""
 
@@ -56,19 +57,23 @@ class Tuning:
 
 
 STREAMING = Tuning(groups=4, depth=2, chunk=5, columns=(16, 24, 32, 64))
-WIDE = Tuning(groups=3, depth=2, chunk=5, columns=(32, 48, 64, 80, 96))
-"""Four groups stream the weights of few tokens an expert faster; three have the registers for 96 columns of products.
+WIDE = Tuning(groups=3, depth=2, chunk=5, columns=(32, 48, 64, 80, 96, 112))
+"""Four groups stream the weights of few tokens an expert faster; three have the registers for 112 columns of products.
 Each number of columns is a loop with registers of its own (docs/kernels/log.md)."""
 
-STREAMED_PAIRS = 24
-"""Pairs (a token and one of its experts) for each routed expert up to which four groups run: 192 tokens of the 20b, all
-of the 120b. At 256 tokens of the 20b three take less (docs/kernels/log.md)."""
+STREAMED_PAIRS, MOST_PAIRS = 24, 96
+"""Pairs (a token and one of its experts) for each routed expert up to which four groups run, and three: 192 and 768
+tokens of the 20b, 768 and 2,048 of the 120b. At 896 tokens of the 20b `experts_prefill.py` takes as long
+(docs/kernels/log.md)."""
 
 
 def tunings_for(routed: int, active: int) -> dict[int, Tuning]:
-    """By the most tokens that each is compiled for."""
-    streamed = min(MAX_TOKENS, STREAMED_PAIRS * routed // active)
-    return {streamed: STREAMING} | ({MAX_TOKENS: WIDE} if streamed < MAX_TOKENS else {})
+    """By the most tokens that each is compiled for. Decode steps have a kernel of their own where large ones stream:
+    what is kept for 768 tokens of the 120b costs steps of 300 a tenth."""
+    limit = min(MAX_TOKENS, MAX_PAIRS // active)
+    streamed, most = (min(limit, pairs * routed // active) for pairs in (STREAMED_PAIRS, MOST_PAIRS))
+    most = max(most, PARTIAL_TOKENS)
+    return {min(streamed, PARTIAL_TOKENS): STREAMING, streamed: STREAMING} | ({most: WIDE} if streamed < most else {})
 
 
 def meta_bytes(tuning: Tuning, most: int, active: int, experts: int) -> int:
@@ -117,11 +122,10 @@ def counters(device: int) -> Tensor:
 class ManyTokenExperts(SameLayer):
     """Both projections of one layer's local experts in one launch."""
 
-    max_tokens = MAX_TOKENS
-
     def __init__(self, few: FewTokenExperts) -> None:
         super().__init__(few)
         self.tunings = tunings_for(few.routed, few.active)
+        self.max_tokens = max(self.tunings)
         self._launches: dict[tuple[int, tuple[int, int]], nvrtc.Kernel] = {}
 
     def recipe(self, most: int, routing: torch.dtype) -> Recipe:
@@ -156,6 +160,16 @@ class ManyTokenExperts(SameLayer):
             self._launches[key] = _kernel(self.recipe(most, routing))
         return self._launches[key], (self.tunings[most].groups + 1) * 128
 
+    def _parts(self, tokens: int, x: Tensor) -> Tensor:
+        """Partial sums, none there yet: kept for decode steps, made for larger ones, which takes 2 to 3 % of them. What
+        is kept is lost to the KV cache: 94 MB for 2,048 tokens."""
+        import torch
+
+        width = self.active * self.down.rows
+        if tokens <= PARTIAL_TOKENS:
+            return partial_sums(self.device, width, PARTIAL_TOKENS)
+        return x.new_full((tokens, width), -1, dtype=torch.int32)
+
     def __call__(self, x: Tensor, routing: Tensor, weights: Tensor | None, out: Tensor) -> None:
         """Runs both projections on the current stream; arguments as of `FewTokenExperts`, T <= max_tokens."""
         import torch
@@ -163,7 +177,7 @@ class ManyTokenExperts(SameLayer):
         tokens = x.shape[0]
         kernel, threads = self._prepare(tokens, routing.dtype)
         act = torch.empty((tokens * self.active, self.up.rows // 2), dtype=torch.bfloat16, device=x.device)
-        parts = partial_sums(self.device, self.active * self.down.rows, PARTIAL_TOKENS)
+        parts = self._parts(tokens, x)
         tensors = (*self.matrices, x, routing, weights, self.expert_map, act, counters(self.device), parts, out)
         numbers = (ctypes.c_int(tokens), TWO_7, ctypes.c_float(self.alpha), ctypes.c_float(self.limit))
         stream = torch.cuda.current_stream(self.device).cuda_stream

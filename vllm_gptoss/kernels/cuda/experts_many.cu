@@ -135,7 +135,8 @@ __device__ __forceinline__ int share_token(int tokens) {
   return blockIdx.x * quads_each(tokens) / (Down::NROWS / 4);
 }
 
-// The chunks of each expert, in the order of experts, by 128 threads with an expert's `count` each.
+// The chunks of each expert, in the order of experts, by threads with an expert's `count` each: of
+// four warps, in a block of which all come here.
 __device__ __forceinline__ void list_chunks(Meta& m, int count, int thread) {
   const int warp = thread >> 5, lane = thread & 31;
   const int chunks = (count + MOST - 1) / MOST, size = chunks ? (count + chunks - 1) / chunks : 0;
@@ -145,8 +146,9 @@ __device__ __forceinline__ void list_chunks(Meta& m, int count, int thread) {
     const int p = __shfl_up_sync(~0u, places, d);
     places += lane >= d ? p : 0;
   }
-  if (lane == 31) m.sums[warp] = places;
-  named_sync<3, 128>();
+  if (warp < 4 && lane == 31) m.sums[warp] = places;
+  __syncthreads();
+  if (warp >= 4) return;
   places -= count | chunks << 16;
   for (int w = 0; w < warp; w++) places += m.sums[w];
   const int start = places & 0xFFFF, chunk = places >> 16;
@@ -195,8 +197,7 @@ __device__ __forceinline__ void find_work(Meta& m, Routed& t, int tokens, int th
     m.ids[thread] = t.ids[pick];
   }
   __syncthreads();
-  if (thread < 128)
-    list_chunks(m, thread < EXPERTS ? count_before_warps<WARPS>(t.seen, thread) : 0, thread);
+  list_chunks(m, thread < EXPERTS ? count_before_warps<WARPS>(t.seen, thread) : 0, thread);
   __syncthreads();
 #pragma unroll
   for (int p = 0; p < PASSES; p++) {
@@ -470,7 +471,7 @@ __device__ __forceinline__ void work(
   case N:                                                                   \
     if constexpr (COLUMNS >> N / 8 & 1) run_round<N>(w, f, m, from, to, i); \
     break;
-      CASE(16) CASE(24) CASE(32) CASE(48) CASE(64) CASE(80) CASE(96)
+      CASE(16) CASE(24) CASE(32) CASE(48) CASE(64) CASE(80) CASE(96) CASE(112)
     }
   }
 }
