@@ -50,20 +50,9 @@ def _use_runner() -> None:
 
 
 def _wants_runner(config: Any) -> bool:
-    from vllm_gptoss import aside
     from vllm_gptoss._vllm import runner
 
-    wish, suits = Settings.load(config.additional_config).host, runner.suits(config)
-    if wish == "ahead" and not suits:
-        aside.attempt("host", wish, _unsuited)
-    return suits and wish != "stock"
-
-
-def _unsuited() -> None:
-    from vllm_gptoss import aside
-    from vllm_gptoss._vllm import runner
-
-    raise aside.NotHereError(f"it needs one CUDA GPU, text generation and vLLM {runner.TRIED}")
+    return runner.suits(config) and Settings.load(config.additional_config).host != "stock"
 
 
 REGISTRATIONS: tuple[tuple[str, Callable[[], None]], ...] = (

@@ -36,9 +36,6 @@ MIRRORED = {
     f"{GPU}.sample.states:SamplingStates.get_top_k_top_p": "da950eb0feff",
     f"{GPU}.structured_outputs:StructuredOutputsWorker.apply_grammar_bitmask": "e7a6cdcfcc21",
     f"{GPU}.async_utils:AsyncOutput.get_output": "e1349ce3e11d",
-    f"{GPU}.cudagraph_utils:CudaGraphManager.run_fullgraph": "1172c49c02d1",
-    f"{GPU}.cudagraph_utils:ModelCudaGraphManager.run_fullgraph": "9f57fc280adb",
-    "vllm.model_executor.offloader.prefetch:PrefetchOffloader.join_after_forward": "1ceb364898e1",
     f"{GPU}.block_table:BlockTables.gather_block_tables": "7cb228aafe24",
     f"{GPU}.block_table:BlockTables.compute_slot_mappings": "8fd3029a3fed",
     f"{GPU}.block_table:BlockTables.apply_staged_writes": "c12cf2a0699a",
@@ -74,7 +71,7 @@ READ = {
         "execute_model_state", "parallel_config", "use_pp", "use_dcp", "speculative_config", "num_speculative_steps",
         "lora_config", "is_pooling_model", "is_encoder_decoder", "uses_inputs_embeds", "encoder_cache", "kv_connector",
         "aux_output_connector", "use_aux_hidden_state_outputs", "eplb", "observability_config", "pcp_manager",
-        "batch_sharder", "ubatch_runner", "fast_prefill", "adaptive_verification", "pp_handler", "max_model_len",
+        "batch_sharder", "ubatch_runner", "fast_prefill", "adaptive_verification", "pp_handler",
     ),
     f"{GPU}.states:RequestState": (
         "req_id_to_index", "all_token_ids", "prefill_len", "total_len", "num_computed_tokens",

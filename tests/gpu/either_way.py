@@ -200,22 +200,6 @@ def lost_blocks(ways: Ways) -> Callable[[], None]:
     return lambda: vars(buffers).pop("add_blocks") and None
 
 
-def old_inputs(ways: Ways) -> Callable[[], None]:
-    """Inputs of the next step are said to be prepared, and are those of this one."""
-    short_way = ways.short_way
-    sample = short_way.sample
-
-    def planted(taken: Any) -> Any:
-        batch = taken.batch
-        left, batch.left = batch.left, 0
-        output = sample(taken)
-        batch.left, short_way.ready = left, batch
-        return output
-
-    short_way.sample = planted
-    return lambda: vars(short_way).pop("sample") and None
-
-
 def old_parameters(ways: Ways) -> Callable[[], None]:
     """Temperatures stay those of the batch before."""
     buffers = ways.short_way.buffers
@@ -255,7 +239,7 @@ def no_grammar(ways: Ways) -> Callable[[], None]:
 
 PLANTS = {
     plant.__name__.replace("_", " "): plant
-    for plant in (another_token, lost_blocks, old_inputs, old_parameters, no_stops, no_grammar)
+    for plant in (another_token, lost_blocks, old_parameters, no_stops, no_grammar)
 }
 
 
@@ -282,12 +266,8 @@ def main(
     seconds: float = 0.0,
     plants: list[str] | None = None,
     tokenizer: str | None = None,
-    host: str | None = None,
 ) -> dict[str, Any]:
-    """seconds: as many rounds as are begun by then. host: that setting of the plugin; None:
-    as the environment has it."""
-    if host is not None:
-        os.environ["GPTOSS_HOST"] = host
+    """seconds: as many rounds as are begun by then."""
     made = engine(blocks, caching, tokenizer)
     ways = Ways(made)
     found: dict[str, Any] = {"requests": 0, "tokens": 0, "different": []}

@@ -94,7 +94,7 @@ def experts(parallel: list[int], counts: list[int]) -> None:
             ):
                 cases.experts_by_logits(module, up, down, tokens, torch.bfloat16)
             cases.experts(module, up, down, most=3, skewed=True)
-            for tokens, routed in ((40, "uniform"), (200, "half"), (512, "uniform")):
+            for tokens, routed in ((40, "uniform"), (200, "half"), (512, "uniform"), (600, "uniform")):
                 cases.experts_by_routing(ManyTokenExperts(module), up, down, tokens, routed)
             for tokens, routed in ((1, "uniform"), (600, "uniform"), (900, "half")):
                 cases.experts_by_routing(PrefillExperts(module), up, down, tokens, routed)

@@ -115,7 +115,7 @@ class Engine:
         self.inputs = SimpleNamespace(
             input_ids=gpu(), positions=gpu(), seq_lens=gpu(), is_padding=gpu(), query_start_loc=torch.arange(ROWS + 1)
         )
-        self.slots, self.seen, self.looked_up = gpu(), [], 0
+        self.slots, self.seen = gpu(), []
         self.states = SimpleNamespace(
             req_id_to_index={}, num_computed_tokens=SimpleNamespace(gpu=gpu()), last_sampled_tokens=gpu(),
             num_computed_tokens_np=np.zeros(ROWS, dtype=np.int32), draft_tokens=None,
@@ -123,42 +123,27 @@ class Engine:
             prefill_len=SimpleNamespace(np=np.zeros(ROWS, dtype=np.int32), gpu=torch.zeros(ROWS)),
             all_token_ids=SimpleNamespace(gpu=None), total_len=SimpleNamespace(gpu=None),
         )  # fmt: skip
-        graphs = {(made := Descriptor("full", n, n)): self.graph(made) for n in range(1, ROWS + 1)}
         self.runner = SimpleNamespace(
             req_states=self.states, input_buffers=self.inputs, block_tables=Tables(self.slots), device=None,
             model_state=SimpleNamespace(prepare_attn=lambda *_: None), attn_groups=None, kv_cache_config=None,
-            model=SimpleNamespace(compute_logits=lambda hidden: hidden), vocab_size=1000, max_model_len=LIMIT,
+            model=SimpleNamespace(compute_logits=lambda hidden: hidden), vocab_size=1000,
             sampler=SimpleNamespace(penalties_state=SimpleNamespace(output_bin_counts=None)),
             prompt_logprobs_worker=None, finish_requests=self.finish,
             cudagraph_manager=SimpleNamespace(
-                graphs=graphs, dispatch=lambda n, *_, **__: Descriptor("full", n, n), run_fullgraph=self.look_up
+                dispatch=lambda n, *_, **__: Descriptor("full", n, n), run_fullgraph=self.run_model
             ),
         )  # fmt: skip
         self.short_way: Any = object.__new__(ShortWay)
         vars(self.short_way).update(
-            runner=self.runner, buffers=HostBuffers(self.runner), graphs=HostGraphs(), batch=None, ready=None,
-            captures=True, prepares_ahead=True, events=[SimpleNamespace(record=lambda: None)] * RING, turn=0,
+            runner=self.runner, buffers=HostBuffers(self.runner), graphs=HostGraphs(), batch=None,
+            events=[SimpleNamespace(record=lambda: None)] * RING, turn=0,
         )  # fmt: skip
         self.length: dict[str, int] = {}
         self.token: dict[str, int] = {}
-        self.prepared, prepare = 0, self.short_way._prepare
 
-        def counted(batch: Any) -> None:
-            self.prepared += 1
-            prepare(batch)
-
-        self.short_way._prepare = counted
-
-    def graph(self, made: Any) -> Any:
-        def replay() -> None:
-            given = (self.inputs.positions, self.inputs.input_ids, self.slots)
-            self.seen.append([each[: made.num_reqs].tolist() for each in given])
-
-        return SimpleNamespace(replay=replay)
-
-    def look_up(self, made: Any) -> torch.Tensor:
-        self.looked_up += 1
-        self.runner.cudagraph_manager.graphs[made].replay()
+    def run_model(self, made: Any) -> torch.Tensor:
+        given = (self.inputs.positions, self.inputs.input_ids, self.slots)
+        self.seen.append([each[: made.num_reqs].tolist() for each in given])
         return torch.zeros(made.num_tokens, 10)
 
     def finish(self, step: Any) -> None:
@@ -183,10 +168,10 @@ class Engine:
         }  # fmt: skip
         return SimpleNamespace(**fields | changes)
 
-    def decode(self, *names: str, by_vllm: bool = False, **changes: Any) -> bool:
-        """One step the short way; whether it prepared its inputs. by_vllm: vLLM's sampler takes the tokens."""
-        was, step = self.prepared, self.step(list(names), **changes)
-        taken = self.short_way.take(step)
+    def decode(self, *names: str, by_vllm: bool = False, **changes: Any) -> None:
+        """One step the short way, whose model must be given what plain bookkeeping says. by_vllm: vLLM's sampler takes
+        the tokens."""
+        taken = self.short_way.take(self.step(list(names), **changes))
         rows = [self.states.req_id_to_index[name] for name in names]
         positions = [self.length[name] for name in names]
         held = [self.runner.block_tables.held[row] for row in rows]
@@ -200,7 +185,6 @@ class Engine:
         else:
             output = self.short_way.sample(taken)
             assert output.tokens.tolist() == [self.token[name] for name in names]
-        return self.prepared > was
 
     def update(self, rows: list[int], tokens: list[int]) -> None:
         states = self.states

@@ -72,7 +72,6 @@ def short_way(monkeypatch: pytest.MonkeyPatch) -> ShortWay:
     )
     made.graphs = object.__new__(Graphs)
     made.graphs.works = OrderedDict()
-    made.ready, made.captures, made.prepares_ahead = None, True, False
     made.events, made.turn = [SimpleNamespace(record=lambda: None)] * RING, 0
     return made  # type: ignore[no-any-return]
 

@@ -118,36 +118,10 @@ class Batch:
     """What their sampling launches; None where it is vLLM's whole sampler."""
     inputs: Any
     """vLLM's `InputBatch`."""
-    left: int = 0
-    """Steps that its longest request has room for, after those whose model ran: none is prepared beyond.
-
-    A row of a block table and attention's plan end with `max_model_len` tokens (`initialize_kv_cache` of
-    `vllm/v1/worker/gpu/model_runner.py`, `_as_captured` of `attention/sm90.py`). No step of 0.33 has a position past
-    `max_model_len - 2` (`Scheduler.schedule`), so that the one ahead of it fits too; nothing here relies on that."""
-    graph: Any = None
-    """vLLM's CUDA graph of the model, once it ran; None where it is looked up each time."""
-    hidden: torch.Tensor | None = None
-    """[n, C] bf16: where that graph leaves its output."""
 
     @property
     def count(self) -> int:
         return len(self.req_ids)
-
-    def run_model(self, graphs: Any, looks_up: bool) -> torch.Tensor:
-        """Replays vLLM's graph of the model for one step: its output, [n, C] bf16. graphs: vLLM's `CudaGraphManager`.
-
-        looks_up: as vLLM does each time. Otherwise the first time only, which waits for weights that a step without a
-        graph has left on their way from the host (`sync_prev_onload`). A graph leaves none: its capture ends with
-        `join_after_forward`.
-        """
-        self.left -= 1
-        if not looks_up and self.graph is not None and self.hidden is not None:
-            self.graph.replay()
-            return self.hidden
-        hidden: torch.Tensor = graphs.run_fullgraph(self.descriptor)[: self.count]
-        if not looks_up:
-            self.graph, self.hidden = graphs.graphs[self.descriptor], hidden
-        return hidden
 
     def count_tokens(self, computed: np.ndarray) -> None:
         """Tells `inputs` the lengths that vLLM's sampler reads on the host. computed: [R] tokens before this step."""
@@ -156,7 +130,7 @@ class Batch:
         self.inputs.seq_lens_cpu_upper_bound[: self.count] = torch.from_numpy(have + 1)
 
 
-def begin(runner: Any, buffers: Buffers, req_ids: list[str], descriptor: Any, left: int) -> Batch:
+def begin(runner: Any, buffers: Buffers, req_ids: list[str], descriptor: Any) -> Batch:
     """The batch of those requests; nothing on the GPU is touched yet."""
     states, count = runner.req_states, len(req_ids)
     rows = np.fromiter((states.req_id_to_index[name] for name in req_ids), dtype=np.int64, count=count)
@@ -196,7 +170,7 @@ def begin(runner: Any, buffers: Buffers, req_ids: list[str], descriptor: Any, le
     )
     indices = {name: place for place, name in enumerate(req_ids)}
     samples = sampling(runner.sampler, runner.prompt_logprobs_worker, rows)
-    return Batch(req_ids, indices, rows, descriptor, samples, input_batch, left)
+    return Batch(req_ids, indices, rows, descriptor, samples, input_batch)
 
 
 def sampling(sampler: Any, prompts: Any, rows: np.ndarray) -> tuple[bool, ...] | None:

@@ -17,18 +17,10 @@ KEPT = 512
 @dataclass(frozen=True, slots=True)
 class Launches:
     """Launches of a step whose shapes and addresses are fixed; what they read and write may change. What is decided on
-    the host, `launch` decides by the step that it was made for. captures: whether a graph may hold them. then:
-    what a graph of them does as well, after them."""
+    the host, `launch` decides by the step that it was made for. captures: whether a graph may hold them."""
 
     launch: Callable[[], None]
     captures: bool
-    then: Callable[[], None] | None = None
-
-    def captured(self) -> None:
-        """Launches what a graph holds."""
-        self.launch()
-        if self.then is not None:
-            self.then()
 
 
 class Work:
@@ -42,22 +34,18 @@ class Work:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.is_warm, self.failed = False, False
 
-    def run(self, graphs: Graphs, make: Callable[[], Launches]) -> bool:
-        """Does the work once, on the current stream. make: the launches of this step, for where there is no graph.
-
-        Returns whether a graph did it, and so what comes with it as well.
-        """
+    def run(self, graphs: Graphs, make: Callable[[], Launches]) -> None:
+        """Does the work once, on the current stream. make: the launches of this step, for where there is no graph."""
         if self.graph is None:
             step = make()
             if self.is_warm and step.captures and not self.failed:
-                self.graph = aside.attempt("host: graph", "auto", lambda: graphs.capture(step.captured))
+                self.graph = aside.attempt("host: graph", "auto", lambda: graphs.capture(step.launch))
                 self.failed = self.graph is None
             if self.graph is None:
                 step.launch()
                 self.is_warm = True
-                return False
+                return
         self.graph.replay()
-        return True
 
 
 class Graphs:

@@ -2,9 +2,8 @@
 
 vLLM prepares every step anew: some seven launches, five copies and the objects that describe them, before a graph runs
 the model and about twelve launches sample. While the same requests decode, all of it but the tokens is as it was. Such
-a step is here: two small graphs around vLLM's own FULL graph of the model, and one event. With `host=ahead` the second
-prepares the next step as well, so that the first is for batches that begin and for new blocks. vLLM's states on the GPU
-and on the host are kept as it keeps them, so that any step may go either way.
+a step is here: two small graphs around vLLM's own FULL graph of the model, and one event. vLLM's states on the GPU and
+on the host are kept as it keeps them, so that any step may go either way.
 """
 
 from __future__ import annotations
@@ -22,11 +21,6 @@ from vllm_gptoss.runner import admit, slices, work
 from vllm_gptoss.runner.batch import RING, Batch, Buffers, begin
 from vllm_gptoss.runner.graphs import Graphs
 from vllm_gptoss.runner.output import StepOutput
-from vllm_gptoss.settings import Settings
-
-AHEAD = 8
-"""Most requests whose next step is prepared. With more, one of them needs a block in most steps (blocks hold 16 tokens:
-at 16 requests in 64 % of them), and what was prepared is prepared again."""
 
 
 @dataclass
@@ -41,21 +35,17 @@ class Taken:
 class ShortWay:
     """The tensors and graphs of one runner, and the batch that decodes."""
 
-    def __init__(self, runner: Any, prepares_ahead: bool = False) -> None:
-        self.runner, self.prepares_ahead = runner, prepares_ahead
+    def __init__(self, runner: Any) -> None:
+        self.runner = runner
         self.buffers = Buffers(runner)
         self.graphs = Graphs(runner.device, work.MEMORY)
         self.batch: Batch | None = None
-        self.ready: Batch | None = None
-        """Whose next step has its inputs, as long as nothing but that step comes."""
-        self.captures = True
-        """Whether a graph may hold what prepares the batch, as far as is known."""
         self.events = [torch.cuda.Event(blocking=True) for _ in range(RING)]
         self.turn = 0
 
     def take(self, step: Any, is_dummy: bool = False) -> Taken | None:
         """Launches the model's part of `step`, a `SchedulerOutput`; None where vLLM is to do all of it."""
-        runner, ready, self.ready = self.runner, self.ready, None
+        runner = self.runner
         if is_dummy or not admit.only_decodes(step):
             self.batch = None
             return None
@@ -75,22 +65,22 @@ class ShortWay:
         elif grew:
             self.buffers.add_blocks(runner)
         self.batch = batch
-        if grew or ready is not batch:
-            self._prepare(batch)
-        hidden = batch.run_model(runner.cudagraph_manager, looks_up=not self.prepares_ahead)
+        prepare = self.graphs.work(("before", batch.count))
+        prepare.run(self.graphs, lambda: work.before(runner, self.buffers, batch))
+        hidden = runner.cudagraph_manager.run_fullgraph(batch.descriptor)[: batch.count]
         return Taken(batch, hidden, step.finished_req_ids)
 
     def _begin(self, step: Any, names: list[str]) -> Batch | None:
         """The batch of these requests, if none of them still has a prompt to read and a FULL graph takes them."""
         runner, count = self.runner, len(names)
-        states, lengths = runner.req_states, step.scheduled_cached_reqs.num_computed_tokens
-        for name, computed in zip(names, lengths, strict=True):
+        states = runner.req_states
+        for name, computed in zip(names, step.scheduled_cached_reqs.num_computed_tokens, strict=True):
             if computed < states.prefill_len.np[states.req_id_to_index[name]]:
                 return None
         descriptor = runner.cudagraph_manager.dispatch(count, count, 1, 0, max_query_len=1)
         if descriptor.cg_mode != vllm.parts().FULL:
             return None
-        return begin(runner, self.buffers, list(names), descriptor, runner.max_model_len - max(lengths))
+        return begin(runner, self.buffers, list(names), descriptor)
 
     def _update(self, step: Any, batch: Batch, grew: bool) -> None:
         """As `update_requests`, which asks for each request's row, and for what no step here has.
@@ -121,27 +111,14 @@ class ShortWay:
             num_computed_tokens=runner.req_states.num_computed_tokens.gpu,
         )
 
-    def _prepare(self, batch: Batch) -> None:
-        """Launches what makes the inputs of the step that begins. It only reads states: twice is as once."""
-        made = self.graphs.work(("before", batch.count))
-        made.run(self.graphs, lambda: work.before(self.runner, self.buffers, batch))
-        self.captures = not made.failed
-
     def sample(self, taken: Taken) -> StepOutput:
-        """Launches the rest of a step, and what the next step of the same batch needs, where a graph holds it."""
+        """Launches the rest of a step."""
         batch, turn = taken.batch, self.turn
-        ahead = self.prepares_ahead and self.captures and batch.left > 0 and batch.count <= AHEAD
-        made = self.graphs.work(("after", batch.count, batch.sampling, ahead))
-        replayed = made.run(self.graphs, lambda: work.after(self.runner, self.buffers, batch, taken.hidden, ahead))
-        self.ready = batch if ahead and replayed else None
+        made = self.graphs.work(("after", batch.count, batch.sampling))
+        made.run(self.graphs, lambda: work.after(self.runner, self.buffers, batch, taken.hidden))
         self.events[turn].record()
         self.turn = (turn + 1) % RING
         return StepOutput(batch.req_ids, batch.indices, self.buffers.ring.np[turn, : batch.count], self.events[turn])
-
-    def renew(self) -> None:
-        """Forgets the graphs, and the batch that counts on them."""
-        self.graphs = Graphs(self.runner.device, work.MEMORY)
-        self.batch = self.ready = None
 
 
 def _without_graphs() -> None:
@@ -153,11 +130,10 @@ class GptOssModelRunner(GPUModelRunner):
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
-        self.wish = Settings.load(vllm_config.additional_config).host
         self.short_way: ShortWay | None = None
         self.taken: Taken | None = None
         if vllm_config.model_config.enforce_eager:
-            aside.attempt("host", self.wish, _without_graphs)
+            aside.attempt("host", "auto", _without_graphs)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream; what knew the tensors that are replaced is dropped."""
@@ -168,7 +144,7 @@ class GptOssModelRunner(GPUModelRunner):
         """As upstream, which calls it whenever weights were replaced: our graphs know those of the logits."""
         super().reset_lora_state()
         if self.short_way is not None:
-            self.short_way.renew()
+            self.short_way.graphs = Graphs(self.device, work.MEMORY)
 
     def shutdown(self) -> None:
         """As upstream, which frees what the graphs use."""
@@ -176,7 +152,7 @@ class GptOssModelRunner(GPUModelRunner):
         super().shutdown()
 
     def _drop(self) -> None:
-        """A batch knows graphs of ours and of vLLM's, so that none may outlive them."""
+        """Our graphs know vLLM's tensors by address, and a step's output is in memory of its graphs."""
         self.short_way = self.taken = None
 
     def capture_model(self, *args: Any, **kwargs: Any) -> Any:
@@ -185,7 +161,7 @@ class GptOssModelRunner(GPUModelRunner):
         captured = super().capture_model(*args, **kwargs)
         if not kwargs.get("profile_only"):
             with torch.inference_mode():
-                self.short_way = aside.attempt("host", self.wish, self._decide)
+                self.short_way = aside.attempt("host", "auto", self._decide)
         return captured
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -210,7 +186,7 @@ class GptOssModelRunner(GPUModelRunner):
         say("host: decode steps are replayed (GPTOSS_HOST=stock turns it off)")
         if why := slices.ask_short():
             say("host: the engine's threads keep the time slices they have (%s)", why)
-        return ShortWay(self, self.wish == "ahead")
+        return ShortWay(self)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """As upstream; an object whose `get_output` waits for the tokens."""

@@ -52,11 +52,10 @@ def before(runner: Any, buffers: Buffers, batch: Batch) -> Launches:
     return Launches(launch, captures=True)
 
 
-def after(runner: Any, buffers: Buffers, batch: Batch, hidden: Tensor, ahead: bool = False) -> Launches:
+def after(runner: Any, buffers: Buffers, batch: Batch, hidden: Tensor) -> Launches:
     """Logits, the sampled token of each request, its way into vLLM's states and into the ring.
 
-    hidden: [n, C] bf16, the first rows of the buffer that the model's graphs write. ahead: a graph of it ends with
-    `before`, whose states are the next step's by then.
+    hidden: [n, C] bf16, the first rows of the buffer that the model's graphs write.
     """
     parts, states, have = vllm.parts(), runner.req_states, batch.inputs
     count, rows = batch.count, buffers.rows[: batch.count]
@@ -96,5 +95,4 @@ def after(runner: Any, buffers: Buffers, batch: Batch, hidden: Tensor, ahead: bo
 
     # Top-k and top-p keep scratch memory that grows with the batch: a graph would know it by a stale address.
     fits = count * runner.vocab_size * (6 if processed else 2) <= LOGITS_BYTES
-    then = before(runner, buffers, batch).launch if ahead else None
-    return Launches(launch, captures=fits and not some_k and not some_p, then=then)
+    return Launches(launch, captures=fits and not some_k and not some_p)
