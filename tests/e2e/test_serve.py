@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -143,9 +145,12 @@ async def test_32_at_once_get_32_right_answers(parallel: openai.AsyncOpenAI) -> 
     assert all(await asyncio.gather(*(ask(number) for number in range(32))))
 
 
+def value(metrics: str, name: str) -> float:
+    return sum(float(line.rsplit(" ", 1)[1]) for line in metrics.splitlines() if line.startswith(name + "{"))
+
+
 def metric(server: Server, name: str) -> float:
-    text = httpx.get(f"{server.url}/metrics", timeout=30).text
-    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name + "{"))
+    return value(httpx.get(f"{server.url}/metrics", timeout=30).text, name)
 
 
 STORY, WHOLE = "Tell me a long story.", 4000
@@ -190,3 +195,55 @@ async def written_once_left(served: Server, path: str, body: dict[str, object]) 
         written = now
         await asyncio.sleep(0.2)
     return written - before
+
+
+@pytest.mark.parametrize("path", ["responses", "chat/completions", "completions"])
+async def test_a_client_that_leaves_holds_the_engine_for_8_tokens_or_50_ms_at_most(served: Server, path: str) -> None:
+    """The tokens of a stream beside it are the clock. A machine with other work delays anybody: the best of ten."""
+    bodies: dict[str, dict[str, object]] = {
+        "responses": {"input": STORY, "max_output_tokens": WHOLE},
+        "chat/completions": {"messages": [{"role": "user", "content": STORY}], "max_tokens": WHOLE},
+        "completions": {"prompt": STORY, "max_tokens": WHOLE},
+    }
+    common = {"model": NAME, "temperature": 0, "stream": True, "ignore_eos": True}
+    found = []
+    async with httpx.AsyncClient(timeout=60) as http:
+        for _ in range(10):
+            beside = http.stream("POST", f"{served.api}/completions", json=common | bodies["completions"])
+            leaves = http.stream("POST", f"{served.api}/{path}", json=common | bodies[path])
+            found.append(await held_for(served, http, beside, leaves))
+            if found[-1][0] <= 8 or found[-1][1] <= 0.05:
+                return
+    raise AssertionError(found)
+
+
+async def held_for(
+    served: Server,
+    http: httpx.AsyncClient,
+    beside: contextlib.AbstractAsyncContextManager[httpx.Response],
+    leaves: contextlib.AbstractAsyncContextManager[httpx.Response],
+) -> tuple[int, float]:
+    """Tokens of the other stream, and seconds, until the engine runs that one alone."""
+    heard = 0
+
+    async def listen(lines: AsyncIterator[str]) -> None:
+        nonlocal heard
+        async for line in lines:
+            heard += line.startswith("data: ")
+
+    async with beside as other:
+        listening = asyncio.create_task(listen(other.aiter_lines()))
+        async with leaves as answer:
+            lines = answer.aiter_lines()
+            for _ in range(12):
+                await anext(lines)
+        had, left = heard, time.monotonic()
+        while value((await http.get(f"{served.url}/metrics")).text, "vllm:num_requests_running") > 1:
+            assert time.monotonic() - left < 60
+        found = heard - had, time.monotonic() - left
+        listening.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await listening
+    while metric(served, "vllm:num_requests_running"):
+        await asyncio.sleep(0.1)
+    return found

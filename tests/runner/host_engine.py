@@ -147,7 +147,7 @@ class Engine:
         return torch.zeros(made.num_tokens, 10)
 
     def finish(self, step: Any) -> None:
-        for name in step.finished_req_ids:
+        for name in step.finished_req_ids | (step.preempted_req_ids or set()):
             self.states.req_id_to_index.pop(name)
 
     def step(self, names: list[str], **changes: Any) -> Any:

@@ -78,6 +78,32 @@ def test_requests_that_end_make_another_batch(engine: Engine) -> None:
     assert engine.short_way.batch.req_ids == ["a"]
 
 
+def test_a_storm_of_aborts_and_a_preemption_leave_the_others_as_they_were(engine: Engine) -> None:
+    """All but one are gone in the middle of a replayed batch; one comes back, its prompt read again by vLLM."""
+    names = ["a", "b", "c", "d", "e", "f", "g"]
+    engine.leave_to_vllm("d", "e", "f", "g")
+    for _ in range(3):
+        engine.decode(*names)
+    engine.decode("b", finished_req_ids={"c", "d", "e", "f", "g"}, preempted_req_ids={"a"})
+    for _ in range(2 * SIZE):
+        engine.decode("b")
+    engine.leave_to_vllm("a", length=engine.length["a"])
+    for _ in range(2 * SIZE):
+        engine.decode("b", "a")
+
+
+def test_a_step_whose_model_fails_is_not_counted_on(engine: Engine) -> None:
+    """vLLM ends an engine whose step raised. Should one go on, the next steps are of the requests as they were."""
+    manager = engine.short_way.runner.cudagraph_manager
+    run, manager.run_fullgraph = manager.run_fullgraph, lambda descriptor: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.short_way.take(engine.step(["a", "b"]))
+    manager.run_fullgraph = run
+    engine.leave_to_vllm("d")
+    for _ in range(2 * SIZE):
+        engine.decode("a", "b")
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_where_a_graph_cannot_be_had_steps_are_launched(engine: Engine, fails: bool) -> None:
     graphs = engine.short_way.graphs
@@ -98,7 +124,7 @@ def test_random_steps_are_as_plain_bookkeeping_says(engine: Engine, monkeypatch:
         ended |= set(names) - set(left)
         names = left
         if not names or (event < 0.03 and len(names) + len(ended) < 4):
-            engine.short_way.runner.finish_requests(SimpleNamespace(finished_req_ids=ended))
+            engine.short_way.runner.finish_requests(SimpleNamespace(finished_req_ids=ended, preempted_req_ids=None))
             ended = set()
             engine.leave_to_vllm(f"of {steps}", length=rng.randrange(1, LIMIT - 10))
             names = [*names, f"of {steps}"]
