@@ -1,4 +1,4 @@
-"""Draws what a decode step takes of the host, from the result files: `python benchmarks/host_plot.py`; needs matplotlib.
+"""Draws what a decode step takes of the host, from result files: `python benchmarks/host_plot.py`; needs matplotlib.
 
 Left: ms a token of two layers of the 20b, whose GPU needs so little that the engine's thread sets the pace. Right: one
 stream of the whole 20b as served, with the engine's core to itself, and shared with two processes that never rest.
