@@ -116,6 +116,22 @@ def test_large_steps_are_ours_whatever_their_size(
     assert ours.kernel(last + 1) is ours.kernel(100_000) is ours.prefill is not None
 
 
+@pytest.mark.parametrize(
+    ("routed", "most", "many", "prefill"),
+    [(128, 64, set(), 0), (128, 512, {512}, 0), (128, 10_000, {512, 768, 2048}, 1), (32, 192, {192}, 0),
+     (32, 512, {192, 768}, 0), (32, 10_000, {192, 768}, 1)],
+)  # fmt: skip
+def test_a_start_compiles_the_kernels_of_its_steps_and_no_larger_ones(
+    monkeypatch: pytest.MonkeyPatch, routed: int, most: int, many: set[int], prefill: int
+) -> None:
+    """Decode steps are routed by ids, which no step of more than 512 tokens is."""
+    monkeypatch.setattr(experts, "multiprocessors", lambda device: 132)
+    ours = layer(experts.FewTokenExperts(*projections(), 4, routed, alpha=1.0, limit=7.0))
+    recipes = [recipe for _, recipe in ours.loads(torch.int32, most) if isinstance(recipe, experts.Recipe)]
+    assert {dict(each.options)["TOKENS"] for each in recipes if each.name == experts_many.NAME} == many
+    assert sum(each.name == experts_prefill.EXPERTS for each in recipes) == prefill
+
+
 def test_nothing_of_ours_is_taken_while_upstream_lays_weights_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small tensor that lands in memory just freed keeps the next layer from taking it again."""
     steps: list[str] = []

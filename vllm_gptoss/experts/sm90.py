@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -49,11 +49,13 @@ class LayerExperts:
         return self.prefill
 
     def loads(self, routing: torch.dtype, most: int) -> Iterator[tuple[Any, ...]]:
-        """Calls that load the kernels of steps of up to `most` tokens, at most 512: see `nvrtc.at_once`."""
+        """Calls that load the kernels of steps of up to `most` tokens: see `nvrtc.at_once`."""
         few = most_of_few(self.few) if self.many else self.few.max_tokens
         yield from self.few.loads(routing, min(most, few))
         if self.many is not None and most > few:
-            yield from self.many.loads(routing)
+            yield from self.many.loads(routing, most)
+        if self.many is not None and self.prefill is not None and most > self.many.max_tokens:
+            yield from self.prefill.loads(routing)
 
 
 class LayoutError(ValueError):
@@ -134,8 +136,7 @@ def prepare(
         layer = LayerExperts(few, ManyTokenExperts(few), PrefillExperts(few)) if whole else LayerExperts(few)
     except ValueError as error:
         raise LayoutError(str(error)) from None
-    large = layer.prefill.loads(torch.bfloat16) if layer.prefill else ()
-    nvrtc.at_once(chain(layer.loads(torch.bfloat16, most), large))
+    nvrtc.at_once(layer.loads(torch.bfloat16, sys.maxsize if whole else most))
     for tokens in {partial_tokens(1), partial_tokens(most)}:
         partial_sums(few.device, active * down.rows, tokens)
     return layer

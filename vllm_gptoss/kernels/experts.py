@@ -144,16 +144,21 @@ def partial_tokens(tokens: int) -> int:
     return WIDE_TOKENS if tokens <= WIDE_TOKENS else PARTIAL_TOKENS
 
 
+def empty_sums(device: int, width: int, tokens: int) -> Tensor:
+    """Partial sums of which none is there yet, [tokens, width] of 32 bits, all ones: see EMPTY in combine.cuh."""
+    import torch
+
+    return torch.full((tokens, width), -1, dtype=torch.int32, device=f"cuda:{device}")
+
+
 @functools.cache
 def partial_sums(device: int, width: int, tokens: int) -> Tensor:
-    """Partial sums of `experts_down`, [tokens, width] of 32 bits, all ones: see EMPTY in combine.cuh.
+    """`empty_sums` of `experts_down` that are kept.
 
     One per device and `partial_tokens`: launches of different layers follow one another on a stream, and each leaves
     it as it was. Two streams must not run these kernels at the same time.
     """
-    import torch
-
-    return torch.full((tokens, width), -1, dtype=torch.int32, device=f"cuda:{device}")
+    return empty_sums(device, width, tokens)
 
 
 class FewTokenExperts:

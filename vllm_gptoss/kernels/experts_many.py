@@ -18,6 +18,7 @@ from vllm_gptoss.kernels.experts import (
     FewTokenExperts,
     Recipe,
     SameLayer,
+    empty_sums,
     multiprocessors,
     partial_sums,
     pointer,
@@ -144,10 +145,13 @@ class ManyTokenExperts(SameLayer):
         registers = REGISTERS[tuning.groups]
         return Recipe(self.device, NAME, shared_bytes(*sizes), registers, tuple(sorted(options.items())))
 
-    def loads(self, routing: torch.dtype) -> Iterator[tuple[Callable[..., object], Hashable]]:
-        """Calls that load the kernels for a routing dtype and what they keep: see `nvrtc.at_once`."""
-        for most in self.tunings:
-            yield _kernel, self.recipe(most, routing)
+    def loads(self, routing: torch.dtype, most: int) -> Iterator[tuple[Callable[..., object], Hashable]]:
+        """Calls that load the kernels of 1 to `most` tokens for a routing dtype and what they keep: see
+        `nvrtc.at_once`."""
+        for largest in self.tunings:
+            yield _kernel, self.recipe(largest, routing)
+            if most <= largest:
+                break
         yield counters, self.device
 
     def _prepare(self, tokens: int, routing: torch.dtype) -> tuple[nvrtc.Kernel, int]:
@@ -160,15 +164,13 @@ class ManyTokenExperts(SameLayer):
             self._launches[key] = _kernel(self.recipe(most, routing))
         return self._launches[key], (self.tunings[most].groups + 1) * 128
 
-    def _parts(self, tokens: int, x: Tensor) -> Tensor:
+    def _parts(self, tokens: int) -> Tensor:
         """Partial sums, none there yet: kept for decode steps, made for larger ones, which takes 2 to 3 % of them. What
         is kept is lost to the KV cache: 94 MB for 2,048 tokens."""
-        import torch
-
         width = self.active * self.down.rows
         if tokens <= PARTIAL_TOKENS:
             return partial_sums(self.device, width, PARTIAL_TOKENS)
-        return x.new_full((tokens, width), -1, dtype=torch.int32)
+        return empty_sums(self.device, width, tokens)
 
     def __call__(self, x: Tensor, routing: Tensor, weights: Tensor | None, out: Tensor) -> None:
         """Runs both projections on the current stream; arguments as of `FewTokenExperts`, T <= max_tokens."""
@@ -177,7 +179,7 @@ class ManyTokenExperts(SameLayer):
         tokens = x.shape[0]
         kernel, threads = self._prepare(tokens, routing.dtype)
         act = torch.empty((tokens * self.active, self.up.rows // 2), dtype=torch.bfloat16, device=x.device)
-        parts = self._parts(tokens, x)
+        parts = self._parts(tokens)
         tensors = (*self.matrices, x, routing, weights, self.expert_map, act, counters(self.device), parts, out)
         numbers = (ctypes.c_int(tokens), TWO_7, ctypes.c_float(self.alpha), ctypes.c_float(self.limit))
         stream = torch.cuda.current_stream(self.device).cuda_stream
