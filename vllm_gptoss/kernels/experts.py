@@ -145,7 +145,8 @@ def partial_tokens(tokens: int) -> int:
 
 
 def empty_sums(device: int, width: int, tokens: int) -> Tensor:
-    """Partial sums of which none is there yet, [tokens, width] of 32 bits, all ones: see EMPTY in combine.cuh."""
+    """Partial sums of which none is there yet, [tokens, width] of 32 bits, all ones: see EMPTY in combine.cuh. A word is
+    one in float32 or, in `experts_many.py`, two in bf16."""
     import torch
 
     return torch.full((tokens, width), -1, dtype=torch.int32, device=f"cuda:{device}")

@@ -1,14 +1,19 @@
 // The weighted sums of the experts' outputs, across blocks. Included as text: nvrtc.source.
 //
-// A partial sum on its way to another block: any float but this NaN, which means "not there yet".
-// The buffer is all EMPTY between launches: whoever reads a partial sum puts EMPTY back. No fence,
-// no counter: the value is the flag.
+// A partial sum on its way to another block, or two in bf16: anything but this NaN, which means
+// "not there yet". The buffer is all EMPTY between launches: whoever reads a partial sum puts EMPTY
+// back. No fence, no counter: the value is the flag.
 #include "common.cuh"
 
 constexpr u32 EMPTY = 0xFFFFFFFFu;
 __device__ __forceinline__ void give(u32* p, float v) {
   const u32 bits = __float_as_uint(v) == EMPTY ? 0x7FC00000u : __float_as_uint(v);
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(bits) : "memory");
+}
+// Two words of two bf16 each: `pack` makes a NaN 0x7FFF, so none is EMPTY.
+__device__ __forceinline__ void give2(u32* p, uint2 v) {
+  asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(v.x), "r"(v.y)
+      : "memory");
 }
 __device__ __forceinline__ uint4 look4(const u32* p) {
   uint4 v;

@@ -29,7 +29,7 @@
 #include "wgmma_any.cuh"
 #include "routing.cuh"
 #include "choose_alone.cuh"
-#include "swiglu.cuh"
+#include "fragments.cuh"
 #include "combine.cuh"
 
 constexpr int CONSUMERS = GROUPS * 4, STAGERS = 3, WARPS = CONSUMERS + STAGERS + 1,
@@ -127,12 +127,13 @@ __device__ __forceinline__ void read_routing(
   __syncthreads();
 }
 
-// This block's share of the outputs: so many times four of a token, and the first of its tokens.
-__device__ __forceinline__ int quads_each(int tokens) {
-  return (tokens * (Down::NROWS / 4) + gridDim.x - 1) / gridDim.x;
+// This block's share of the outputs: so many times eight of a token, and the first of its tokens.
+constexpr int EIGHTS = Down::NROWS / 8;
+__device__ __forceinline__ int eights_each(int tokens) {
+  return (tokens * EIGHTS + gridDim.x - 1) / gridDim.x;
 }
 __device__ __forceinline__ int share_token(int tokens) {
-  return blockIdx.x * quads_each(tokens) / (Down::NROWS / 4);
+  return blockIdx.x * eights_each(tokens) / EIGHTS;
 }
 
 // The chunks of each expert, in the order of experts, by threads with an expert's `count` each: of
@@ -360,48 +361,38 @@ struct Outputs {
   Gate gate;
 };
 
+// Of the j-th 8 tokens.
+template <int HALF>
+__device__ __forceinline__ Sums sums_of(float (&c)[HALF], int j, float bias0, float bias8) {
+  return {fmaf(c[4 * j], TWO_64F, bias0), fmaf(c[4 * j + 1], TWO_64F, bias0),
+      fmaf(c[4 * j + 2], TWO_64F, bias8), fmaf(c[4 * j + 3], TWO_64F, bias8)};
+}
+
 // act[pair, I] = swiglu(w13[expert] x[token] + b13[expert]); gate and up rows are interleaved.
-// Lanes of an even row hold gates, of the odd row above it ups: each finishes one of its two
-// tokens, and takes a neighbour's value of that token to store two at once.
 template <int HALF>
 __device__ __forceinline__ void finish_up(float (&c)[HALF], const u16* pairs, int count,
     float bias0, float bias8, const Outputs& to, int tile, int lane) {
-  const int g = lane >> 2, t = lane & 3, q = g >> 1 & 1;
-  const bool up = g & 1;
-  u16* out = to.act + tile * 8 + (g >> 1 & 2) + 4 * q;
+  u16* out = to.act + tile * 8 + lane_column(lane);
 #pragma unroll
   for (int j = 0; j < HALF / 4; j++) {
     if (j * 8 >= count) break;
-    const float d0 = fmaf(c[4 * j], TWO_64F, bias0), d1 = fmaf(c[4 * j + 1], TWO_64F, bias0);
-    const float d2 = fmaf(c[4 * j + 2], TWO_64F, bias8), d3 = fmaf(c[4 * j + 3], TWO_64F, bias8);
-    const float r0 = __shfl_xor_sync(~0u, up ? d0 : d1, 4),
-                r1 = __shfl_xor_sync(~0u, up ? d2 : d3, 4);
-    const float v0 = to.gate(up ? r0 : d0, up ? d1 : r0), v1 = to.gate(up ? r1 : d2, up ? d3 : r1);
-    const float other = __shfl_xor_sync(~0u, q ? v0 : v1, 8);
-    const int n = j * 8 + 2 * t + up;
-    if (n < count)
-      *reinterpret_cast<u32*>(out + (u64)pairs[n] * (Up::NROWS / 2)) =
-          q ? pack(other, v1) : pack(v0, other);
+    const u32 two = gated(sums_of(c, j, bias0, bias8), to.gate, lane);
+    const int n = j * 8 + lane_token(lane);
+    if (n < count) *reinterpret_cast<u32*>(out + (u64)pairs[n] * (Up::NROWS / 2)) = two;
   }
 }
 
-// Partial sums w2[expert] act[pair] + b2[expert], before the routing's weight.
+// Partial sums w2[expert] act[pair] + b2[expert] in bf16, before the routing's weight.
 template <int HALF>
 __device__ __forceinline__ void finish_down(float (&c)[HALF], const u16* pairs, int count,
-    float bias0, float bias8, const Outputs& to, int row, int lane) {
-  const int t = lane & 3;
+    float bias0, float bias8, const Outputs& to, int tile, int lane) {
+  u32* out = to.parts + (tile * 16 + lane_row(lane)) / 2;
 #pragma unroll
   for (int j = 0; j < HALF / 4; j++) {
     if (j * 8 >= count) break;
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const int n = j * 8 + 2 * t + h;
-      if (n < count) {
-        u32* out = to.parts + (u64)pairs[n] * Down::NROWS + row;
-        give(out, fmaf(c[4 * j + h], TWO_64F, bias0));
-        give(out + 8, fmaf(c[4 * j + 2 + h], TWO_64F, bias8));
-      }
-    }
+    const uint2 four = plain(sums_of(c, j, bias0, bias8), lane);
+    const int n = j * 8 + lane_token(lane);
+    if (n < count) give2(out + (u64)pairs[n] * (Down::NROWS / 2), four);
   }
 }
 
@@ -415,7 +406,7 @@ __device__ __forceinline__ void finish(
   const float bias0 = __ldg(bias), bias8 = __ldg(bias + 8);
   const u16* pairs = m.pairs + m.start[r.chunk];
   if constexpr (P::DOWN)
-    finish_down(c, pairs, count, bias0, bias8, to, tile * 16 + g, lane);
+    finish_down(c, pairs, count, bias0, bias8, to, tile, lane);
   else
     finish_up(c, pairs, count, bias0, bias8, to, tile, lane);
 }
@@ -590,60 +581,64 @@ __device__ __forceinline__ void stage(
   }
 }
 
-// Four outputs of a token and where their partial sums are.
-struct Quad {
+// Eight outputs of a token and where their partial sums are.
+struct Eight {
   u32* from;
   u16* to;
   int pick;
   uint4 seen[ACTIVE];
 };
 __device__ __forceinline__ void look_at(
-    Quad& q, const Meta& m, u32* parts, u16* out, int at, int token0) {
-  constexpr int QUADS = Down::NROWS / 4;
-  const int token = at / QUADS, row = at % QUADS * 4;
-  q.pick = (token - token0) * ACTIVE;
-  q.from = parts + (u64)token * ACTIVE * Down::NROWS + row;
-  q.to = out + (u64)token * Down::NROWS + row;
+    Eight& e, const Meta& m, u32* parts, u16* out, int at, int token0) {
+  const int token = at / EIGHTS, row = at % EIGHTS * 8;
+  e.pick = (token - token0) * ACTIVE;
+  e.from = parts + ((u64)token * ACTIVE * Down::NROWS + row) / 2;
+  e.to = out + (u64)token * Down::NROWS + row;
 #pragma unroll
   for (int a = 0; a < ACTIVE; a++)
-    q.seen[a] = m.ids[q.pick + a] < 0 ? make_uint4(0, 0, 0, 0) : look4(q.from + a * Down::NROWS);
+    e.seen[a] =
+        m.ids[e.pick + a] < 0 ? make_uint4(0, 0, 0, 0) : look4(e.from + a * (Down::NROWS / 2));
 }
 // Partial sums times their weights in the order of a token's choices, as soon as all have arrived.
-__device__ __forceinline__ void add_up(Quad& q, const Meta& m) {
-  float4 sum = {0.f, 0.f, 0.f, 0.f};
+__device__ __forceinline__ void add_up(Eight& e, const Meta& m) {
+  float2 sum[4] = {};
 #pragma unroll
   for (int a = 0; a < ACTIVE; a++) {
-    while (!arrived(q.seen[a])) {
+    while (!arrived(e.seen[a])) {
       __nanosleep(40);
-      q.seen[a] = look4(q.from + a * Down::NROWS);
+      e.seen[a] = look4(e.from + a * (Down::NROWS / 2));
     }
-    const float weight = m.weights[q.pick + a];
-    sum.x = fmaf(__uint_as_float(q.seen[a].x), weight, sum.x);
-    sum.y = fmaf(__uint_as_float(q.seen[a].y), weight, sum.y);
-    sum.z = fmaf(__uint_as_float(q.seen[a].z), weight, sum.z);
-    sum.w = fmaf(__uint_as_float(q.seen[a].w), weight, sum.w);
+    const float weight = m.weights[e.pick + a];
+    const u32 words[4] = {e.seen[a].x, e.seen[a].y, e.seen[a].z, e.seen[a].w};
+#pragma unroll
+    for (int w = 0; w < 4; w++) {
+      const float2 two = unpack(words[w]);
+      sum[w] = make_float2(fmaf(two.x, weight, sum[w].x), fmaf(two.y, weight, sum[w].y));
+    }
   }
 #pragma unroll
   for (int a = 0; a < ACTIVE; a++)
-    if (m.ids[q.pick + a] >= 0)
-      *reinterpret_cast<uint4*>(q.from + a * Down::NROWS) = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
-  *reinterpret_cast<uint2*>(q.to) = make_uint2(pack(sum.x, sum.y), pack(sum.z, sum.w));
+    if (m.ids[e.pick + a] >= 0)
+      *reinterpret_cast<uint4*>(e.from + a * (Down::NROWS / 2)) =
+          make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
+  *reinterpret_cast<uint4*>(e.to) = make_uint4(pack(sum[0].x, sum[0].y), pack(sum[1].x, sum[1].y),
+      pack(sum[2].x, sum[2].y), pack(sum[3].x, sum[3].y));
 }
 // As combine_all, with ids and weights of this block's share alone, two places of a thread at once.
 __device__ __forceinline__ void combine_share(
     const Meta& m, u32* parts, u16* out, int tokens, int thread) {
   constexpr int MEMBERS = CONSUMERS * 32, TOGETHER = ACTIVE <= 4 ? 2 : 1;
-  const int each = quads_each(tokens), first = blockIdx.x * each, token0 = share_token(tokens),
-            end = min(first + each, tokens * (Down::NROWS / 4));
+  const int each = eights_each(tokens), first = blockIdx.x * each, token0 = share_token(tokens),
+            end = min(first + each, tokens * EIGHTS);
 #pragma unroll 1
   for (int at = first + thread; at < end; at += MEMBERS * TOGETHER) {
-    Quad q[TOGETHER];
+    Eight e[TOGETHER];
 #pragma unroll
     for (int i = 0; i < TOGETHER; i++)
-      if (at + i * MEMBERS < end) look_at(q[i], m, parts, out, at + i * MEMBERS, token0);
+      if (at + i * MEMBERS < end) look_at(e[i], m, parts, out, at + i * MEMBERS, token0);
 #pragma unroll
     for (int i = 0; i < TOGETHER; i++)
-      if (at + i * MEMBERS < end) add_up(q[i], m);
+      if (at + i * MEMBERS < end) add_up(e[i], m);
   }
 }
 

@@ -25,7 +25,7 @@
 #include "wgmma_any.cuh"
 #include "routing.cuh"
 #include "choose_alone.cuh"
-#include "swiglu.cuh"
+#include "fragments.cuh"
 
 // A thread's registers once the roles are known, out of the 128 that all had at first.
 constexpr int MULTIPLYING = 152, COPYING = 56;
@@ -365,48 +365,35 @@ __device__ __forceinline__ void multiply(float (&c)[MOST / 2], Place<STAGES>& s,
   bar_arrive_warp(before, lane);
 }
 
+// Of the j-th 8 tokens.
+__device__ __forceinline__ Sums sums_of(float (&c)[MOST / 2], int j, float bias0, float bias8) {
+  return {fmaf(c[4 * j], TWO_64F, bias0), fmaf(c[4 * j + 1], TWO_64F, bias0),
+      fmaf(c[4 * j + 2], TWO_64F, bias8), fmaf(c[4 * j + 3], TWO_64F, bias8)};
+}
+
 // act[slot, I] = swiglu(w13[expert] x[token] + b13[expert]); gate and up rows are interleaved.
-// Lanes of an even row hold gates, of the odd row above it ups: each finishes one of its two
-// tokens, and takes a neighbour's value of that token to store two at once.
 __device__ __forceinline__ void finish_up(float (&c)[MOST / 2], u16* out, int count, float bias0,
     float bias8, const Gate& gate, int lane) {
-  const int g = lane >> 2, t = lane & 3, q = g >> 1 & 1;
-  const bool up = g & 1;
-  out += (g >> 1 & 2) + 4 * q + (2 * t + up) * (Up::NROWS / 2);
+  out += lane_column(lane) + lane_token(lane) * (Up::NROWS / 2);
 #pragma unroll
   for (int j = 0; j < MOST / 8; j++) {
     if (j * 8 >= count) break;
-    const float d0 = fmaf(c[4 * j], TWO_64F, bias0), d1 = fmaf(c[4 * j + 1], TWO_64F, bias0);
-    const float d2 = fmaf(c[4 * j + 2], TWO_64F, bias8), d3 = fmaf(c[4 * j + 3], TWO_64F, bias8);
-    const float r0 = __shfl_xor_sync(~0u, up ? d0 : d1, 4),
-                r1 = __shfl_xor_sync(~0u, up ? d2 : d3, 4);
-    const float v0 = gate(up ? r0 : d0, up ? d1 : r0), v1 = gate(up ? r1 : d2, up ? d3 : r1);
-    const float other = __shfl_xor_sync(~0u, q ? v0 : v1, 8);
-    if (j * 8 + 2 * t + up < count)
-      *reinterpret_cast<u32*>(out + j * 8 * (Up::NROWS / 2)) =
-          q ? pack(other, v1) : pack(v0, other);
+    const u32 two = gated(sums_of(c, j, bias0, bias8), gate, lane);
+    if (j * 8 + lane_token(lane) < count)
+      *reinterpret_cast<u32*>(out + j * 8 * (Up::NROWS / 2)) = two;
   }
 }
 
-// parts[slot] = w2[expert] act[slot] + b2[expert], before the routing's weight. A lane of an even
-// row takes its first token, of an odd row the second, and of four rows together one half each.
+// parts[slot] = w2[expert] act[slot] + b2[expert], before the routing's weight.
 __device__ __forceinline__ void finish_down(
     float (&c)[MOST / 2], u16* out, int count, float bias0, float bias8, int lane) {
-  const int g = lane >> 2, t = lane & 3;
-  const bool odd = g & 1, upper = g >> 1 & 1;
-  out += (g & 4) + (upper ? 8 : 0) + (2 * t + odd) * Down::NROWS;
+  out += lane_row(lane) + lane_token(lane) * Down::NROWS;
 #pragma unroll
   for (int j = 0; j < MOST / 8; j++) {
     if (j * 8 >= count) break;
-    const float d0 = fmaf(c[4 * j], TWO_64F, bias0), d1 = fmaf(c[4 * j + 1], TWO_64F, bias0);
-    const float d2 = fmaf(c[4 * j + 2], TWO_64F, bias8), d3 = fmaf(c[4 * j + 3], TWO_64F, bias8);
-    const float r0 = __shfl_xor_sync(~0u, odd ? d0 : d1, 4),
-                r1 = __shfl_xor_sync(~0u, odd ? d2 : d3, 4);
-    const u32 low = odd ? pack(r0, d1) : pack(d0, r0), high = odd ? pack(r1, d3) : pack(d2, r1);
-    const u32 other = __shfl_xor_sync(~0u, upper ? low : high, 8);
-    if (j * 8 + 2 * t + odd < count)
-      *reinterpret_cast<uint2*>(out + j * 8 * Down::NROWS) =
-          upper ? make_uint2(other, high) : make_uint2(low, other);
+    const uint2 four = plain(sums_of(c, j, bias0, bias8), lane);
+    if (j * 8 + lane_token(lane) < count)
+      *reinterpret_cast<uint2*>(out + j * 8 * Down::NROWS) = four;
   }
 }
 
