@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vllm_gptoss.choose import bands
-from vllm_gptoss.kernels import dense, experts_many
+from vllm_gptoss.kernels import dense, experts_many, product_many
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,9 @@ from vllm_gptoss.kernels import dense, experts_many
         (1, "one launch", "gptoss"),
         (2, "six launches", "gptoss"),
         (16, "six launches", "gptoss"),
-        (17, bands.AROUND, "gptoss"),
+        (17, bands.ALL_OURS, "gptoss"),
+        (32, bands.ALL_OURS, "gptoss"),
+        (33, bands.AROUND, "gptoss"),
         (64, bands.AROUND, "gptoss"),
         (512, bands.AROUND, "gptoss"),
         (513, "upstream", "gptoss"),
@@ -34,5 +36,6 @@ def test_bands_rise_and_the_last_takes_any_number() -> None:
 
 def test_no_band_is_wider_than_its_kernel() -> None:
     assert bands.FUSED_TOKENS <= dense.MAX_TOKENS
+    assert bands.PRODUCT_TOKENS == product_many.MAX_TOKENS, "chain_many asks the kernel"
     assert all(max(experts_many.tunings_for(routed, 4)) >= bands.MANY_TOKENS for routed in (32, 128))
     assert bands.ONE_TOKEN == 1

@@ -122,6 +122,35 @@ def norm(kernel: Callable[..., None], tokens: int, hidden: int) -> None:
         assert same(out, again)
 
 
+def tile(x: Tensor) -> Tensor:
+    """x [T, C] as `product_many.tiled` says; what is no token's is NaN."""
+    tokens, columns = x.shape
+    rows = poison(-(-tokens // 8) * 8, columns)
+    rows[:tokens] = x
+    return _swap(rows.unflatten(-1, (-1, 8, 8)).transpose(0, 1)).flatten(-2).contiguous()
+
+
+def untile(x: Tensor, tokens: int) -> Tensor:
+    """[T, C] of what `tile` makes."""
+    return _swap(x.unflatten(-1, (8, 8))).transpose(0, 1).flatten(1)[:tokens]
+
+
+def _swap(pieces: Tensor) -> Tensor:
+    # [tiles, tokens, 8, 8]: piece p of token t goes to p ^ (t % 8), and back
+    to = torch.arange(8, device=DEVICE) ^ (torch.arange(pieces.shape[1], device=DEVICE) % 8)[:, None]
+    return pieces.gather(2, to[None, :, :, None].expand_as(pieces))
+
+
+def product(kernel: Callable[..., None], rows: int, columns: int, tokens: int) -> None:
+    x, weight, bias = draw(tokens, columns), draw(rows, columns, scale=columns**-0.5), draw(rows)
+    wanted, tiled = x.double() @ weight.double().T + bias.double(), tile(x)
+    out, again = poison(tokens, rows), poison(tokens, rows)
+    for to in (out, again):
+        kernel(tiled, weight, bias, to)
+    assert error(out, wanted) < once(wanted)
+    assert same(out, again)
+
+
 def rope(kernel: Callable[..., None], parallel: int, tokens: int, cache_dtype: torch.dtype) -> None:
     heads, kv_heads, blocks = 64 // parallel, 8 // parallel, 64
     qkv = draw(tokens, (heads + 2 * kv_heads) * HEAD)
@@ -341,9 +370,7 @@ def routing_logits(tokens: int, count: int, active: int, routed: str) -> Tensor:
     return logits.bfloat16()
 
 
-def experts_by_routing(
-    module: Any, up: Weights, down: Weights, tokens: int, routed: str, repeats: int = 4
-) -> None:
+def experts_by_routing(module: Any, up: Weights, down: Weights, tokens: int, routed: str, repeats: int = 4) -> None:
     """One batch by logits of a routing, and `repeats` times again, each token against the oracle."""
     count, hidden = up.blocks.shape[0], down.blocks.shape[1]
     x, logits = draw(tokens, hidden), routing_logits(tokens, count, module.active, routed)

@@ -60,12 +60,15 @@ def attention(parallel: list[int], counts: list[int]) -> None:
 
 
 def around_products(parallel: list[int], counts: list[int]) -> None:
-    """Norm, RoPE and router of decode steps of many tokens: tiles that are full, and one that is not."""
+    """Products, norm, RoPE and router of decode steps of many tokens: tiles that are full, and one that is not."""
     import torch
 
     from tests.gpu import cases
-    from vllm_gptoss.kernels import around
+    from vllm_gptoss.kernels import around, product_many
 
+    for tokens in (17, 32):
+        for rows, columns in ((5120, cases.C), (cases.C, 4096)):
+            cases.product(product_many.product, rows, columns, tokens)
     for tokens in (17, 64, 100):
         cases.norm(around.norm, tokens, cases.C)
         for size in parallel:

@@ -75,7 +75,7 @@ def test_a_layer_is_what_the_chain_of_few_tokens_makes_of_it() -> None:
     assert int(alike.sum()) >= 14
 
 
-@pytest.mark.parametrize("tokens", [17, 100, 256, 512])
+@pytest.mark.parametrize("tokens", [17, 32, 100, 256, 512])
 def test_a_chain_in_a_graph_equals_the_same_calls_one_by_one(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programmatic launches overlap inside a graph: a missing wait would show as a difference."""
     layers, experts, x, cache, requests, positions = a_step(tokens, 3)
@@ -90,12 +90,12 @@ def test_a_chain_in_a_graph_equals_the_same_calls_one_by_one(tokens: int, monkey
     cases.alike_in_a_graph(run, monkeypatch)
 
 
-def test_padding_writes_nothing_and_disturbs_nobody() -> None:
+@pytest.mark.parametrize(("tokens", "real"), [(32, 19), (64, 40)])
+def test_padding_writes_nothing_and_disturbs_nobody(tokens: int, real: int) -> None:
     """A captured graph may have more rows than the step has requests: slots of -1, tokens that no request has."""
-    [layer], [experts], x, cache, requests, positions = a_step(64, 1)
-    real = 40
+    [layer], [experts], x, cache, requests, positions = a_step(tokens, 1)
     starts = requests.query_start.clamp(max=real)
-    slots = torch.where(torch.arange(64, device="cuda") < real, requests.slots, -1)
+    slots = torch.where(torch.arange(tokens, device="cuda") < real, requests.slots, -1)
     padded = Requests(requests.block_table, requests.seq_lens, starts, slots)
     before = cache.clone()
     out, hidden = chain_many.layer(layer, experts, cache, padded, positions, x, None)

@@ -83,6 +83,22 @@ def test_experts_cases_find_a_fault(layer: tuple[cases.Weights, cases.Weights], 
         cases.experts_by_routing(Hopper(*layer, fault), *layer, tokens=6, routed="half")
 
 
+def product(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> None:
+    """The contract of `product_many.product`."""
+    out.copy_(cases.untile(x, out.shape[0]).float() @ weight.float().T + bias.float())
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 19])
+def test_product_case_passes_for_what_the_kernel_promises(tokens: int) -> None:
+    cases.product(product, 40, 192, tokens)
+
+
+def test_product_case_finds_a_fault() -> None:
+    for at, index in ((0, (0, 0, 3)), (2, (5,))):
+        with pytest.raises(AssertionError):
+            cases.product(_faulty(product, _nudge(at, index, 1)), 40, 192, 9)
+
+
 @pytest.mark.parametrize("parallel", [2, 8])
 def test_layer_cases_pass_for_what_the_kernels_promise(parallel: int) -> None:
     for cache_dtype in (torch.float32, torch.bfloat16):

@@ -15,6 +15,7 @@ UPSTREAM = "upstream"
 PLANNED = "FLASH_ATTN, planned once a step"
 AROUND_CUBLAS = "around cuBLAS"
 AROUND = f"{AROUND_CUBLAS} where each request has one token, else {UPSTREAM}"
+ALL_OURS = f"eight launches where each request has one token, else {UPSTREAM}"
 DECODE = f"gptoss where each request has one token, else {PLANNED}"
 
 
@@ -22,9 +23,9 @@ DECODE = f"gptoss where each request has one token, else {PLANNED}"
 class Band:
     """Steps of up to `most` tokens, more than the band before; None: any number.
 
-    layers: `one launch` for all, `six launches` each, kernels `around cuBLAS`'s products, or `upstream`'s compiled
-    model; attention, experts: the `gptoss` kernels or what `upstream` runs. Layers and attention may be either, by what
-    the step is.
+    layers: `one launch` for all, `six launches` or `eight launches` each, kernels `around cuBLAS`'s products, or
+    `upstream`'s compiled model; attention, experts: the `gptoss` kernels or what `upstream` runs. Layers and attention
+    may be either, by what the step is.
     """
 
     most: int | None
@@ -36,6 +37,7 @@ class Band:
 SM90: Final = (
     Band(1, ONE_LAUNCH, GPTOSS, GPTOSS),
     Band(16, SIX_LAUNCHES, GPTOSS, GPTOSS),
+    Band(32, ALL_OURS, DECODE, GPTOSS),
     Band(512, AROUND, DECODE, GPTOSS),
     Band(None, UPSTREAM, PLANNED, GPTOSS),
 )
@@ -54,6 +56,7 @@ def most(part: str, value: str, bands: tuple[Band, ...] = SM90) -> int:
 
 ONE_TOKEN: Final = most("layers", ONE_LAUNCH)
 FUSED_TOKENS: Final = most("layers", SIX_LAUNCHES)
+PRODUCT_TOKENS: Final = most("layers", ALL_OURS)
 ATTENTION_TOKENS: Final = most("attention", DECODE)
 MANY_TOKENS: Final = ATTENTION_TOKENS
 """Of the largest step of decoding. What runs the experts of larger ones is `kernels/experts_many.py`'s to say."""

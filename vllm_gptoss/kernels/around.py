@@ -97,6 +97,7 @@ class NormArgs(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "r", "r_out", "norm", "out")),
         ("eps", ctypes.c_float),
+        ("padded", ctypes.c_int),
     ]
 
 
@@ -158,11 +159,18 @@ def _stream(tensor: Tensor) -> int:
 
 
 def norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, residual_out: Tensor | None, eps: float
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    out: Tensor,
+    residual_out: Tensor | None,
+    eps: float,
+    padded: int = 0,
 ) -> None:
     """out = norm(x + residual); residual_out = x + residual.
 
-    x, residual, out, residual_out: [T, C] bf16, row-major; weight: [C] bf16.
+    x, residual, out, residual_out: [T, C] bf16, row-major; weight: [C] bf16; padded: `out` is `product_many.tiled`
+    of so many tokens.
     """
     tokens, hidden = x.shape
     args = NormArgs(
@@ -172,6 +180,7 @@ def norm(
         norm=address(weight),
         out=address(out),
         eps=eps,
+        padded=padded,
     )
     norm_kernel(x.device.index or 0, hidden)(tokens, -(-hidden // 256) * 32, _stream(x), [args])
 

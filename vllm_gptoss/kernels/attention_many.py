@@ -98,7 +98,7 @@ class Args(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("parts", "arrived")),
         *((name, ctypes.c_longlong) for name in ("kv_block", "kv_head", "kv_token")),
         *((name, ctypes.c_int) for name in ("tokens", "kv_heads", "requests", "table_stride", "block_shift")),
-        *((name, ctypes.c_int) for name in ("q_stride", "out_stride", "slots", "least")),
+        *((name, ctypes.c_int) for name in ("q_stride", "out_stride", "slots", "least", "padded")),
         ("scale", ctypes.c_float),
     ]
 
@@ -161,10 +161,11 @@ def attend(
     scale: float,
     window: int,
     tuned: ManyPlan | None = None,
+    padded: int = 0,
 ) -> None:
     """Causal attention of every token over the cached keys of its request: arguments as `attention.attend`.
 
-    Tokens past query_start[R] are padding: their output is 0.
+    Tokens past query_start[R] are padding: their output is 0. padded: `out` is `product_many.tiled` of so many tokens.
 
     Raises:
         ValueError: more than MAX_TOKENS tokens.
@@ -184,6 +185,7 @@ def attend(
         tokens=tokens,
         slots=slots,
         least=tuned.least,
+        padded=padded,
     )
     grid = tokens * kv_heads + (0 if window else slots)
     stream = torch.cuda.current_stream(q.device).cuda_stream

@@ -145,8 +145,10 @@ def partial_tokens(tokens: int) -> int:
 
 
 def empty_sums(device: int, width: int, tokens: int) -> Tensor:
-    """Partial sums of which none is there yet, [tokens, width] of 32 bits, all ones: see EMPTY in combine.cuh. A word is
-    one in float32 or, in `experts_many.py`, two in bf16."""
+    """Partial sums of which none is there yet, [tokens, width] of 32 bits, all ones: see EMPTY in combine.cuh.
+
+    A word is one in float32 or, in `experts_many.py`, two in bf16.
+    """
     import torch
 
     return torch.full((tokens, width), -1, dtype=torch.int32, device=f"cuda:{device}")

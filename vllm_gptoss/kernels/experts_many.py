@@ -167,8 +167,8 @@ class ManyTokenExperts(SameLayer):
         return self._launches[key], (self.tunings[most].groups + 1) * 128
 
     def _parts(self, tokens: int) -> Tensor:
-        """Partial sums in bf16, none there yet: kept up to `KEPT_TOKENS`, made for larger steps, which takes 2 to 3 % of
-        them. What is kept is lost to the KV cache: 47 MB for 2,048 tokens."""
+        """Partial sums in bf16, none there yet: kept up to `KEPT_TOKENS`, made for larger steps, which takes 2 to 3 %
+        of them. What is kept is lost to the KV cache: 47 MB for 2,048 tokens."""
         width = self.active * self.down.rows
         if tokens <= KEPT_TOKENS:
             return partial_sums(self.device, width, PARTIAL_TOKENS)

@@ -1,4 +1,4 @@
-"""One layer of a decode step of many tokens: cuBLAS's products, and kernels of ours around them.
+"""One layer of a decode step of many tokens: two products, cuBLAS's or ours, and kernels of ours around them.
 
 `norm` (residual, RMSNorm), the q/k/v product, `rope` (RoPE, cache write), attention (sinks, window), the output
 product, `router` (residual, RMSNorm, product, top-k, softmax), then the experts. As in `chain`, a launch of ours may
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from vllm_gptoss.kernels import around, attention_many
+from vllm_gptoss.kernels import around, attention, attention_many, product_many
 from vllm_gptoss.kernels.layer import LayerTensors, Requests
 from vllm_gptoss.model import chain
 from vllm_gptoss.spec import RMS_NORM_EPS
@@ -36,9 +36,9 @@ def layer(
     x, residual: [T, C] bf16, one token of each request, added up first; cache: [blocks, K, block size, 128] bf16;
     positions: [T] int64.
     """
-    q, summed = project(tensors, cache, requests, positions, x, residual)
-    attended = chain.attend(tensors, cache, requests, q, attention_many.attend)
-    product = linear(attended, tensors.out_weight, tensors.out_bias)
+    own = product_many.takes(x.shape[0], tensors.qkv_weight, tensors.out_weight)
+    q, summed = project(tensors, cache, requests, positions, x, residual, own=own)
+    product = attend(tensors, cache, requests, q, own=own)
     total = torch.empty_like(product)
     normed, ids, weights, _ = chain.route(tensors, product, summed, False, total, around.router)
     out = torch.empty_like(normed)
@@ -47,12 +47,48 @@ def layer(
 
 
 def project(
-    tensors: LayerTensors, cache: Tensor, requests: Requests, positions: Tensor, x: Tensor, residual: Tensor | None
+    tensors: LayerTensors,
+    cache: Tensor,
+    requests: Requests,
+    positions: Tensor,
+    x: Tensor,
+    residual: Tensor | None,
+    *,
+    own: bool,
 ) -> tuple[Tensor, Tensor]:
     """(queries, [T, H * 64] bf16 of rows that are longer, x + residual [T, C] bf16); keys and values go into the
     cache."""
-    normed, summed = torch.empty_like(x), None if residual is None else torch.empty_like(x)
-    around.norm(x, residual, tensors.norm, normed, summed, RMS_NORM_EPS)
-    qkv = linear(normed, tensors.qkv_weight, tensors.qkv_bias)
+    summed = None if residual is None else torch.empty_like(x)
+    normed = product_many.tiled(x, x.shape[1]) if own else torch.empty_like(x)
+    around.norm(x, residual, tensors.norm, normed, summed, RMS_NORM_EPS, normed.shape[1] if own else 0)
+    qkv = multiply(normed, tensors.qkv_weight, tensors.qkv_bias, x.shape[0], own=own)
     around.rope(qkv, positions, tensors.cos_sin, requests.slots, cache)
     return qkv[:, : tensors.out_weight.shape[1]], x if summed is None else summed
+
+
+def attend(tensors: LayerTensors, cache: Tensor, requests: Requests, q: Tensor, *, own: bool) -> Tensor:
+    """Attention and the output product, [T, C] bf16."""
+    tokens, width = q.shape
+    out = product_many.tiled(q, width) if own else q.new_empty((tokens, width))
+    attention_many.attend(
+        q,
+        cache,
+        tensors.sinks,
+        requests.block_table,
+        requests.seq_lens,
+        requests.query_start,
+        out,
+        attention.HEAD**-0.5,
+        tensors.window,
+        padded=out.shape[1] if own else 0,
+    )
+    return multiply(out, tensors.out_weight, tensors.out_bias, tokens, own=own)
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor, tokens: int, *, own: bool) -> Tensor:
+    """x W^T + bias by our kernel, whose `x` is tiled, or by cuBLAS."""
+    if not own:
+        return linear(x, weight, bias)
+    out = x.new_empty((tokens, weight.shape[0]))
+    product_many.product(x, weight, bias, out)
+    return out

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vllm_gptoss import _vllm, choose, device
 from vllm_gptoss.choose import bands
-from vllm_gptoss.kernels import around, attention_many, nvrtc
+from vllm_gptoss.kernels import around, attention_many, nvrtc, product_many
 from vllm_gptoss.model import chain_many
 from vllm_gptoss.model.place import Place
 
@@ -60,6 +60,7 @@ def loads(place: Place) -> Iterator[tuple[Any, ...]]:
     yield around.rope_kernel, index
     yield around.route_kernel, index, around.plan(hidden, experts, tensors.active)
     yield attention_many.load, index, place.attention.num_kv_heads, tensors.window
+    yield from product_many.loads(tensors.qkv_weight, tensors.out_weight)
     assert place.experts is not None
     yield from place.experts.loads(torch.int32, bands.MANY_TOKENS)
 

@@ -20,6 +20,7 @@
 #include "cp_async.cuh"
 #include "mma.cuh"
 #include "online_softmax.cuh"
+#include "tiled.cuh"
 
 // What the macros say; nothing else reads them.
 struct Traits {
@@ -38,7 +39,7 @@ constexpr int MOST_PIECES = 128;                // of a token: four for each lan
 struct Args {
   const bf16* q;           // [T, q_stride], H heads of 64
   const bf16* kv;          // paged cache; K at 0, V at 64 of each (block, head, token)
-  bf16* out;               // [T, out_stride]
+  bf16* out;               // [T, out_stride], or tiled, as product_many.cu wants it
   const bf16* sinks;       // [H]
   const int* block_table;  // [requests, table_stride]
   const int* seq_lens;     // [requests] keys of each request, this step's included
@@ -49,6 +50,7 @@ struct Args {
   int tokens, kv_heads, requests, table_stride, block_shift, q_stride, out_stride;
   int slots;    // resident CTAs, a multiple of kv_heads
   int least;    // keys of a share at least
+  int padded;   // tokens of the tiled output, tiled.cuh; 0: it is not
   float scale;  // softmax scale times log2(e)
 };
 
@@ -510,7 +512,9 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::blocks)
   }
   const float top = fmaxf(s.m, sink), f = weight_of(s.m, top);
   const float by = f / (s.l * f + exp2f(sink - top));
-  bf16* to = a.out + (long long)p.token * a.out_stride + (p.head * GROUP + h) * HEAD + d;
+  const int column = (p.head * GROUP + h) * HEAD + d;
+  bf16* to = a.out + (a.padded ? tiled_piece(column / 8, p.token, a.padded) * 8 + column % 8
+                               : (long long)p.token * a.out_stride + column);
 #pragma unroll
   for (int i = 0; i < T::outs; i += 2) *(u32*)(to + i) = pack(s.o[i] * by, s.o[i + 1] * by);
 }

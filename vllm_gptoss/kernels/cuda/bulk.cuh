@@ -20,3 +20,11 @@ __device__ __forceinline__ void bulk_load(
       "l"(src), "r"(bytes), "r"(bar), "l"(policy)
       : "memory");
 }
+// The same of what others read too.
+__device__ __forceinline__ void bulk_load(u32 dst, const void* src, u32 bytes, u32 bar) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(dst),
+      "l"(src), "r"(bytes), "r"(bar)
+      : "memory");
+}

@@ -1,9 +1,9 @@
 // Blocks of one cluster: barriers of all their threads, floats in one another's shared memory.
 //
 // Offers: cluster_arrive, cluster_wait, cluster_sync (release and acquire), cluster_leave (orders
-// no memory); load_cluster, store_cluster (address: this block's shared address of the same place;
-// rank: the block's in the cluster). Barriers: the cluster's one hardware barrier; between two
-// arrivals of a thread there is a wait.
+// no memory); load_cluster, store_cluster, store_cluster2 (address: this block's shared address of
+// the same place; rank: the block's in the cluster). Barriers: the cluster's one hardware barrier;
+// between two arrivals of a thread there is a wait.
 #include "common.cuh"
 
 __device__ __forceinline__ void cluster_arrive() {
@@ -33,5 +33,10 @@ __device__ __forceinline__ float load_cluster(u32 addr, u32 rank) {
 }
 __device__ __forceinline__ void store_cluster(u32 addr, u32 rank, float v) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(cluster_address(addr, rank)), "f"(v)
+      : "memory");
+}
+__device__ __forceinline__ void store_cluster2(u32 addr, u32 rank, float2 v) {
+  asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(cluster_address(addr, rank)),
+      "f"(v.x), "f"(v.y)
       : "memory");
 }

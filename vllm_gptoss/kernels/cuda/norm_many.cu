@@ -3,6 +3,7 @@
 // Macros set by the host (kernels/around.py): COLUMNS, C, a multiple of 8.
 #include "barriers.cuh"
 #include "common.cuh"
+#include "tiled.cuh"
 
 constexpr int PIECES = COLUMNS / 8, WARPS = (PIECES + 31) / 32;
 
@@ -11,8 +12,9 @@ struct Args {
   const bf16* r;     // [T, C] residual; null: none
   bf16* r_out;       // [T, C] x + r; null: not wanted
   const bf16* norm;  // [C]
-  bf16* out;         // [T, C]
+  bf16* out;         // [T, C], or as product_many.cu wants it
   float eps;
+  int padded;  // 0: [T, C]; else tiles of 64 columns, [C / 64, padded, 64], pieces swizzled
 };
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32) norm_many(const Args a) {
@@ -53,6 +55,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) norm_many(const Args a)
       const float2 s = unpack(sum[i]), w = unpack(word(norm, i));
       out[i] = pack(s.x * scale * w.x, s.y * scale * w.y);
     }
-    ((int4*)a.out)[at] = make_int4(out[0], out[1], out[2], out[3]);
+    const int token = blockIdx.x;
+    const long long to = a.padded ? tiled_piece(piece, token, a.padded) : at;
+    ((int4*)a.out)[to] = make_int4(out[0], out[1], out[2], out[3]);
   }
 }
