@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SOURCE = Path(__file__).parent / "cuda" / "product_many.cu"
+M = 64
+"""Tokens that wgmma multiplies at once, whether there are so many or not."""
 MAX_TOKENS = 32
 """Of a step. A cluster of four takes up to 64, and gains nothing there (docs/kernels/log.md)."""
 CLUSTER = 2
@@ -45,8 +47,10 @@ class ProductPlan:
 
     @property
     def shared_bytes(self) -> int:
-        """Activations, the ring, and the barriers."""
-        return _activations(self.columns) + self.stages * (self.rows * 128 + 16)
+        """Activations, the ring, and the barriers. wgmma reads 64 tokens from where a tile begins: of the last, what
+        lies behind it."""
+        ring = self.stages * (self.rows * 128 + 16)
+        return _activations(self.columns) + max(ring, (M - MAX_TOKENS) * 128)
 
     @property
     def macros(self) -> dict[str, int]:

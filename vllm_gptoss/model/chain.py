@@ -72,10 +72,17 @@ def project(
 
 
 def attend(
-    tensors: LayerTensors, cache: Tensor, requests: Requests, q: Tensor, kernel: Callable[..., None] | None = None
+    tensors: LayerTensors,
+    cache: Tensor,
+    requests: Requests,
+    q: Tensor,
+    kernel: Callable[..., None] | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Attention over the cache, [T, H * 64] bf16. kernel: takes what `attention.attend` does, which it is if None."""
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    """Attention over the cache, [T, H * 64] bf16. kernel: takes what `attention.attend` does, which it is if None; out:
+    where it writes, if not to such a tensor."""
+    if out is None:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
     (kernel or attention.attend)(
         q,
         cache,

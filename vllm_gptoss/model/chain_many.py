@@ -7,13 +7,14 @@ start while the one before ends. Nothing here knows vLLM.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from vllm_gptoss.kernels import around, attention, attention_many, product_many
+from vllm_gptoss.kernels import around, attention_many, product_many
 from vllm_gptoss.kernels.layer import LayerTensors, Requests
 from vllm_gptoss.model import chain
 from vllm_gptoss.spec import RMS_NORM_EPS
@@ -68,21 +69,12 @@ def project(
 
 def attend(tensors: LayerTensors, cache: Tensor, requests: Requests, q: Tensor, *, own: bool) -> Tensor:
     """Attention and the output product, [T, C] bf16."""
-    tokens, width = q.shape
-    out = product_many.tiled(q, width) if own else q.new_empty((tokens, width))
-    attention_many.attend(
-        q,
-        cache,
-        tensors.sinks,
-        requests.block_table,
-        requests.seq_lens,
-        requests.query_start,
-        out,
-        attention.HEAD**-0.5,
-        tensors.window,
-        padded=out.shape[1] if own else 0,
-    )
-    return multiply(out, tensors.out_weight, tensors.out_bias, tokens, own=own)
+    out, kernel = None, attention_many.attend
+    if own:
+        out = product_many.tiled(q, q.shape[1])
+        kernel = functools.partial(kernel, padded=out.shape[1])
+    attended = chain.attend(tensors, cache, requests, q, kernel, out)
+    return multiply(attended, tensors.out_weight, tensors.out_bias, q.shape[0], own=own)
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor, tokens: int, *, own: bool) -> Tensor:

@@ -11,7 +11,7 @@
 // Roles: a warpgroup multiplies, four warps copy weights, one asks for activations.
 //
 // Macros set by the host (kernels/product_many.py): ROWS (a multiple of 8), COLUMNS (of 64), TOKENS
-// at most (of 8, up to 64), STAGES of weights, CLUSTER.
+// at most (of 16, up to 64), STAGES of weights, CLUSTER.
 #include "barriers.cuh"
 #include "bulk.cuh"
 #include "cluster.cuh"
@@ -24,10 +24,8 @@ constexpr int TILES = COLUMNS / 64, MOST_TILES = (TILES + CLUSTER - 1) / CLUSTER
 constexpr int CONSUMERS = 4, COPIERS = 4, THREADS = (CONSUMERS + COPIERS + 1) * 32;
 constexpr int W_TILE = ROWS * 128, X_TILE = TOKENS * 128, X_BYTES = MOST_TILES * X_TILE;
 constexpr int SHARE = ROWS / CLUSTER;  // weight rows whose sums a CTA writes
-static_assert(ROWS % 8 == 0 && TOKENS % 8 == 0, "the swizzle's period");
+static_assert(ROWS % 8 == 0 && TOKENS % 16 == 0, "the swizzle's period, and a warp's tokens");
 static_assert(SHARE % 2 == 0, "sums are sent in pairs");
-// wgmma reads 64 tokens from where a tile begins: behind the last of fewer there are weights.
-static_assert(STAGES * W_TILE >= 64 * 128 - X_TILE, "what is read lies in the block's memory");
 
 struct Args {
   const bf16* x;     // tiled, [TILES, padded, 64] bf16

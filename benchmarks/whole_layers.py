@@ -1,0 +1,79 @@
+"""Whole layers of decode steps of 17 to 32 tokens, with products of ours and with cuBLAS's: us a layer.
+
+    python benchmarks/whole_layers.py [--tokens 17,24,32] [--experts 32,128] [--keys 576] [--out FILE]
+
+Medians of graph replays, in turns, the least of three. Eight layers with weights of their own and the experts of one,
+half of them with a window. `distance` is that of the two sums before the last experts, relative to their norm: an
+expert that is chosen differently near a tie is most of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+from unittest import mock
+
+import torch
+from kernels import projection, weights
+from layers import HIDDEN, Layer, draw
+from timing import microseconds, write
+
+from vllm_gptoss import spec
+from vllm_gptoss.kernels import product_many
+from vllm_gptoss.kernels.experts import FewTokenExperts
+from vllm_gptoss.model import chain_many
+
+LAYERS, ROUNDS = 8, 3
+
+
+def experts_of(count: int) -> FewTokenExperts:
+    """The experts of a layer of the 20b (32) or the 120b (128)."""
+    up, down = (projection(weights(count, rows, HIDDEN, seed)) for seed, rows in ((1, 2 * HIDDEN), (2, HIDDEN)))
+    return FewTokenExperts(up, down, 4, count, alpha=spec.SWIGLU_ALPHA, limit=spec.SWIGLU_LIMIT)
+
+
+def measure(tokens: int, count: int, keys: int, experts: FewTokenExperts) -> dict[str, Any]:
+    layers = [Layer(tokens, 1, count, keys, 0 if index % 2 else spec.WINDOW) for index in range(LAYERS)]
+    x = draw(tokens, HIDDEN)
+
+    def run() -> torch.Tensor:
+        hidden, residual = x, None
+        for layer in layers:
+            given = (layer.tensors, experts, layer.cache, layer.requests, layer.positions, hidden, residual)
+            hidden, residual = chain_many.layer(*given)
+        assert residual is not None
+        return residual
+
+    row: dict[str, Any] = {"experts": count, "tokens": tokens, "keys": keys}
+    sums = {}
+    for _ in range(ROUNDS):
+        for name, own in (("cublas_us", False), ("ours_us", True)):
+            with mock.patch.object(product_many, "takes", lambda *_, own=own: own):
+                sums[name] = run().double()
+                row[name] = min(row.get(name, float("inf")), microseconds(run, LAYERS))
+    row["distance"] = ((sums["ours_us"] - sums["cublas_us"]).norm() / sums["cublas_us"].norm()).item()
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", default="17,24,32")
+    parser.add_argument("--experts", default="32,128")
+    parser.add_argument("--keys", type=int, default=576)
+    parser.add_argument("--out", default="")
+    options = parser.parse_args()
+    rows = []
+    for count in map(int, options.experts.split(",")):
+        experts = experts_of(count)
+        for tokens in map(int, options.tokens.split(",")):
+            rows.append(measure(tokens, count, options.keys, experts))
+            print(" ".join(f"{key}={value:.4g}" for key, value in rows[-1].items()), flush=True)
+    if options.out:
+        write(options.out, rows)
+
+
+if __name__ == "__main__":
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        raise SystemExit("these kernels need an sm90 GPU (H100, H200)")
+    with torch.no_grad():
+        main()
