@@ -370,8 +370,8 @@ def routing_logits(tokens: int, count: int, active: int, routed: str) -> Tensor:
     return logits.bfloat16()
 
 
-def experts_by_routing(module: Any, up: Weights, down: Weights, tokens: int, routed: str, repeats: int = 4) -> None:
-    """One batch by logits of a routing, and `repeats` times again, each token against the oracle."""
+def experts_by_routing(module: Any, up: Weights, down: Weights, tokens: int, routed: str) -> None:
+    """One batch by logits of a routing, five times, each token against the oracle."""
     count, hidden = up.blocks.shape[0], down.blocks.shape[1]
     x, logits = draw(tokens, hidden), routing_logits(tokens, count, module.active, routed)
     # ties fall to the lower expert here and to nothing in particular in torch.topk
@@ -382,7 +382,7 @@ def experts_by_routing(module: Any, up: Weights, down: Weights, tokens: int, rou
     experts_close(out, wanted, (tokens, routed))
     worst = ((out.double() - wanted).norm(dim=1) / wanted.norm(dim=1)).max()
     assert worst < 2**-7, (tokens, routed)
-    for _ in range(repeats):
+    for _ in range(4):
         assert same(out, run_experts(module, x, logits, None)), (tokens, routed)
 
 
