@@ -98,14 +98,14 @@ def _plan(rows: int, columns: int, sms: int) -> ProductPlan:
     return ProductPlan(each, columns, stages, -(-rows // each) * CLUSTER)
 
 
-def takes(tokens: int, *weights: Tensor) -> bool:
-    """Whether the products of a step with all these weights are this kernel's."""
-    return tokens <= MAX_TOKENS and all(unsupported(*weight.shape, _sms(weight)) is None for weight in weights)
+def fits(*weights: Tensor) -> bool:
+    """Whether all these weights have a kernel."""
+    return all(unsupported(*weight.shape, _sms(weight)) is None for weight in weights)
 
 
 def loads(*weights: Tensor) -> Iterator[tuple[Callable[..., object], *tuple[Hashable, ...]]]:
     """Calls that load the kernels of these weights' products, if all have one: see `nvrtc.at_once`."""
-    if takes(1, *weights):
+    if fits(*weights):
         for weight in weights:
             yield kernel, weight.device.index or 0, plan(*weight.shape, _sms(weight))
 

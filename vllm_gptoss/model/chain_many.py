@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from vllm_gptoss.choose import bands
 from vllm_gptoss.kernels import around, attention_many, product_many
 from vllm_gptoss.kernels.layer import LayerTensors, Requests
 from vllm_gptoss.model import chain
@@ -37,7 +38,7 @@ def layer(
     x, residual: [T, C] bf16, one token of each request, added up first; cache: [blocks, K, block size, 128] bf16;
     positions: [T] int64.
     """
-    own = product_many.takes(x.shape[0], tensors.qkv_weight, tensors.out_weight)
+    own = x.shape[0] <= bands.PRODUCT_TOKENS and product_many.fits(tensors.qkv_weight, tensors.out_weight)
     q, summed = project(tensors, cache, requests, positions, x, residual, own=own)
     product = attend(tensors, cache, requests, q, own=own)
     total = torch.empty_like(product)

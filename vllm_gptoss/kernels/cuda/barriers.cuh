@@ -2,7 +2,8 @@
 // before.
 //
 // Offers: bar_* (an mbarrier, by its 32-bit shared memory address; a phase ends when `count` have
-// arrived and the expected bytes are there; parity 0 is the first phase); named_sync<ID, THREADS>
+// arrived and the expected bytes are there; parity 0 is the first phase); Place in a ring of them;
+// named_sync<ID, THREADS>
 // (`bar.sync`; ID 0 is __syncthreads, a kernel says which others it uses); pdl_* (programmatic
 // dependent launch).
 #include "common.cuh"
@@ -28,6 +29,16 @@ __device__ __forceinline__ void bar_wait(u32 bar, u32 parity) {
       "r"(parity)
       : "memory");
 }
+
+// A place in a ring of N and the parity of its turn.
+template <int N> struct Place {
+  int at;
+  u32 parity;
+  __device__ __forceinline__ void next() {
+    at = at == N - 1 ? 0 : at + 1;
+    parity ^= at == 0;
+  }
+};
 
 // A warp has read what a bulk copy may now write over: one lane says so, after __syncwarp.
 // compute-sanitizer's racecheck does not follow that from the lane to the others, so for it

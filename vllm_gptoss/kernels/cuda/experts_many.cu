@@ -361,13 +361,6 @@ struct Outputs {
   Gate gate;
 };
 
-// Of the j-th 8 tokens.
-template <int HALF>
-__device__ __forceinline__ Sums sums_of(float (&c)[HALF], int j, float bias0, float bias8) {
-  return {fmaf(c[4 * j], TWO_64F, bias0), fmaf(c[4 * j + 1], TWO_64F, bias0),
-      fmaf(c[4 * j + 2], TWO_64F, bias8), fmaf(c[4 * j + 3], TWO_64F, bias8)};
-}
-
 // act[pair, I] = swiglu(w13[expert] x[token] + b13[expert]); gate and up rows are interleaved.
 template <int HALF>
 __device__ __forceinline__ void finish_up(float (&c)[HALF], const u16* pairs, int count,

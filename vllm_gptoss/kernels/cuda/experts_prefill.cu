@@ -240,16 +240,6 @@ __device__ __forceinline__ Tile find_tile(const Meta& m, int index, int lane) {
   return t;
 }
 
-// A place in a ring of N and the parity of its turn.
-template <int N> struct Place {
-  int at;
-  u32 parity;
-  __device__ __forceinline__ void next() {
-    at = at == N - 1 ? 0 : at + 1;
-    parity ^= at == 0;
-  }
-};
-
 // All of K of a tile: weights of P, and rows of x that are tokens' or slots'.
 template <class P>
 __device__ __forceinline__ void copy_tile(Place<STAGES>& s, u32 smem, u32 full, u32 empty,
@@ -363,12 +353,6 @@ __device__ __forceinline__ void multiply(float (&c)[MOST / 2], Place<STAGES>& s,
   }
   wgmma_wait<0>();
   bar_arrive_warp(before, lane);
-}
-
-// Of the j-th 8 tokens.
-__device__ __forceinline__ Sums sums_of(float (&c)[MOST / 2], int j, float bias0, float bias8) {
-  return {fmaf(c[4 * j], TWO_64F, bias0), fmaf(c[4 * j + 1], TWO_64F, bias0),
-      fmaf(c[4 * j + 2], TWO_64F, bias8), fmaf(c[4 * j + 3], TWO_64F, bias8)};
 }
 
 // act[slot, I] = swiglu(w13[expert] x[token] + b13[expert]); gate and up rows are interleaved.

@@ -2,11 +2,12 @@
 // g + 8, tokens 2t and 2t + 1 (lane = 4g + t). Neighbours exchange halves, so that a lane has one
 // token and values that lie beside one another.
 //
-// Offers: lane_token (of the 8, the lane's own); gated and lane_column (two activations of up,
-// whose rows are gates and ups in turn, and the first one's column of 8); plain and lane_row (four
-// rows of down in bf16, and the first one's row of 16). Barriers: none; all lanes of a warp call
-// together.
+// Offers: sums_of; lane_token (of the 8, the lane's own); gated and lane_column (two activations of
+// up, whose rows are gates and ups in turn, and the first one's column of 8); plain and lane_row
+// (four rows of down in bf16, and the first one's row of 16). Barriers: none; all lanes of a warp
+// call together.
 #include "common.cuh"
+#include "mxfp4.cuh"
 #include "swiglu.cuh"
 
 __device__ __forceinline__ int lane_token(int lane) { return 2 * (lane & 3) + (lane >> 2 & 1); }
@@ -19,6 +20,12 @@ __device__ __forceinline__ int lane_row(int lane) { return (lane >> 2 & 4) + (la
 struct Sums {
   float d0, d1, d2, d3;
 };
+// Of the j-th 8 tokens of c, the products times 2^-64.
+template <int HALF>
+__device__ __forceinline__ Sums sums_of(float (&c)[HALF], int j, float bias0, float bias8) {
+  return {fmaf(c[4 * j], TWO_64F, bias0), fmaf(c[4 * j + 1], TWO_64F, bias0),
+      fmaf(c[4 * j + 2], TWO_64F, bias8), fmaf(c[4 * j + 3], TWO_64F, bias8)};
+}
 
 // Lanes of an even row hold gates, of the odd row above it ups: each finishes one of its two
 // tokens, and takes a neighbour's value of that token to store two at once.

@@ -53,16 +53,6 @@ __device__ __forceinline__ Range tiles_of(u32 rank) {
   return {first, (int)((rank + 1) * TILES / CLUSTER) - first};
 }
 
-// A place in the ring and the parity of its turn.
-struct Place {
-  int at;
-  u32 parity;
-  __device__ __forceinline__ void next() {
-    at = at == STAGES - 1 ? 0 : at + 1;
-    parity ^= at == 0;
-  }
-};
-
 #define JOINED_(A, B) A##B
 #define JOINED(A, B) JOINED_(A, B)
 #define TEXT_(A) #A
@@ -87,7 +77,7 @@ __device__ __forceinline__ void copy_weights(
   constexpr int STEP = COPIERS * 4;
   const bf16* from = a.w + (long long)(first + row) * COLUMNS + k.first * 64 + p * 8;
   const u32 to = ring + row * 128 + ((p ^ (row & 7)) << 4);
-  Place s = {0, 1};
+  Place<STAGES> s = {0, 1};
 #pragma unroll 1
   for (int i = 0; i < k.count; ++i) {
     bar_wait(smem_u32(b.w_empty + s.at), s.parity);
@@ -115,7 +105,7 @@ __device__ __forceinline__ void multiply(
     float (&c)[ROWS / 2], const Range& k, u32 x, u32 ring, const Bars& b, int lane) {
 #pragma unroll
   for (int i = 0; i < ROWS / 2; ++i) c[i] = 0.f;
-  Place s = {0, 0};
+  Place<STAGES> s = {0, 0};
   u32 before = 0;
 #pragma unroll 1
   for (int i = 0; i < k.count; ++i) {
