@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import BYTES_PER_SECOND, microseconds, write
+from timing import BYTES_PER_SECOND, microseconds, on_hopper, write
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -218,7 +218,4 @@ def say(row: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        raise SystemExit("these kernels need an sm90 GPU (H100, H200)")
-    with torch.no_grad():
-        main()
+    on_hopper(main)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from timing import BYTES_PER_SECOND, microseconds, write
+from timing import BYTES_PER_SECOND, microseconds, on_hopper, write
 
 from vllm_gptoss import spec
 from vllm_gptoss.kernels import dense, step
@@ -184,7 +184,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        raise SystemExit("these kernels need an sm90 GPU (H100, H200)")
-    with torch.no_grad():
-        main()
+    on_hopper(main)

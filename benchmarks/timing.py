@@ -44,3 +44,11 @@ def write(path: str, rows: list[dict[str, Any]]) -> None:
         "rows": rows,
     }
     Path(path).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def on_hopper(main: Callable[[], None]) -> None:
+    """Runs a benchmark without gradients, or ends with the reason why not."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        raise SystemExit("these kernels need an sm90 GPU (H100, H200)")
+    with torch.no_grad():
+        main()

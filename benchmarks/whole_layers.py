@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from kernels import projection, weights
 from layers import HIDDEN, Layer, draw
-from timing import microseconds, write
+from timing import microseconds, on_hopper, write
 
 from vllm_gptoss import spec
 from vllm_gptoss.kernels import product_many
@@ -73,7 +73,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        raise SystemExit("these kernels need an sm90 GPU (H100, H200)")
-    with torch.no_grad():
-        main()
+    on_hopper(main)

@@ -63,9 +63,14 @@ class ProductPlan:
         }
 
 
+def _tiles(columns: int) -> int:
+    """Of 64 columns, that a block has at most."""
+    return -(-columns // BLOCK // CLUSTER)
+
+
 def _activations(columns: int) -> int:
     """Bytes of a block's tiles of activations, and of their barriers."""
-    return -(-columns // BLOCK // CLUSTER) * (MAX_TOKENS * 128 + 8)
+    return _tiles(columns) * (MAX_TOKENS * 128 + 8)
 
 
 def unsupported(rows: int, columns: int, sms: int) -> str | None:
@@ -94,7 +99,7 @@ def plan(rows: int, columns: int, sms: int) -> ProductPlan:
 def _plan(rows: int, columns: int, sms: int) -> ProductPlan:
     each = -(-rows // (sms // CLUSTER * ROW_GROUP)) * ROW_GROUP
     left = SHARED_LIMIT - _activations(columns)
-    stages = min(-(-columns // BLOCK // CLUSTER), left // (each * 128 + 16))
+    stages = min(_tiles(columns), left // (each * 128 + 16))
     return ProductPlan(each, columns, stages, -(-rows // each) * CLUSTER)
 
 

@@ -1,8 +1,8 @@
 // Types of the kernels, bfloat16 in registers, 16-byte words.
 //
 // Offers: u8 to u64, bf16 (the bits); pack and unpack of two bf16 in 32 bits, the lower half first;
-// load16 (global memory that another block wrote), read16 (shared memory), store16 of 16 bf16.
-// Barriers: none.
+// add_weighted and pack8 of eight; load16 (global memory that another block wrote), read16 (shared
+// memory), store16 of 16 bf16. Barriers: none.
 //
 // Headers hold one part each and include what they need; each is in a kernel's text once:
 // `nvrtc.source`.
@@ -21,6 +21,20 @@ __device__ __forceinline__ u32 pack(float lo, float hi) {
 }
 __device__ __forceinline__ float2 unpack(u32 v) {
   return make_float2(__uint_as_float(v << 16), __uint_as_float(v & 0xffff0000u));
+}
+// Eight sums in float32, and the same as bf16.
+__device__ __forceinline__ void add_weighted(float (&sum)[8], const uint4& v, float weight) {
+  const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int w = 0; w < 4; w++) {
+    const float2 two = unpack(words[w]);
+    sum[2 * w] = fmaf(two.x, weight, sum[2 * w]);
+    sum[2 * w + 1] = fmaf(two.y, weight, sum[2 * w + 1]);
+  }
+}
+__device__ __forceinline__ uint4 pack8(const float (&sum)[8]) {
+  return make_uint4(
+      pack(sum[0], sum[1]), pack(sum[2], sum[3]), pack(sum[4], sum[5]), pack(sum[6], sum[7]));
 }
 __device__ __forceinline__ float to_float(bf16 v) { return __uint_as_float((u32)v << 16); }
 __device__ __forceinline__ bf16 to_bf16(float f) {

@@ -594,28 +594,21 @@ __device__ __forceinline__ void look_at(
 }
 // Partial sums times their weights in the order of a token's choices, as soon as all have arrived.
 __device__ __forceinline__ void add_up(Eight& e, const Meta& m) {
-  float2 sum[4] = {};
+  float sum[8] = {};
 #pragma unroll
   for (int a = 0; a < ACTIVE; a++) {
     while (!arrived(e.seen[a])) {
       __nanosleep(40);
       e.seen[a] = look4(e.from + a * (Down::NROWS / 2));
     }
-    const float weight = m.weights[e.pick + a];
-    const u32 words[4] = {e.seen[a].x, e.seen[a].y, e.seen[a].z, e.seen[a].w};
-#pragma unroll
-    for (int w = 0; w < 4; w++) {
-      const float2 two = unpack(words[w]);
-      sum[w] = make_float2(fmaf(two.x, weight, sum[w].x), fmaf(two.y, weight, sum[w].y));
-    }
+    add_weighted(sum, e.seen[a], m.weights[e.pick + a]);
   }
 #pragma unroll
   for (int a = 0; a < ACTIVE; a++)
     if (m.ids[e.pick + a] >= 0)
       *reinterpret_cast<uint4*>(e.from + a * (Down::NROWS / 2)) =
           make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
-  *reinterpret_cast<uint4*>(e.to) = make_uint4(pack(sum[0].x, sum[0].y), pack(sum[1].x, sum[1].y),
-      pack(sum[2].x, sum[2].y), pack(sum[3].x, sum[3].y));
+  *reinterpret_cast<uint4*>(e.to) = pack8(sum);
 }
 // As combine_all, with ids and weights of this block's share alone, two places of a thread at once.
 __device__ __forceinline__ void combine_share(

@@ -492,15 +492,6 @@ extern "C" __global__ void __launch_bounds__(ADDERS)
                     : __ldcg(reinterpret_cast<const uint4*>(parts + (u64)slot * Down::NROWS + at));
   }
 #pragma unroll
-  for (int a = 0; a < ACTIVE; a++) {
-    const u32 words[4] = {v[a].x, v[a].y, v[a].z, v[a].w};
-#pragma unroll
-    for (int w = 0; w < 4; w++) {
-      const float2 f = unpack(words[w]);
-      sum[2 * w] = fmaf(f.x, weight[a], sum[2 * w]);
-      sum[2 * w + 1] = fmaf(f.y, weight[a], sum[2 * w + 1]);
-    }
-  }
-  *reinterpret_cast<uint4*>(out + (u64)token * Down::NROWS + at) = make_uint4(
-      pack(sum[0], sum[1]), pack(sum[2], sum[3]), pack(sum[4], sum[5]), pack(sum[6], sum[7]));
+  for (int a = 0; a < ACTIVE; a++) add_weighted(sum, v[a], weight[a]);
+  *reinterpret_cast<uint4*>(out + (u64)token * Down::NROWS + at) = pack8(sum);
 }
