@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,13 +15,12 @@ from vllm_gptoss.kernels import nvrtc
 
 pytestmark = SM90
 
-SOURCE = 'extern "C" __global__ void fill(int *out) { out[threadIdx.x] = VALUE; }'
+SOURCE = Path(__file__).parent / "fill.cu"
 
 
 @functools.cache
 def fill(device: int, value: int) -> nvrtc.Kernel:
-    with torch.cuda.device(device):
-        return nvrtc.load(SOURCE, "sm_90", {"VALUE": value}).kernel("fill", 0)
+    return nvrtc.load(device, SOURCE, "sm_90", {"VALUE": value}).kernel("fill", 0)
 
 
 @pytest.fixture(params=[0, 1], ids=["first GPU", "second GPU"])
@@ -35,8 +35,7 @@ def device(request: pytest.FixtureRequest) -> int:
 def filled(device: int, value: int) -> list[int]:
     with torch.cuda.device(device):
         out = torch.zeros(4, dtype=torch.int32, device="cuda")
-        stream = torch.cuda.current_stream().cuda_stream
-        fill(device, value)(1, 4, stream, [ctypes.c_void_p(out.data_ptr())], dependent=False)
+        fill(device, value)(1, 4, [ctypes.c_void_p(out.data_ptr())], dependent=False)
         return out.tolist()
 
 

@@ -145,17 +145,7 @@ def route_kernel(device: int, plan: RoutePlan) -> nvrtc.Kernel:
 
 
 def _kernel(device: int, name: str, macros: dict[str, int], shared: int) -> nvrtc.Kernel:
-    import torch
-
-    with torch.cuda.device(device):
-        return nvrtc.load(nvrtc.source(CUDA / f"{name}.cu"), "sm_90", macros).kernel(name, shared)
-
-
-def _stream(tensor: Tensor) -> int:
-    import torch
-
-    stream: int = torch.cuda.current_stream(tensor.device).cuda_stream
-    return stream
+    return nvrtc.load(device, CUDA / f"{name}.cu", "sm_90", macros).kernel(name, shared)
 
 
 def norm(
@@ -182,7 +172,7 @@ def norm(
         eps=eps,
         padded=padded,
     )
-    norm_kernel(x.device.index or 0, hidden)(tokens, -(-hidden // 256) * 32, _stream(x), [args])
+    norm_kernel(x.device.index or 0, hidden)(tokens, -(-hidden // 256) * 32, [args])
 
 
 def rope(qkv: Tensor, positions: Tensor, cos_sin: Tensor, slots: Tensor, kv_cache: Tensor) -> None:
@@ -208,7 +198,7 @@ def rope(qkv: Tensor, positions: Tensor, cos_sin: Tensor, slots: Tensor, kv_cach
         cos_sin_bf16=int(cos_sin.dtype == torch.bfloat16),
     )
     threads = min(1024, -(-rows // HEAD * 4 // 32) * 32)
-    rope_kernel(qkv.device.index or 0)(tokens, threads, _stream(qkv), [args])
+    rope_kernel(qkv.device.index or 0)(tokens, threads, [args])
 
 
 def router(
@@ -234,4 +224,4 @@ def router(
         **router_described(x, residual, norm, weight, bias, normed, weights, ids, eps, residual_out, logits)
     )
     grid = -(-tokens // TILE) * tuned.cluster
-    route_kernel(x.device.index or 0, tuned)(grid, tuned.warps * 32, _stream(x), [args])
+    route_kernel(x.device.index or 0, tuned)(grid, tuned.warps * 32, [args])

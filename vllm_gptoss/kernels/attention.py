@@ -91,10 +91,7 @@ def kernel(device: int, plan: AttentionPlan) -> nvrtc.Kernel:
     Raises:
         NvrtcError: the compiler or the driver refused.
     """
-    import torch
-
-    with torch.cuda.device(device):
-        return nvrtc.load(nvrtc.source(SOURCE), "sm_90", plan.macros).kernel("attention_few", 0)
+    return nvrtc.load(device, SOURCE, "sm_90", plan.macros).kernel("attention_few", 0)
 
 
 def described(
@@ -144,10 +141,7 @@ def attend(
     query_start: [R + 1] int32. scale: of the logits; window: keys a token sees, itself included, 0 for all.
     Tokens past query_start[R] are padding: their output is 0.
     """
-    import torch
-
     tokens, kv_heads = q.shape[0], kv_cache.shape[1]
     tuned = tuned or plan(tokens, kv_heads, window)
     args = Args(**described(q, kv_cache, sinks, block_table, seq_lens, query_start, out, scale))
-    stream = torch.cuda.current_stream(q.device).cuda_stream
-    kernel(q.device.index or 0, tuned)(tokens * kv_heads * tuned.splits, tuned.warps * 32, stream, [args])
+    kernel(q.device.index or 0, tuned)(tokens * kv_heads * tuned.splits, tuned.warps * 32, [args])

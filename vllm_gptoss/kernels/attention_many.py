@@ -110,11 +110,7 @@ def kernel(device: int, plan: ManyPlan) -> nvrtc.Kernel:
     Raises:
         NvrtcError: the compiler or the driver refused.
     """
-    import torch
-
-    with torch.cuda.device(device):
-        module = nvrtc.load(nvrtc.source(SOURCE), "sm_90", plan.macros)
-        return module.kernel("attention_many", plan.shared_bytes)
+    return nvrtc.load(device, SOURCE, "sm_90", plan.macros).kernel("attention_many", plan.shared_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +166,6 @@ def attend(
     Raises:
         ValueError: more than MAX_TOKENS tokens.
     """
-    import torch
-
     device, tokens, kv_heads = q.device.index or 0, q.shape[0], kv_cache.shape[1]
     if tokens > MAX_TOKENS:
         raise ValueError(f"{tokens} tokens, more than {MAX_TOKENS}")
@@ -188,5 +182,4 @@ def attend(
         padded=padded,
     )
     grid = tokens * kv_heads + (0 if window else slots)
-    stream = torch.cuda.current_stream(q.device).cuda_stream
-    kernel(device, tuned)(grid, tuned.warps * 32, stream, [args])
+    kernel(device, tuned)(grid, tuned.warps * 32, [args])

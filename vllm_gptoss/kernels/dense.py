@@ -169,17 +169,11 @@ def kernel(device: int, plan: DensePlan) -> nvrtc.Kernel:
     Raises:
         NvrtcError: the compiler or the driver refused.
     """
-    import torch
-
-    with torch.cuda.device(device):
-        return nvrtc.load(nvrtc.source(SOURCE), "sm_90", plan.macros).kernel("dense_few", plan.shared_bytes)
+    return nvrtc.load(device, SOURCE, "sm_90", plan.macros).kernel("dense_few", plan.shared_bytes)
 
 
 def _launch(plan: DensePlan, args: Args, x: Tensor) -> None:
-    import torch
-
-    stream = torch.cuda.current_stream(x.device).cuda_stream
-    kernel(x.device.index or 0, plan)(plan.grid, plan.block, stream, [args])
+    kernel(x.device.index or 0, plan)(plan.grid, plan.block, [args])
 
 
 def address(tensor: Tensor | None) -> int | None:

@@ -122,12 +122,9 @@ def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
 
 @functools.cache
 def _kernel(recipe: Recipe) -> nvrtc.Kernel:
-    import torch
-
     macros = {**dict(recipe.options), "ONLY": ONLY[recipe.name]}
-    with torch.cuda.device(recipe.device):
-        module = nvrtc.load(nvrtc.source(SOURCE), "sm_90", macros, [f"--maxrregcount={recipe.registers}"])
-        return module.kernel(recipe.name, recipe.shared)
+    module = nvrtc.load(recipe.device, SOURCE, "sm_90", macros, [f"--maxrregcount={recipe.registers}"])
+    return module.kernel(recipe.name, recipe.shared)
 
 
 @dataclass(frozen=True)
@@ -284,13 +281,10 @@ class FewTokenExperts:
         numbers: tuple[ctypes.c_float, ...],
         dependent: bool,
     ) -> None:
-        import torch
-
         staged, rows = staged_rows(run.which, tokens)
         run.kernel(
             run.grid,
             run.tuning.warps * 32,
-            torch.cuda.current_stream(self.device).cuda_stream,
             [*map(pointer, tensors), ctypes.c_int(tokens), ctypes.c_int(rows), TWO_23, *numbers],
             self._shared(run.tuning, run.projection, staged, compiled_for(tokens)),
             dependent=dependent,

@@ -105,12 +105,8 @@ def compile_options(registers: int) -> list[str]:
 
 @functools.cache
 def _kernel(recipe: Recipe) -> nvrtc.Kernel:
-    import torch
-
-    with torch.cuda.device(recipe.device):
-        options = compile_options(recipe.registers)
-        module = nvrtc.load(nvrtc.source(SOURCE), "sm_90a", dict(recipe.options), options)
-        return module.kernel(recipe.name, recipe.shared)
+    module = nvrtc.load(recipe.device, SOURCE, "sm_90a", dict(recipe.options), compile_options(recipe.registers))
+    return module.kernel(recipe.name, recipe.shared)
 
 
 @functools.cache
@@ -184,5 +180,4 @@ class ManyTokenExperts(SameLayer):
         parts = self._parts(tokens)
         tensors = (*self.matrices, x, routing, weights, self.expert_map, act, counters(self.device), parts, out)
         numbers = (ctypes.c_int(tokens), TWO_7, ctypes.c_float(self.alpha), ctypes.c_float(self.limit))
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        kernel(multiprocessors(self.device), threads, stream, [*map(pointer, tensors), *numbers])
+        kernel(multiprocessors(self.device), threads, [*map(pointer, tensors), *numbers])

@@ -59,12 +59,9 @@ def slice_of(tokens: int) -> int:
 @functools.cache
 def _kernels(recipe: Recipe) -> tuple[nvrtc.Kernel, ...]:
     """The three, of one cubin."""
-    import torch
-
-    with torch.cuda.device(recipe.device):
-        options = [f"--maxrregcount={recipe.registers}"]
-        module = nvrtc.load(nvrtc.source(SOURCE), "sm_90a", dict(recipe.options), options)
-        return tuple(module.kernel(name, recipe.shared if name == EXPERTS else 0) for name in NAMES)
+    options = [f"--maxrregcount={recipe.registers}"]
+    module = nvrtc.load(recipe.device, SOURCE, "sm_90a", dict(recipe.options), options)
+    return tuple(module.kernel(name, recipe.shared if name == EXPERTS else 0) for name in NAMES)
 
 
 @functools.cache
@@ -130,22 +127,17 @@ class PrefillExperts(SameLayer):
         out: Tensor,
         workspace: Tensor,
     ) -> None:
-        import torch
-
         tokens, pairs = x.shape[0], x.shape[0] * self.active
         route, experts, combine = self._launches[mode]
-        stream = torch.cuda.current_stream(self.device).cuda_stream
         act, kept = workspace.data_ptr(), state(self.device).data_ptr()
         parts = act + pairs * self.up.rows
         lists = parts + pairs * 2 * self.down.rows
         chunks = kept + STATE_BYTES
         to = _Routing(kept, chunks, chunks + CHUNKS_BYTES, lists, lists + 4 * pairs, lists + 8 * pairs)
         count = ctypes.c_int(tokens)
-        route(-(-tokens // ROUTERS), ROUTERS, stream, [*map(pointer, (routing, weights, self.expert_map)), to, count])
+        route(-(-tokens // ROUTERS), ROUTERS, [*map(pointer, (routing, weights, self.expert_map)), to, count])
         buffers = (ctypes.c_void_p(act), ctypes.c_void_p(parts))
         numbers = (TWO_7, ctypes.c_float(self.alpha), ctypes.c_float(self.limit))
-        experts(
-            multiprocessors(self.device), THREADS, stream, [*map(pointer, (*self.matrices, x)), to, *buffers, *numbers]
-        )
+        experts(multiprocessors(self.device), THREADS, [*map(pointer, (*self.matrices, x)), to, *buffers, *numbers])
         sums = (ctypes.c_void_p(to.slots), ctypes.c_void_p(to.weights), buffers[1], pointer(out), count)
-        combine(-(-tokens * (self.down.rows // 8) // ADDERS), ADDERS, stream, list(sums))
+        combine(-(-tokens * (self.down.rows // 8) // ADDERS), ADDERS, list(sums))

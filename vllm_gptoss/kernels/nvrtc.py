@@ -231,24 +231,25 @@ class Kernel:
         self,
         grid: int,
         threads: int,
-        stream: int,
         arguments: Sequence[ctypes._SimpleCData[int] | ctypes._SimpleCData[float]],
         shared_bytes: int | None = None,
         *,
         dependent: bool = True,
     ) -> None:
-        """Launches `grid` x `threads` on a raw CUDA stream.
+        """Launches `grid` x `threads` on torch's current stream of the module's device.
 
         dependent: may start before the previous kernel of the stream ends (programmatic dependent launch); the kernel
         must then call `griddepcontrol.wait` before it touches what that one wrote or reads.
         """
+        import torch
+
         addresses = [ctypes.addressof(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(addresses))(*addresses)
         config = _Config(
             grid=(grid, 1, 1),
             block=(threads, 1, 1),
             shared=self.shared_bytes if shared_bytes is None else shared_bytes,
-            stream=stream,
+            stream=torch.cuda.current_stream(self._module.device).cuda_stream,
             attributes=ctypes.pointer(self._attribute),
             count=1 if dependent else 0,
         )
@@ -265,12 +266,13 @@ def _primary_context(device: int) -> ctypes.c_void_p:
 
 
 class Module:
-    """A cubin loaded on torch's current device; any thread may use it."""
+    """A cubin loaded on a device; any thread may use it."""
 
-    def __init__(self, image: bytes) -> None:
+    def __init__(self, image: bytes, device: int) -> None:
         import torch
 
-        self._context = _primary_context(torch.cuda.current_device())
+        torch.cuda.init()
+        self.device, self._context = device, _primary_context(device)
         self.handle = ctypes.c_void_p()
         with self.current():
             _check(_driver().cuModuleLoadData(ctypes.byref(self.handle), image), "cuModuleLoadData")
@@ -290,10 +292,14 @@ class Module:
             return Kernel(self, name, shared_bytes)
 
 
-def load(source: str, arch: str, defines: Mapping[str, int | str], options: Sequence[str] = ()) -> Module:
-    """Compiles `source` with `-DNAME=value` for each define, through the cache, and loads it."""
+def load(device: int, path: Path, arch: str, defines: Mapping[str, int | str], options: Sequence[str] = ()) -> Module:
+    """Compiles the source at `path` with `-DNAME=value` for each define, through the cache, and loads it on a device.
+
+    Raises:
+        NvrtcError: the compiler or the driver refused.
+    """
     options = [*(f"-D{name}={value}" for name, value in sorted(defines.items())), *options]
-    return Module(cubin(source, arch, options))
+    return Module(cubin(source(path), arch, options), device)
 
 
 def at_once(loads: Iterable[tuple[Callable[..., object], *tuple[Hashable, ...]]]) -> None:

@@ -143,10 +143,7 @@ def kernel(device: int, plan: ProductPlan) -> nvrtc.Kernel:
     Raises:
         NvrtcError: the compiler or the driver refused.
     """
-    import torch
-
-    with torch.cuda.device(device):
-        return nvrtc.load(nvrtc.source(SOURCE), "sm_90a", plan.macros).kernel("product_many", plan.shared_bytes)
+    return nvrtc.load(device, SOURCE, "sm_90a", plan.macros).kernel("product_many", plan.shared_bytes)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> None:
@@ -157,8 +154,6 @@ def product(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> None:
     Raises:
         ValueError: more than MAX_TOKENS tokens, or a shape without a kernel.
     """
-    import torch
-
     tokens = out.shape[0]
     if not 1 <= tokens <= MAX_TOKENS:
         raise ValueError(f"1 to {MAX_TOKENS} tokens, got {tokens}")
@@ -173,5 +168,4 @@ def product(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> None:
         padded=x.shape[1],
         rows=rows,
     )
-    stream = torch.cuda.current_stream(x.device).cuda_stream
-    kernel(device, tuned)(tuned.grid, THREADS, stream, [args])
+    kernel(device, tuned)(tuned.grid, THREADS, [args])

@@ -154,11 +154,8 @@ class Args(ctypes.Structure):
 
 @functools.cache
 def _kernel(device: int, plan: StepPlan, trace: int = 0) -> nvrtc.Kernel:
-    import torch
-
     macros = plan.macros | ({"TRACE": trace} if trace else {})
-    with torch.cuda.device(device):
-        return nvrtc.load(nvrtc.source(SOURCE), "sm_90", macros).kernel("decode_step", plan.shared_bytes)
+    return nvrtc.load(device, SOURCE, "sm_90", macros).kernel("decode_step", plan.shared_bytes)
 
 
 def compile_for(shape: Shape, device: int) -> None:
@@ -256,5 +253,5 @@ class Step:
             limit=self.limit,
         )
         kernel = _kernel(self.device, made, 0 if trace is None else trace.shape[1])
-        kernel(sms, THREADS, torch.cuda.current_stream(x.device).cuda_stream, [args])
+        kernel(sms, THREADS, [args])
         return out, hidden

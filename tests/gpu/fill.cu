@@ -1,0 +1,1 @@
+extern "C" __global__ void fill(int *out) { out[threadIdx.x] = VALUE; }
