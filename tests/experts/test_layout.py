@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -82,6 +83,18 @@ def test_twiddle_puts_each_nibble_where_the_kernel_masks_it() -> None:
                 torch.tensor([half << 16], dtype=torch.int64).to(torch.int32).view(torch.float32).double() * 2.0**126
             )
             assert value.item() == mxfp4.VALUES[code]
+
+
+def test_the_fourth_pair_of_every_word_is_what_a_product_and_two_masks_leave() -> None:
+    """`fourth` of mxfp4.cuh, with the constants that stand there: what the product adds up to carries into no pair."""
+    code = (Path(sm90.__file__).parents[1] / "kernels" / "cuda" / "mxfp4.cuh").read_text()
+    found = re.search(r"__byte_perm\(w, 0, 0x3311\) & 0x(\w+)u\) \* (\d+)u\) & 0x(\w+)u;", code)
+    assert found is not None
+    before, factor, after = int(found[1], 16), int(found[2]), int(found[3], 16)
+    low, high = torch.meshgrid(torch.arange(256), torch.arange(256), indexing="ij")  # of each half the upper byte
+    permuted, packed = low * 0x101 | high * 0x1010000, low << 8 | high << 24
+    wanted = ((packed << 1) & 0x80008000) | ((packed >> 3) & 0x01800180) | ((packed >> 7) & 0x00400040)
+    assert torch.equal((permuted & before) * factor & 0xFFFFFFFF & after, wanted)
 
 
 def test_one_lane_finds_its_operand_in_sixteen_bytes() -> None:

@@ -162,22 +162,37 @@ __device__ __forceinline__ void list_chunks(Meta& m, int count, int thread) {
   if (thread == 127) m.chunks = chunk + chunks;
 }
 
-// A round: units from `unit` on of a chunk, of one projection.
+// A round: `units` units from `unit` on of a chunk, of one projection.
 struct Round {
-  int chunk, unit;
+  int chunk, unit, units;
   bool down;
 };
-constexpr u32 NO_ROUND = ~0u;
+// Of the last chunks, a round of down for each block at most, four groups share rounds of half the
+// units, so that blocks end together: two groups work nearly as fast as four. Two of three do not.
+constexpr int FEW = GROUPS == 4 ? 2 : GROUPS, ENDING = (Down::NU + FEW - 1) / FEW;
+constexpr u32 IS_DOWN = 1u << 31, HAS_FEW = 1u << 30, NO_ROUND = ~0u;
+__device__ __forceinline__ int last_chunks(int chunks) {
+  return min(chunks, (int)gridDim.x / ENDING);
+}
+__device__ __forceinline__ int rounds_of(int chunks) {
+  return chunks * (Up::ROUNDS + Down::ROUNDS) + last_chunks(chunks) * (ENDING - Down::ROUNDS);
+}
 // What round number `i` is, or that there is none.
 __device__ __forceinline__ u32 round_of(int i, int chunks) {
+  const int before = chunks - last_chunks(chunks);
   if (i < chunks * Up::ROUNDS) return i / Up::ROUNDS | i % Up::ROUNDS * GROUPS << 8;
   i -= chunks * Up::ROUNDS;
-  if (i < chunks * Down::ROUNDS)
-    return i / Down::ROUNDS | i % Down::ROUNDS * GROUPS << 8 | 1u << 31;
+  if (i < before * Down::ROUNDS) return i / Down::ROUNDS | i % Down::ROUNDS * GROUPS << 8 | IS_DOWN;
+  i -= before * Down::ROUNDS;
+  if (i < (chunks - before) * ENDING)
+    return before + i / ENDING | i % ENDING * FEW << 8 | IS_DOWN | HAS_FEW;
   return NO_ROUND;
 }
 __device__ __forceinline__ Round as_round(u32 r) {
-  return {(int)(r & 255), (int)(r >> 8 & 2047), r >> 31 != 0};
+  const bool down = r & IS_DOWN;
+  const int unit = r >> 8 & 2047;
+  return {(int)(r & 255), unit, min(r & HAS_FEW ? FEW : GROUPS, (down ? Down::NU : Up::NU) - unit),
+      down};
 }
 // The block's round `i`, once it is known.
 __device__ __forceinline__ u32 await_round(const Meta& m, int i) {
@@ -230,7 +245,7 @@ struct Feed {
   int left;  // tiles of the unit
 };
 
-// Asks L2 for the unit's bias, which nobody reads before its end.
+// Asks L2 for the unit's bias.
 template <class P>
 __device__ __forceinline__ void point(
     Feed& f, const Weights& w, int expert, int unit, int warp, int lane) {
@@ -245,7 +260,7 @@ __device__ __forceinline__ void point(
              ((tile >> 3) & 1) * 32 + (lane & 1) * 16;
 }
 
-// Goes to the block's next round, whose last one of a chunk has no unit for some groups.
+// Goes to the block's next round, which may have no unit for some groups.
 __device__ __forceinline__ void seek(Feed& f, Meta& m, const Sources& from) {
   const int warp = thread_now() >> 5, lane = thread_now() & 31, next = m.next[warp];
   const u32 found = await_round(m, next);
@@ -254,9 +269,8 @@ __device__ __forceinline__ void seek(Feed& f, Meta& m, const Sources& from) {
   __syncwarp();
   f.left = 0;
   const Round r = as_round(found);
-  const int unit = r.unit + (warp >> 2);
-  if (found == NO_ROUND || unit >= (r.down ? Down::NU : Up::NU)) return;
-  const int expert = m.expert[r.chunk];
+  if (found == NO_ROUND || (warp >> 2) >= r.units) return;
+  const int expert = m.expert[r.chunk], unit = r.unit + (warp >> 2);
   if (r.down)
     point<Down>(f, from.down, expert, unit, warp & 3, lane);
   else
@@ -326,14 +340,15 @@ __device__ __forceinline__ void multiply(
     await_stage(w, w.at);
     // Of one lane, so that the compiler knows it for the same in all and keeps it in a uniform
     // register.
-    const u32 b = __shfl_sync(~0u, b_descriptor(w.x + w.at * SLOT_BYTES), 0);
+    const u64 b =
+        whole_descriptor(__shfl_sync(~0u, b_descriptor(w.x) + w.at * (SLOT_BYTES / 16), 0));
     const u32 ring = w.ring + w.slot, scale = w.scales + w.slot;
 #pragma unroll
     for (int k = 0; k < CHUNK; k++) {
       if (BOTH_EVEN || k < kt) {
         const uint4 v = lds16(ring + k * 512);
         const u32 s4 = lds4(scale + k * 32);
-        const u64 d = whole_descriptor(b + k * (TILE_BYTES / 16));
+        const u64 d = b + k * (TILE_BYTES / 16);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           scaled(a[half], half ? v.z : v.x, half ? v.w : v.y,
@@ -389,19 +404,33 @@ __device__ __forceinline__ void finish_down(float (&c)[HALF], const u16* pairs, 
   }
 }
 
-// The group's unit of the block's round `i`.
+// The 16 rows of this warp in the group's unit of a round.
+template <class P> __device__ __forceinline__ int tile_of(const Round& r) {
+  const int warp = thread_now() >> 5;
+  return row_tile((r.unit + (warp >> 2)) * 4 + (warp & 3), P::NT);
+}
+// The bias of its rows g and g + 8. Asked for here and not where it is needed.
+template <class P>
+__device__ __forceinline__ float2 bias_of(const Meta& m, const float* all, const Round& r) {
+  const float* from =
+      all + (u64)m.expert[r.chunk] * P::NROWS + tile_of<P>(r) * 16 + ((thread_now() & 31) >> 2);
+  float2 bias;
+  asm volatile("ld.global.nc.f32 %0, [%2];\nld.global.nc.f32 %1, [%2 + 32];"
+      : "=f"(bias.x), "=f"(bias.y)
+      : "l"(from));
+  return bias;
+}
+
+// The group's unit of a round.
 template <class P, int HALF>
 __device__ __forceinline__ void finish(
-    float (&c)[HALF], const Meta& m, const float* all_bias, const Outputs& to, const Round& r) {
-  const int warp = thread_now() >> 5, lane = thread_now() & 31, count = m.count[r.chunk];
-  const int tile = row_tile((r.unit + (warp >> 2)) * 4 + (warp & 3), P::NT), g = lane >> 2;
-  const float* bias = all_bias + (u64)m.expert[r.chunk] * P::NROWS + tile * 16 + g;
-  const float bias0 = __ldg(bias), bias8 = __ldg(bias + 8);
+    float (&c)[HALF], const Meta& m, float2 bias, const Outputs& to, const Round& r) {
+  const int lane = thread_now() & 31, tile = tile_of<P>(r), count = m.count[r.chunk];
   const u16* pairs = m.pairs + m.start[r.chunk];
   if constexpr (P::DOWN)
-    finish_down(c, pairs, count, bias0, bias8, to, tile, lane);
+    finish_down(c, pairs, count, bias.x, bias.y, to, tile, lane);
   else
-    finish_up(c, pairs, count, bias0, bias8, to, tile, lane);
+    finish_up(c, pairs, count, bias.x, bias.y, to, tile, lane);
 }
 
 // The block's round `i`. The code for both projections is the same: ptxas gives each loop with
@@ -411,14 +440,16 @@ __device__ __forceinline__ void run_round(
     Warp& w, Feed& f, Meta& m, const Sources& from, const Outputs& to, int i) {
   Round r = as_round(m.round[i % KNOWN]);
   const int kt = r.down ? Down::KT : Up::KT;
-  if (r.unit + (thread_now() >> 7) < (r.down ? Down::NU : Up::NU)) {
+  if ((thread_now() >> 7) < r.units) {
     float c[N / 2];
+    const float2 bias =
+        r.down ? bias_of<Down>(m, from.down.bias, r) : bias_of<Up>(m, from.up.bias, r);
     multiply<N>(c, w, f, m, from, kt);
     r = as_round(m.round[i % KNOWN]);
     if (r.down)
-      finish<Down>(c, m, from.down.bias, to, r);
+      finish<Down>(c, m, bias, to, r);
     else
-      finish<Up>(c, m, from.up.bias, to, r);
+      finish<Up>(c, m, bias, to, r);
   } else {
     // Its ring has run dry: the round after is not known before this one is staged, which waits for
     // the group to have read the last.
@@ -515,7 +546,7 @@ __device__ __forceinline__ void tell(Meta& m, u32* ready) {
       bar_wait(smem_u32(m.written + i % KNOWN), i / KNOWN & 1);
       asm volatile(
           "fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(ready + r.chunk),
-          "r"(min(GROUPS, Up::NU - r.unit))
+          "r"(r.units)
           : "memory");
     }
     bar_arrive(smem_u32(m.told + i % KNOWN));
@@ -553,7 +584,7 @@ struct Numbers {
 __device__ __forceinline__ void stage(
     Meta& m, u32 x_at, const u8* __restrict__ x, const u8* act, u32* ready, int thread) {
   Fill s = {0, 0, 0};
-  Numbers numbers = {ready + MAX_CHUNKS, m.chunks * (Up::ROUNDS + Down::ROUNDS), (int)blockIdx.x};
+  Numbers numbers = {ready + MAX_CHUNKS, rounds_of(m.chunks), (int)blockIdx.x};
   if (thread == 0) {
     if (numbers.next >= numbers.rounds) numbers.ask();
     numbers.say(m, 0);
@@ -565,7 +596,7 @@ __device__ __forceinline__ void stage(
     if (thread == 0) numbers.say(m, i + 1);
     const Round r = as_round(found);
     if (r.down) {
-      if (thread == 0) await_chunk(ready + r.chunk, min(GROUPS, Down::NU - r.unit));
+      if (thread == 0) await_chunk(ready + r.chunk, r.units);
       named_sync<1, STAGERS * 32>();
       stage_round<Down, 1>(s, m, x_at, act, r.chunk, thread);
     } else {

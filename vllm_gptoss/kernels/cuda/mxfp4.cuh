@@ -21,11 +21,11 @@ __device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
 }
 
 // The fourth pair of a word of packed e2m1: bits 14, 13, 11 and 10 of each half, in the holes of
-// the other three. Of each half only the upper byte matters, so one permute saves right shifts,
-// which run at half rate: 29 such instructions a tile for 38.
+// the other three. Of each half only the upper byte matters, so one permute saves right shifts.
+// The product is both left shifts, by 1 and by 5: what they add up to beside the pair carries no
+// further than bit 5 (tests/experts/test_layout.py has all words).
 __device__ __forceinline__ u32 fourth(u32 w) {
-  const u32 high = __byte_perm(w, 0, 0x3311);
-  return ((high << 1) & 0x80408040u) | ((high << 5) & 0x01800180u);
+  return ((__byte_perm(w, 0, 0x3311) & 0x402C402Cu) * 34u) & 0x81C081C0u;
 }
 
 // One 32-bit word of packed e2m1 is four bf16x2 A registers; each e2m1 pattern s|ee|m sits at bits
