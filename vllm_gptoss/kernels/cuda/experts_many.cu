@@ -300,16 +300,13 @@ struct Warp {
   u32 ring, scales, slot;  // this lane's values and scales in stage 0, bytes to the stage now
                            // worked on
   u32 x;                   // shared memory: the activations, and behind them the barriers
-  int at;                  // slot of the activations' next stage
-  u32 fulls;               // parity to wait for, a bit for each slot
+  Place<SLOTS> s;          // of the activations' next stage
   u32 two_7;
 };
-__device__ __forceinline__ int next_slot(int at) { return at == SLOTS - 1 ? 0 : at + 1; }
 
 // No proxy fence: what cp.async wrote and an mbarrier announced, wgmma reads.
-__device__ __forceinline__ void await_stage(Warp& w, int s) {
-  bar_wait(w.x + X_BYTES + 8 * s, w.fulls >> s & 1);
-  w.fulls ^= 1u << s;
+__device__ __forceinline__ void await_stage(const Warp& w) {
+  bar_wait(w.x + X_BYTES + 8 * w.s.at, w.s.parity);
 }
 __device__ __forceinline__ void release(const Warp& w, int s) {
   bar_arrive_warp(w.x + X_BYTES + 8 * (SLOTS + s), w.lane);
@@ -337,11 +334,11 @@ __device__ __forceinline__ void multiply(
   for (; kt > 0; kt -= CHUNK) {
     cp_wait<DEPTH - 1>();
     __syncwarp();
-    await_stage(w, w.at);
+    await_stage(w);
     // Of one lane, so that the compiler knows it for the same in all and keeps it in a uniform
     // register.
     const u64 b =
-        whole_descriptor(__shfl_sync(~0u, b_descriptor(w.x) + w.at * (SLOT_BYTES / 16), 0));
+        whole_descriptor(__shfl_sync(~0u, b_descriptor(w.x) + w.s.at * (SLOT_BYTES / 16), 0));
     const u32 ring = w.ring + w.slot, scale = w.scales + w.slot;
 #pragma unroll
     for (int k = 0; k < CHUNK; k++) {
@@ -363,8 +360,8 @@ __device__ __forceinline__ void multiply(
     __syncwarp();
     fetch(f, m, from, ring, w.lane);
     w.slot = w.slot == (DEPTH - 1) * RING_STAGE ? 0 : w.slot + RING_STAGE;
-    before = w.at;
-    w.at = next_slot(w.at);
+    before = w.s.at;
+    w.s.next();
   }
   wgmma_wait<0>();
   release(w, before);
@@ -455,9 +452,9 @@ __device__ __forceinline__ void run_round(
     // the group to have read the last.
     begin(w, f, m, from);
     for (int left = kt; left > 0; left -= CHUNK) {
-      await_stage(w, w.at);
-      release(w, w.at);
-      w.at = next_slot(w.at);
+      await_stage(w);
+      release(w, w.s.at);
+      w.s.next();
     }
   }
   if (!r.down) {
@@ -472,7 +469,7 @@ __device__ __forceinline__ void work(
     Meta& m, const u8* smem, u32 ring, const Sources& from, const Outputs& to, u32 two_7) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   Warp w = {lane, ring + warp * WARP_RING + lane * 16,
-      ring + warp * WARP_RING + CHUNK * 512 + (lane >> 2) * 4, 0, smem_u32(smem), 0, 0, two_7};
+      ring + warp * WARP_RING + CHUNK * 512 + (lane >> 2) * 4, 0, smem_u32(smem), {0, 0}, two_7};
   Feed f;
   if (lane == 0) m.next[warp] = 0;
   __syncwarp();
@@ -491,17 +488,10 @@ __device__ __forceinline__ void work(
   }
 }
 
-// Of the warps that stage activations: which slots hold some, and the parity to wait for until they
-// have been read.
-struct Fill {
-  int at;
-  u32 filled, parity;
-};
-
 // A chunk's activations of x[pair / PICKS].
 template <class P, int PICKS>
 __device__ __forceinline__ void stage_round(
-    Fill& s, const Meta& m, u32 x_at, const u8* __restrict__ x, int chunk, int thread) {
+    Place<SLOTS>& s, const Meta& m, u32 x_at, const u8* __restrict__ x, int chunk, int thread) {
   const int count = m.count[chunk];
   const u32 full = smem_u32(m.full), empty = smem_u32(m.empty);
   const int row = thread >> 3, piece = thread & 7;
@@ -515,11 +505,7 @@ __device__ __forceinline__ void stage_round(
   const u32 to_row = x_at + row * 128 + ((piece ^ (row & 7)) << 4);
 #pragma unroll 1
   for (int stage = 0; stage < P::STAGES; stage++) {
-    if (s.filled >> s.at & 1) {
-      bar_wait(empty + 8 * s.at, s.parity >> s.at & 1);
-      s.parity ^= 1u << s.at;
-    }
-    s.filled |= 1u << s.at;
+    bar_wait(empty + 8 * s.at, s.parity ^ 1);
     const u32 to = to_row + s.at * SLOT_BYTES;
     const u8* source = x + stage * (CHUNK * 128);
 #pragma unroll
@@ -531,7 +517,7 @@ __device__ __forceinline__ void stage_round(
             cp16((to + r * (ROWS * 128) ^ (r * ROWS & 4) << 4) + k * TILE_BYTES,
                 source + from[r] + k * 128);
     cp_arrive(full + 8 * s.at);
-    s.at = next_slot(s.at);
+    s.next();
   }
 }
 
@@ -583,7 +569,7 @@ struct Numbers {
 
 __device__ __forceinline__ void stage(
     Meta& m, u32 x_at, const u8* __restrict__ x, const u8* act, u32* ready, int thread) {
-  Fill s = {0, 0, 0};
+  Place<SLOTS> s = {0, 0};
   Numbers numbers = {ready + MAX_CHUNKS, rounds_of(m.chunks), (int)blockIdx.x};
   if (thread == 0) {
     if (numbers.next >= numbers.rounds) numbers.ask();
