@@ -24,6 +24,31 @@ def test_every_shape_compiles_and_has_the_shared_memory_it_takes(shape: tuple[in
         assert recipe.shared <= experts_plan.SHARED_LIMIT
 
 
+def fresh(source: str, shape: tuple[int, int, int, int, int], most: int) -> None:
+    recipe = prepared(*shape).recipe(most, torch.bfloat16)
+    options = [f"-D{k}={v}" for k, v in recipe.options]
+    nvrtc.compile_cubin(source, "sm_90a", [*options, *compile_options(recipe.registers)])
+
+
+@pytest.mark.parametrize(
+    ("shape", "most"), [(shape, most) for shape in SHAPES[:2] for most in prepared(*shape).tunings], ids=str
+)
+def test_the_compiler_serialises_no_products(
+    shape: tuple[int, int, int, int, int], most: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It does where registers are short, or where a branch lies between products: right results, a quarter slower."""
+    fresh(nvrtc.source(SOURCE), shape, most)
+    assert not caplog.records
+
+
+def test_products_that_the_compiler_serialises_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    source, enough = nvrtc.source(SOURCE), "MULTIPLYING = GROUPS == 4 ? 112 : 152"
+    assert enough in source
+    fresh(source.replace(enough, "MULTIPLYING = 112"), SHAPES[0], 768)
+    assert "makes a kernel slower than it was measured" in caplog.text
+    assert "wgmma.mma_async instructions are serialized" in caplog.text
+
+
 def test_every_step_has_kernels_and_wide_ones_where_experts_have_many_tokens() -> None:
     most = {routed: {tokens: each.groups for tokens, each in tunings_for(routed, 4).items()} for routed in (32, 128)}
     assert most == {32: {192: 4, 768: 3}, 128: {512: 4, 768: 4, 2048: 3}}

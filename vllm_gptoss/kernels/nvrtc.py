@@ -108,11 +108,9 @@ def compile_cubin(source: str, arch: str, options: Sequence[str] = ()) -> bytes:
         arguments = [f"--gpu-architecture={arch}", "--std=c++17", "--use_fast_math", *options]
         array = (ctypes.c_char_p * len(arguments))(*[argument.encode() for argument in arguments])
         if status := nvrtc.nvrtcCompileProgram(program, len(arguments), array):
-            size = ctypes.c_size_t()
-            nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-            log = ctypes.create_string_buffer(size.value)
-            nvrtc.nvrtcGetProgramLog(program, log)
-            raise NvrtcError(f"NVRTC {version()} failed with {status}:\n{log.value.decode(errors='replace')}")
+            raise NvrtcError(f"NVRTC {version()} failed with {status}:\n{_log(program)}")
+        if "Potential Performance Loss" in (said := _log(program)):  # ptxas serialises wgmma: C7510 and the following
+            logger.warning("NVRTC %s makes a kernel slower than it was measured: %s", version(), said.strip())
         size = ctypes.c_size_t()
         nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
         image = ctypes.create_string_buffer(size.value)
@@ -120,6 +118,14 @@ def compile_cubin(source: str, arch: str, options: Sequence[str] = ()) -> bytes:
         return image.raw
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _log(program: ctypes.c_void_p) -> str:
+    size = ctypes.c_size_t()
+    library().nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    library().nvrtcGetProgramLog(program, log)
+    return log.value.decode(errors="replace")
 
 
 def cubin(source: str, arch: str, options: Sequence[str] = ()) -> bytes:
