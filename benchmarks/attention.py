@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import BYTES_PER_SECOND, microseconds, write
+from timing import BYTES_PER_SECOND, microseconds, on_hopper, write
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -138,6 +138,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        raise SystemExit("this kernel needs an sm90 GPU (H100, H200)")
-    main()
+    on_hopper(main)
