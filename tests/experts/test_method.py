@@ -174,7 +174,7 @@ def test_a_gpu_shared_by_mps_is_told_by_the_driver(
     monkeypatch: pytest.MonkeyPatch, status: int, value: int, shared: bool
 ) -> None:
     """Two kernels whose blocks wait for one another would wait for ever; an old driver's error is no yes."""
-    monkeypatch.setattr(nvrtc, "_driver", lambda: driver(status, value))
+    monkeypatch.setattr(nvrtc, "driver", lambda: driver(status, value))
     assert nvrtc.shared_by_mps(0) is shared
 
 
@@ -209,7 +209,7 @@ def before_loading(monkeypatch: pytest.MonkeyPatch, wish: str = "auto") -> metho
 
 
 def test_experts_under_mps_stay_upstreams_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvrtc, "_driver", lambda: driver(0, 1))
+    monkeypatch.setattr(nvrtc, "driver", lambda: driver(0, 1))
     of = before_loading(monkeypatch)
     with pytest.raises(method.aside.NotHereError, match="MPS"):
         of._before(loaded())

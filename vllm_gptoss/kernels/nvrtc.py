@@ -184,14 +184,20 @@ class _Config(ctypes.Structure):
 
 
 @functools.cache
-def _driver() -> ctypes.CDLL:
+def driver() -> ctypes.CDLL:
+    """The CUDA driver.
+
+    Raises:
+        OSError: there is none.
+    """
     return ctypes.CDLL("libcuda.so.1")
 
 
-def _check(status: int, what: str) -> None:
+def check(status: int, what: str) -> None:
+    """Raises NvrtcError with the name of the driver's error, unless it says that all went well."""
     if status:
         name = ctypes.c_char_p()
-        _driver().cuGetErrorName(status, ctypes.byref(name))
+        driver().cuGetErrorName(status, ctypes.byref(name))
         raise NvrtcError(f"{what}: {(name.value or b'unknown').decode()}")
 
 
@@ -203,10 +209,10 @@ def shared_by_mps(device: int) -> bool:
     """
     value = ctypes.c_int()
     try:
-        driver = _driver()
+        cuda = driver()
     except OSError:
         return False
-    return not driver.cuDeviceGetAttribute(ctypes.byref(value), MPS_ENABLED, device) and bool(value.value)
+    return not cuda.cuDeviceGetAttribute(ctypes.byref(value), MPS_ENABLED, device) and bool(value.value)
 
 
 class Kernel:
@@ -216,9 +222,9 @@ class Kernel:
         self.name, self.shared_bytes = name, shared_bytes
         self._module = module
         self._function = ctypes.c_void_p()
-        _check(_driver().cuModuleGetFunction(ctypes.byref(self._function), module.handle, name.encode()), f"no {name}")
-        _check(
-            _driver().cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes),
+        check(driver().cuModuleGetFunction(ctypes.byref(self._function), module.handle, name.encode()), f"no {name}")
+        check(
+            driver().cuFuncSetAttribute(self._function, MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes),
             f"{name} with {shared_bytes} bytes of shared memory",
         )
         attribute = _Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION)
@@ -228,16 +234,16 @@ class Kernel:
     def blocks_per_multiprocessor(self, threads: int, shared_bytes: int) -> int:
         """How many blocks of this size one multiprocessor holds at once."""
         count = ctypes.c_int()
-        asked = _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor
+        asked = driver().cuOccupancyMaxActiveBlocksPerMultiprocessor
         with self._module.current():
-            _check(asked(ctypes.byref(count), self._function, threads, ctypes.c_size_t(shared_bytes)), self.name)
+            check(asked(ctypes.byref(count), self._function, threads, ctypes.c_size_t(shared_bytes)), self.name)
         return count.value
 
     def __call__(
         self,
         grid: int,
         threads: int,
-        arguments: Sequence[ctypes._SimpleCData[int] | ctypes._SimpleCData[float]],
+        arguments: Sequence[ctypes._SimpleCData[int] | ctypes._SimpleCData[float] | ctypes.Structure],
         shared_bytes: int | None = None,
         *,
         dependent: bool = True,
@@ -259,15 +265,15 @@ class Kernel:
             attributes=ctypes.pointer(self._attribute),
             count=1 if dependent else 0,
         )
-        _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None), self.name)
+        check(driver().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None), self.name)
 
 
 @functools.cache
 def _primary_context(device: int) -> ctypes.c_void_p:
     """The context that the CUDA runtime, and so torch, uses on a device."""
     ordinal, context = ctypes.c_int(), ctypes.c_void_p()
-    _check(_driver().cuDeviceGet(ctypes.byref(ordinal), device), f"cuDeviceGet {device}")
-    _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal), "cuDevicePrimaryCtxRetain")
+    check(driver().cuDeviceGet(ctypes.byref(ordinal), device), f"cuDeviceGet {device}")
+    check(driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal), "cuDevicePrimaryCtxRetain")
     return context
 
 
@@ -281,16 +287,16 @@ class Module:
         self.device, self._context = device, _primary_context(device)
         self.handle = ctypes.c_void_p()
         with self.current():
-            _check(_driver().cuModuleLoadData(ctypes.byref(self.handle), image), "cuModuleLoadData")
+            check(driver().cuModuleLoadData(ctypes.byref(self.handle), image), "cuModuleLoadData")
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
         """Makes the module's context current: a new thread has none, whatever torch's current device is there."""
-        _check(_driver().cuCtxPushCurrent_v2(self._context), "cuCtxPushCurrent")
+        check(driver().cuCtxPushCurrent_v2(self._context), "cuCtxPushCurrent")
         try:
             yield
         finally:
-            _check(_driver().cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p())), "cuCtxPopCurrent")
+            check(driver().cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p())), "cuCtxPopCurrent")
 
     def kernel(self, name: str, shared_bytes: int) -> Kernel:
         """The kernel `name`, allowed `shared_bytes` of dynamic shared memory."""
