@@ -32,7 +32,7 @@ def test_products_that_the_compiler_serialises_are_a_warning_and_no_test_takes_t
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """It does where registers are short, or where a branch lies between products: right results, a quarter slower."""
-    source, enough = nvrtc.source(SOURCE), "MULTIPLYING = GROUPS == 4 ? 112 : 152"
+    source, enough = nvrtc.source(SOURCE), "MULTIPLYING = GROUPS == 4 ? 104 : 152"
     assert enough in source
     recipe = prepared(*SHAPES[0]).recipe(768, torch.bfloat16)
     for _ in range(2):  # it is not kept
@@ -43,7 +43,7 @@ def test_products_that_the_compiler_serialises_are_a_warning_and_no_test_takes_t
 
 def test_every_step_has_kernels_and_wide_ones_where_experts_have_many_tokens() -> None:
     most = {routed: {tokens: each.groups for tokens, each in tunings_for(routed, 4).items()} for routed in (32, 128)}
-    assert most == {32: {192: 4, 768: 3}, 128: {512: 4, 768: 4, 2048: 3}}
+    assert most == {32: {192: 4, 512: 3, 768: 3}, 128: {512: 4, 768: 4, 2048: 3}}
     for routed, active in itertools.product(range(1, 129), range(1, 9)):
         tunings = list(tunings_for(routed, active))
         assert tunings == sorted(tunings), "the first that is large enough runs"

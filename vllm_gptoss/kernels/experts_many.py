@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from vllm_gptoss.kernels import nvrtc
 from vllm_gptoss.kernels.experts import (
     FewTokenExperts,
+    Projection,
     Recipe,
     SameLayer,
     empty_sums,
@@ -25,6 +26,7 @@ from vllm_gptoss.kernels.experts import (
     routing_mode,
 )
 from vllm_gptoss.kernels.experts_plan import MAX_EXPERTS, PARTIAL_TOKENS, SHARED_LIMIT
+from vllm_gptoss.kernels.tensor_map import TensorMap, tensor_map
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +47,7 @@ TWO_7 = ctypes.c_uint32(1 << 7)
 
 @dataclass(frozen=True)
 class Tuning:
-    """groups: consuming warpgroups of a block; depth: stages in a warp's ring, of `chunk` x 64 columns of weights;
+    """groups: consuming warpgroups of a block; depth: stages of weights, of `chunk` x 64 columns for each group;
     columns: of products, multiples of 8: an expert's tokens are multiplied with the least that holds them."""
 
     groups: int
@@ -55,35 +57,47 @@ class Tuning:
 
     @property
     def ring_bytes(self) -> int:
-        """Of all warps."""
-        return self.groups * 4 * self.depth * self.chunk * (512 + 32)
+        """Of weights and their scales."""
+        return self.groups * self.depth * self.chunk * (2048 + 128)
+
+    @property
+    def threads(self) -> int:
+        """Of a block."""
+        return (self.groups + 1) * 128
 
 
-STREAMING = Tuning(groups=4, depth=2, chunk=5, columns=(16, 24, 32, 64))
-WIDE = Tuning(groups=3, depth=2, chunk=5, columns=(32, 48, 64, 80, 96, 112))
-"""Four groups stream the weights of few tokens an expert faster; three have the registers for 112 columns of products.
-Each number of columns is a loop with registers of its own (docs/kernels/log.md)."""
+STREAMING = Tuning(groups=4, depth=3, chunk=5, columns=(16, 24, 32, 64))
+MIDDLE = Tuning(groups=3, depth=3, chunk=5, columns=(32, 40, 48, 64, 72, 80, 88))
+WIDE = Tuning(groups=3, depth=4, chunk=3, columns=(32, 48, 64, 80, 96, 112))
+"""Four groups stream the weights of few tokens an expert faster; three have the registers for more columns of products,
+and stages of three tiles the memory for 112. Each number of columns is a loop with registers of its own
+(docs/kernels/log.md)."""
 
-STREAMED_PAIRS, MOST_PAIRS = 24, 96
-"""Pairs (a token and one of its experts) for each routed expert up to which four groups run, and three: 192 and 768
-tokens of the 20b, 768 and 2,048 of the 120b. At 896 tokens of the 20b `experts_prefill.py` takes as long
+BY_PAIRS = {24: STREAMING, 64: MIDDLE, 96: WIDE}
+"""By the pairs (a token and one of its experts) for each routed expert up to which each runs: 192, 512 and 768 tokens
+of the 20b, 768 and 2,048 of the 120b. At 896 tokens of the 20b `experts_prefill.py` takes as long
 (docs/kernels/log.md)."""
 
 
 def tunings_for(routed: int, active: int) -> dict[int, Tuning]:
     """By the most tokens that each is compiled for. Decode steps have a kernel of their own where large ones stream:
     what is kept for 768 tokens of the 120b costs steps of 300 a tenth."""
-    limit = min(MAX_TOKENS, MAX_PAIRS // active)
-    streamed, most = (min(limit, pairs * routed // active) for pairs in (STREAMED_PAIRS, MOST_PAIRS))
-    most = max(most, PARTIAL_TOKENS)
-    return {min(streamed, PARTIAL_TOKENS): STREAMING, streamed: STREAMING} | ({most: WIDE} if streamed < most else {})
+    limit, largest = min(MAX_TOKENS, MAX_PAIRS // active), max(BY_PAIRS)
+    tunings = {}
+    for pairs, tuning in BY_PAIRS.items():
+        most = pairs * routed // active
+        most = min(limit, max(most, PARTIAL_TOKENS) if pairs == largest else most)
+        if tuning is STREAMING:
+            tunings[min(most, PARTIAL_TOKENS)] = tuning
+        tunings.setdefault(most, tuning)
+    return tunings
 
 
 def meta_bytes(tuning: Tuning, most: int, active: int, experts: int) -> int:
     """Of `Meta` in experts_many.cu at most, rounded up."""
     pairs, chunks = most * active, experts + most * active // max(tuning.columns)
     lists = 4 * chunks + 2 * pairs + 5 * (most // 32 + 3) * active
-    return -(-(16 * 16 + 28 * 32 + tuning.groups * 16 + 24 + 256 + lists + 16) // 128) * 128
+    return -(-(16 * tuning.depth + 28 * 32 + 24 + 256 + lists + 16) // 128) * 128
 
 
 def x_bytes(tuning: Tuning, most: int, active: int, experts: int) -> int:
@@ -118,6 +132,18 @@ def counters(device: int) -> Tensor:
     return torch.zeros(2 * MAX_EXPERTS, dtype=torch.int32, device=f"cuda:{device}")
 
 
+def unit_maps(p: Projection, chunk: int) -> tuple[TensorMap, TensorMap]:
+    """Maps of a projection's values and scales, in boxes of 64 rows by `chunk` tiles of columns.
+
+    Of the scales a line of 64 bytes is for rows t and t + 8 of tiles of 16: a box has one half of four lines.
+    """
+    quads, width = p.values.shape[1:]
+    values = tensor_map(p.values, (width // 8, p.experts * quads), (chunk * 16, 16), 128)
+    lines = p.scales.shape[2] // 64
+    scales = tensor_map(p.scales, (8, lines, p.experts * p.scales.shape[1]), (4, chunk, 4), 64)
+    return values, scales
+
+
 class ManyTokenExperts(SameLayer):
     """Both projections of one layer's local experts in one launch."""
 
@@ -126,6 +152,7 @@ class ManyTokenExperts(SameLayer):
         self.tunings = tunings_for(few.routed, few.active)
         self.max_tokens = max(self.tunings)
         self._launches: dict[tuple[int, tuple[int, int]], nvrtc.Kernel] = {}
+        self._maps: dict[int, tuple[TensorMap, ...]] = {}
 
     def recipe(self, most: int, routing: torch.dtype) -> Recipe:
         """What the kernel for up to `most` tokens, one of `tunings`, is compiled from for a routing dtype."""
@@ -152,15 +179,22 @@ class ManyTokenExperts(SameLayer):
                 break
         yield counters, self.device
 
-    def _prepare(self, tokens: int, routing: torch.dtype) -> tuple[nvrtc.Kernel, int]:
-        """The kernel for so many tokens, and its threads in a block."""
+    def _prepare(self, tokens: int, routing: torch.dtype) -> tuple[nvrtc.Kernel, Tuning]:
+        """The kernel for so many tokens, and what it is tuned to."""
         if not 0 < tokens <= self.max_tokens:
             raise ValueError(f"1 to {self.max_tokens} tokens, got {tokens}")
         most = next(most for most in self.tunings if tokens <= most)
         key = (most, routing_mode(routing))
         if key not in self._launches:
             self._launches[key] = _kernel(self.recipe(most, routing))
-        return self._launches[key], (self.tunings[most].groups + 1) * 128
+        return self._launches[key], self.tunings[most]
+
+    def _weights(self, chunk: int) -> tuple[ctypes.Structure | ctypes.c_void_p, ...]:
+        """Values and scales of up, in boxes of 64 rows by `chunk` tiles, and its bias; then those of down."""
+        if chunk not in self._maps:
+            self._maps[chunk] = tuple(each for p in (self.up, self.down) for each in unit_maps(p, chunk))
+        up, up_scales, down, down_scales = self._maps[chunk]
+        return up, up_scales, pointer(self.up.bias), down, down_scales, pointer(self.down.bias)
 
     def _parts(self, tokens: int) -> Tensor:
         """Partial sums in bf16, none there yet: kept up to `KEPT_TOKENS`, made for larger steps, which takes 2 to 3 %
@@ -175,9 +209,10 @@ class ManyTokenExperts(SameLayer):
         import torch
 
         tokens = x.shape[0]
-        kernel, threads = self._prepare(tokens, routing.dtype)
+        kernel, tuning = self._prepare(tokens, routing.dtype)
         act = torch.empty((tokens * self.active, self.up.rows // 2), dtype=torch.bfloat16, device=x.device)
         parts = self._parts(tokens)
-        tensors = (*self.matrices, x, routing, weights, self.expert_map, act, counters(self.device), parts, out)
+        tensors = (x, routing, weights, self.expert_map, act, counters(self.device), parts, out)
         numbers = (ctypes.c_int(tokens), TWO_7, ctypes.c_float(self.alpha), ctypes.c_float(self.limit))
-        kernel(multiprocessors(self.device), threads, [*map(pointer, tensors), *numbers])
+        arguments = [*self._weights(tuning.chunk), *map(pointer, tensors), *numbers]
+        kernel(multiprocessors(self.device), tuning.threads, arguments)

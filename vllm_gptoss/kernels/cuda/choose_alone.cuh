@@ -35,20 +35,15 @@ __device__ __forceinline__ void keep(Key (&best)[ACTIVE], Key key) {
     key = less;
   }
 }
-// The ACTIVE largest logits of a token and their softmax, by one thread: of so many tokens, a warp
-// for each waits longer, for its maxima.
-// They go to `t.ids` and `t.weights`, ACTIVE of each token.
-template <class Chosen>
-__device__ __forceinline__ void choose_alone(
-    Chosen& t, const u8* logits, const int* map, int token) {
+// The largest of so many logits of a token, from expert `first` on.
+__device__ __forceinline__ void look_through(
+    Key (&best)[ACTIVE], const u8* logits, int first, int count) {
   constexpr int SIZE = LOGITS == 2 ? 4 : 2, EACH = 16 / SIZE;
-  Key best[ACTIVE];
 #pragma unroll
   for (int a = 0; a < ACTIVE; a++) best[a] = 0;
-  const u8* from = logits + (u64)token * ROUTED * SIZE;
 #pragma unroll 4
-  for (int e = 0; e < ROUTED; e += EACH) {
-    const uint4 v = __ldcg(reinterpret_cast<const uint4*>(from + e * SIZE));
+  for (int e = first; e < first + count; e += EACH) {
+    const uint4 v = __ldcg(reinterpret_cast<const uint4*>(logits + e * SIZE));
     const u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
@@ -56,6 +51,11 @@ __device__ __forceinline__ void choose_alone(
       keep(best, key_of(LOGITS == 2 || i & 1 ? word : word << 16, e + i));
     }
   }
+}
+// Experts and weights of a token to `t.ids` and `t.weights`, ACTIVE of each token.
+template <class Chosen>
+__device__ __forceinline__ void put(
+    Chosen& t, const Key (&best)[ACTIVE], const int* map, int token) {
   float value[ACTIVE], sum = 0.f;
 #pragma unroll
   for (int a = 0; a < ACTIVE; a++) {
@@ -67,4 +67,35 @@ __device__ __forceinline__ void choose_alone(
 #pragma unroll
   for (int a = 0; a < ACTIVE; a++)
     t.weights[token * ACTIVE + a] = __expf(value[a] - value[0]) / sum;
+}
+// The ACTIVE largest logits of a token and their softmax, by one thread: of so many tokens, a warp
+// for each waits longer, for its maxima.
+template <class Chosen>
+__device__ __forceinline__ void choose_alone(
+    Chosen& t, const u8* logits, const int* map, int token) {
+  Key best[ACTIVE];
+  look_through(best, logits + (u64)token * ROUTED * (LOGITS == 2 ? 4 : 2), 0, ROUTED);
+  put(t, best, map, token);
+}
+// The same for all tokens by THREADS threads: of 128 experts four neighbours look through a quarter
+// each. All lanes of a warp call together.
+template <int THREADS, class Chosen>
+__device__ __forceinline__ void choose_side_by_side(
+    Chosen& t, const u8* logits, const int* map, int tokens, int thread) {
+  constexpr int PARTS = ROUTED >= 128 && ROUTED % 32 == 0 ? 4 : 1, SHARE = ROUTED / PARTS;
+  for (int first = thread / 32 * 32 / PARTS; first < tokens; first += THREADS / PARTS) {
+    const int token = first + thread % 32 / PARTS, part = thread % PARTS;
+    Key best[ACTIVE];
+    look_through(best, logits + (u64)min(token, tokens - 1) * ROUTED * (LOGITS == 2 ? 4 : 2),
+        part * SHARE, SHARE);
+#pragma unroll
+    for (int d = 1; d < PARTS; d *= 2) {
+      Key theirs[ACTIVE];
+#pragma unroll
+      for (int a = 0; a < ACTIVE; a++) theirs[a] = __shfl_xor_sync(~0u, best[a], d);
+#pragma unroll
+      for (int a = 0; a < ACTIVE; a++) keep(best, theirs[a]);
+    }
+    if (part == 0 && token < tokens) put(t, best, map, token);
+  }
 }

@@ -9,21 +9,23 @@
 // that whoever is faster does more, and every block finds from the routing itself what a number
 // means.
 //
-// A warp streams its 16 rows through a ring that is private to each lane, as in experts.cu, and
-// decodes them into the A registers of wgmma, 32 columns while the 32 before are multiplied. The
-// ring reads on from one round into the next. Activations are staged by three more warps, a stage
-// of CHUNK tiles for all groups, in a ring of SLOTS. The last warp tells other blocks which of a
-// chunk's activations of down are complete.
+// Weights and activations come in stages of CHUNK tiles for all groups. One thread asks the copy
+// engine for a stage's weights, a box of 64 rows for each group, up to DEPTH stages ahead and on
+// into the next round; STAGERS warps stage activations, in a ring of SLOTS. A warp that multiplies
+// decodes its 16 rows into the A registers of wgmma, 32 columns while the 32 before are multiplied.
+// Another thread tells other blocks which of a chunk's activations of down are complete.
 //
 // Compile-time: TOKENS at most, KT_UP and KT_DOWN tiles of 64 columns (so 128 KT_DOWN and 64 KT_UP
 // weight rows), SKT_UP and SKT_DOWN column pairs of 32 in the scale storage, EXPERTS local experts,
 // ACTIVE per token, ROUTED, GROUPS consuming warpgroups, CHUNK tiles in a stage, DEPTH stages of
-// weights in a warp's ring, COLUMNS of products: bit N / 8 for each N; X_BYTES of activations,
-// LOGITS, ID64, MAPPED as in routing.cuh.
+// weights, COLUMNS of products: bit N / 8 for each N; X_BYTES of activations, LOGITS, ID64, MAPPED
+// as in routing.cuh.
 
 #include "common.cuh"
 #include "barriers.cuh"
+#include "bulk.cuh"
 #include "cp_async.cuh"
+#include "tensor_map.cuh"
 #include "mxfp4.cuh"
 #include "wgmma.cuh"
 #include "wgmma_any.cuh"
@@ -32,11 +34,13 @@
 #include "fragments.cuh"
 #include "combine.cuh"
 
-constexpr int CONSUMERS = GROUPS * 4, STAGERS = 3, WARPS = CONSUMERS + STAGERS + 1,
-              THREADS = WARPS * 32;
+// Warps, and the threads that feed and tell. Three groups leave registers for a third warp that
+// stages; the two threads are then of one warp.
+constexpr int CONSUMERS = GROUPS * 4, STAGERS = GROUPS == 4 ? 2 : 3, WARPS = CONSUMERS + 4,
+              THREADS = WARPS * 32, FEEDER = (CONSUMERS + STAGERS) * 32, TELLER = THREADS - 16;
 // A thread's registers once the roles are known, out of those that all had at first (96 of 640
 // threads, 128 of 512).
-constexpr int MULTIPLYING = GROUPS == 4 ? 112 : 152, STAGING = GROUPS == 4 ? 32 : 56;
+constexpr int MULTIPLYING = GROUPS == 4 ? 104 : 152, STAGING = GROUPS == 4 ? 64 : 56;
 constexpr int most_of(int columns) { return columns > 1 ? 8 + most_of(columns / 2) : 0; }
 constexpr int MOST = most_of(COLUMNS);
 
@@ -47,39 +51,39 @@ template <bool IS_DOWN> struct Of {
                        SKT = DOWN ? SKT_DOWN : SKT_UP;
   static constexpr int STAGES = (KT + CHUNK - 1) / CHUNK;  // of all of K
   static constexpr bool EVEN = KT % CHUNK == 0;
-  static constexpr int NU = NROWS / 64, NT = NROWS / 16;  // units and row tiles of an expert
+  static constexpr int NU = NROWS / 64;  // units of an expert
   static constexpr int ROUNDS = (NU + GROUPS - 1) / GROUPS;
   static constexpr int QUAD_BYTES = KT * 128;
-  static constexpr u64 EXPERT_BYTES = (u64)(NROWS / 4) * QUAD_BYTES;
-  static constexpr u64 EXPERT_SCALE_BYTES = (u64)((NROWS + 255) / 256 * 8) * SKT * 64;
+  static constexpr int QUADS = NROWS / 4, SCALE_ROWS = (NROWS + 255) / 256 * 8;  // of an expert
 };
 using Up = Of<false>;
 using Down = Of<true>;
 constexpr bool BOTH_EVEN = Up::EVEN && Down::EVEN;
 constexpr int MAX_PAIRS = TOKENS * ACTIVE;
 constexpr int MAX_CHUNKS = EXPERTS + MAX_PAIRS / MOST;
-constexpr int PASSES = (MAX_PAIRS + WARPS * 32 - 1) / (WARPS * 32);
-constexpr int RING_STAGE =
-    CHUNK * (512 + 32);  // of a warp: 16 bytes a lane and tile, then the scales
-constexpr int WARP_RING = DEPTH * RING_STAGE;
-constexpr int RING_BYTES = CONSUMERS * WARP_RING;
+constexpr int PASSES = (MAX_PAIRS + THREADS - 1) / THREADS;
+// A stage of a unit's weights, a quad of rows after another, and of its scales, a row tile after
+// another. Stages of all groups' values come first.
+constexpr int UNIT_VALUES = CHUNK * 2048, UNIT_SCALES = CHUNK * 128,
+              VALUES_STAGE = GROUPS * UNIT_VALUES, SCALES_STAGE = GROUPS * UNIT_SCALES,
+              RING_BYTES = DEPTH * (VALUES_STAGE + SCALES_STAGE);
 // Activations: a tile of 64 columns of a chunk, a stage of them, and how many fit. wgmma reads N
 // rows from where a tile begins: rows past the chunk's are other bytes, and their columns are
 // nobody's.
 constexpr int TILE_BYTES = MOST * 128, SLOT_BYTES = CHUNK * TILE_BYTES,
-              SLOTS = X_BYTES / SLOT_BYTES < 16 ? X_BYTES / SLOT_BYTES : 16;
+              SLOTS = X_BYTES / SLOT_BYTES < DEPTH ? X_BYTES / SLOT_BYTES : DEPTH;
 // Of the rounds that a block knows of: those that some of its warps are still at lie within.
 constexpr int KNOWN = 32;
 // Of the tokens that one of at least 32 blocks adds up.
 constexpr int SHARE_PICKS = (TOKENS / 32 + 3) * ACTIVE;
 
 struct Meta {
-  u64 full[SLOTS], empty[SLOTS];
-  u64 known[KNOWN];     // a round is
-  u64 written[KNOWN];   // all of a round's activations of down are
-  u64 told[KNOWN];      // other blocks are, so that another round may have its place
-  u32 round[KNOWN];     // see round_of
-  int next[CONSUMERS];  // the round that a warp reads weights of
+  u64 there[DEPTH], read[DEPTH];  // a stage is
+  u64 guessed;                    // weights are there, right or wrong
+  u64 known[KNOWN];               // a round is
+  u64 written[KNOWN];             // all of a round's activations of down are
+  u64 told[KNOWN];                // other blocks are, so that another round may have its place
+  u32 round[KNOWN];               // see round_of
   int sums[4], chunks;
   float weights[SHARE_PICKS];  // of the block's share of the outputs
   u16 pairs[MAX_PAIRS];        // those of expert 0, of expert 1, ...
@@ -92,17 +96,14 @@ constexpr int META_BYTES = (sizeof(Meta) + 127) / 128 * 128;
 // Lies where activations come to lie.
 struct Routed {
   float weights[MAX_PAIRS];
-  u16 seen[WARPS * EXPERTS];
+  u32 counts[128];  // of an expert's pairs
   signed char ids[MAX_PAIRS];
 };
 static_assert(EXPERTS <= 128 && MAX_CHUNKS <= 255 && SHARE_PICKS <= THREADS && Up::NU < 2048 &&
                   Down::NU < 2048 && X_BYTES % 1024 == 0,
     "shape");
 static_assert(sizeof(Routed) <= X_BYTES, "routing");
-// A warp asks for the round after those that its ring holds. It is known once all before the last
-// of these are staged: without a slot for each stage in the ring that could wait for the warp
-// itself.
-static_assert(SLOTS >= DEPTH, "slots");
+static_assert(SLOTS >= 2, "a stage has been read only when the next one is there");
 
 // The N of wgmma for a chunk of `count` tokens.
 __device__ __forceinline__ int columns_of(int count) {
@@ -115,7 +116,7 @@ __device__ __forceinline__ int columns_of(int count) {
 __device__ __forceinline__ void read_routing(
     Routed& t, const u8* routing, const float* weights, const int* map, int tokens, int thread) {
   if (LOGITS && ROUTED % 8 == 0) {
-    for (int token = thread; token < tokens; token += THREADS) choose_alone(t, routing, map, token);
+    choose_side_by_side<THREADS>(t, routing, map, tokens, thread);
   } else if (LOGITS) {
     choose_experts<4>(t.ids, t.weights, routing, map, tokens, thread >> 5, WARPS, thread & 31);
   } else {
@@ -200,27 +201,46 @@ __device__ __forceinline__ u32 await_round(const Meta& m, int i) {
   return m.round[i % KNOWN];
 }
 
-// Chunks, and the pairs of each.
+// The pairs of experts of several chunks, an expert a warp: in order, so that all blocks agree on
+// what a chunk is.
+__device__ __forceinline__ void list_in_order(Meta& m, const Routed& t, int pairs, int thread) {
+  const int lane = thread & 31;
+  for (int e = thread >> 5; e < EXPERTS; e += WARPS) {
+    if (t.counts[e] <= MOST) continue;
+    int at = m.offset[e];
+    for (int first = 0; first < pairs; first += 32) {
+      const bool its = first + lane < pairs && t.ids[first + lane] == e;
+      const u32 all = __ballot_sync(~0u, its);
+      if (its) m.pairs[at + __popc(all & ((1u << lane) - 1))] = first + lane;
+      at += __popc(all);
+    }
+  }
+}
+// Chunks, and the pairs of each. Those of an expert of one chunk lie in any order, another one in
+// each block: that changes no sum, for a pair's products are a column of their own.
 __device__ __forceinline__ void find_work(Meta& m, Routed& t, int tokens, int thread) {
-  const int warp = thread >> 5, lane = thread & 31, pairs = tokens * ACTIVE;
-  const int each = (pairs + WARPS * 32 - 1) / (WARPS * 32) * 32;
+  const int pairs = tokens * ACTIVE;
   u16 ranks[PASSES];
-  rank_pairs<PASSES>(
-      ranks, t.seen + warp * EXPERTS, t.ids, warp * each, min(pairs, (warp + 1) * each), lane);
+#pragma unroll
+  for (int p = 0; p < PASSES; p++) {
+    const int i = p * THREADS + thread;
+    if (i < pairs && t.ids[i] >= 0) ranks[p] = atomicAdd(t.counts + t.ids[i], 1u);
+  }
   const int pick = share_token(tokens) * ACTIVE + thread;
   if (thread < SHARE_PICKS && pick < pairs) {
     m.weights[thread] = t.weights[pick];
     m.ids[thread] = t.ids[pick];
   }
   __syncthreads();
-  list_chunks(m, thread < EXPERTS ? count_before_warps<WARPS>(t.seen, thread) : 0, thread);
+  list_chunks(m, thread < EXPERTS ? t.counts[thread] : 0, thread);
   __syncthreads();
 #pragma unroll
   for (int p = 0; p < PASSES; p++) {
-    const int i = warp * each + p * 32 + lane;
-    if (p * 32 < each && i < pairs && t.ids[i] >= 0)
-      m.pairs[m.offset[t.ids[i]] + t.seen[warp * EXPERTS + t.ids[i]] + ranks[p]] = i;
+    const int i = p * THREADS + thread;
+    if (i < pairs && t.ids[i] >= 0 && t.counts[t.ids[i]] <= MOST)
+      m.pairs[m.offset[t.ids[i]] + ranks[p]] = i;
   }
+  list_in_order(m, t, pairs, thread);
   __syncthreads();
 }
 
@@ -232,76 +252,88 @@ __device__ __forceinline__ int thread_now() {
   return t;
 }
 
-struct Weights {
-  const u8 *values, *scales;
-  const float* bias;
+// Weights as the copy engine finds them: quads of rows of all experts, 8 bytes an element; and
+// their scales.
+struct Maps {
+  const TensorMap *up, *up_scales, *down, *down_scales;
 };
-struct Sources {
-  Weights up, down;
-};
-// Where a warp reads weights: stage after stage of a unit of every round.
-struct Feed {
-  const u8 *values, *scales;
-  int left;  // tiles of the unit
+struct Biases {
+  const float *up, *down;
 };
 
-// Asks L2 for the unit's bias.
-template <class P>
-__device__ __forceinline__ void point(
-    Feed& f, const Weights& w, int expert, int unit, int warp, int lane) {
-  const int tile = row_tile(unit * 4 + warp, P::NT);
-  if (lane == 0)
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(w.bias + (u64)expert * P::NROWS + tile * 16));
-  f.left = P::KT;
-  f.values = w.values + expert * P::EXPERT_BYTES + (u64)(tile * 4 + (lane >> 3)) * P::QUAD_BYTES +
-             ((lane >> 2) & 1) * 64 + (lane & 3) * 16;
-  f.scales = w.scales + expert * P::EXPERT_SCALE_BYTES +
-             (u64)(((tile >> 4) * 8 + (tile & 7)) * P::SKT + (lane >> 1)) * 64 +
-             ((tile >> 3) & 1) * 32 + (lane & 1) * 16;
-}
-
-// Goes to the block's next round, which may have no unit for some groups.
-__device__ __forceinline__ void seek(Feed& f, Meta& m, const Sources& from) {
-  const int warp = thread_now() >> 5, lane = thread_now() & 31, next = m.next[warp];
-  const u32 found = await_round(m, next);
-  __syncwarp();
-  if (lane == 0) m.next[warp] = next + 1;
-  __syncwarp();
-  f.left = 0;
-  const Round r = as_round(found);
-  if (found == NO_ROUND || (warp >> 2) >= r.units) return;
-  const int expert = m.expert[r.chunk], unit = r.unit + (warp >> 2);
-  if (r.down)
-    point<Down>(f, from.down, expert, unit, warp & 3, lane);
-  else
-    point<Up>(f, from.up, expert, unit, warp & 3, lane);
-}
-
-// Starts the loads of one stage of the ring. Always commits, so that all lanes count the same
-// groups.
-__device__ __forceinline__ void fetch(Feed& f, Meta& m, const Sources& from, u32 ring, int lane) {
-  if (f.left > 0) {
-    const int tiles = BOTH_EVEN ? CHUNK : min(CHUNK, f.left);
-    if (lane < 2 * tiles) cp16_once(ring + CHUNK * 512, f.scales);
-#pragma unroll
-    for (int k = 0; k < CHUNK; k++)
-      if (BOTH_EVEN || k < tiles) cp16_once(ring + k * 512, f.values + k * 128);
-    f.values += CHUNK * 128;
-    f.scales += CHUNK * 64;
-    f.left -= CHUNK;
-    if (f.left <= 0) seek(f, m, from);
+// The weights of all rounds, by one thread.
+struct Feeder {
+  u32 ring, there, read, guessed;
+  Maps from;
+  u64 policy;
+  int expert, stages;  // of the guess
+  // Stage `stage` of a round's weights.
+  template <class P>
+  __device__ __forceinline__ void load(int at, u32 bar, const TensorMap* values,
+      const TensorMap* scales, int expert, const Round& r, int stage) {
+    bar_expect(bar, r.units * (UNIT_VALUES + UNIT_SCALES));
+#pragma unroll 1
+    for (int g = 0; g < r.units; g++) {
+      const int unit = r.unit + g;
+      box_load(ring + at * VALUES_STAGE + g * UNIT_VALUES, values, stage * (CHUNK * 16),
+          expert * P::QUADS + unit * 16, bar, policy);
+      // Of a line of 64 bytes one half is for tiles 0 to 7 of 16, the other for 8 to 15.
+      box_load(ring + DEPTH * VALUES_STAGE + at * SCALES_STAGE + g * UNIT_SCALES, scales,
+          (unit >> 1 & 1) * 4, stage * CHUNK,
+          expert * P::SCALE_ROWS + (unit >> 2) * 8 + (unit & 1) * 4, bar);
+    }
   }
-  cp_commit();
-}
+  // Asks for the first stages before the routing is known: of the expert whose they are if each has
+  // one chunk, as they will where tokens are many.
+  __device__ __forceinline__ void guess(int tokens) {
+    expert = blockIdx.x / Up::ROUNDS;
+    stages = tokens * ACTIVE < 8 * EXPERTS || expert >= EXPERTS ? 0 : min(DEPTH, Up::STAGES);
+    const int unit = blockIdx.x % Up::ROUNDS * GROUPS;
+    const Round r = {0, unit, min(GROUPS, Up::NU - unit), false};
+    bar_init(guessed, DEPTH);
+    bar_init_done();
+#pragma unroll 1
+    for (int stage = 0; stage < stages; stage++)
+      load<Up>(stage, guessed, from.up, from.up_scales, expert, r, stage);
+    for (int stage = stages; stage < DEPTH; stage++) bar_arrive(guessed);
+  }
+  __device__ __forceinline__ void feed(const Meta& m) {
+    Place<DEPTH> s = {0, 0};
+    bar_wait(guessed, 0);
+#pragma unroll 1
+    for (int i = 0;; i++) {
+      const u32 found = await_round(m, i);
+      if (found == NO_ROUND) break;
+      const Round r = as_round(found);
+      const int its = m.expert[r.chunk], all = r.down ? Down::STAGES : Up::STAGES;
+      const int right = i == 0 && !r.down && its == expert ? stages : 0;
+#pragma unroll 1
+      for (int stage = 0; stage < all; stage++, s.next()) {
+        const u32 bar = there + 8 * s.at;
+        bar_wait(read + 8 * s.at, s.parity ^ 1);
+        if (stage < right)
+          bar_arrive(bar);
+        else if (r.down)
+          load<Down>(s.at, bar, from.down, from.down_scales, its, r, stage);
+        else
+          load<Up>(s.at, bar, from.up, from.up_scales, its, r, stage);
+      }
+    }
+  }
+};
 
 // What a consuming warp keeps through all rounds.
 struct Warp {
   int lane;
-  u32 ring, scales, slot;  // this lane's values and scales in stage 0, bytes to the stage now
-                           // worked on
-  u32 x;                   // shared memory: the activations, and behind them the barriers
-  Place<SLOTS> s;          // of the activations' next stage
+  u32 values, scales;  // this lane's in stage 0
+  u32 x;               // shared memory: the activations, and behind them the barriers
+  Place<DEPTH> s;      // the next stage
+  int slot;            // of its activations
   u32 two_7;
+  __device__ __forceinline__ void next() {
+    s.next();
+    slot = slot == SLOTS - 1 ? 0 : slot + 1;
+  }
 };
 
 // No proxy fence: what cp.async wrote and an mbarrier announced, wgmma reads.
@@ -309,42 +341,28 @@ __device__ __forceinline__ void await_stage(const Warp& w) {
   bar_wait(w.x + X_BYTES + 8 * w.s.at, w.s.parity);
 }
 __device__ __forceinline__ void release(const Warp& w, int s) {
-  bar_arrive_warp(w.x + X_BYTES + 8 * (SLOTS + s), w.lane);
-}
-
-// The first DEPTH stages of weights of the next round.
-__device__ __forceinline__ void begin(const Warp& w, Feed& f, Meta& m, const Sources& from) {
-  seek(f, m, from);
-  u32 slot = w.slot;
-  for (int s = 0; s < DEPTH; s++) {
-    fetch(f, m, from, w.ring + slot, w.lane);
-    slot = slot == (DEPTH - 1) * RING_STAGE ? 0 : slot + RING_STAGE;
-  }
+  bar_arrive_warp(w.x + X_BYTES + 8 * (DEPTH + s), w.lane);
 }
 
 // The 64 rows x N products of one unit over `kt` tiles of K, times 2^-64.
-template <int N>
-__device__ __forceinline__ void multiply(
-    float (&c)[N / 2], Warp& w, Feed& f, Meta& m, const Sources& from, int kt) {
+template <int N> __device__ __forceinline__ void multiply(float (&c)[N / 2], Warp& w, int kt) {
 #pragma unroll
   for (int i = 0; i < N / 2; i++) c[i] = 0.f;
   u32 a[2][8];
   int before = -1;
 #pragma unroll 1
   for (; kt > 0; kt -= CHUNK) {
-    cp_wait<DEPTH - 1>();
-    __syncwarp();
     await_stage(w);
     // Of one lane, so that the compiler knows it for the same in all and keeps it in a uniform
     // register.
     const u64 b =
-        whole_descriptor(__shfl_sync(~0u, b_descriptor(w.x) + w.s.at * (SLOT_BYTES / 16), 0));
-    const u32 ring = w.ring + w.slot, scale = w.scales + w.slot;
+        whole_descriptor(__shfl_sync(~0u, b_descriptor(w.x) + w.slot * (SLOT_BYTES / 16), 0));
+    const u32 values = w.values + w.s.at * VALUES_STAGE, scales = w.scales + w.s.at * SCALES_STAGE;
 #pragma unroll
     for (int k = 0; k < CHUNK; k++) {
       if (BOTH_EVEN || k < kt) {
-        const uint4 v = lds16(ring + k * 512);
-        const u32 s4 = lds4(scale + k * 32);
+        const uint4 v = lds16(values + k * 128);
+        const u32 s4 = lds4(scales + k * 32);
         const u64 d = b + k * (TILE_BYTES / 16);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -357,11 +375,8 @@ __device__ __forceinline__ void multiply(
         }
       }
     }
-    __syncwarp();
-    fetch(f, m, from, ring, w.lane);
-    w.slot = w.slot == (DEPTH - 1) * RING_STAGE ? 0 : w.slot + RING_STAGE;
     before = w.s.at;
-    w.s.next();
+    w.next();
   }
   wgmma_wait<0>();
   release(w, before);
@@ -403,8 +418,7 @@ __device__ __forceinline__ void finish_down(float (&c)[HALF], const u16* pairs, 
 
 // The 16 rows of this warp in the group's unit of a round.
 template <class P> __device__ __forceinline__ int tile_of(const Round& r) {
-  const int warp = thread_now() >> 5;
-  return row_tile((r.unit + (warp >> 2)) * 4 + (warp & 3), P::NT);
+  return r.unit * 4 + (thread_now() >> 5);
 }
 // The bias of its rows g and g + 8. Asked for here and not where it is needed.
 template <class P>
@@ -434,66 +448,70 @@ __device__ __forceinline__ void finish(
 // wgmma registers of its own, and more loops than these do not fit.
 template <int N>
 __device__ __forceinline__ void run_round(
-    Warp& w, Feed& f, Meta& m, const Sources& from, const Outputs& to, int i) {
+    Warp& w, Meta& m, const Biases& bias_from, const Outputs& to, int i) {
   Round r = as_round(m.round[i % KNOWN]);
   const int kt = r.down ? Down::KT : Up::KT;
   if ((thread_now() >> 7) < r.units) {
     float c[N / 2];
     const float2 bias =
-        r.down ? bias_of<Down>(m, from.down.bias, r) : bias_of<Up>(m, from.up.bias, r);
-    multiply<N>(c, w, f, m, from, kt);
+        r.down ? bias_of<Down>(m, bias_from.down, r) : bias_of<Up>(m, bias_from.up, r);
+    multiply<N>(c, w, kt);
     r = as_round(m.round[i % KNOWN]);
     if (r.down)
       finish<Down>(c, m, bias, to, r);
     else
       finish<Up>(c, m, bias, to, r);
   } else {
-    // Its ring has run dry: the round after is not known before this one is staged, which waits for
-    // the group to have read the last.
-    begin(w, f, m, from);
     for (int left = kt; left > 0; left -= CHUNK) {
       await_stage(w);
       release(w, w.s.at);
-      w.s.next();
+      w.next();
     }
   }
-  if (!r.down) {
-    __syncwarp();
-    bar_arrive_warp(smem_u32(m.written + i % KNOWN), w.lane);
-  }
+  __syncwarp();
+  bar_arrive_warp(smem_u32(m.written + i % KNOWN), w.lane);
 }
 
-// All of the block's rounds, of a consuming warp, with its first DEPTH stages of weights on their
-// way at once.
+// All of the block's rounds, of a consuming warp.
 __device__ __forceinline__ void work(
-    Meta& m, const u8* smem, u32 ring, const Sources& from, const Outputs& to, u32 two_7) {
+    Meta& m, const u8* smem, u32 ring, const Biases& biases, const Outputs& to, u32 two_7) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  Warp w = {lane, ring + warp * WARP_RING + lane * 16,
-      ring + warp * WARP_RING + CHUNK * 512 + (lane >> 2) * 4, 0, smem_u32(smem), {0, 0}, two_7};
-  Feed f;
-  if (lane == 0) m.next[warp] = 0;
-  __syncwarp();
-  begin(w, f, m, from);
+  Warp w = {lane, ring + (warp * 4 + (lane >> 3)) * (CHUNK * 128) + (lane & 7) * 16,
+      ring + DEPTH * VALUES_STAGE + warp * (CHUNK * 32) + (lane >> 2) * 4, smem_u32(smem), {0, 0},
+      0, two_7};
 #pragma unroll 1
   for (int i = 0;; i++) {
     const u32 r = await_round(m, i);
     if (r == NO_ROUND) break;
     switch (columns_of(m.count[as_round(r).chunk])) {
-#define CASE(N)                                                             \
-  case N:                                                                   \
-    if constexpr (COLUMNS >> N / 8 & 1) run_round<N>(w, f, m, from, to, i); \
+#define CASE(N)                                                            \
+  case N:                                                                  \
+    if constexpr (COLUMNS >> N / 8 & 1) run_round<N>(w, m, biases, to, i); \
     break;
-      CASE(16) CASE(24) CASE(32) CASE(48) CASE(64) CASE(80) CASE(96) CASE(112)
+#define CASES(A, B, C, D, E, F) CASE(A) CASE(B) CASE(C) CASE(D) CASE(E) CASE(F)
+      CASES(16, 24, 32, 40, 48, 64)
+      CASES(72, 80, 88, 96, 104, 112)
     }
   }
 }
 
+// Where activations are staged: the stage, its slot, and the stage that had the slot before.
+struct Staging {
+  Place<DEPTH> s, before;
+  int slot, staged;
+  __device__ __forceinline__ void next() {
+    s.next();
+    slot = slot == SLOTS - 1 ? 0 : slot + 1;
+    if (++staged > SLOTS) before.next();
+  }
+};
+
 // A chunk's activations of x[pair / PICKS].
-template <class P, int PICKS>
-__device__ __forceinline__ void stage_round(
-    Place<SLOTS>& s, const Meta& m, u32 x_at, const u8* __restrict__ x, int chunk, int thread) {
+template <class P, int PICKS, class Ahead>
+__device__ __forceinline__ void stage_round(Staging& s, const Meta& m, u32 x_at,
+    const u8* __restrict__ x, int chunk, int thread, Ahead look_ahead) {
   const int count = m.count[chunk];
-  const u32 full = smem_u32(m.full), empty = smem_u32(m.empty);
+  const u32 there = smem_u32(m.there), read = smem_u32(m.read);
   const int row = thread >> 3, piece = thread & 7;
   constexpr int ROWS = STAGERS * 4, EACH = (MOST + ROWS - 1) / ROWS;
   u32 from[EACH];
@@ -505,8 +523,9 @@ __device__ __forceinline__ void stage_round(
   const u32 to_row = x_at + row * 128 + ((piece ^ (row & 7)) << 4);
 #pragma unroll 1
   for (int stage = 0; stage < P::STAGES; stage++) {
-    bar_wait(empty + 8 * s.at, s.parity ^ 1);
-    const u32 to = to_row + s.at * SLOT_BYTES;
+    look_ahead(P::STAGES - stage, P::STAGES);
+    if (s.staged >= SLOTS) bar_wait(read + 8 * s.before.at, s.before.parity);
+    const u32 to = to_row + s.slot * SLOT_BYTES;
     const u8* source = x + stage * (CHUNK * 128);
 #pragma unroll
     for (int r = 0; r < EACH; r++)
@@ -516,62 +535,64 @@ __device__ __forceinline__ void stage_round(
           if (P::EVEN || stage * CHUNK + k < P::KT)
             cp16((to + r * (ROWS * 128) ^ (r * ROWS & 4) << 4) + k * TILE_BYTES,
                 source + from[r] + k * 128);
-    cp_arrive(full + 8 * s.at);
+    cp_arrive(there + 8 * s.s.at);
     s.next();
   }
 }
 
-// Counts a round of up for its chunk once its activations are written. By a thread of a warp
-// without loads on their way: a fence waits for them.
+// Counts the block's rounds for their chunks once they are done: of up, whose activations are then
+// written; and of down, the last of which sets the counter back. By a thread of a warp without
+// loads on their way: a fence waits for them.
 __device__ __forceinline__ void tell(Meta& m, u32* ready) {
   for (int i = 0;; i++) {
     const u32 found = await_round(m, i);
     if (found == NO_ROUND) break;
     const Round r = as_round(found);
-    if (!r.down) {
-      bar_wait(smem_u32(m.written + i % KNOWN), i / KNOWN & 1);
+    bar_wait(smem_u32(m.written + i % KNOWN), i / KNOWN & 1);
+    if (!r.down)
       asm volatile(
           "fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(ready + r.chunk),
           "r"(r.units)
           : "memory");
-    }
+    else if (atomicAdd(ready + r.chunk, r.units) + r.units == Up::NU + Down::NU)
+      ready[r.chunk] = 0;
     bar_arrive(smem_u32(m.told + i % KNOWN));
   }
 }
-// Until all of up is there for a chunk. Readers count on, and the last sets the counter back.
-__device__ __forceinline__ void await_chunk(u32* ready, int units) {
+// Whether all activations of down are there for a chunk.
+__device__ __forceinline__ bool complete(const u32* ready) {
   u32 seen;
-  do {
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(ready) : "memory");
-  } while (seen < Up::NU);
-  if (atomicAdd(ready, units) + units == Up::NU + Down::NU) *ready = 0;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(ready) : "memory");
+  return seen >= Up::NU;
 }
 
 // The numbers of the block's rounds, by one thread: its own first, then what the counter `taken`
-// says. A number is asked for while the round before is staged.
+// says. Every block asks once in vain, and the last to do so sets the counter back.
 struct Numbers {
   u32* taken;
   int rounds, next;
   __device__ __forceinline__ void ask() { next = atomicAdd(taken, 1) + gridDim.x; }
-  // Says what the block's round `i` is, and asks for another. Every block asks once in vain, and
-  // the last to do so sets the counter back.
+  // Says what the block's round `i` is.
   __device__ __forceinline__ void say(Meta& m, int i) {
     const u32 r = round_of(next, m.chunks);
     if (i >= KNOWN) bar_wait(smem_u32(m.told + i % KNOWN), i / KNOWN - 1 & 1);
     m.round[i % KNOWN] = r;
     bar_arrive(smem_u32(m.known + i % KNOWN));
-    if (r != NO_ROUND)
-      ask();
-    else if (next == max(rounds, (int)gridDim.x) + gridDim.x - 1)
-      *taken = 0;
+    if (r == NO_ROUND && next == max(rounds, (int)gridDim.x) + gridDim.x - 1) *taken = 0;
   }
 };
+// So many stages before a round's end another one is asked for, and then said: late, so that blocks
+// end together, and in time for its first weights.
+constexpr int ASK = 4, SAY = 3;
 
+// The activations of all rounds, and what these are.
 __device__ __forceinline__ void stage(
     Meta& m, u32 x_at, const u8* __restrict__ x, const u8* act, u32* ready, int thread) {
-  Place<SLOTS> s = {0, 0};
+  Staging s = {{0, 0}, {0, 0}, 0, 0};
   Numbers numbers = {ready + MAX_CHUNKS, rounds_of(m.chunks), (int)blockIdx.x};
-  if (thread == 0) {
+  const bool numbering = thread == 32;
+  bool there = false;  // of thread 0: the next round's activations are
+  if (numbering) {
     if (numbers.next >= numbers.rounds) numbers.ask();
     numbers.say(m, 0);
   }
@@ -579,14 +600,26 @@ __device__ __forceinline__ void stage(
   for (int i = 0;; i++) {
     const u32 found = await_round(m, i);
     if (found == NO_ROUND) break;
-    if (thread == 0) numbers.say(m, i + 1);
     const Round r = as_round(found);
+    // At each of the round's `stages`, of which `left` are left with this one.
+    const auto look_ahead = [&](int left, int stages) {
+      if (numbering) {
+        if (left == min(ASK, stages)) numbers.ask();
+        if (left == min(SAY, stages)) numbers.say(m, i + 1);
+      }
+      // While the last stage waits for its slot, so that no round begins with a wait for L2.
+      if (thread == 0 && left == 1) {
+        const u32 next = await_round(m, i + 1);
+        there = next != NO_ROUND && next & IS_DOWN && complete(ready + as_round(next).chunk);
+      }
+    };
     if (r.down) {
-      if (thread == 0) await_chunk(ready + r.chunk, r.units);
+      if (thread == 0)
+        while (!there) there = complete(ready + r.chunk);
       named_sync<1, STAGERS * 32>();
-      stage_round<Down, 1>(s, m, x_at, act, r.chunk, thread);
+      stage_round<Down, 1>(s, m, x_at, act, r.chunk, thread, look_ahead);
     } else {
-      stage_round<Up, ACTIVE>(s, m, x_at, x, r.chunk, thread);
+      stage_round<Up, ACTIVE>(s, m, x_at, x, r.chunk, thread, look_ahead);
     }
   }
 }
@@ -645,62 +678,51 @@ __device__ __forceinline__ void combine_share(
   }
 }
 
-// Asks L2 for what this warp's ring takes first, if all experts have tokens, as they will: the
-// routing comes later.
-__device__ __forceinline__ void foresee(const u8* values, int tokens, int thread) {
-  const int lane = thread & 31, expert = blockIdx.x / Up::ROUNDS,
-            unit = blockIdx.x % Up::ROUNDS * GROUPS + (thread >> 7);
-  if (tokens * ACTIVE < 8 * EXPERTS || thread >= CONSUMERS * 32 || expert >= EXPERTS ||
-      unit >= Up::NU)
-    return;
-  const u8* from = values + expert * Up::EXPERT_BYTES +
-                   (u64)row_tile(unit * 4 + (thread >> 5 & 3), Up::NT) * 4 * Up::QUAD_BYTES;
-  constexpr int LINES = DEPTH * CHUNK < KT_UP ? DEPTH * CHUNK : KT_UP;
-  for (int i = lane; i < 4 * LINES; i += 32)
-    asm volatile(
-        "prefetch.global.L2 [%0];" ::"l"(from + i / LINES * Up::QUAD_BYTES + i % LINES * 128));
-}
-
 // out[token] = sum over its choices of weight x (w2[expert] swiglu(w13[expert] x[token] + b13) +
 // b2[expert]). `act` [pairs, I] is between the two; `ready` [MAX_CHUNKS + 1] and `parts` are as
 // they were when the launch ends. Blocks exchange activations and partial sums and wait for one
 // another, so all of the grid must fit on the GPU at once: one block per multiprocessor.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) experts_both(const u8* __restrict__ up,
-    const u8* __restrict__ up_scales, const float* __restrict__ up_bias,
-    const u8* __restrict__ down, const u8* __restrict__ down_scales,
-    const float* __restrict__ down_bias, const u8* __restrict__ x, const u8* __restrict__ routing,
-    const float* __restrict__ weights, const int* __restrict__ map, u16* act, u32* ready,
-    u32* parts, u16* __restrict__ out, int tokens, u32 two_7, float alpha, float limit) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    experts_both(const __grid_constant__ TensorMap up, const __grid_constant__ TensorMap up_scales,
+        const float* __restrict__ up_bias, const __grid_constant__ TensorMap down,
+        const __grid_constant__ TensorMap down_scales, const float* __restrict__ down_bias,
+        const u8* __restrict__ x, const u8* __restrict__ routing, const float* __restrict__ weights,
+        const int* __restrict__ map, u16* act, u32* ready, u32* parts, u16* __restrict__ out,
+        int tokens, u32 two_7, float alpha, float limit) {
   extern __shared__ __align__(1024) u8 smem[];
   Meta& m = *reinterpret_cast<Meta*>(smem + X_BYTES);
-  const int thread = threadIdx.x, lane = thread & 31;
-  if (thread < SLOTS) {
-    bar_init(smem_u32(m.full + thread), STAGERS * 32);
-    bar_init(smem_u32(m.empty + thread), CONSUMERS * SPEAKERS);
+  const int thread = threadIdx.x;
+  if (thread < DEPTH) {
+    bar_init(smem_u32(m.there + thread), STAGERS * 32 + 1);
+    bar_init(smem_u32(m.read + thread), CONSUMERS * SPEAKERS);
   }
   if (thread < KNOWN) {
     bar_init(smem_u32(m.known + thread), 1);
     bar_init(smem_u32(m.written + thread), CONSUMERS * SPEAKERS);
     bar_init(smem_u32(m.told + thread), 1);
   }
-  foresee(up, tokens, thread);
+  const u32 ring = smem_u32(smem + X_BYTES + META_BYTES);
+  Feeder feeder = {ring, smem_u32(m.there), smem_u32(m.read), smem_u32(&m.guessed),
+      {&up, &up_scales, &down, &down_scales}, evict_first()};
+  if (thread == FEEDER) feeder.guess(tokens);
   pdl_wait();
   pdl_launch();
   Routed& t = *reinterpret_cast<Routed*>(smem);
+  if (thread < 128) t.counts[thread] = 0;
   read_routing(t, routing, weights, map, tokens, thread);
   find_work(m, t, tokens, thread);
   fence_async();
   if (thread >= CONSUMERS * 32) {
     registers<STAGING, false>();
-    if (thread < (CONSUMERS + STAGERS) * 32)
+    if (thread < FEEDER)
       stage(m, smem_u32(smem), x, reinterpret_cast<const u8*>(act), ready, thread - CONSUMERS * 32);
-    else if (lane == 0)
+    else if (thread == FEEDER)
+      feeder.feed(m);
+    else if (thread == TELLER)
       tell(m, ready);
   } else {
     registers<MULTIPLYING, true>();
-    work(m, smem, smem_u32(smem + X_BYTES + META_BYTES),
-        {{up, up_scales, up_bias}, {down, down_scales, down_bias}}, {act, parts, {alpha, limit}},
-        two_7);
+    work(m, smem, ring, {up_bias, down_bias}, {act, parts, {alpha, limit}}, two_7);
     combine_share(m, parts, out, tokens, thread);
   }
 }
