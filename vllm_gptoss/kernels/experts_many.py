@@ -67,7 +67,7 @@ class Tuning:
 
 
 STREAMING = Tuning(groups=4, depth=3, chunk=5, columns=(16, 24, 32, 64))
-MIDDLE = Tuning(groups=3, depth=3, chunk=5, columns=(32, 40, 48, 64, 72, 80, 88))
+MIDDLE = Tuning(groups=3, depth=3, chunk=5, columns=(32, 40, 48, 64, 80, 88))
 WIDE = Tuning(groups=3, depth=4, chunk=3, columns=(32, 48, 64, 80, 96, 112))
 """Four groups stream the weights of few tokens an expert faster; three have the registers for more columns of products,
 and stages of three tiles the memory for 112. Each number of columns is a loop with registers of its own
