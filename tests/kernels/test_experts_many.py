@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
 
 from tests.kernels.cubins import compiled
 from tests.kernels.on_meta import SHAPES, prepared
-from vllm_gptoss.kernels import experts_plan, nvrtc
+from vllm_gptoss.kernels import experts_many, experts_plan, nvrtc
 from vllm_gptoss.kernels.experts import Recipe
 from vllm_gptoss.kernels.experts_many import MAX_PAIRS, MAX_TOKENS, NAME, SOURCE, compile_options, tunings_for
 
@@ -39,6 +40,25 @@ def test_products_that_the_compiler_serialises_are_a_warning_and_no_test_takes_t
         with pytest.raises(AssertionError, match=r"wgmma\.mma_async instructions are serialized"):
             compiled(source.replace(enough, "MULTIPLYING = 112"), "sm_90a", options_of(recipe))
     assert caplog.text.count("makes a kernel slower than it was measured") == 2
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_boxes_of_every_shape_are_what_the_copy_engine_takes(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int, int, int]
+) -> None:
+    """It refuses more than 256 elements, rows of other than 16 bytes; and a stage waits for a box's bytes."""
+    made: list[tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]] = []
+    monkeypatch.setattr(experts_many, "tensor_map", lambda tensor, sizes, box, _: made.append((tensor, sizes, box)))
+    many = prepared(*shape)
+    for chunk in {tuning.chunk for tuning in many.tunings.values()}:
+        made.clear()
+        for projection in (many.up, many.down):
+            experts_many.unit_maps(projection, chunk)
+        assert [8 * math.prod(box) for _, _, box in made] == [2048 * chunk, 128 * chunk] * 2
+        for tensor, sizes, box in made:
+            assert 8 * math.prod(sizes) == tensor.numel()
+            assert max(box) <= 256
+            assert sizes[0] % 2 == box[0] % 2 == 0
 
 
 def test_every_step_has_kernels_and_wide_ones_where_experts_have_many_tokens() -> None:

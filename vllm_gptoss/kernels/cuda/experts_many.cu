@@ -541,8 +541,8 @@ __device__ __forceinline__ void stage_round(Staging& s, const Meta& m, u32 x_at,
 }
 
 // Counts the block's rounds for their chunks once they are done: of up, whose activations are then
-// written; and of down, the last of which sets the counter back. By a thread of a warp without
-// loads on their way: a fence waits for them.
+// written; and of down, the last of which sets the counter back. By a thread that stages nothing: a
+// fence waits for what its thread has on its way by cp.async.
 __device__ __forceinline__ void tell(Meta& m, u32* ready) {
   for (int i = 0;; i++) {
     const u32 found = await_round(m, i);
