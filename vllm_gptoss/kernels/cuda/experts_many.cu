@@ -16,10 +16,9 @@
 // Another thread tells other blocks which of a chunk's activations of down are complete.
 //
 // Compile-time: TOKENS at most, KT_UP and KT_DOWN tiles of 64 columns (so 128 KT_DOWN and 64 KT_UP
-// weight rows), SKT_UP and SKT_DOWN column pairs of 32 in the scale storage, EXPERTS local experts,
-// ACTIVE per token, ROUTED, GROUPS consuming warpgroups, CHUNK tiles in a stage, DEPTH stages of
-// weights, COLUMNS of products: bit N / 8 for each N; X_BYTES of activations, LOGITS, ID64, MAPPED
-// as in routing.cuh.
+// weight rows), EXPERTS local experts, ACTIVE per token, ROUTED, GROUPS consuming warpgroups, CHUNK
+// tiles in a stage, DEPTH stages of weights, COLUMNS of products: bit N / 8 for each N; X_BYTES of
+// activations, LOGITS, ID64, MAPPED as in routing.cuh.
 
 #include "common.cuh"
 #include "barriers.cuh"
@@ -47,8 +46,7 @@ constexpr int MOST = most_of(COLUMNS);
 // One of the projections.
 template <bool IS_DOWN> struct Of {
   static constexpr bool DOWN = IS_DOWN;
-  static constexpr int KT = DOWN ? KT_DOWN : KT_UP, NROWS = DOWN ? 64 * KT_UP : 128 * KT_DOWN,
-                       SKT = DOWN ? SKT_DOWN : SKT_UP;
+  static constexpr int KT = DOWN ? KT_DOWN : KT_UP, NROWS = DOWN ? 64 * KT_UP : 128 * KT_DOWN;
   static constexpr int STAGES = (KT + CHUNK - 1) / CHUNK;  // of all of K
   static constexpr bool EVEN = KT % CHUNK == 0;
   static constexpr int NU = NROWS / 64;  // units of an expert
@@ -142,12 +140,7 @@ __device__ __forceinline__ int share_token(int tokens) {
 __device__ __forceinline__ void list_chunks(Meta& m, int count, int thread) {
   const int warp = thread >> 5, lane = thread & 31;
   const int chunks = (count + MOST - 1) / MOST, size = chunks ? (count + chunks - 1) / chunks : 0;
-  int places = count | chunks << 16;
-#pragma unroll
-  for (int d = 1; d < 32; d <<= 1) {
-    const int p = __shfl_up_sync(~0u, places, d);
-    places += lane >= d ? p : 0;
-  }
+  int places = sum_up_to(count | chunks << 16, lane);
   if (warp < 4 && lane == 31) m.sums[warp] = places;
   __syncthreads();
   if (warp >= 4) return;
@@ -328,11 +321,11 @@ struct Warp {
   u32 values, scales;  // this lane's in stage 0
   u32 x;               // shared memory: the activations, and behind them the barriers
   Place<DEPTH> s;      // the next stage
-  int slot;            // of its activations
+  Place<SLOTS> slot;   // of its activations
   u32 two_7;
   __device__ __forceinline__ void next() {
     s.next();
-    slot = slot == SLOTS - 1 ? 0 : slot + 1;
+    slot.next();
   }
 };
 
@@ -356,7 +349,7 @@ template <int N> __device__ __forceinline__ void multiply(float (&c)[N / 2], War
     // Of one lane, so that the compiler knows it for the same in all and keeps it in a uniform
     // register.
     const u64 b =
-        whole_descriptor(__shfl_sync(~0u, b_descriptor(w.x) + w.slot * (SLOT_BYTES / 16), 0));
+        whole_descriptor(__shfl_sync(~0u, b_descriptor(w.x) + w.slot.at * (SLOT_BYTES / 16), 0));
     const u32 values = w.values + w.s.at * VALUES_STAGE, scales = w.scales + w.s.at * SCALES_STAGE;
 #pragma unroll
     for (int k = 0; k < CHUNK; k++) {
@@ -478,7 +471,7 @@ __device__ __forceinline__ void work(
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   Warp w = {lane, ring + (warp * 4 + (lane >> 3)) * (CHUNK * 128) + (lane & 7) * 16,
       ring + DEPTH * VALUES_STAGE + warp * (CHUNK * 32) + (lane >> 2) * 4, smem_u32(smem), {0, 0},
-      0, two_7};
+      {0, 0}, two_7};
 #pragma unroll 1
   for (int i = 0;; i++) {
     const u32 r = await_round(m, i);
@@ -488,9 +481,9 @@ __device__ __forceinline__ void work(
   case N:                                                                  \
     if constexpr (COLUMNS >> N / 8 & 1) run_round<N>(w, m, biases, to, i); \
     break;
-#define CASES(A, B, C, D, E, F) CASE(A) CASE(B) CASE(C) CASE(D) CASE(E) CASE(F)
-      CASES(16, 24, 32, 40, 48, 64)
-      CASES(72, 80, 88, 96, 104, 112)
+#define CASES(A, B, C, D, E) CASE(A) CASE(B) CASE(C) CASE(D) CASE(E)
+      CASES(16, 24, 32, 40, 48)
+      CASES(64, 80, 88, 96, 112)
     }
   }
 }
@@ -498,10 +491,11 @@ __device__ __forceinline__ void work(
 // Where activations are staged: the stage, its slot, and the stage that had the slot before.
 struct Staging {
   Place<DEPTH> s, before;
-  int slot, staged;
+  Place<SLOTS> slot;
+  int staged;
   __device__ __forceinline__ void next() {
     s.next();
-    slot = slot == SLOTS - 1 ? 0 : slot + 1;
+    slot.next();
     if (++staged > SLOTS) before.next();
   }
 };
@@ -525,7 +519,7 @@ __device__ __forceinline__ void stage_round(Staging& s, const Meta& m, u32 x_at,
   for (int stage = 0; stage < P::STAGES; stage++) {
     look_ahead(P::STAGES - stage, P::STAGES);
     if (s.staged >= SLOTS) bar_wait(read + 8 * s.before.at, s.before.parity);
-    const u32 to = to_row + s.slot * SLOT_BYTES;
+    const u32 to = to_row + s.slot.at * SLOT_BYTES;
     const u8* source = x + stage * (CHUNK * 128);
 #pragma unroll
     for (int r = 0; r < EACH; r++)
@@ -588,7 +582,7 @@ constexpr int ASK = 4, SAY = 3;
 // The activations of all rounds, and what these are.
 __device__ __forceinline__ void stage(
     Meta& m, u32 x_at, const u8* __restrict__ x, const u8* act, u32* ready, int thread) {
-  Staging s = {{0, 0}, {0, 0}, 0, 0};
+  Staging s = {{0, 0}, {0, 0}, {0, 0}, 0};
   Numbers numbers = {ready + MAX_CHUNKS, rounds_of(m.chunks), (int)blockIdx.x};
   const bool numbering = thread == 32;
   bool there = false;  // of thread 0: the next round's activations are

@@ -3,8 +3,7 @@
 //
 // Offers: TensorMap (kernels/tensor_map.py makes it; a kernel takes it as a __grid_constant__),
 // box_load of a box in two dimensions that nothing reads again, and of one in three that others
-// read too; box_prefetch into L2. Coordinates are elements, the innermost first. Barriers: the
-// caller's mbarriers.
+// read too. Coordinates are elements, the innermost first. Barriers: the caller's mbarriers.
 #include "common.cuh"
 
 struct alignas(64) TensorMap {
@@ -25,10 +24,5 @@ __device__ __forceinline__ void box_load(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
       "%3, %4}], [%5];" ::"r"(dst),
       "l"(map), "r"(at0), "r"(at1), "r"(at2), "r"(bar)
-      : "memory");
-}
-__device__ __forceinline__ void box_prefetch(const TensorMap* map, int at0, int at1) {
-  asm volatile(
-      "cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(at0), "r"(at1)
       : "memory");
 }
