@@ -30,13 +30,14 @@ SIDE_BY_SIDE = 5
 """Engines at once: two layers each, but all compile."""
 
 COMPILER = "vllm_gptoss.kernels.nvrtc:at_once"
+EXPERTS = (*planted.EXPERTS, *planted.EXPERTS_ON_A_GPU)
 LAYERS = [where for where in planted.LAYERS if where != COMPILER]  # the experts compile by it too
 WISHES: list[tuple[str, dict[str, str]]] = [
     ("vllm_gptoss.describe:built_model", {"layers": "gptoss"}),
     ("vllm_gptoss.experts.sm90:sample", {"experts": "gptoss"}),
 ]
 STARTS: list[tuple[str, dict[str, str]]] = [
-    *((where, {}) for where in ("", COMPILER, *LAYERS, *planted.MANY, *planted.EXPERTS, *planted.ATTENTION)),
+    *((where, {}) for where in ("", COMPILER, *LAYERS, *planted.MANY, *EXPERTS, *planted.ATTENTION)),
     *WISHES,
 ]
 Done = subprocess.CompletedProcess[str]
@@ -78,7 +79,7 @@ def test_a_fault_of_the_layers_leaves_upstreams(where: str, starts: dict[tuple[s
     assert said.count(f"layers: upstream from here on (RuntimeError: {planted.MESSAGE})") == 1
 
 
-@pytest.mark.parametrize("where", planted.EXPERTS)
+@pytest.mark.parametrize("where", EXPERTS)
 def test_a_fault_of_the_experts_leaves_upstreams(where: str, starts: dict[tuple[str, bool], Done]) -> None:
     done = starts[where, False]
     paths = answer(done)

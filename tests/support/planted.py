@@ -42,6 +42,9 @@ EXPERTS = (
 )
 """Steps of the experts: choosing, sampling, laying out, compiling, running."""
 
+EXPERTS_ON_A_GPU = ("vllm_gptoss.kernels.experts_many:unit_maps",)
+"""Steps that stand-ins have none of: what the driver must know of the weights."""
+
 ATTENTION = (
     "vllm_gptoss.attention.sm90:made_for",
     "vllm_gptoss.kernels.attention_many:attend",

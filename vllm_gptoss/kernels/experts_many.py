@@ -173,8 +173,9 @@ class ManyTokenExperts(SameLayer):
     def loads(self, routing: torch.dtype, most: int) -> Iterator[tuple[Callable[..., object], Hashable]]:
         """Calls that load the kernels of 1 to `most` tokens for a routing dtype and what they keep: see
         `nvrtc.at_once`."""
-        for largest in self.tunings:
+        for largest, tuning in self.tunings.items():
             yield _kernel, self.recipe(largest, routing)
+            yield self.maps, tuning.chunk
             if most <= largest:
                 break
         yield counters, self.device
@@ -189,11 +190,15 @@ class ManyTokenExperts(SameLayer):
             self._launches[key] = _kernel(self.recipe(most, routing))
         return self._launches[key], self.tunings[most]
 
-    def _weights(self, chunk: int) -> tuple[ctypes.Structure | ctypes.c_void_p, ...]:
-        """Values and scales of up, in boxes of 64 rows by `chunk` tiles, and its bias; then those of down."""
+    def maps(self, chunk: int) -> tuple[TensorMap, ...]:
+        """Of values and scales of up and of down, in boxes of 64 rows by `chunk` tiles."""
         if chunk not in self._maps:
             self._maps[chunk] = tuple(each for p in (self.up, self.down) for each in unit_maps(p, chunk))
-        up, up_scales, down, down_scales = self._maps[chunk]
+        return self._maps[chunk]
+
+    def _weights(self, chunk: int) -> tuple[ctypes.Structure | ctypes.c_void_p, ...]:
+        """Values, scales and bias of up, then of down."""
+        up, up_scales, down, down_scales = self.maps(chunk)
         return up, up_scales, pointer(self.up.bias), down, down_scales, pointer(self.down.bias)
 
     def _parts(self, tokens: int) -> Tensor:

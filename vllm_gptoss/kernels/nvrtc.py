@@ -235,7 +235,7 @@ class Kernel:
         """How many blocks of this size one multiprocessor holds at once."""
         count = ctypes.c_int()
         asked = driver().cuOccupancyMaxActiveBlocksPerMultiprocessor
-        with self._module.current():
+        with current(self._module.device):
             check(asked(ctypes.byref(count), self._function, threads, ctypes.c_size_t(shared_bytes)), self.name)
         return count.value
 
@@ -277,6 +277,16 @@ def _primary_context(device: int) -> ctypes.c_void_p:
     return context
 
 
+@contextlib.contextmanager
+def current(device: int) -> Iterator[None]:
+    """Makes a device's context current: a new thread has none, whatever torch's current device is there."""
+    check(driver().cuCtxPushCurrent_v2(_primary_context(device)), "cuCtxPushCurrent")
+    try:
+        yield
+    finally:
+        check(driver().cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p())), "cuCtxPopCurrent")
+
+
 class Module:
     """A cubin loaded on a device; any thread may use it."""
 
@@ -284,23 +294,13 @@ class Module:
         import torch
 
         torch.cuda.init()
-        self.device, self._context = device, _primary_context(device)
-        self.handle = ctypes.c_void_p()
-        with self.current():
+        self.device, self.handle = device, ctypes.c_void_p()
+        with current(device):
             check(driver().cuModuleLoadData(ctypes.byref(self.handle), image), "cuModuleLoadData")
-
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
-        """Makes the module's context current: a new thread has none, whatever torch's current device is there."""
-        check(driver().cuCtxPushCurrent_v2(self._context), "cuCtxPushCurrent")
-        try:
-            yield
-        finally:
-            check(driver().cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p())), "cuCtxPopCurrent")
 
     def kernel(self, name: str, shared_bytes: int) -> Kernel:
         """The kernel `name`, allowed `shared_bytes` of dynamic shared memory."""
-        with self.current():
+        with current(self.device):
             return Kernel(self, name, shared_bytes)
 
 

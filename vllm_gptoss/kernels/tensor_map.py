@@ -28,7 +28,7 @@ class TensorMap(ctypes.Structure):
 
 
 def tensor_map(tensor: Tensor, sizes: Sequence[int], box: Sequence[int], promotion: int) -> TensorMap:
-    """The map of a contiguous tensor, taken as elements of 8 bytes.
+    """The map of a contiguous CUDA tensor, taken as elements of 8 bytes; any thread may make it.
 
     sizes, box: of the tensor and of what one instruction copies, in elements, the innermost first; promotion: bytes,
     one of `PROMOTION`.
@@ -45,19 +45,20 @@ def tensor_map(tensor: Tensor, sizes: Sequence[int], box: Sequence[int], promoti
     room = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + ALIGNMENT)
     made = TensorMap.from_buffer(room, -ctypes.addressof(room) % ALIGNMENT)
     no_interleave = no_swizzle = zeros_outside = 0
-    status = nvrtc.driver().cuTensorMapEncodeTiled(
-        ctypes.byref(made),
-        UINT64,
-        ctypes.c_uint32(rank),
-        ctypes.c_void_p(tensor.data_ptr()),
-        (ctypes.c_uint64 * rank)(*sizes),
-        (ctypes.c_uint64 * (rank - 1))(*strides),
-        (ctypes.c_uint32 * rank)(*box),
-        (ctypes.c_uint32 * rank)(*[1] * rank),
-        no_interleave,
-        no_swizzle,
-        PROMOTION[promotion],
-        zeros_outside,
-    )
+    with nvrtc.current(tensor.device.index):
+        status = nvrtc.driver().cuTensorMapEncodeTiled(
+            ctypes.byref(made),
+            UINT64,
+            ctypes.c_uint32(rank),
+            ctypes.c_void_p(tensor.data_ptr()),
+            (ctypes.c_uint64 * rank)(*sizes),
+            (ctypes.c_uint64 * (rank - 1))(*strides),
+            (ctypes.c_uint32 * rank)(*box),
+            (ctypes.c_uint32 * rank)(*[1] * rank),
+            no_interleave,
+            no_swizzle,
+            PROMOTION[promotion],
+            zeros_outside,
+        )
     nvrtc.check(status, f"the tensor map of {tuple(sizes)} in boxes of {tuple(box)}")
     return made
