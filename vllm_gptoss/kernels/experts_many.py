@@ -48,11 +48,13 @@ TWO_7 = ctypes.c_uint32(1 << 7)
 @dataclass(frozen=True)
 class Tuning:
     """groups: consuming warpgroups of a block; depth: stages of weights, of `chunk` x 64 columns for each group;
-    columns: of products, multiples of 8: an expert's tokens are multiplied with the least that holds them."""
+    unrolled: the loop over K is all of them, not one; columns: of products, multiples of 8: an expert's tokens are
+    multiplied with the least that holds them."""
 
     groups: int
     depth: int
     chunk: int
+    unrolled: bool
     columns: tuple[int, ...]
 
     @property
@@ -66,16 +68,16 @@ class Tuning:
         return (self.groups + 1) * 128
 
 
-STREAMING = Tuning(groups=4, depth=3, chunk=5, columns=(16, 24, 32, 64))
-MIDDLE = Tuning(groups=3, depth=3, chunk=5, columns=(32, 40, 48, 64, 80, 88))
-WIDE = Tuning(groups=3, depth=4, chunk=3, columns=(32, 48, 64, 80, 96, 112))
+STREAMING = Tuning(groups=4, depth=3, chunk=5, unrolled=True, columns=(16, 24, 32, 40, 48))
+MIDDLE = Tuning(groups=3, depth=3, chunk=5, unrolled=False, columns=(32, 48, 64, 72, 80, 88))
+WIDE = Tuning(groups=3, depth=3, chunk=3, unrolled=True, columns=(32, 48, 64, 80, 96, 112))
 """Four groups stream the weights of few tokens an expert faster; three have the registers for more columns of products,
-and stages of three tiles the memory for 112. Each number of columns is a loop with registers of its own
-(docs/kernels/log.md)."""
+and stages of three tiles the memory for 112. Each number of columns is a loop of its own, and what runs in turn must
+fit into the instruction caches: six loops over a whole ring of five tiles do not (docs/kernels/log.md)."""
 
-BY_PAIRS = {24: STREAMING, 64: MIDDLE, 96: WIDE}
-"""By the pairs (a token and one of its experts) for each routed expert up to which each runs: 192, 512 and 768 tokens
-of the 20b, 768 and 2,048 of the 120b. At 896 tokens of the 20b `experts_prefill.py` takes as long
+BY_PAIRS = {32: STREAMING, 64: MIDDLE, 96: WIDE}
+"""By the pairs (a token and one of its experts) for each routed expert up to which each runs: 256, 512 and 768 tokens
+of the 20b, 1,024 and 2,048 of the 120b. At 896 tokens of the 20b `experts_prefill.py` takes as long
 (docs/kernels/log.md)."""
 
 
@@ -96,7 +98,7 @@ def tunings_for(routed: int, active: int) -> dict[int, Tuning]:
 def meta_bytes(tuning: Tuning, most: int, active: int, experts: int) -> int:
     """Of `Meta` in experts_many.cu at most, rounded up."""
     pairs, chunks = most * active, experts + most * active // max(tuning.columns)
-    lists = 4 * chunks + 2 * pairs + 5 * (most // 32 + 3) * active
+    lists = 5 * chunks + 2 * pairs + 5 * (most // 32 + 3) * active
     return -(-(16 * tuning.depth + 28 * 32 + 24 + 256 + lists + 16) // 128) * 128
 
 
@@ -164,6 +166,7 @@ class ManyTokenExperts(SameLayer):
             "GROUPS": tuning.groups,
             "DEPTH": tuning.depth,
             "CHUNK": tuning.chunk,
+            "UNROLLED": tuning.depth if tuning.unrolled else 1,
             "COLUMNS": sum(1 << columns // 8 for columns in tuning.columns),
             "X_BYTES": x_bytes(*sizes),
         }

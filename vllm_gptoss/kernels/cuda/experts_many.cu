@@ -13,12 +13,14 @@
 // engine for a stage's weights, a box of 64 rows for each group, up to DEPTH stages ahead and on
 // into the next round; STAGERS warps stage activations, in a ring of SLOTS. A warp that multiplies
 // decodes its 16 rows into the A registers of wgmma, 32 columns while the 32 before are multiplied.
+// A unit takes whole passes through the ring of weights, so that a loop over a pass knows where
+// everything lies: where K ends before a pass does, its last stages hold nothing.
 // Another thread tells other blocks which of a chunk's activations of down are complete.
 //
 // Compile-time: TOKENS at most, KT_UP and KT_DOWN tiles of 64 columns (so 128 KT_DOWN and 64 KT_UP
 // weight rows), EXPERTS local experts, ACTIVE per token, ROUTED, GROUPS consuming warpgroups, CHUNK
-// tiles in a stage, DEPTH stages of weights, COLUMNS of products: bit N / 8 for each N; X_BYTES of
-// activations, LOGITS, ID64, MAPPED as in routing.cuh.
+// tiles in a stage, DEPTH stages of weights, UNROLLED of them in the loop, COLUMNS of products: bit
+// N / 8 for each N; X_BYTES of activations, LOGITS, ID64, MAPPED as in routing.cuh.
 
 #include "common.cuh"
 #include "barriers.cuh"
@@ -47,8 +49,9 @@ constexpr int MOST = most_of(COLUMNS);
 template <bool IS_DOWN> struct Of {
   static constexpr bool DOWN = IS_DOWN;
   static constexpr int KT = DOWN ? KT_DOWN : KT_UP, NROWS = DOWN ? 64 * KT_UP : 128 * KT_DOWN;
-  static constexpr int STAGES = (KT + CHUNK - 1) / CHUNK;  // of all of K
-  static constexpr bool EVEN = KT % CHUNK == 0;
+  // Of all of K: whole passes through the ring of weights.
+  static constexpr int STAGES = (KT + DEPTH * CHUNK - 1) / (DEPTH * CHUNK) * DEPTH;
+  static constexpr bool EVEN = KT == STAGES * CHUNK;
   static constexpr int NU = NROWS / 64;  // units of an expert
   static constexpr int ROUNDS = (NU + GROUPS - 1) / GROUPS;
   static constexpr int QUAD_BYTES = KT * 128;
@@ -87,7 +90,7 @@ struct Meta {
   u16 pairs[MAX_PAIRS];        // those of expert 0, of expert 1, ...
   u16 start[MAX_CHUNKS];       // of a chunk in `pairs`
   u16 offset[128];             // of an expert
-  u8 count[MAX_CHUNKS], expert[MAX_CHUNKS];
+  u8 count[MAX_CHUNKS], expert[MAX_CHUNKS], order[MAX_CHUNKS];
   signed char ids[SHARE_PICKS];
 };
 constexpr int META_BYTES = (sizeof(Meta) + 127) / 128 * 128;
@@ -171,15 +174,31 @@ __device__ __forceinline__ int last_chunks(int chunks) {
 __device__ __forceinline__ int rounds_of(int chunks) {
   return chunks * (Up::ROUNDS + Down::ROUNDS) + last_chunks(chunks) * (ENDING - Down::ROUNDS);
 }
+// Down goes through the second half of the chunks from the most tokens to the least, so that blocks
+// end together. Up does not: its first weights are guessed, and down must find it done.
+__device__ __forceinline__ void order_second_half(Meta& m, int thread) {
+  const int half = m.chunks / 2, mine = half + thread;
+  if (mine >= m.chunks) return;
+  const int count = m.count[mine];
+  int place = half;
+  for (int i = half; i < m.chunks; i++)
+    place += m.count[i] > count || (m.count[i] == count && i < mine);
+  m.order[place] = mine;
+}
+__device__ __forceinline__ int chunk_of_down(const Meta& m, int i) {
+  return i < m.chunks / 2 ? i : m.order[i];
+}
 // What round number `i` is, or that there is none.
-__device__ __forceinline__ u32 round_of(int i, int chunks) {
+__device__ __forceinline__ u32 round_of(int i, const Meta& m) {
+  const int chunks = m.chunks;
   const int before = chunks - last_chunks(chunks);
   if (i < chunks * Up::ROUNDS) return i / Up::ROUNDS | i % Up::ROUNDS * GROUPS << 8;
   i -= chunks * Up::ROUNDS;
-  if (i < before * Down::ROUNDS) return i / Down::ROUNDS | i % Down::ROUNDS * GROUPS << 8 | IS_DOWN;
+  if (i < before * Down::ROUNDS)
+    return chunk_of_down(m, i / Down::ROUNDS) | i % Down::ROUNDS * GROUPS << 8 | IS_DOWN;
   i -= before * Down::ROUNDS;
   if (i < (chunks - before) * ENDING)
-    return before + i / ENDING | i % ENDING * FEW << 8 | IS_DOWN | HAS_FEW;
+    return chunk_of_down(m, before + i / ENDING) | i % ENDING * FEW << 8 | IS_DOWN | HAS_FEW;
   return NO_ROUND;
 }
 __device__ __forceinline__ Round as_round(u32 r) {
@@ -227,6 +246,7 @@ __device__ __forceinline__ void find_work(Meta& m, Routed& t, int tokens, int th
   __syncthreads();
   list_chunks(m, thread < EXPERTS ? t.counts[thread] : 0, thread);
   __syncthreads();
+  order_second_half(m, thread);
 #pragma unroll
   for (int p = 0; p < PASSES; p++) {
     const int i = p * THREADS + thread;
@@ -320,59 +340,75 @@ struct Warp {
   int lane;
   u32 values, scales;  // this lane's in stage 0
   u32 x;               // shared memory: the activations, and behind them the barriers
-  Place<DEPTH> s;      // the next stage
-  Place<SLOTS> slot;   // of its activations
+  u32 parity;          // of the next pass through the ring of weights
+  int slot;            // of the next activations
   u32 two_7;
-  __device__ __forceinline__ void next() {
-    s.next();
-    slot.next();
-  }
 };
+// The descriptor of the next slot of activations.
+__device__ __forceinline__ u32 next_slot(Warp& w) {
+  const int slot = w.slot;
+  if (SLOTS < DEPTH || UNROLLED == 1) w.slot = slot == SLOTS - 1 ? 0 : slot + 1;
+  return b_descriptor(w.x) + slot * (SLOT_BYTES / 16);
+}
 
 // No proxy fence: what cp.async wrote and an mbarrier announced, wgmma reads.
-__device__ __forceinline__ void await_stage(const Warp& w) {
-  bar_wait(w.x + X_BYTES + 8 * w.s.at, w.s.parity);
+__device__ __forceinline__ void await_stage(const Warp& w, int s) {
+  bar_wait(w.x + X_BYTES + 8 * s, w.parity);
+}
+__device__ __forceinline__ u32 read_at(const Warp& w, int s) {
+  return w.x + X_BYTES + 8 * (DEPTH + s);
 }
 __device__ __forceinline__ void release(const Warp& w, int s) {
-  bar_arrive_warp(w.x + X_BYTES + 8 * (DEPTH + s), w.lane);
+  bar_arrive_warp(read_at(w, s), w.lane);
 }
 
-// The 64 rows x N products of one unit over `kt` tiles of K, times 2^-64.
-template <int N> __device__ __forceinline__ void multiply(float (&c)[N / 2], Warp& w, int kt) {
+// The 64 rows x N products of one unit over `kt` tiles of K, times 2^-64. Of `sums` the first N / 2
+// are these, the others are left as they are.
+template <int N>
+__device__ __forceinline__ void multiply(float (&sums)[MOST / 2], Warp& w, int kt) {
+  float (&c)[N / 2] = reinterpret_cast<float (&)[N / 2]>(sums);
 #pragma unroll
   for (int i = 0; i < N / 2; i++) c[i] = 0.f;
-  u32 a[2][8];
-  int before = -1;
+  u32 a[2][8], before = 0;
 #pragma unroll 1
-  for (; kt > 0; kt -= CHUNK) {
-    await_stage(w);
-    // Of one lane, so that the compiler knows it for the same in all and keeps it in a uniform
-    // register.
-    const u64 b =
-        whole_descriptor(__shfl_sync(~0u, b_descriptor(w.x) + w.slot.at * (SLOT_BYTES / 16), 0));
-    const u32 values = w.values + w.s.at * VALUES_STAGE, scales = w.scales + w.s.at * SCALES_STAGE;
+  for (; kt > 0; kt -= DEPTH * CHUNK) {
+    u64 b;
+#pragma unroll UNROLLED
+    for (int s = 0; s < DEPTH; s++) {
+      await_stage(w, s);
+      // Of one lane, so that the compiler knows it for the same in all and keeps it in a uniform
+      // register; again in each pass, so that it keeps no sums of it.
+      if (s == 0 || SLOTS < DEPTH || UNROLLED == 1)
+        b = whole_descriptor(__shfl_sync(~0u, next_slot(w), 0));
+      else
+        b += SLOT_BYTES / 16;
 #pragma unroll
-    for (int k = 0; k < CHUNK; k++) {
-      if (BOTH_EVEN || k < kt) {
-        const uint4 v = lds16(values + k * 128);
-        const u32 s4 = lds4(scales + k * 32);
-        const u64 d = b + k * (TILE_BYTES / 16);
+      for (int k = 0; k < CHUNK; k++) {
+        if (BOTH_EVEN || s * CHUNK + k < kt) {
+          const uint4 v = lds16(w.values + s * VALUES_STAGE + k * 128);
+          const u32 s4 = lds4(w.scales + s * SCALES_STAGE + k * 32);
+          const u64 d = b + k * (TILE_BYTES / 16);
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-          scaled(a[half], half ? v.z : v.x, half ? v.w : v.y,
-              half ? scales16<2>(s4, w.two_7) : scales16<0>(s4, w.two_7));
-          wgmma_fence();
-          products<N>(c, a[half], d + half * 4, d + half * 4 + 2);
-          wgmma_wait<1>();
-          if (k == 0 && half == 0 && before >= 0) release(w, before);
+          for (int half = 0; half < 2; half++) {
+            scaled(a[half], half ? v.z : v.x, half ? v.w : v.y,
+                half ? scales16<2>(s4, w.two_7) : scales16<0>(s4, w.two_7));
+            wgmma_fence();
+            products<N>(c, a[half], d + half * 4, d + half * 4 + 2);
+            wgmma_wait<1>();
+            if (k == 0 && half == 0 && before) bar_arrive(before);
+          }
+        } else if (k == 0) {
+          // Nothing of K is left here. Who stages the next one may wait for the one before.
+          wgmma_wait<0>();
+          if (before) bar_arrive(before);
         }
       }
+      before = w.lane < SPEAKERS ? read_at(w, s) : 0;
     }
-    before = w.s.at;
-    w.next();
+    w.parity ^= 1;
   }
   wgmma_wait<0>();
-  release(w, before);
+  release(w, DEPTH - 1);
 }
 
 struct Outputs {
@@ -380,34 +416,6 @@ struct Outputs {
   u32* parts;
   Gate gate;
 };
-
-// act[pair, I] = swiglu(w13[expert] x[token] + b13[expert]); gate and up rows are interleaved.
-template <int HALF>
-__device__ __forceinline__ void finish_up(float (&c)[HALF], const u16* pairs, int count,
-    float bias0, float bias8, const Outputs& to, int tile, int lane) {
-  u16* out = to.act + tile * 8 + lane_column(lane);
-#pragma unroll
-  for (int j = 0; j < HALF / 4; j++) {
-    if (j * 8 >= count) break;
-    const u32 two = gated(sums_of(c, j, bias0, bias8), to.gate, lane);
-    const int n = j * 8 + lane_token(lane);
-    if (n < count) *reinterpret_cast<u32*>(out + (u64)pairs[n] * (Up::NROWS / 2)) = two;
-  }
-}
-
-// Partial sums w2[expert] act[pair] + b2[expert] in bf16, before the routing's weight.
-template <int HALF>
-__device__ __forceinline__ void finish_down(float (&c)[HALF], const u16* pairs, int count,
-    float bias0, float bias8, const Outputs& to, int tile, int lane) {
-  u32* out = to.parts + (tile * 16 + lane_row(lane)) / 2;
-#pragma unroll
-  for (int j = 0; j < HALF / 4; j++) {
-    if (j * 8 >= count) break;
-    const uint2 four = plain(sums_of(c, j, bias0, bias8), lane);
-    const int n = j * 8 + lane_token(lane);
-    if (n < count) give2(out + (u64)pairs[n] * (Down::NROWS / 2), four);
-  }
-}
 
 // The 16 rows of this warp in the group's unit of a round.
 template <class P> __device__ __forceinline__ int tile_of(const Round& r) {
@@ -425,40 +433,103 @@ __device__ __forceinline__ float2 bias_of(const Meta& m, const float* all, const
   return bias;
 }
 
-// The group's unit of a round.
+// So many times 8 tokens are finished at once, for their instructions wait for one another.
+constexpr int AT_ONCE = 2;
+// Of the group's unit of a round, act[pair, I] = swiglu(w13[expert] x[token] + b13[expert]), of
+// which gate and up rows are interleaved; or partial sums w2[expert] act[pair] + b2[expert] in
+// bf16, before the routing's weight.
 template <class P, int HALF>
 __device__ __forceinline__ void finish(
     float (&c)[HALF], const Meta& m, float2 bias, const Outputs& to, const Round& r) {
   const int lane = thread_now() & 31, tile = tile_of<P>(r), count = m.count[r.chunk];
-  const u16* pairs = m.pairs + m.start[r.chunk];
-  if constexpr (P::DOWN)
-    finish_down(c, pairs, count, bias.x, bias.y, to, tile, lane);
-  else
-    finish_up(c, pairs, count, bias.x, bias.y, to, tile, lane);
+  const u16* pairs = m.pairs + m.start[r.chunk] + lane_token(lane);
+  u32* out = P::DOWN ? to.parts + (tile * 16 + lane_row(lane)) / 2
+                     : reinterpret_cast<u32*>(to.act + tile * 8 + lane_column(lane));
+  constexpr int WIDTH = P::NROWS / (P::DOWN ? 2 : 4), LAST = HALF / 4 - 1;
+#pragma unroll
+  for (int j = 0; j <= LAST; j += AT_ONCE) {
+    if (j * 8 >= count) break;
+    u32 pair[AT_ONCE];
+    Sums sums[AT_ONCE];
+    float2 theirs[AT_ONCE];
+    uint2 words[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) pair[i] = pairs[(j + i) * 8];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      sums[i] = sums_of(c, min(j + i, LAST), bias.x, bias.y);
+      theirs[i] = neighbours(sums[i], lane);
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++)
+      if constexpr (P::DOWN)
+        words[i] = rounded(sums[i], theirs[i], lane);
+      else
+        theirs[i] = activations(sums[i], theirs[i], to.gate, lane);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++)
+      if constexpr (P::DOWN)
+        words[i] = together(words[i], lane);
+      else
+        words[i].x = together(theirs[i], lane);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++)
+      if ((j + i) * 8 + lane_token(lane) < count) {
+        if constexpr (P::DOWN)
+          give2(out + (u64)pair[i] * WIDTH, words[i]);
+        else
+          out[(u64)pair[i] * WIDTH] = words[i].x;
+      }
+  }
+}
+
+// The products of one unit with the N of its chunk.
+__device__ __forceinline__ void multiply_columns(
+    float (&c)[MOST / 2], Warp& w, int kt, int columns) {
+  switch (columns) {
+#define CASE(N)                                                \
+  case N:                                                      \
+    if constexpr (COLUMNS >> N / 8 & 1) multiply<N>(c, w, kt); \
+    break;
+    CASE(16)
+    CASE(24)
+    CASE(32)
+    CASE(40)
+    CASE(48)
+    CASE(64)
+    CASE(72)
+    CASE(80)
+    CASE(88)
+    CASE(96)
+    CASE(112)
+#undef CASE
+  }
 }
 
 // The block's round `i`. The code for both projections is the same: ptxas gives each loop with
 // wgmma registers of its own, and more loops than these do not fit.
-template <int N>
 __device__ __forceinline__ void run_round(
     Warp& w, Meta& m, const Biases& bias_from, const Outputs& to, int i) {
   Round r = as_round(m.round[i % KNOWN]);
   const int kt = r.down ? Down::KT : Up::KT;
   if ((thread_now() >> 7) < r.units) {
-    float c[N / 2];
+    float c[MOST / 2];
     const float2 bias =
         r.down ? bias_of<Down>(m, bias_from.down, r) : bias_of<Up>(m, bias_from.up, r);
-    multiply<N>(c, w, kt);
+    multiply_columns(c, w, kt, columns_of(m.count[r.chunk]));
     r = as_round(m.round[i % KNOWN]);
     if (r.down)
       finish<Down>(c, m, bias, to, r);
     else
       finish<Up>(c, m, bias, to, r);
   } else {
-    for (int left = kt; left > 0; left -= CHUNK) {
-      await_stage(w);
-      release(w, w.s.at);
-      w.next();
+    for (int left = kt; left > 0; left -= DEPTH * CHUNK) {
+      for (int s = 0; s < DEPTH; s++) {
+        await_stage(w, s);
+        next_slot(w);
+        release(w, s);
+      }
+      w.parity ^= 1;
     }
   }
   __syncwarp();
@@ -470,21 +541,13 @@ __device__ __forceinline__ void work(
     Meta& m, const u8* smem, u32 ring, const Biases& biases, const Outputs& to, u32 two_7) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   Warp w = {lane, ring + (warp * 4 + (lane >> 3)) * (CHUNK * 128) + (lane & 7) * 16,
-      ring + DEPTH * VALUES_STAGE + warp * (CHUNK * 32) + (lane >> 2) * 4, smem_u32(smem), {0, 0},
-      {0, 0}, two_7};
+      ring + DEPTH * VALUES_STAGE + warp * (CHUNK * 32) + (lane >> 2) * 4, smem_u32(smem), 0, 0,
+      two_7};
 #pragma unroll 1
   for (int i = 0;; i++) {
     const u32 r = await_round(m, i);
     if (r == NO_ROUND) break;
-    switch (columns_of(m.count[as_round(r).chunk])) {
-#define CASE(N)                                                            \
-  case N:                                                                  \
-    if constexpr (COLUMNS >> N / 8 & 1) run_round<N>(w, m, biases, to, i); \
-    break;
-#define CASES(A, B, C, D, E) CASE(A) CASE(B) CASE(C) CASE(D) CASE(E)
-      CASES(16, 24, 32, 40, 48)
-      CASES(64, 80, 88, 96, 112)
-    }
+    run_round(w, m, biases, to, i);
   }
 }
 
@@ -492,11 +555,10 @@ __device__ __forceinline__ void work(
 struct Staging {
   Place<DEPTH> s, before;
   Place<SLOTS> slot;
-  int staged;
   __device__ __forceinline__ void next() {
     s.next();
     slot.next();
-    if (++staged > SLOTS) before.next();
+    before.next();
   }
 };
 
@@ -518,7 +580,7 @@ __device__ __forceinline__ void stage_round(Staging& s, const Meta& m, u32 x_at,
 #pragma unroll 1
   for (int stage = 0; stage < P::STAGES; stage++) {
     look_ahead(P::STAGES - stage, P::STAGES);
-    if (s.staged >= SLOTS) bar_wait(read + 8 * s.before.at, s.before.parity);
+    bar_wait(read + 8 * s.before.at, s.before.parity);
     const u32 to = to_row + s.slot.at * SLOT_BYTES;
     const u8* source = x + stage * (CHUNK * 128);
 #pragma unroll
@@ -568,7 +630,7 @@ struct Numbers {
   __device__ __forceinline__ void ask() { next = atomicAdd(taken, 1) + gridDim.x; }
   // Says what the block's round `i` is.
   __device__ __forceinline__ void say(Meta& m, int i) {
-    const u32 r = round_of(next, m.chunks);
+    const u32 r = round_of(next, m);
     if (i >= KNOWN) bar_wait(smem_u32(m.told + i % KNOWN), i / KNOWN - 1 & 1);
     m.round[i % KNOWN] = r;
     bar_arrive(smem_u32(m.known + i % KNOWN));
@@ -582,7 +644,9 @@ constexpr int ASK = 4, SAY = 3;
 // The activations of all rounds, and what these are.
 __device__ __forceinline__ void stage(
     Meta& m, u32 x_at, const u8* __restrict__ x, const u8* act, u32* ready, int thread) {
-  Staging s = {{0, 0}, {0, 0}, {0, 0}, 0};
+  // The ring is read before it begins: a barrier lets pass who waits for the phase before its
+  // first.
+  Staging s = {{0, 0}, {DEPTH - SLOTS, 1}, {0, 0}};
   Numbers numbers = {ready + MAX_CHUNKS, rounds_of(m.chunks), (int)blockIdx.x};
   const bool numbering = thread == 32;
   bool there = false;  // of thread 0: the next round's activations are
@@ -618,57 +682,41 @@ __device__ __forceinline__ void stage(
   }
 }
 
-// Eight outputs of a token and where their partial sums are.
-struct Eight {
-  u32* from;
-  u16* to;
-  int pick;
+// Eight outputs of a token: partial sums times their weights in the order of its choices, as soon
+// as all have arrived.
+__device__ __forceinline__ void add_up(
+    const Meta& m, u32* parts, u16* out, int token, int row, int pick) {
+  u32* from = parts + ((u64)token * ACTIVE * Down::NROWS + row) / 2;
   uint4 seen[ACTIVE];
-};
-__device__ __forceinline__ void look_at(
-    Eight& e, const Meta& m, u32* parts, u16* out, int at, int token0) {
-  const int token = at / EIGHTS, row = at % EIGHTS * 8;
-  e.pick = (token - token0) * ACTIVE;
-  e.from = parts + ((u64)token * ACTIVE * Down::NROWS + row) / 2;
-  e.to = out + (u64)token * Down::NROWS + row;
-#pragma unroll
-  for (int a = 0; a < ACTIVE; a++)
-    e.seen[a] =
-        m.ids[e.pick + a] < 0 ? make_uint4(0, 0, 0, 0) : look4(e.from + a * (Down::NROWS / 2));
-}
-// Partial sums times their weights in the order of a token's choices, as soon as all have arrived.
-__device__ __forceinline__ void add_up(Eight& e, const Meta& m) {
   float sum[8] = {};
 #pragma unroll
+  for (int a = 0; a < ACTIVE; a++)
+    seen[a] = m.ids[pick + a] < 0 ? make_uint4(0, 0, 0, 0) : look4(from + a * (Down::NROWS / 2));
+#pragma unroll
   for (int a = 0; a < ACTIVE; a++) {
-    while (!arrived(e.seen[a])) {
+    while (!arrived(seen[a])) {
       __nanosleep(40);
-      e.seen[a] = look4(e.from + a * (Down::NROWS / 2));
+      seen[a] = look4(from + a * (Down::NROWS / 2));
     }
-    add_weighted(sum, e.seen[a], m.weights[e.pick + a]);
+    add_weighted(sum, seen[a], m.weights[pick + a]);
   }
 #pragma unroll
   for (int a = 0; a < ACTIVE; a++)
-    if (m.ids[e.pick + a] >= 0)
-      *reinterpret_cast<uint4*>(e.from + a * (Down::NROWS / 2)) =
+    if (m.ids[pick + a] >= 0)
+      *reinterpret_cast<uint4*>(from + a * (Down::NROWS / 2)) =
           make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
-  *reinterpret_cast<uint4*>(e.to) = pack8(sum);
+  *reinterpret_cast<uint4*>(out + (u64)token * Down::NROWS + row) = pack8(sum);
 }
-// As combine_all, with ids and weights of this block's share alone, two places of a thread at once.
+// As combine_all, with ids and weights of this block's share alone. One place of a thread at a
+// time: more of them are more code, all of which is fetched once, while everybody waits.
 __device__ __forceinline__ void combine_share(
     const Meta& m, u32* parts, u16* out, int tokens, int thread) {
-  constexpr int MEMBERS = CONSUMERS * 32, TOGETHER = ACTIVE <= 4 ? 2 : 1;
   const int each = eights_each(tokens), first = blockIdx.x * each, token0 = share_token(tokens),
             end = min(first + each, tokens * EIGHTS);
 #pragma unroll 1
-  for (int at = first + thread; at < end; at += MEMBERS * TOGETHER) {
-    Eight e[TOGETHER];
-#pragma unroll
-    for (int i = 0; i < TOGETHER; i++)
-      if (at + i * MEMBERS < end) look_at(e[i], m, parts, out, at + i * MEMBERS, token0);
-#pragma unroll
-    for (int i = 0; i < TOGETHER; i++)
-      if (at + i * MEMBERS < end) add_up(e[i], m);
+  for (int at = first + thread; at < end; at += CONSUMERS * 32) {
+    const int token = at / EIGHTS;
+    add_up(m, parts, out, token, at % EIGHTS * 8, (token - token0) * ACTIVE);
   }
 }
 

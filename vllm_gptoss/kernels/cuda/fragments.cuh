@@ -27,25 +27,43 @@ __device__ __forceinline__ Sums sums_of(float (&c)[HALF], int j, float bias0, fl
       fmaf(c[4 * j + 2], TWO_64F, bias8), fmaf(c[4 * j + 3], TWO_64F, bias8)};
 }
 
-// Lanes of an even row hold gates, of the odd row above it ups: each finishes one of its two
-// tokens, and takes a neighbour's value of that token to store two at once.
-__device__ __forceinline__ u32 gated(const Sums& s, const Gate& gate, int lane) {
-  const bool up = lane >> 2 & 1, q = lane >> 3 & 1;
-  const float r0 = __shfl_xor_sync(~0u, up ? s.d0 : s.d1, 4),
-              r1 = __shfl_xor_sync(~0u, up ? s.d2 : s.d3, 4);
-  const float v0 = gate(up ? r0 : s.d0, up ? s.d1 : r0), v1 = gate(up ? r1 : s.d2, up ? s.d3 : r1);
-  const float other = __shfl_xor_sync(~0u, q ? v0 : v1, 8);
-  return q ? pack(other, v1) : pack(v0, other);
+// The other lane's rows of the lane's own token: rows g ^ 1 and g + 8 ^ 1. Of an even row the first
+// of both tokens is its own, of an odd row the second.
+__device__ __forceinline__ float2 neighbours(const Sums& s, int lane) {
+  const bool odd = lane >> 2 & 1;
+  return {__shfl_xor_sync(~0u, odd ? s.d0 : s.d1, 4), __shfl_xor_sync(~0u, odd ? s.d2 : s.d3, 4)};
 }
 
-// A lane of an even row takes its first token, of an odd row the second, and of four rows together
-// one half each.
+// Rows are gates and ups in turn: two activations of the lane's own token.
+__device__ __forceinline__ float2 activations(
+    const Sums& s, float2 theirs, const Gate& gate, int lane) {
+  const bool up = lane >> 2 & 1;
+  return {gate(up ? theirs.x : s.d0, up ? s.d1 : theirs.x),
+      gate(up ? theirs.y : s.d2, up ? s.d3 : theirs.y)};
+}
+// With another lane's of that token, two beside one another.
+__device__ __forceinline__ u32 together(float2 v, int lane) {
+  const bool q = lane >> 3 & 1;
+  const float other = __shfl_xor_sync(~0u, q ? v.x : v.y, 8);
+  return q ? pack(other, v.y) : pack(v.x, other);
+}
+
+// The lane's own token's rows of both lanes, in bf16: g and g ^ 1, g + 8 and g + 8 ^ 1.
+__device__ __forceinline__ uint2 rounded(const Sums& s, float2 theirs, int lane) {
+  const bool odd = lane >> 2 & 1;
+  return {odd ? pack(theirs.x, s.d1) : pack(s.d0, theirs.x),
+      odd ? pack(theirs.y, s.d3) : pack(s.d2, theirs.y)};
+}
+// With another lane's of that token, four rows beside one another.
+__device__ __forceinline__ uint2 together(uint2 v, int lane) {
+  const bool upper = lane >> 3 & 1;
+  const u32 other = __shfl_xor_sync(~0u, upper ? v.x : v.y, 8);
+  return upper ? make_uint2(other, v.y) : make_uint2(v.x, other);
+}
+
+__device__ __forceinline__ u32 gated(const Sums& s, const Gate& gate, int lane) {
+  return together(activations(s, neighbours(s, lane), gate, lane), lane);
+}
 __device__ __forceinline__ uint2 plain(const Sums& s, int lane) {
-  const bool odd = lane >> 2 & 1, upper = lane >> 3 & 1;
-  const float r0 = __shfl_xor_sync(~0u, odd ? s.d0 : s.d1, 4),
-              r1 = __shfl_xor_sync(~0u, odd ? s.d2 : s.d3, 4);
-  const u32 low = odd ? pack(r0, s.d1) : pack(s.d0, r0),
-            high = odd ? pack(r1, s.d3) : pack(s.d2, r1);
-  const u32 other = __shfl_xor_sync(~0u, upper ? low : high, 8);
-  return upper ? make_uint2(other, high) : make_uint2(low, other);
+  return together(rounded(s, neighbours(s, lane), lane), lane);
 }
