@@ -72,8 +72,8 @@ STREAMING = Tuning(groups=4, depth=3, chunk=5, unrolled=True, columns=(16, 24, 3
 MIDDLE = Tuning(groups=3, depth=3, chunk=5, unrolled=False, columns=(32, 48, 64, 72, 80, 88))
 WIDE = Tuning(groups=3, depth=3, chunk=3, unrolled=True, columns=(32, 48, 64, 80, 96, 112))
 """Four groups stream the weights of few tokens an expert faster; three have the registers for more columns of products,
-and stages of three tiles the memory for 112. Each number of columns is a loop of its own, and what runs in turn must
-fit into the instruction caches: six loops over a whole ring of five tiles do not (docs/kernels/log.md)."""
+and stages of three tiles the memory for 112. Each number of columns is a loop of its own. Six loops over a whole ring
+of five tiles are so much code that they are slower than loops over a stage (docs/kernels/log.md)."""
 
 BY_PAIRS = {32: STREAMING, 64: MIDDLE, 96: WIDE}
 """By the pairs (a token and one of its experts) for each routed expert up to which each runs: 256, 512 and 768 tokens
