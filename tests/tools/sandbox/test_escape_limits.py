@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
 async def stopped(provider: PythonProvider, code: str, said: str) -> None:
     """A program that would print ESCAPED in its end is stopped before, and `said` is why.
 
-    What is dear to count is counted again after twenty times as long as it took: seconds on a slow machine.
+    What is dear to count is counted again after twenty times as long as it took, or five seconds.
     """
     result = await run(provider, code)
     assert "ESCAPED" not in result.text
