@@ -73,6 +73,8 @@ constexpr int UNIT_VALUES = CHUNK * 2048, UNIT_SCALES = CHUNK * 128,
 // nobody's.
 constexpr int TILE_BYTES = MOST * 128, SLOT_BYTES = CHUNK * TILE_BYTES,
               SLOTS = X_BYTES / SLOT_BYTES < DEPTH ? X_BYTES / SLOT_BYTES : DEPTH;
+// A loop over a pass with a slot for each stage knows them when compiled; any other counts.
+constexpr bool COUNTS_SLOTS = SLOTS < DEPTH || UNROLLED == 1;
 // Of the rounds that a block knows of: those that some of its warps are still at lie within.
 constexpr int KNOWN = 32;
 // Of the tokens that one of at least 32 blocks adds up.
@@ -347,7 +349,7 @@ struct Warp {
 // The descriptor of the next slot of activations.
 __device__ __forceinline__ u32 next_slot(Warp& w) {
   const int slot = w.slot;
-  if (SLOTS < DEPTH || UNROLLED == 1) w.slot = slot == SLOTS - 1 ? 0 : slot + 1;
+  if (COUNTS_SLOTS) w.slot = slot == SLOTS - 1 ? 0 : slot + 1;
   return b_descriptor(w.x) + slot * (SLOT_BYTES / 16);
 }
 
@@ -378,7 +380,7 @@ __device__ __forceinline__ void multiply(float (&sums)[MOST / 2], Warp& w, int k
       await_stage(w, s);
       // Of one lane, so that the compiler knows it for the same in all and keeps it in a uniform
       // register; again in each pass, so that it keeps no sums of it.
-      if (s == 0 || SLOTS < DEPTH || UNROLLED == 1)
+      if (s == 0 || COUNTS_SLOTS)
         b = whole_descriptor(__shfl_sync(~0u, next_slot(w), 0));
       else
         b += SLOT_BYTES / 16;
@@ -437,7 +439,8 @@ __device__ __forceinline__ float2 bias_of(const Meta& m, const float* all, const
 constexpr int AT_ONCE = 2;
 // Of the group's unit of a round, act[pair, I] = swiglu(w13[expert] x[token] + b13[expert]), of
 // which gate and up rows are interleaved; or partial sums w2[expert] act[pair] + b2[expert] in
-// bf16, before the routing's weight.
+// bf16, before the routing's weight. What is finished past the chunk's tokens is of other bytes,
+// and stored nowhere.
 template <class P, int HALF>
 __device__ __forceinline__ void finish(
     float (&c)[HALF], const Meta& m, float2 bias, const Outputs& to, const Round& r) {

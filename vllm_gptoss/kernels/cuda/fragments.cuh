@@ -4,8 +4,9 @@
 //
 // Offers: sums_of; lane_token (of the 8, the lane's own); gated and lane_column (two activations of
 // up, whose rows are gates and ups in turn, and the first one's column of 8); plain and lane_row
-// (four rows of down in bf16, and the first one's row of 16). Barriers: none; all lanes of a warp
-// call together.
+// (four rows of down in bf16, and the first one's row of 16); and the steps of both, for who takes
+// several sets of 8 tokens through each: neighbours, then activations or rounded, then together.
+// Barriers: none; all lanes of a warp call together.
 #include "common.cuh"
 #include "mxfp4.cuh"
 #include "swiglu.cuh"
