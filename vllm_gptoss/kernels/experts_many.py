@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,13 +63,20 @@ class Tuning:
         return self.groups * self.depth * self.chunk * (2048 + 128)
 
     @property
+    def slot_bytes(self) -> int:
+        """Of a stage of activations."""
+        return self.chunk * max(self.columns) * 128
+
+    @property
     def threads(self) -> int:
         """Of a block."""
         return (self.groups + 1) * 128
 
 
+COLUMNS = (16, 24, 32, 40, 48, 64, 72, 80, 88, 96, 112)
+"""Of the products that experts_many.cu has."""
 STREAMING = Tuning(groups=4, depth=3, chunk=5, unrolled=True, columns=(16, 24, 32, 40, 48))
-MIDDLE = Tuning(groups=3, depth=3, chunk=5, unrolled=False, columns=(32, 48, 64, 72, 80, 88))
+MIDDLE = Tuning(groups=3, depth=3, chunk=5, unrolled=False, columns=(32, 48, 64, 72, 80, 96))
 WIDE = Tuning(groups=3, depth=3, chunk=3, unrolled=True, columns=(32, 48, 64, 80, 96, 112))
 """Four groups stream the weights of few tokens an expert faster; three have the registers for more columns of products,
 and stages of three tiles the memory for 112. Each number of columns is a loop of its own. Six loops over a whole ring
@@ -106,6 +113,16 @@ def x_bytes(tuning: Tuning, most: int, active: int, experts: int) -> int:
     """What is left of shared memory for activations."""
     left = SHARED_LIMIT - tuning.ring_bytes - meta_bytes(tuning, most, active, experts)
     return left // 1024 * 1024
+
+
+def fitted(tuning: Tuning, most: int, active: int, experts: int) -> Tuning:
+    """`tuning` with the most columns that leave memory for two stages of activations: long lists of pairs take some."""
+    *fewer, largest = tuning.columns
+    for columns in sorted((n for n in COLUMNS if fewer[-1] < n <= largest), reverse=True):
+        made = replace(tuning, columns=(*fewer, columns))
+        if x_bytes(made, most, active, experts) >= 2 * made.slot_bytes:
+            return made
+    return tuning
 
 
 def shared_bytes(tuning: Tuning, most: int, active: int, experts: int) -> int:
@@ -151,7 +168,8 @@ class ManyTokenExperts(SameLayer):
 
     def __init__(self, few: FewTokenExperts) -> None:
         super().__init__(few)
-        self.tunings = tunings_for(few.routed, few.active)
+        sizes = (few.active, few.up.experts)
+        self.tunings = {most: fitted(each, most, *sizes) for most, each in tunings_for(few.routed, few.active).items()}
         self.max_tokens = max(self.tunings)
         self._launches: dict[tuple[int, tuple[int, int]], nvrtc.Kernel] = {}
         self._maps: dict[int, tuple[TensorMap, ...]] = {}

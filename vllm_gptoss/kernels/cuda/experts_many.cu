@@ -234,12 +234,16 @@ __device__ __forceinline__ void list_in_order(Meta& m, const Routed& t, int pair
 // each block: that changes no sum, for a pair's products are a column of their own.
 __device__ __forceinline__ void find_work(Meta& m, Routed& t, int tokens, int thread) {
   const int pairs = tokens * ACTIVE;
+  signed char expert[PASSES];
   u16 ranks[PASSES];
 #pragma unroll
   for (int p = 0; p < PASSES; p++) {
     const int i = p * THREADS + thread;
-    if (i < pairs && t.ids[i] >= 0) ranks[p] = atomicAdd(t.counts + t.ids[i], 1u);
+    expert[p] = i < pairs ? t.ids[i] : -1;
   }
+#pragma unroll
+  for (int p = 0; p < PASSES; p++)
+    if (expert[p] >= 0) ranks[p] = atomicAdd(t.counts + expert[p], 1u);
   const int pick = share_token(tokens) * ACTIVE + thread;
   if (thread < SHARE_PICKS && pick < pairs) {
     m.weights[thread] = t.weights[pick];
@@ -251,9 +255,8 @@ __device__ __forceinline__ void find_work(Meta& m, Routed& t, int tokens, int th
   order_second_half(m, thread);
 #pragma unroll
   for (int p = 0; p < PASSES; p++) {
-    const int i = p * THREADS + thread;
-    if (i < pairs && t.ids[i] >= 0 && t.counts[t.ids[i]] <= MOST)
-      m.pairs[m.offset[t.ids[i]] + ranks[p]] = i;
+    const int e = expert[p];
+    if (e >= 0 && t.counts[e] <= MOST) m.pairs[m.offset[e] + ranks[p]] = p * THREADS + thread;
   }
   list_in_order(m, t, pairs, thread);
   __syncthreads();
@@ -364,6 +367,15 @@ __device__ __forceinline__ void release(const Warp& w, int s) {
   bar_arrive_warp(read_at(w, s), w.lane);
 }
 
+// What a lane has of a tile of weights and of its scales.
+struct Packed {
+  uint4 values;
+  u32 scales;
+};
+__device__ __forceinline__ Packed read_tile(const Warp& w, int s, int k) {
+  return {lds16(w.values + s * VALUES_STAGE + k * 128), lds4(w.scales + s * SCALES_STAGE + k * 32)};
+}
+
 // The 64 rows x N products of one unit over `kt` tiles of K, times 2^-64. Of `sums` the first N / 2
 // are these, the others are left as they are.
 template <int N>
@@ -384,16 +396,19 @@ __device__ __forceinline__ void multiply(float (&sums)[MOST / 2], Warp& w, int k
         b = whole_descriptor(__shfl_sync(~0u, next_slot(w), 0));
       else
         b += SLOT_BYTES / 16;
+      // Read a tile ahead: no product waits for shared memory then, 1 to 2 % of all cycles.
+      Packed next = read_tile(w, s, 0);
 #pragma unroll
       for (int k = 0; k < CHUNK; k++) {
         if (BOTH_EVEN || s * CHUNK + k < kt) {
-          const uint4 v = lds16(w.values + s * VALUES_STAGE + k * 128);
-          const u32 s4 = lds4(w.scales + s * SCALES_STAGE + k * 32);
+          const Packed t = next;
+          const uint4 v = t.values;
           const u64 d = b + k * (TILE_BYTES / 16);
 #pragma unroll
           for (int half = 0; half < 2; half++) {
             scaled(a[half], half ? v.z : v.x, half ? v.w : v.y,
-                half ? scales16<2>(s4, w.two_7) : scales16<0>(s4, w.two_7));
+                half ? scales16<2>(t.scales, w.two_7) : scales16<0>(t.scales, w.two_7));
+            if (half == 0 && k + 1 < CHUNK) next = read_tile(w, s, k + 1);
             wgmma_fence();
             products<N>(c, a[half], d + half * 4, d + half * 4 + 2);
             wgmma_wait<1>();
@@ -435,8 +450,6 @@ __device__ __forceinline__ float2 bias_of(const Meta& m, const float* all, const
   return bias;
 }
 
-// So many times 8 tokens are finished at once, for their instructions wait for one another.
-constexpr int AT_ONCE = 2;
 // Of the group's unit of a round, act[pair, I] = swiglu(w13[expert] x[token] + b13[expert]), of
 // which gate and up rows are interleaved; or partial sums w2[expert] act[pair] + b2[expert] in
 // bf16, before the routing's weight. What is finished past the chunk's tokens is of other bytes,
@@ -448,43 +461,34 @@ __device__ __forceinline__ void finish(
   const u16* pairs = m.pairs + m.start[r.chunk] + lane_token(lane);
   u32* out = P::DOWN ? to.parts + (tile * 16 + lane_row(lane)) / 2
                      : reinterpret_cast<u32*>(to.act + tile * 8 + lane_column(lane));
-  constexpr int WIDTH = P::NROWS / (P::DOWN ? 2 : 4), LAST = HALF / 4 - 1;
+  constexpr int WIDTH = P::NROWS / (P::DOWN ? 2 : 4);
 #pragma unroll
-  for (int j = 0; j <= LAST; j += AT_ONCE) {
+  for (int j = 0; j < HALF / 4; j += AT_ONCE) {
     if (j * 8 >= count) break;
     u32 pair[AT_ONCE];
-    Sums sums[AT_ONCE];
-    float2 theirs[AT_ONCE];
-    uint2 words[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) pair[i] = pairs[(j + i) * 8];
+    const auto is_token = [&](int i) { return (j + i) * 8 + lane_token(lane) < count; };
+    if constexpr (P::DOWN) {
+      uint2 four[AT_ONCE];
+      plain(four, c, j, bias, lane);
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) {
-      sums[i] = sums_of(c, min(j + i, LAST), bias.x, bias.y);
-      theirs[i] = neighbours(sums[i], lane);
+      for (int i = 0; i < AT_ONCE; i++)
+        if (is_token(i)) give2(out + (u64)pair[i] * WIDTH, four[i]);
+    } else {
+      u32 two[AT_ONCE];
+      gated(two, c, j, bias, to.gate, lane);
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++)
+        if (is_token(i)) out[(u64)pair[i] * WIDTH] = two[i];
     }
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; i++)
-      if constexpr (P::DOWN)
-        words[i] = rounded(sums[i], theirs[i], lane);
-      else
-        theirs[i] = activations(sums[i], theirs[i], to.gate, lane);
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; i++)
-      if constexpr (P::DOWN)
-        words[i] = together(words[i], lane);
-      else
-        words[i].x = together(theirs[i], lane);
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; i++)
-      if ((j + i) * 8 + lane_token(lane) < count) {
-        if constexpr (P::DOWN)
-          give2(out + (u64)pair[i] * WIDTH, words[i]);
-        else
-          out[(u64)pair[i] * WIDTH] = words[i].x;
-      }
   }
 }
+
+// Every N that there are products for.
+#define EACH_N(OF) OF(16) OF(24) OF(32) OF(40) OF(48) OF(64) OF(72) OF(80) OF(88) OF(96) OF(112)
+#define BIT(N) | 1 << N / 8
+static_assert((COLUMNS & ~(0 EACH_N(BIT))) == 0, "columns without products");
 
 // The products of one unit with the N of its chunk.
 __device__ __forceinline__ void multiply_columns(
@@ -494,17 +498,7 @@ __device__ __forceinline__ void multiply_columns(
   case N:                                                      \
     if constexpr (COLUMNS >> N / 8 & 1) multiply<N>(c, w, kt); \
     break;
-    CASE(16)
-    CASE(24)
-    CASE(32)
-    CASE(40)
-    CASE(48)
-    CASE(64)
-    CASE(72)
-    CASE(80)
-    CASE(88)
-    CASE(96)
-    CASE(112)
+    EACH_N(CASE)
 #undef CASE
   }
 }
@@ -685,9 +679,9 @@ __device__ __forceinline__ void stage(
   }
 }
 
-// Eight outputs of a token: partial sums times their weights in the order of its choices, as soon
-// as all have arrived.
-__device__ __forceinline__ void add_up(
+// Eight outputs of a token: partial sums times their weights in the order of its choices, if all
+// have arrived. Says whether.
+__device__ __forceinline__ bool add_up(
     const Meta& m, u32* parts, u16* out, int token, int row, int pick) {
   u32* from = parts + ((u64)token * ACTIVE * Down::NROWS + row) / 2;
   uint4 seen[ACTIVE];
@@ -695,31 +689,47 @@ __device__ __forceinline__ void add_up(
 #pragma unroll
   for (int a = 0; a < ACTIVE; a++)
     seen[a] = m.ids[pick + a] < 0 ? make_uint4(0, 0, 0, 0) : look4(from + a * (Down::NROWS / 2));
+  bool all = true;
 #pragma unroll
-  for (int a = 0; a < ACTIVE; a++) {
-    while (!arrived(seen[a])) {
-      __nanosleep(40);
-      seen[a] = look4(from + a * (Down::NROWS / 2));
-    }
-    add_weighted(sum, seen[a], m.weights[pick + a]);
-  }
+  for (int a = 0; a < ACTIVE; a++) all = all && arrived(seen[a]);
+  if (!all) return false;
+#pragma unroll
+  for (int a = 0; a < ACTIVE; a++) add_weighted(sum, seen[a], m.weights[pick + a]);
 #pragma unroll
   for (int a = 0; a < ACTIVE; a++)
     if (m.ids[pick + a] >= 0)
       *reinterpret_cast<uint4*>(from + a * (Down::NROWS / 2)) =
           make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
   *reinterpret_cast<uint4*>(out + (u64)token * Down::NROWS + row) = pack8(sum);
+  return true;
 }
 // As combine_all, with ids and weights of this block's share alone. One place of a thread at a
-// time: more of them are more code, all of which is fetched once, while everybody waits.
+// time: more of them are more code, all of which is fetched once, while everybody waits. Whatever
+// has arrived is added up first: of the outputs few wait for the blocks that end last, and nothing
+// else is left to do when those sums come.
 __device__ __forceinline__ void combine_share(
     const Meta& m, u32* parts, u16* out, int tokens, int thread) {
   const int each = eights_each(tokens), first = blockIdx.x * each, token0 = share_token(tokens),
             end = min(first + each, tokens * EIGHTS);
+  constexpr int ADDERS = CONSUMERS * 32;
 #pragma unroll 1
-  for (int at = first + thread; at < end; at += CONSUMERS * 32) {
-    const int token = at / EIGHTS;
-    add_up(m, parts, out, token, at % EIGHTS * 8, (token - token0) * ACTIVE);
+  for (int start = first + thread; start < end; start += 32 * ADDERS) {
+    u32 added = 0;
+    bool missing;
+#pragma unroll 1
+    do {
+      missing = false;
+#pragma unroll 1
+      for (int i = 0, at = start; i < 32 && at < end; i++, at += ADDERS) {
+        if (added >> i & 1) continue;
+        const int token = at / EIGHTS;
+        if (add_up(m, parts, out, token, at % EIGHTS * 8, (token - token0) * ACTIVE))
+          added |= 1u << i;
+        else
+          missing = true;
+      }
+      if (missing) __nanosleep(100);
+    } while (missing);
   }
 }
 

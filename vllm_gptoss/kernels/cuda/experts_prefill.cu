@@ -356,28 +356,34 @@ __device__ __forceinline__ void multiply(float (&c)[MOST / 2], Place<STAGES>& s,
 }
 
 // act[slot, I] = swiglu(w13[expert] x[token] + b13[expert]); gate and up rows are interleaved.
-__device__ __forceinline__ void finish_up(float (&c)[MOST / 2], u16* out, int count, float bias0,
-    float bias8, const Gate& gate, int lane) {
+__device__ __forceinline__ void finish_up(
+    float (&c)[MOST / 2], u16* out, int count, float2 bias, const Gate& gate, int lane) {
   out += lane_column(lane) + lane_token(lane) * (Up::NROWS / 2);
 #pragma unroll
-  for (int j = 0; j < MOST / 8; j++) {
+  for (int j = 0; j < MOST / 8; j += AT_ONCE) {
     if (j * 8 >= count) break;
-    const u32 two = gated(sums_of(c, j, bias0, bias8), gate, lane);
-    if (j * 8 + lane_token(lane) < count)
-      *reinterpret_cast<u32*>(out + j * 8 * (Up::NROWS / 2)) = two;
+    u32 two[AT_ONCE];
+    gated(two, c, j, bias, gate, lane);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++)
+      if ((j + i) * 8 + lane_token(lane) < count)
+        *reinterpret_cast<u32*>(out + (j + i) * 8 * (Up::NROWS / 2)) = two[i];
   }
 }
 
 // parts[slot] = w2[expert] act[slot] + b2[expert], before the routing's weight.
 __device__ __forceinline__ void finish_down(
-    float (&c)[MOST / 2], u16* out, int count, float bias0, float bias8, int lane) {
+    float (&c)[MOST / 2], u16* out, int count, float2 bias, int lane) {
   out += lane_row(lane) + lane_token(lane) * Down::NROWS;
 #pragma unroll
-  for (int j = 0; j < MOST / 8; j++) {
+  for (int j = 0; j < MOST / 8; j += AT_ONCE) {
     if (j * 8 >= count) break;
-    const uint2 four = plain(sums_of(c, j, bias0, bias8), lane);
-    if (j * 8 + lane_token(lane) < count)
-      *reinterpret_cast<uint2*>(out + j * 8 * Down::NROWS) = four;
+    uint2 four[AT_ONCE];
+    plain(four, c, j, bias, lane);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++)
+      if ((j + i) * 8 + lane_token(lane) < count)
+        *reinterpret_cast<uint2*>(out + (j + i) * 8 * Down::NROWS) = four[i];
   }
 }
 
@@ -411,13 +417,12 @@ __device__ __forceinline__ void work(Meta& m, u32 smem, const float* up_bias,
           tile * 16 + (lane >> 2);
       float c[MOST / 2];
       multiply(c, s, smem, full, empty, turns, n, two_7, warp, lane);
-      const float bias0 = __ldg(bias), bias8 = __ldg(bias + 8);
+      const float2 both = {__ldg(bias), __ldg(bias + 8)};
       if (t.kind)
-        finish_down(
-            c, to.parts + (u64)t.start * Down::NROWS + tile * 16, t.count, bias0, bias8, lane);
+        finish_down(c, to.parts + (u64)t.start * Down::NROWS + tile * 16, t.count, both, lane);
       else
-        finish_up(c, to.act + (u64)t.start * (Up::NROWS / 2) + tile * 8, t.count, bias0, bias8,
-            to.gate, lane);
+        finish_up(
+            c, to.act + (u64)t.start * (Up::NROWS / 2) + tile * 8, t.count, both, to.gate, lane);
     } else {
       for (int k = 0; k < turns; k++) {
         bar_wait(full + 8 * s.at, s.parity);

@@ -2,11 +2,11 @@
 // g + 8, tokens 2t and 2t + 1 (lane = 4g + t). Neighbours exchange halves, so that a lane has one
 // token and values that lie beside one another.
 //
-// Offers: sums_of; lane_token (of the 8, the lane's own); gated and lane_column (two activations of
-// up, whose rows are gates and ups in turn, and the first one's column of 8); plain and lane_row
-// (four rows of down in bf16, and the first one's row of 16); and the steps of both, for who takes
-// several sets of 8 tokens through each: neighbours, then activations or rounded, then together.
-// Barriers: none; all lanes of a warp call together.
+// Offers: lane_token (of the 8, the lane's own); gated and lane_column (two activations of up,
+// whose rows are gates and ups in turn, and the first one's column of 8); plain and lane_row (four
+// rows of down in bf16, and the first one's row of 16). Both take AT_ONCE sets of 8 tokens, for
+// their instructions wait for one another: 1 % of all cycles against one set. Barriers: none; all
+// lanes of a warp call together.
 #include "common.cuh"
 #include "mxfp4.cuh"
 #include "swiglu.cuh"
@@ -62,9 +62,36 @@ __device__ __forceinline__ uint2 together(uint2 v, int lane) {
   return upper ? make_uint2(other, v.y) : make_uint2(v.x, other);
 }
 
-__device__ __forceinline__ u32 gated(const Sums& s, const Gate& gate, int lane) {
-  return together(activations(s, neighbours(s, lane), gate, lane), lane);
+constexpr int AT_ONCE = 2;
+// The sets from the j-th of c on. Past the last one it is that one again.
+template <int HALF>
+__device__ __forceinline__ void sums_of(Sums (&to)[AT_ONCE], float (&c)[HALF], int j, float2 bias) {
+#pragma unroll
+  for (int i = 0; i < AT_ONCE; i++) to[i] = sums_of(c, min(j + i, HALF / 4 - 1), bias.x, bias.y);
 }
-__device__ __forceinline__ uint2 plain(const Sums& s, int lane) {
-  return together(rounded(s, neighbours(s, lane), lane), lane);
+template <int HALF>
+__device__ __forceinline__ void gated(
+    u32 (&to)[AT_ONCE], float (&c)[HALF], int j, float2 bias, const Gate& gate, int lane) {
+  Sums sums[AT_ONCE];
+  float2 v[AT_ONCE];
+  sums_of(sums, c, j, bias);
+#pragma unroll
+  for (int i = 0; i < AT_ONCE; i++) v[i] = neighbours(sums[i], lane);
+#pragma unroll
+  for (int i = 0; i < AT_ONCE; i++) v[i] = activations(sums[i], v[i], gate, lane);
+#pragma unroll
+  for (int i = 0; i < AT_ONCE; i++) to[i] = together(v[i], lane);
+}
+template <int HALF>
+__device__ __forceinline__ void plain(
+    uint2 (&to)[AT_ONCE], float (&c)[HALF], int j, float2 bias, int lane) {
+  Sums sums[AT_ONCE];
+  float2 v[AT_ONCE];
+  sums_of(sums, c, j, bias);
+#pragma unroll
+  for (int i = 0; i < AT_ONCE; i++) v[i] = neighbours(sums[i], lane);
+#pragma unroll
+  for (int i = 0; i < AT_ONCE; i++) to[i] = rounded(sums[i], v[i], lane);
+#pragma unroll
+  for (int i = 0; i < AT_ONCE; i++) to[i] = together(to[i], lane);
 }
