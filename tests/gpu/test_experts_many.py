@@ -20,7 +20,7 @@ def layer(request: pytest.FixtureRequest) -> Kernels:
 
 
 @pytest.mark.parametrize("routed", cases.ROUTINGS)
-@pytest.mark.parametrize("tokens", [1, 33, 64, 128, 300, 512, 700, 2048])
+@pytest.mark.parametrize("tokens", [1, 33, 64, 128, 300, 512, 700, 1300, 2048])
 def test_many_tokens_match_float64_and_repeat_bit_for_bit(layer: Kernels, tokens: int, routed: str) -> None:
     many = ManyTokenExperts(layer[0])
     cases.experts_by_routing(many, layer[1], layer[2], min(tokens, many.max_tokens), routed)

@@ -8,11 +8,21 @@ import math
 import pytest
 import torch
 
-from tests.kernels.cubins import compiled
+from tests.kernels.cubins import compiled, judged
 from tests.kernels.on_meta import SHAPES, prepared
 from vllm_gptoss.kernels import experts_many, experts_plan, nvrtc
 from vllm_gptoss.kernels.experts import Recipe
-from vllm_gptoss.kernels.experts_many import MAX_PAIRS, MAX_TOKENS, NAME, SOURCE, compile_options, tunings_for
+from vllm_gptoss.kernels.experts_many import (
+    BY_PAIRS,
+    COLUMNS,
+    MAX_PAIRS,
+    MAX_TOKENS,
+    NAME,
+    SOURCE,
+    compile_options,
+    fitted,
+    tunings_for,
+)
 
 
 def options_of(recipe: Recipe) -> list[str]:
@@ -63,11 +73,27 @@ def test_boxes_of_every_shape_are_what_the_copy_engine_takes(
 
 def test_every_step_has_kernels_and_wide_ones_where_experts_have_many_tokens() -> None:
     most = {routed: {tokens: each.groups for tokens, each in tunings_for(routed, 4).items()} for routed in (32, 128)}
-    assert most == {32: {256: 4, 512: 3, 768: 3}, 128: {512: 4, 1024: 4, 2048: 3}}
+    assert most == {32: {256: 4, 384: 3, 512: 3, 768: 3}, 128: {512: 4, 1024: 4, 1536: 3, 2048: 3}}
     for routed, active in itertools.product(range(1, 129), range(1, 9)):
         tunings = list(tunings_for(routed, active))
         assert tunings == sorted(tunings), "the first that is large enough runs"
         assert experts_plan.PARTIAL_TOKENS <= tunings[-1] <= min(MAX_TOKENS, MAX_PAIRS // active)
+
+
+def test_long_lists_of_pairs_cost_columns_and_not_the_kernel() -> None:
+    """2,048 tokens of the 120b leave no memory for two stages of 96 tokens; the kernel would not compile."""
+    large = BY_PAIRS[64]
+    assert [max(fitted(large, most, 4, experts).columns) for most, experts in ((512, 32), (2048, 128))] == [96, 88]
+    for columns in (fitted(large, 2048, 4, 128).columns, large.columns):
+        assert set(columns) <= set(COLUMNS)
+        assert list(columns) == sorted(columns)
+
+
+def test_columns_without_products_do_not_compile() -> None:
+    """The kernel would leave out every chunk of so many tokens, and say nothing."""
+    options = {**dict(prepared(*SHAPES[0]).recipe(384, torch.bfloat16).options), "COLUMNS": 1 << 56 // 8 | 1 << 96 // 8}
+    with pytest.raises(nvrtc.NvrtcError, match="columns without products"):
+        judged(nvrtc.source(SOURCE), "sm_90a", [f"-D{k}={v}" for k, v in options.items()])
 
 
 @pytest.mark.parametrize("routing", [torch.int32, torch.int64, torch.float32])
