@@ -489,6 +489,7 @@ __device__ __forceinline__ void finish(
 #define EACH_N(OF) OF(16) OF(24) OF(32) OF(40) OF(48) OF(64) OF(72) OF(80) OF(88) OF(96) OF(112)
 #define BIT(N) | 1 << N / 8
 static_assert((COLUMNS & ~(0 EACH_N(BIT))) == 0, "columns without products");
+#undef BIT
 
 // The products of one unit with the N of its chunk.
 __device__ __forceinline__ void multiply_columns(

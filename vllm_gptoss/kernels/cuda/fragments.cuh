@@ -63,35 +63,37 @@ __device__ __forceinline__ uint2 together(uint2 v, int lane) {
 }
 
 constexpr int AT_ONCE = 2;
-// The sets from the j-th of c on. Past the last one it is that one again.
+// Sets of 8 tokens, each with the other lane's rows.
+struct Sets {
+  Sums own[AT_ONCE];
+  float2 theirs[AT_ONCE];
+};
+// From the j-th of c on. Past the last one it is that one again.
 template <int HALF>
-__device__ __forceinline__ void sums_of(Sums (&to)[AT_ONCE], float (&c)[HALF], int j, float2 bias) {
+__device__ __forceinline__ Sets sets_of(float (&c)[HALF], int j, float2 bias, int lane) {
+  Sets s;
 #pragma unroll
-  for (int i = 0; i < AT_ONCE; i++) to[i] = sums_of(c, min(j + i, HALF / 4 - 1), bias.x, bias.y);
+  for (int i = 0; i < AT_ONCE; i++) s.own[i] = sums_of(c, min(j + i, HALF / 4 - 1), bias.x, bias.y);
+#pragma unroll
+  for (int i = 0; i < AT_ONCE; i++) s.theirs[i] = neighbours(s.own[i], lane);
+  return s;
 }
 template <int HALF>
 __device__ __forceinline__ void gated(
     u32 (&to)[AT_ONCE], float (&c)[HALF], int j, float2 bias, const Gate& gate, int lane) {
-  Sums sums[AT_ONCE];
+  const Sets s = sets_of(c, j, bias, lane);
   float2 v[AT_ONCE];
-  sums_of(sums, c, j, bias);
 #pragma unroll
-  for (int i = 0; i < AT_ONCE; i++) v[i] = neighbours(sums[i], lane);
-#pragma unroll
-  for (int i = 0; i < AT_ONCE; i++) v[i] = activations(sums[i], v[i], gate, lane);
+  for (int i = 0; i < AT_ONCE; i++) v[i] = activations(s.own[i], s.theirs[i], gate, lane);
 #pragma unroll
   for (int i = 0; i < AT_ONCE; i++) to[i] = together(v[i], lane);
 }
 template <int HALF>
 __device__ __forceinline__ void plain(
     uint2 (&to)[AT_ONCE], float (&c)[HALF], int j, float2 bias, int lane) {
-  Sums sums[AT_ONCE];
-  float2 v[AT_ONCE];
-  sums_of(sums, c, j, bias);
+  const Sets s = sets_of(c, j, bias, lane);
 #pragma unroll
-  for (int i = 0; i < AT_ONCE; i++) v[i] = neighbours(sums[i], lane);
-#pragma unroll
-  for (int i = 0; i < AT_ONCE; i++) to[i] = rounded(sums[i], v[i], lane);
+  for (int i = 0; i < AT_ONCE; i++) to[i] = rounded(s.own[i], s.theirs[i], lane);
 #pragma unroll
   for (int i = 0; i < AT_ONCE; i++) to[i] = together(to[i], lane);
 }
