@@ -6,6 +6,7 @@ Every attempt is bounded in size and time, and nothing is sent to an address off
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import secrets
 import socket
@@ -135,6 +136,32 @@ async def test_a_dead_fork_server_is_replaced(hostile: Nursery) -> None:
     hostile._process.kill()
     hostile._process.wait()
     assert await workers.run(jobs.echo, b"x") == b"x"
+
+
+async def test_workers_find_what_the_server_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages that PYTHONPATH names, as a cluster's modules do."""
+    (tmp_path / "elsewhere.py").write_text(ELSEWHERE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("vllm_gptoss.tools.confined.jobs.REGISTERED", {})
+    nursery = Nursery(["elsewhere"])
+    assert await Pool(nursery).run(importlib.import_module("elsewhere").upper, b"found") == "FOUND"
+    nursery.close()
+
+
+ELSEWHERE = """
+from vllm_gptoss.tools.confined import job
+
+@job
+def upper(payload: bytes) -> str:
+    return payload.decode().upper()
+"""
+
+
+async def test_a_fork_server_that_cannot_start_says_where_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = Pool(Nursery([]))
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(ConfinedError, match="the log says why"):
+        await workers.start()
 
 
 @pytest.mark.alone

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -20,9 +21,10 @@ logger = logging.getLogger(__name__)
 
 _NOBODY = View(()).uid
 _ROOT = str(Path(__file__).parents[3])
-# Behind what is installed: `-I` ignores PYTHONPATH and the working directory, where the package may lie instead.
+# The server's own path: `-I` ignores PYTHONPATH and the working directory, where packages may lie too.
 _PROGRAM = (
-    "import sys; sys.path += sys.argv[2:]; from vllm_gptoss.tools.confined import worker; worker.main(int(sys.argv[1]))"
+    "import sys; sys.path[:] = sys.argv[2:];"
+    " from vllm_gptoss.tools.confined import worker; worker.main(int(sys.argv[1]))"
 )
 
 
@@ -83,7 +85,7 @@ class Nursery:
         with theirs:
             # Not asyncio's: it belongs to no event loop. Popen returns once the program runs, 1 or 2 ms.
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-c", _PROGRAM, str(theirs.fileno()), _ROOT],
+                [sys.executable, "-I", "-c", _PROGRAM, str(theirs.fileno()), *filter(os.path.isabs, sys.path), _ROOT],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

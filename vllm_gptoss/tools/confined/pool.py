@@ -150,7 +150,7 @@ class Pool:
                 return worker
             except (OSError, EOFError) as error:
                 problem = error
-        raise ConfinedError(f"no worker starts: {problem or 'it ends at once'}")
+        raise ConfinedError(f"no worker starts: {str(problem) or 'it ends at once, the log says why'}")
 
     def _refill(self) -> None:
         with contextlib.suppress(OSError):  # the next call will say so
