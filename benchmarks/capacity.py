@@ -61,13 +61,13 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Engine:
-    """One replica. tpot: ms a token by requests at once, 512 + 128 tokens; prefill: tokens a second of the largest
+    """One replica. steps: ms of one by requests at once, 512 + 128 tokens; prefill: tokens a second of the largest
     batch; per_token_ns: what each token of context adds to a step; kv_gib: of cache."""
 
     model: ModelSpec
     gpu: str
     gpus: int
-    tpot: dict[int, float]
+    steps: dict[int, float]
     prefill: float
     per_token_ns: float
     kv_gib: float
@@ -75,11 +75,11 @@ class Engine:
     def step_ms(self, streams: float, context: int) -> float:
         """A step of `streams` requests with `context` tokens each. Measured at batches, a line between them."""
         longer = max(0, context - 512) * streams * self.per_token_ns / 1e6
-        batches = sorted(self.tpot)
+        batches = sorted(self.steps)
         for few, many in itertools.pairwise(batches):
             if streams <= many:
                 share = max(0.0, (streams - few) / (many - few))
-                return self.tpot[few] + share * (self.tpot[many] - self.tpot[few]) + longer
+                return self.steps[few] + share * (self.steps[many] - self.steps[few]) + longer
         raise ValueError(f"{streams} requests at once were not measured, only up to {batches[-1]}")
 
     def speed(self, streams: int, wishes: Wishes) -> float:
@@ -94,7 +94,7 @@ class Engine:
 
     def streams(self, wishes: Wishes) -> int:
         """The most at once that are measured, fit, and are as fast as wished; 0 if not even one is."""
-        most = min(max(self.tpot), self.fits(wishes))
+        most = min(max(self.steps), self.fits(wishes))
         return max((n for n in range(1, most + 1) if self.speed(n, wishes) >= wishes.speed), default=0)
 
 
@@ -171,13 +171,14 @@ def _per_token_ns() -> float:
     return float(long["plugin_tpot_ms"] - short["plugin_tpot_ms"]) / tokens * 1e6
 
 
-def _engine(model: ModelSpec, short: str, gpu: str, name: str, kv_gib: float, slower: float = 1.0) -> Engine:
-    rows = _rows(name, short)
-    tpot = {row["batch"]: float(row["plugin_tpot_ms"]) for row in rows}
-    last = max(rows, key=lambda row: int(row["batch"]))
+def _engine(model: ModelSpec, short: str, gpu: str, names: Sequence[str], slower: float = 1.0) -> Engine:
+    """Of several files, the last one that has a batch."""
+    rows = {row["batch"]: row for name in names for row in _rows(name, short)}
+    steps = {batch: float(row.get("plugin_decode_ms") or row["plugin_tpot_ms"]) for batch, row in rows.items()}
+    last = rows[max(rows)]
     prefill = last["batch"] * last["prompt"] / (last["plugin_prefill_ms"] / 1000)
     per_token = _per_token_ns() * model.layers / GPT_OSS_20B.layers * slower
-    return Engine(model, gpu, 1, tpot, prefill, per_token, kv_gib)
+    return Engine(model, gpu, 1, steps, prefill, per_token, _kv_gib(short, gpu))
 
 
 def _kv_gib(short: str, gpu: str) -> float:
@@ -191,15 +192,13 @@ def _kv_gib(short: str, gpu: str) -> float:
 
 
 def engines() -> Sequence[Engine]:
-    """Those that were measured up to 64 requests at once. The H100's longer contexts cost more than the H200's by the
-    ratio of the memories' bandwidths."""
-    h200, h100 = "decode-h200-2026-11-22.json", "decode-h100-before-after-2026-11-23.json"
-    full = "decode-h100-120b-latency-2026-11-24.json"
+    """The H100's longer contexts cost more than the H200's by the ratio of the memories' bandwidths."""
+    slower = 4.8 / 3.35
     return (
-        _engine(GPT_OSS_20B, "20b", "H200", h200, _kv_gib("20b", "H200")),
-        _engine(GPT_OSS_20B, "20b", "H100", h100, _kv_gib("20b", "H100"), slower=4.8 / 3.35),
-        _engine(GPT_OSS_120B, "120b", "H200", h200, _kv_gib("120b", "H200")),
-        _engine(GPT_OSS_120B, "120b", "H100", full, _kv_gib("120b", "H100"), slower=4.8 / 3.35),
+        _engine(GPT_OSS_20B, "20b", "H200", ("decode-h200-2026-11-25.json", "decode-h200-2026-11-27.json")),
+        _engine(GPT_OSS_20B, "20b", "H100", ("decode-h100-rounds-2026-11-25.json",), slower),
+        _engine(GPT_OSS_120B, "120b", "H200", ("decode-h200-120b-2026-11-26.json", "decode-h200-120b-2026-11-27.json")),
+        _engine(GPT_OSS_120B, "120b", "H100", ("decode-h100-120b-2026-11-26.json",), slower),
     )
 
 

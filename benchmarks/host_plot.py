@@ -6,18 +6,11 @@ stream of the whole 20b as served, with the engine's core to itself, and shared 
 
 from __future__ import annotations
 
-import json
 import statistics
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-
-RESULTS = Path(__file__).parent / "results"
-
-
-def result(name: str) -> Any:
-    return json.loads((RESULTS / name).read_text())
+from tables import RESULTS, result
 
 
 def pace(axis: Any) -> None:

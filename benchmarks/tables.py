@@ -34,6 +34,11 @@ def documents() -> list[Path]:
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
+def result(name: str) -> Row:
+    """A result file of this project, and its name as `file`."""
+    return json.loads((RESULTS / name).read_text()) | {"file": name}
+
+
 def markdown(head: Cells, rows: Iterable[Cells]) -> str:
     """A table in GitHub's form, with a line break at its end."""
     lines = [head, ["---"] * len(head), *rows]
@@ -85,24 +90,75 @@ def _in_brackets(value: float | None) -> str:
     return "" if value is None else f" ({number(value)})"
 
 
+def decode_ms(row: Row) -> tuple[float | None, float | None]:
+    """ms a token of stock and of the plugin: a step while all requests decode where both sides have it, else TPOT,
+    which also holds steps that read prompts."""
+    if row.get("stock_decode_ms") and row.get("plugin_decode_ms"):
+        return row["stock_decode_ms"], row["plugin_decode_ms"]
+    return row["stock_tpot_ms"], row["plugin_tpot_ms"]
+
+
+def by_batch(files: Sequence[Row]) -> dict[str, dict[int, Row]]:
+    """Rows of decode files, of each model and number of requests that of the last file that has it."""
+    models: dict[str, dict[int, Row]] = {}
+    for row in (row for file in files for row in file["rows"]):
+        models.setdefault(row["model"], {})[row["batch"]] = row
+    return models
+
+
 def speed(files: Sequence[Row]) -> str:
     """The short form of `decode` for the README: one line a number of requests, both models side by side."""
-    rows = [row for file in files for row in file["rows"]]
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    found = {(row["model"], row["batch"]): row for row in rows}
+    models = by_batch(files)
     head = ["requests at once", *(f"{model}: {what}" for model in models for what in ("stock", "vllm-gptoss", "ratio"))]
-    table = []
-    for batch in sorted({row["batch"] for row in rows}):
-        cells = [str(batch)]
-        for model in models:
-            row = found.get((model, batch))
-            cells += ["", "", ""] if row is None else _short(row)
-        table.append(cells)
+    batches = sorted({batch for rows in models.values() for batch in rows})
+    table = [[str(batch), *(cell for rows in models.values() for cell in _short(rows.get(batch)))] for batch in batches]
     return markdown(head, table)
 
 
-def _short(row: Row) -> list[str]:
-    return [number(row["stock_tpot_ms"]), f"**{number(row['plugin_tpot_ms'])}**", number(row["ratio"], 1)]
+def _short(row: Row | None) -> Cells:
+    if row is None:
+        return ["", "", ""]
+    stock, plugin = decode_ms(row)
+    return [number(stock), f"**{number(plugin)}**", _ratio(stock, plugin)]
+
+
+def steps(files: Sequence[Row]) -> str:
+    """A step while all requests decode, ms, GPU time in brackets, and how fast prompts are read, tokens a second."""
+    head = ["model", "requests", "stock ms", "vllm-gptoss ms", "ratio", "floor"]
+    head += ["prompts: stock", "vllm-gptoss", "ratio"]
+    table = []
+    for row in (row for file in files for row in file["rows"]):
+        stock, plugin = row.get("stock_decode_ms"), row["plugin_decode_ms"]
+        prompts = [_prompts(row, side) for side in ("stock", "plugin")]
+        cells = [row["model"], str(row["batch"]), _with_gpu(stock, row["stock_gpu_ms"])]
+        cells += [f"**{number(plugin)}**" + _in_brackets(row["plugin_gpu_ms"]), _ratio(stock, plugin)]
+        cells += [number(row.get("floor_ms"))]
+        table.append([*cells, *(f"{each:,.0f}" if each else "" for each in prompts), _ratio(prompts[1], prompts[0], 2)])
+    return markdown(head, table)
+
+
+def _prompts(row: Row, side: str) -> float | None:
+    milliseconds = row[f"{side}_prefill_ms"]
+    return 1e3 * row["batch"] * row["prompt"] / milliseconds if milliseconds else None
+
+
+def _ratio(more: float | None, less: float | None, digits: int = 1) -> str:
+    return number(more / less if more and less else None, digits)
+
+
+def history(files: Sequence[Row]) -> str:
+    """The plugin's step while all requests decode, ms, GPU time in brackets: a line a result file, oldest first."""
+    batches = sorted({row["batch"] for file in files for row in file["rows"]})
+    table = []
+    for file in files:
+        rows = {row["batch"]: row for row in file["rows"]}
+        cells = [_step(rows[batch]) if batch in rows else "" for batch in batches]
+        table.append([file["file"].removesuffix(".json"), *cells])
+    return markdown(["result", *map(str, batches)], table)
+
+
+def _step(row: Row) -> str:
+    return (number(row.get("plugin_decode_ms")) + _in_brackets(row.get("plugin_gpu_ms"))).strip()
 
 
 def engines(files: Sequence[Row]) -> str:
@@ -208,6 +264,8 @@ def capacity(files: Sequence[Row]) -> str:
 KINDS: dict[str, Callable[[Sequence[Row]], str]] = {
     "decode": decode,
     "speed": speed,
+    "steps": steps,
+    "history": history,
     "engines": engines,
     "kernels": kernels,
     "layers": layers,
@@ -235,7 +293,7 @@ def render(text: str) -> str:
         if kind not in KINDS:
             raise TableError(f"{opening.strip()}: there is no such table, only {', '.join(KINDS)}")
         try:
-            table = KINDS[kind]([json.loads((RESULTS / name).read_text()) for name in names.split()])
+            table = KINDS[kind]([result(name) for name in names.split()])
         except (OSError, ValueError, KeyError) as error:
             raise TableError(f"{opening.strip()}: {error!r}") from None
         return opening + table + closing

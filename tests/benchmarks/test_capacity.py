@@ -70,8 +70,8 @@ def test_more_users_and_higher_wishes_never_need_less(engine: Engine) -> None:
 
 
 def test_the_engines_are_the_measured_ones() -> None:
-    assert {engine.tpot[64] < 25 for engine in capacity.engines()} == {True}
-    assert max(max(engine.tpot) for engine in capacity.engines()) == 64
+    assert {engine.steps[64] < 25 for engine in capacity.engines()} == {True}
+    assert [max(engine.steps) for engine in capacity.engines()] == [512, 512, 256, 256]
 
 
 def test_a_row_of_another_gpu_changes_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,8 +89,8 @@ FAMILIES: Final = (
         experts=(
             Row(
                 "gptoss",
-                f"1.5 to 2.5 times matmul_ogs up to 32 evenly routed tokens on one {measured.SM90.gpu},"
-                f" 1.1 to 1.6 up to {bands.MANY_TOKENS}, 1.2 to 1.9 beyond",
+                f"1.5 to 2.5 times matmul_ogs up to {bands.MANY_TOKENS} evenly routed tokens on one"
+                f" {measured.SM90.gpu}, 1.2 to 2.0 beyond",
                 unless=conditions.EXPERTS,
                 untried=conditions.beyond(measured.SM90, whole=False),
             ),
