@@ -14,9 +14,7 @@ import datetime
 import importlib.metadata
 import json
 import os
-import signal
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -239,7 +237,6 @@ async def _stream_all(port: int, request: bytes, streams: int) -> list[_Sink]:
 def _server(
     variant: str, model: Path, tokens: int, step_ms: float, servers: int
 ) -> Iterator[tuple[psutil.Process, int]]:
-    port, log = served.free_port(), model / f"{variant}.log"
     environment = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -249,27 +246,10 @@ def _server(
         TOKENS: str(tokens),
         STEP_MS: str(step_ms),
     }
-    command = [*served.vllm_command(), "serve", str(model), "--served-model-name", served.NAME, *_ARGUMENTS]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--api-server-count", str(servers)]
-    command += _TOOLS if variant == STOCK else ()
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment,
-            start_new_session=True,
-        )  # fmt: skip
-    try:
-        while not served.healthy(f"http://127.0.0.1:{port}"):
-            if process.poll() is not None:
-                raise served.ServedError(f"vllm serve ended with {process.returncode}:\n{served.tail(log)}")
-            time.sleep(0.5)
+    arguments = [str(model), "--served-model-name", served.NAME, *_ARGUMENTS, "--api-server-count", str(servers)]
+    arguments += _TOOLS if variant == STOCK else ()
+    with served.server(arguments, environment, model / f"{variant}.log") as (process, port):
         yield psutil.Process(process.pid), port
-    finally:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def _cpu_name() -> str:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +37,15 @@ def measure(job: EngineRun, tokenizer: Path | None, save: Callable[[dict[str, An
         directory = Path(folder)
         write_tokenizer(directory, tokenizer)
         began = time.monotonic()
-        with _server(job, directory) as url:
+        environment = {key: value for key, value in job.environment.items() if key != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+        with server(serve_arguments(job, directory), environment, directory / "serve.log") as (_, port):
             result: dict[str, Any] = {"start_s": time.monotonic() - began, "rows": []}
             longest = 0.0
             for batch in job.batches:
                 used = time.monotonic() - began
                 if job.seconds and used + longest > job.seconds:
                     break
-                result["rows"].append(_client(job, directory, url, batch))
+                result["rows"].append(_client(job, directory, f"http://127.0.0.1:{port}", batch))
                 longest = max(longest, time.monotonic() - began - used)
                 save(result)
 
@@ -81,23 +82,27 @@ def serve_arguments(job: EngineRun, directory: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def _server(job: EngineRun, directory: Path) -> Iterator[str]:
+def server(
+    arguments: Sequence[str], environment: Mapping[str, str], log: Path
+) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """`vllm serve` that answers, with its port; what it says goes to `log`. All of its processes end with the block.
+
+    Raises:
+        ServedError: it ended before it answered.
+    """
     port = free_port()
-    log = directory / "serve.log"
-    command = [*vllm_command(), "serve", *serve_arguments(job, directory), "--host", "127.0.0.1", "--port", str(port)]
-    environment = {key: value for key, value in job.environment.items() if key != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    command = [*vllm_command(), "serve", *arguments, "--host", "127.0.0.1", "--port", str(port)]
     with log.open("wb") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment,
             start_new_session=True,
         )  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
     try:
-        while not healthy(url):
+        while not healthy(f"http://127.0.0.1:{port}"):
             if process.poll() is not None:
                 raise ServedError(f"vllm serve ended with {process.returncode}:\n{tail(log)}")
             time.sleep(0.5)
-        yield url
+        yield process, port
     finally:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
