@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -25,6 +26,7 @@ from vllm_gptoss.bench.worker import EngineRun, engine_options
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 NAME = "gpt-oss"
+CAUSE = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
 
 
 class ServedError(RuntimeError):
@@ -167,5 +169,7 @@ def _client(job: EngineRun, directory: Path, url: str, batch: int) -> dict[str, 
 
 
 def tail(log: Path, lines: int = 30) -> str:
-    """The end of a log, for an error message."""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+    """The end of what a process said, below the first error that it named: vLLM's causes stand far above its end."""
+    said = log.read_text(errors="replace").splitlines()
+    cause = next((line for line in said[:-lines] if CAUSE.search(line)), None)
+    return "\n".join(said[-lines:] if cause is None else [cause, "...", *said[-lines:]])
