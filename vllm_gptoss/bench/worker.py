@@ -158,10 +158,9 @@ def _runner(engine: Any, prompt: int) -> Callable[[int, int], float]:
     import numpy as np
     from vllm import SamplingParams
 
-    random = np.random.default_rng(0)
-
     def run(batch: int, tokens: int) -> float:
-        """Seconds for `tokens` greedy tokens to each of `batch` fresh random prompts."""
+        """Seconds for `tokens` greedy tokens to each of `batch` random prompts, the same whatever was run before."""
+        random = np.random.default_rng(batch)
         prompts = [{"prompt_token_ids": random.integers(0, 190_000, prompt).tolist()} for _ in range(batch)]
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         engine.collective_rpc(traces.synchronize)
