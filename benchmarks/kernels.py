@@ -1,7 +1,7 @@
 """Each expert kernel alone, weights cold in L2, against the stock kernel it replaces: time, TB/s, share of the floor.
 
     python benchmarks/kernels.py [--model 20b] [--tokens 1,2,4,8,16,32,48,64] [--routing uniform,four] [--out FILE]
-        [--kernels chosen|few|many|prefill] [--tensor-parallel 1]
+        [--kernels chosen|few|many|prefill] [--tensor-parallel 1] [--hot 1]
 
 Times are of CUDA graph replays, median of 20, each graph holding eight launches with different routings (fewer from
 1,025 tokens on), so that no launch finds its weights in L2. `pair` is both projections chained with programmatic
@@ -10,7 +10,8 @@ more than 512 tokens also have their share of the tensor cores' 989 TFLOP/s. `st
 routing kernels, from the `triton_kernels` that vLLM carries; pass `--triton-kernels FOLDER` to name another copy. The
 floor is the bytes of the active experts' weights and scales over 4.3 TB/s, what a device-to-device copy moves on an
 H200. Routings: `uniform`; `four`, all tokens to the same; `half`, half of the tokens have one expert in common;
-`zipf`, experts as often as one over their rank. `chosen` is what the plugin runs for so many tokens.
+`zipf`, experts as often as one over their rank. `chosen` is what the plugin runs for so many tokens. With `--hot
+SECONDS` the pair and stock are also timed after so long of nothing else, as on a server that is busy.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import BYTES_PER_SECOND, microseconds, write
+from timing import BYTES_PER_SECOND, hot_microseconds, microseconds, write
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from vllm_gptoss import spec
@@ -129,6 +130,7 @@ def measure(
     routing: str,
     stock: Stock | None,
     ours: sm90.Kernel,
+    hot: float,
 ) -> dict[str, Any]:
     launches = max(1, min(LAUNCHES, 8192 // tokens))
     logits = routings(tokens, model.experts, model.active_experts, routing)[:launches]
@@ -137,12 +139,19 @@ def measure(
     active = statistics.mean(len(each.float().topk(model.active_experts)[1].unique()) for each in logits)
     up_bytes = active * 2 * rank * model.hidden * 17 / 32
     down_bytes = up_bytes / 2
+
+    def pair() -> None:
+        for each in logits:
+            ours(x, each, None, out)
+
     row: dict[str, Any] = {
         "model": model.name, "tokens": tokens, "intermediate": rank, "routing": routing,
         "skewed": routing != "uniform", "path": type(ours).__name__, "active_experts": active,
         "floor_up_us": up_bytes / BYTES_PER_SECOND * 1e6, "floor_down_us": down_bytes / BYTES_PER_SECOND * 1e6,
-        "pair_us": microseconds(lambda: [ours(x, each, None, out) for each in logits], launches),
+        "pair_us": microseconds(pair, launches),
     }  # fmt: skip
+    if hot:
+        row["pair_hot_us"] = hot_microseconds(pair, launches, hot)
     if isinstance(ours, FewTokenExperts):  # the other has one launch for both
         few = ours
         act = torch.zeros(tokens * model.active_experts, rank, device="cuda").bfloat16()
@@ -157,22 +166,31 @@ def measure(
         flops = 6 * tokens * model.active_experts * rank * model.hidden
         row["pair_share_of_peak"] = flops / row["pair_us"] * 1e6 / FLOPS_PER_SECOND
     if stock is not None:
-        if tokens <= PARTIAL_TOKENS:
-            routed = [stock.route(each) for each in logits]
-            acts = stock.up(x, routed[0])
-            row["stock_up_us"] = microseconds(lambda: [stock.up(x, each) for each in routed], launches)
-            row["stock_down_us"] = microseconds(lambda: [stock.down(acts, each) for each in routed], launches)
-
-        def whole() -> None:
-            for each in logits:
-                chosen = stock.route(each)
-                stock.down(stock.up(x, chosen), chosen)
-
-        row["stock_with_routing_us"] = microseconds(whole, launches)
+        row |= beside(stock, x, logits, hot)
         chosen = stock.route(logits[0])
         wanted = stock.down(stock.up(x, chosen), chosen).view_as(out).double()
         ours(x, logits[0], None, out)
         row["distance_to_stock"] = ((out.double() - wanted).norm() / wanted.norm()).item()
+    return row
+
+
+def beside(stock: Stock, x: torch.Tensor, logits: list[torch.Tensor], hot: float) -> dict[str, float]:
+    """What stock's kernels take."""
+    row, launches = {}, len(logits)
+    if x.shape[0] <= PARTIAL_TOKENS:
+        routed = [stock.route(each) for each in logits]
+        acts = stock.up(x, routed[0])
+        row["stock_up_us"] = microseconds(lambda: [stock.up(x, each) for each in routed], launches)
+        row["stock_down_us"] = microseconds(lambda: [stock.down(acts, each) for each in routed], launches)
+
+    def whole() -> None:
+        for each in logits:
+            chosen = stock.route(each)
+            stock.down(stock.up(x, chosen), chosen)
+
+    row["stock_with_routing_us"] = microseconds(whole, launches)
+    if hot:
+        row["stock_with_routing_hot_us"] = hot_microseconds(whole, launches, hot)
     return row
 
 
@@ -183,6 +201,7 @@ def main() -> None:
     parser.add_argument("--routing", default="uniform,four")
     parser.add_argument("--kernels", default="chosen", choices=["chosen", "few", "many", "prefill"])
     parser.add_argument("--tensor-parallel", default="1")
+    parser.add_argument("--hot", type=float, default=0.0, help="seconds of nothing else before a second measurement")
     parser.add_argument("--triton-kernels", default="", help="folder that holds the package triton_kernels")
     parser.add_argument("--out", default="")
     options = parser.parse_args()
@@ -210,7 +229,7 @@ def main() -> None:
                     too_many = tokens > getattr(ours, "max_tokens", tokens)
                     if ours is None or too_many or (routing != "uniform" and tokens == 1):
                         continue
-                    rows.append(row := measure(model, tokens, rank, routing, stock, ours))
+                    rows.append(row := measure(model, tokens, rank, routing, stock, ours, options.hot))
                     print(
                         " ".join(f"{k}={v:.2f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()),
                         flush=True,

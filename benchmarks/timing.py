@@ -16,22 +16,40 @@ BYTES_PER_SECOND = 4.3e12
 """What a device-to-device copy moves on an H200."""
 
 
-def microseconds(work: Callable[[], Any], launches: int, repeats: int = 20) -> float:
-    """Median time of one launch in a replayed graph of `launches`."""
+def captured(work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    times = []
-    for _ in range(repeats + 2):
-        start, end = torch.cuda.Event(True), torch.cuda.Event(True)
-        start.record()
+    return graph
+
+
+def replayed(graph: torch.cuda.CUDAGraph, times: int = 1) -> float:
+    """Microseconds of one of so many replays."""
+    start, end = torch.cuda.Event(True), torch.cuda.Event(True)
+    start.record()
+    for _ in range(times):
         graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / launches)
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e3 / times
+
+
+def microseconds(work: Callable[[], Any], launches: int, repeats: int = 20) -> float:
+    """Median time of one launch in a replayed graph of `launches`."""
+    graph = captured(work)
+    times = [replayed(graph) / launches for _ in range(repeats + 2)]
     return statistics.median(times[2:])
+
+
+def hot_microseconds(work: Callable[[], Any], launches: int, seconds: float) -> float:
+    """Time of one launch after `seconds` of nothing else. A GPU at its power limit runs at a lower clock than one that
+    has rested, by up to a fifth for the experts (docs/kernels/log.md)."""
+    graph = captured(work)
+    each = replayed(graph)
+    replayed(graph, max(1, int(seconds * 1e6 / each)))
+    return replayed(graph, max(1, int(0.3e6 / each))) / launches
 
 
 def write(path: str, rows: list[dict[str, Any]]) -> None:
