@@ -12,9 +12,8 @@ from vllm_gptoss.bench import served
 
 def test_the_cause_far_above_the_end_is_told(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    log.write_text(
-        "\n".join(["up", "(pid=1) ValueError: too little memory", *map(str, range(60)), "RuntimeError: see above"])
-    )
+    above = ["WARNING: errors like `OSError: too many open files`", "(pid=1) ValueError: too little memory"]
+    log.write_text("\n".join([*above, *map(str, range(60)), "RuntimeError: see above"]))
     told = served.tail(log).splitlines()
     assert told[:2] == ["(pid=1) ValueError: too little memory", "..."]
     assert told[-2:] == ["59", "RuntimeError: see above"]

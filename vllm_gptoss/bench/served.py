@@ -26,7 +26,7 @@ from vllm_gptoss.bench.worker import EngineRun, engine_options
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 NAME = "gpt-oss"
-CAUSE = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
+CAUSE = re.compile(r"^(?!.*WARNING).*\b[A-Z]\w*(Error|Exception): ")
 
 
 class ServedError(RuntimeError):
