@@ -12,18 +12,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import Any
 
+from benchmarks.tables import by_batch, prompt_speed, result
 from vllm_gptoss.choose import Deployment
 from vllm_gptoss.recipes.memory import MEASURED, Cache
 from vllm_gptoss.spec import GPT_OSS_20B, GPT_OSS_120B, ModelSpec
 
-RESULTS = Path(__file__).resolve().parent / "results"
 USERS = (10, 100, 1_000, 10_000)
 BLOCK = 16
 IN_FLIGHT = 2048  # tokens of a prompt that are read in one step
@@ -136,13 +133,9 @@ def plan(users: int, engine: Engine, wishes: Wishes) -> Plan:
 # Measured figures
 
 
-def _result(name: str) -> Any:
-    return json.loads((RESULTS / name).read_text())
-
-
 def host_us_per_token() -> float:
     """Microseconds of the API server's processor time for a streamed token of `/v1/responses`."""
-    rows = _result("host-cpu-2026-11-24.json")["rows"]
+    rows = result("host-cpu-2026-11-24.json")["rows"]
     (row,) = [r for r in rows if (r["variant"], r["endpoint"]) == ("plugin", "responses")]
     return float(row["cpu_us_per_token"])
 
@@ -150,33 +143,24 @@ def host_us_per_token() -> float:
 def transactions_per_response(background: float) -> float:
     """Of the store, for one response of five turns with calls of python in two of them. background: share of those that
     run there and are followed, at 100 tokens a second; the others are streamed. PostgreSQL."""
-    found = _result("soak-cpu-2026-11-23.json")["transactions_by_style"]
+    found = result("soak-cpu-2026-11-23.json")["transactions_by_style"]
     return float(background * found["followed"] + (1 - background) * found["streamed"])
-
-
-def _rows(name: str, model: str) -> list[dict[str, Any]]:
-    """The first measurement of each batch."""
-    found: dict[int, dict[str, Any]] = {}
-    for row in _result(name)["rows"]:
-        if row["model"] == model:
-            found.setdefault(row["batch"], row)
-    return list(found.values())
 
 
 def _per_token_ns() -> float:
     """What a token of context adds to a step of the 20b on H200: 8 requests of 8,192 and of 512 tokens."""
-    (long,) = [r for r in _rows("decode-h200-8k-2026-11-22.json", "20b") if r["batch"] == 8]
-    (short,) = [r for r in _rows("decode-h200-2026-11-22.json", "20b") if r["batch"] == 8]
+    names = "decode-h200-8k-2026-11-22.json", "decode-h200-2026-11-22.json"
+    long, short = (by_batch([result(name)])["20b"][8] for name in names)
     tokens = 8 * (long["prompt"] + long["output"] / 2 - short["prompt"] - short["output"] / 2)
     return float(long["plugin_tpot_ms"] - short["plugin_tpot_ms"]) / tokens * 1e6
 
 
 def _engine(model: ModelSpec, short: str, gpu: str, names: Sequence[str], slower: float = 1.0) -> Engine:
     """Of several files, the last one that has a batch."""
-    rows = {row["batch"]: row for name in names for row in _rows(name, short)}
+    rows = by_batch([result(name) for name in names])[short]
     steps = {batch: float(row.get("plugin_decode_ms") or row["plugin_tpot_ms"]) for batch, row in rows.items()}
-    last = rows[max(rows)]
-    prefill = last["batch"] * last["prompt"] / (last["plugin_prefill_ms"] / 1000)
+    prefill = prompt_speed(rows[max(rows)], "plugin")
+    assert prefill is not None, "prompts of the largest batch were not measured"
     per_token = _per_token_ns() * model.layers / GPT_OSS_20B.layers * slower
     return Engine(model, gpu, 1, steps, prefill, per_token, _kv_gib(short, gpu))
 

@@ -50,8 +50,8 @@ def number(value: float | None, digits: int = 2) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def _with_gpu(tpot: float | None, gpu: float | None) -> str:
-    return number(tpot) + (f" ({number(gpu)})" if gpu is not None else "")
+def _with_gpu(milliseconds: float | None, gpu: float | None) -> str:
+    return (number(milliseconds) + _in_brackets(gpu)).strip()
 
 
 def _setting(row: Row) -> str:
@@ -129,7 +129,7 @@ def steps(files: Sequence[Row]) -> str:
     table = []
     for row in (row for file in files for row in file["rows"]):
         stock, plugin = row.get("stock_decode_ms"), row["plugin_decode_ms"]
-        prompts = [_prompts(row, side) for side in ("stock", "plugin")]
+        prompts = [prompt_speed(row, side) for side in ("stock", "plugin")]
         cells = [row["model"], str(row["batch"]), _with_gpu(stock, row["stock_gpu_ms"])]
         cells += [f"**{number(plugin)}**" + _in_brackets(row["plugin_gpu_ms"]), _ratio(stock, plugin)]
         cells += [number(row.get("floor_ms"))]
@@ -137,7 +137,8 @@ def steps(files: Sequence[Row]) -> str:
     return markdown(head, table)
 
 
-def _prompts(row: Row, side: str) -> float | None:
+def prompt_speed(row: Row, side: str) -> float | None:
+    """Tokens a second of a decode row's prompts, read all at once, by `stock` or `plugin`."""
     milliseconds = row[f"{side}_prefill_ms"]
     return 1e3 * row["batch"] * row["prompt"] / milliseconds if milliseconds else None
 
@@ -152,13 +153,10 @@ def history(files: Sequence[Row]) -> str:
     table = []
     for file in files:
         rows = {row["batch"]: row for row in file["rows"]}
-        cells = [_step(rows[batch]) if batch in rows else "" for batch in batches]
+        there = [rows.get(batch, {}) for batch in batches]
+        cells = [_with_gpu(row.get("plugin_decode_ms"), row.get("plugin_gpu_ms")) for row in there]
         table.append([file["file"].removesuffix(".json"), *cells])
     return markdown(["result", *map(str, batches)], table)
-
-
-def _step(row: Row) -> str:
-    return (number(row.get("plugin_decode_ms")) + _in_brackets(row.get("plugin_gpu_ms"))).strip()
 
 
 def engines(files: Sequence[Row]) -> str:
