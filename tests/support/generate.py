@@ -116,9 +116,10 @@ def main() -> None:
             process.join(job.get("seconds", 180))
             process.kill()
             log = (out / f"{name}.log").read_text()
-            if not (why := [reason for said, reason in ONCE_MORE.items() if said in log]):
+            why = next((reason for said, reason in ONCE_MORE.items() if said in log), None)
+            if why is None:
                 break
-            print(f"{name}: {why[0]}; once more", file=sys.stderr)
+            print(f"{name}: {why}; once more", file=sys.stderr)
 
 
 if __name__ == "__main__":

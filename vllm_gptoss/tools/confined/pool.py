@@ -138,7 +138,7 @@ class Pool:
 
     async def _worker(self) -> _Worker:
         """A worker that has said hello. Raises ConfinedError."""
-        problem: BaseException | None = None
+        problem = ""
         if self._nursery.gone:
             self.close()
         for attempt in range(_SPARE + 4):  # spare ones may have died with their fork server, and it may be dying
@@ -149,8 +149,8 @@ class Pool:
                 self._refill()
                 return worker
             except (OSError, EOFError) as error:
-                problem = error
-        raise ConfinedError(f"no worker starts: {str(problem) or 'it ends at once, the log says why'}")
+                problem = str(error)
+        raise ConfinedError(f"no worker starts: {problem or 'it ends at once, the log says why'}")
 
     def _refill(self) -> None:
         with contextlib.suppress(OSError):  # the next call will say so

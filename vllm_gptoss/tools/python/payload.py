@@ -14,11 +14,15 @@ import sys
 from collections.abc import Callable
 from typing import Any, cast
 
-import zmq
-from ipykernel.iostream import IOPubThread, OutStream
-from ipykernel.kernelapp import IPKernelApp
-from jupyter_client.session import Session
-from traitlets.config import Config
+try:
+    import zmq
+    from ipykernel.iostream import IOPubThread, OutStream
+    from ipykernel.kernelapp import IPKernelApp
+    from jupyter_client.session import Session
+    from traitlets.config import Config
+except ModuleNotFoundError as error:
+    needs = f"{sys.executable} needs ipykernel among its installed packages: PYTHONPATH is not looked at"
+    raise ModuleNotFoundError(f"{error}. {needs}") from error
 
 # Fixed "ports": file name suffixes of the unix sockets.
 SHELL, IOPUB, STDIN, CONTROL, HEARTBEAT = 1, 2, 3, 4, 5

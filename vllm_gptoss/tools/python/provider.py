@@ -48,7 +48,6 @@ _ANOTHER = (
     "[This python session is not the one that earlier calls ran in: their variables, and files in /mnt/data, may not be"
     " here.]"
 )
-_NEEDS = ". {} needs ipykernel among its installed packages: PYTHONPATH is not looked at"
 _REMEMBERED = 10_000  # conversations whose loss is still to be told
 _MAX_CODE = 1 << 20  # characters
 
@@ -114,8 +113,7 @@ class PythonProvider(ToolProvider):
         try:
             await self._pool.start()
         except (SandboxError, OSError) as error:
-            needs = "" if "ModuleNotFoundError" not in str(error) else _NEEDS.format(self.options.python)
-            self._unavailable = f"no isolation for python: {error}{needs}"
+            self._unavailable = f"no isolation for python: {error}"
             logger.warning("tool %s is off: %s", self._name, self._unavailable)
             await self._pool.aclose()
             return
