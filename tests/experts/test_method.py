@@ -89,7 +89,7 @@ def test_the_start_compiles_what_is_needed_and_nothing_else(
 
 
 @pytest.mark.parametrize(
-    ("routed", "active", "last"), [(32, 4, 48), (128, 4, 192), (24, 4, 36), (8, 2, 24), (128, 2, 256)]
+    ("routed", "active", "last"), [(32, 4, 24), (128, 4, 96), (24, 4, 18), (8, 2, 16), (128, 2, 192)]
 )
 def test_experts_with_many_tokens_each_run_the_kernels_for_many(
     monkeypatch: pytest.MonkeyPatch, routed: int, active: int, last: int
@@ -118,8 +118,8 @@ def test_large_steps_are_ours_whatever_their_size(
 
 @pytest.mark.parametrize(
     ("routed", "most", "many", "prefill"),
-    [(128, 64, set(), 0), (128, 512, {512}, 0), (128, 10_000, {512, 1024, 1536, 2048}, 1), (32, 192, {256}, 0),
-     (32, 512, {256, 384, 512}, 0), (32, 10_000, {256, 384, 512, 768}, 1)],
+    [(128, 64, set(), 0), (128, 512, {320, 512}, 0), (128, 10_000, {320, 512, 1024, 1536, 2048}, 1), (32, 192, {80, 256}, 0),
+     (32, 512, {80, 256, 384, 512}, 0), (32, 10_000, {80, 256, 384, 512, 768}, 1)],
 )  # fmt: skip
 def test_a_start_compiles_the_kernels_of_its_steps_and_no_larger_ones(
     monkeypatch: pytest.MonkeyPatch, routed: int, most: int, many: set[int], prefill: int

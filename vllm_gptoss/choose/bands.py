@@ -60,8 +60,9 @@ PRODUCT_TOKENS: Final = most("layers", ALL_OURS)
 ATTENTION_TOKENS: Final = most("attention", DECODE)
 MANY_TOKENS: Final = ATTENTION_TOKENS
 """Of the largest step of decoding. What runs the experts of larger ones is `kernels/experts_many.py`'s to say."""
-MANY_PAIRS: Final = 6
+MANY_PAIRS: Final = 3
 """Pairs (a token and one of its experts) for each routed expert, above which a step of more than
-`experts_plan.NARROW_TOKENS` tokens runs `kernels/experts_many.py`: more than 48 tokens of the 20b, and 192 of the 120b.
-Both take as long there where routing is even, and this one takes less where it is not (docs/kernels/log.md).
+`experts_plan.NARROW_TOKENS` tokens runs `kernels/experts_many.py`: more than 24 tokens of the 20b, and 96 of the 120b.
+Both take as long there where routing is even and the GPU is hot, and this one takes less where it is not even
+(docs/kernels/log.md).
 """

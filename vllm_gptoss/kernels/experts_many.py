@@ -73,33 +73,35 @@ class Tuning:
         return (self.groups + 1) * 128
 
 
-COLUMNS = (16, 24, 32, 40, 48, 64, 72, 80, 88, 96, 112)
+COLUMNS = (8, 16, 24, 32, 40, 48, 64, 72, 80, 88, 96, 112)
 """Of the products that experts_many.cu has."""
 STREAMING = Tuning(groups=4, depth=3, chunk=5, unrolled=True, columns=(16, 24, 32, 40, 48))
+NARROW = replace(STREAMING, columns=(8, 16, 24, 40))
 MIDDLE = Tuning(groups=3, depth=3, chunk=5, unrolled=False, columns=(32, 48, 64, 80, 96))
 LARGE = replace(MIDDLE, columns=(40, 64, 72, 80, 96))
 WIDE = Tuning(groups=3, depth=3, chunk=3, unrolled=True, columns=(32, 48, 64, 80, 96, 112))
 """Four groups stream the weights of few tokens an expert faster; three have the registers for more columns of products,
-and stages of three tiles the memory for 112. Each number of columns is a loop of its own, and one more of them that
+and stages of three tiles the memory for 112. Products of 8 columns take as many cycles as of 16 and less energy, which
+is time where power bounds the clock. Each number of columns is a loop of its own, and one more of them that
 never runs can cost 1 %. Six loops over a whole ring of five tiles are so much code that they are slower than loops over
 a stage (docs/kernels/log.md)."""
 
-BY_PAIRS = {32: STREAMING, 48: MIDDLE, 64: LARGE, 96: WIDE}
-"""By the pairs (a token and one of its experts) for each routed expert up to which each runs: 256, 384, 512 and 768
-tokens of the 20b, 1,024, 1,536 and 2,048 of the 120b. At 896 tokens of the 20b `experts_prefill.py` takes as long
+BY_PAIRS = {10: NARROW, 32: STREAMING, 48: MIDDLE, 64: LARGE, 96: WIDE}
+"""By the pairs (a token and one of its experts) for each routed expert up to which each runs: 80, 256, 384, 512 and 768
+tokens of the 20b, 320, 1,024, 1,536 and 2,048 of the 120b. At 896 tokens of the 20b `experts_prefill.py` takes as long
 (docs/kernels/log.md)."""
 
 
 def tunings_for(routed: int, active: int) -> dict[int, Tuning]:
-    """By the most tokens that each is compiled for. Decode steps have a kernel of their own where large ones stream:
+    """By the most tokens that each is compiled for. What runs decode steps and larger ones has a compilation for each:
     what is kept for 768 tokens of the 120b costs steps of 300 a tenth."""
     limit, largest = min(MAX_TOKENS, MAX_PAIRS // active), max(BY_PAIRS)
-    tunings = {}
+    tunings: dict[int, Tuning] = {}
     for pairs, tuning in BY_PAIRS.items():
         most = pairs * routed // active
         most = min(limit, max(most, PARTIAL_TOKENS) if pairs == largest else most)
-        if tuning is STREAMING:
-            tunings[min(most, PARTIAL_TOKENS)] = tuning
+        if max(tunings, default=0) < PARTIAL_TOKENS:
+            tunings.setdefault(min(most, PARTIAL_TOKENS), tuning)
         tunings.setdefault(most, tuning)
     return tunings
 

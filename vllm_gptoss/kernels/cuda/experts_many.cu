@@ -486,7 +486,8 @@ __device__ __forceinline__ void finish(
 }
 
 // Every N that there are products for.
-#define EACH_N(OF) OF(16) OF(24) OF(32) OF(40) OF(48) OF(64) OF(72) OF(80) OF(88) OF(96) OF(112)
+#define EACH_N(OF) \
+  OF(8) OF(16) OF(24) OF(32) OF(40) OF(48) OF(64) OF(72) OF(80) OF(88) OF(96) OF(112)
 #define BIT(N) | 1 << N / 8
 static_assert((COLUMNS & ~(0 EACH_N(BIT))) == 0, "columns without products");
 #undef BIT

@@ -105,6 +105,7 @@ __device__ __forceinline__ void products(float (&c)[N / 2], u32 (&a)[8], u64 fir
       float (&c)[N / 2], u32(&a)[8], u64 first, u64 second) { \
     OF(N);                                                    \
   }
+FIXED(8)
 FIXED(16)
 FIXED(24)
 FIXED(32)
