@@ -180,6 +180,41 @@ def rope(kernel: Callable[..., None], parallel: int, tokens: int, cache_dtype: t
     assert all(map(same, run(), (q, cache)))
 
 
+def rotated(
+    kernel: Callable[..., None],
+    apart: tuple[Callable[..., None], Callable[..., None]],
+    parallel: int,
+    tokens: int,
+    cache_dtype: torch.dtype,
+    strided: bool,
+) -> None:
+    """The q/k/v product with RoPE and the cache write, equal to the bit to a product and a RoPE that stand `apart`."""
+    heads, kv_heads, blocks = 64 // parallel, 8 // parallel, 64
+    rows = (heads + 2 * kv_heads) * HEAD
+    x, weight, bias = tile(draw(tokens, C)), draw(rows, C, scale=C**-0.5), draw(rows)
+    cos_sin = torch.randn(4096, HEAD, device=DEVICE).to(cache_dtype)
+    positions = torch.randint(0, 4096, (tokens,), device=DEVICE)
+    slots = torch.randperm(blocks * BLOCK, device=DEVICE)[:tokens]
+    if tokens > 1:
+        slots[1] = -1
+
+    def outputs() -> tuple[Tensor, Tensor]:
+        shape = (blocks, BLOCK, kv_heads) if strided else (blocks, kv_heads, BLOCK)
+        cache = poison(*shape, 2 * HEAD)
+        return poison(tokens, rows), cache.transpose(1, 2) if strided else cache
+
+    wanted, wanted_cache = outputs()
+    apart[0](x, weight, bias, wanted)
+    apart[1](wanted, positions, cos_sin, slots, wanted_cache)
+    for _ in range(2):
+        out, cache = outputs()
+        kernel(x, weight, bias, out, positions, cos_sin, slots, cache)
+        assert not out[:, : heads * HEAD].isnan().any()
+        assert same(out[:, : heads * HEAD], wanted[:, : heads * HEAD])
+        assert same(cache, wanted_cache)
+        assert int((~cache.isnan()).any(-1).sum()) == int((slots >= 0).sum()) * kv_heads
+
+
 def out_proj(kernel: Callable[..., None], parallel: int, tokens: int) -> None:
     columns = 4096 // parallel
     x, weight, bias = draw(tokens, columns), draw(C, columns, scale=columns**-0.5), draw(C)

@@ -68,6 +68,9 @@ def around_products(parallel: list[int], counts: list[int]) -> None:
     for tokens in (17, 32):
         for rows, columns in ((5120, cases.C), (cases.C, 4096)):
             cases.product(product_many.product, rows, columns, tokens)
+        for size in parallel:
+            apart = (product_many.product, around.rope)
+            cases.rotated(product_many.rotated, apart, size, tokens, torch.float32, strided=True)
     for tokens in (17, 64, 100):
         cases.norm(around.norm, tokens, cases.C)
         for size in parallel:

@@ -127,6 +127,42 @@ def _nudge(at: int, index: tuple[Any, ...], by: float) -> Callable[[list[Any]], 
     return change
 
 
+def rope(qkv: Tensor, positions: Tensor, cos_sin: Tensor, slots: Tensor, cache: Tensor) -> None:
+    """The contract of `around.rope`."""
+    heads, block = cache.shape[1], cache.shape[2]
+    parts = qkv.float().unflatten(-1, (-1, cases.HEAD))
+    turned = standins.rotate(parts.flatten(1), cos_sin, positions)
+    qkv[:, : -2 * heads * cases.HEAD] = turned[:, : -2 * heads].flatten(1).to(qkv.dtype)
+    rows = torch.cat([turned[:, -2 * heads : -heads], parts[:, -heads:]], dim=-1).to(cache.dtype)
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            cache[slot // block, :, slot % block] = rows[token]
+
+
+def rotated(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, *turned: Tensor) -> None:
+    """The contract of `product_many.rotated`."""
+    product(x, weight, bias, out)
+    rope(out, *turned)
+    out[:, -2 * turned[3].shape[1] * cases.HEAD :] = float("nan")
+
+
+def test_rope_cases_pass_for_what_the_kernels_promise() -> None:
+    for tokens, strided in ((1, False), (9, True)):
+        for dtype in (torch.float32, torch.bfloat16):
+            cases.rope(rope, 8, tokens, dtype)
+            cases.rotated(rotated, (product, rope), 8, tokens, dtype, strided)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_nudge(0, (0, 0, 3), 1), _nudge(2, (5,), 1), _nudge(4, (0,), 1), _nudge(6, (1,), 5), _nudge(6, (2,), 1)],
+    ids=["x", "bias", "position", "no slot", "slot"],
+)
+def test_rotated_case_finds_a_fault(change: Callable[[list[Any]], None]) -> None:
+    with pytest.raises(AssertionError):
+        cases.rotated(_faulty(rotated, change), (product, rope), 8, 9, torch.float32, strided=False)
+
+
 @pytest.mark.parametrize(
     ("case", "kernel", "change"),
     [

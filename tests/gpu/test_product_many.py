@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.gpu import cases
-from tests.gpu.cases import BLOCK, DEVICE, HEAD, C, draw, poison, same
+from tests.gpu.cases import BLOCK, DEVICE, HEAD, PARALLEL, C, draw, poison, same
 from tests.gpu.marks import SM90
 from vllm_gptoss.kernels import around, attention_many, product_many
 
@@ -20,10 +20,25 @@ def test_product_of_every_token(shape: tuple[int, int], tokens: int) -> None:
     cases.product(product_many.product, *shape, tokens)
 
 
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("tokens", [1, 17, 31, 32])
+@pytest.mark.parametrize("parallel", PARALLEL)
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16])
+def test_rotated_product_is_the_product_and_rope(
+    parallel: int, tokens: int, cache_dtype: torch.dtype, strided: bool
+) -> None:
+    apart = (product_many.product, around.rope)
+    cases.rotated(product_many.rotated, apart, parallel, tokens, cache_dtype, strided)
+
+
 def test_more_tokens_than_a_block_holds_are_refused() -> None:
     x = cases.tile(draw(33, C))
+    given = (x, draw(*QKV), draw(QKV[0]), poison(33, QKV[0]))
     with pytest.raises(ValueError, match="1 to 32 tokens, got 33"):
-        product_many.product(x, draw(*QKV), draw(QKV[0]), poison(33, QKV[0]))
+        product_many.product(*given)
+    positions, cos_sin = torch.arange(33, device=DEVICE), torch.randn(64, HEAD, device=DEVICE)
+    with pytest.raises(ValueError, match="1 to 32 tokens, got 33"):
+        product_many.rotated(*given, positions, cos_sin, positions, poison(4, 8, BLOCK, 2 * HEAD))
 
 
 @pytest.mark.parametrize("tokens", [1, 17, 32])
@@ -53,16 +68,19 @@ def test_attention_lays_out_what_it_would_write(lengths: list[int], window: int)
 def test_products_one_after_another_do_not_disturb_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each starts while the one before ends, and reads what that one wrote once it is laid out."""
     x, norm = draw(32, C), draw(C)
+    positions, cos_sin = torch.arange(32, device=DEVICE), torch.randn(64, HEAD, device=DEVICE)
     weights = [(draw(*QKV, scale=C**-0.5), draw(QKV[0])) for _ in range(3)]
 
     def run() -> tuple[torch.Tensor, ...]:
         hidden, outs = x, []
         for weight, bias in weights:
-            tiled, out = product_many.tiled(hidden, C), hidden.new_empty((32, QKV[0]))
+            tiled, out, queries = product_many.tiled(hidden, C), *(hidden.new_empty((32, QKV[0])) for _ in range(2))
+            cache = hidden.new_zeros((4, 8, BLOCK, 2 * HEAD))
             around.norm(hidden, None, norm, tiled, None, cases.EPS, tiled.shape[1])
             product_many.product(tiled, weight, bias, out)
-            hidden = out[:, :C].contiguous()
-            outs.append(out)
+            product_many.rotated(tiled, weight, bias, queries, positions, cos_sin, positions, cache)
+            hidden = queries[:, :C].contiguous()
+            outs += [out, hidden, cache]
         return tuple(outs)
 
     cases.alike_in_a_graph(run, monkeypatch)

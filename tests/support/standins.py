@@ -24,7 +24,7 @@ def _normed(x: Tensor, residual: Tensor | None, out: Tensor | None, weight: Tens
     return reference.rms_norm(total.to(reference.wide(x.dtype)), weight, eps)
 
 
-def _rotate(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
+def rotate(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
     cos, sin = cos_sin[positions].to(x.dtype).chunk(2, dim=-1)
     low, high = x.unflatten(-1, (-1, HEAD)).chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
@@ -48,8 +48,8 @@ def qkv_rope(
     kv_heads, block = kv_cache.shape[1], kv_cache.shape[2]
     product = reference.linear(_normed(x, residual, residual_out, norm, eps), weight, bias)
     query, key, value = product.split([q.shape[1], kv_heads * HEAD, kv_heads * HEAD], dim=-1)
-    q.copy_(_rotate(query, cos_sin, positions).flatten(1))
-    rows = torch.cat([_rotate(key, cos_sin, positions), value.unflatten(-1, (-1, HEAD))], dim=-1)
+    q.copy_(rotate(query, cos_sin, positions).flatten(1))
+    rows = torch.cat([rotate(key, cos_sin, positions), value.unflatten(-1, (-1, HEAD))], dim=-1)
     for token, slot in enumerate(slots[: x.shape[0]].tolist()):
         if slot >= 0:
             kv_cache[slot // block, :, slot % block] = rows[token].to(kv_cache.dtype)

@@ -15,7 +15,7 @@ UPSTREAM = "upstream"
 PLANNED = "FLASH_ATTN, planned once a step"
 AROUND_CUBLAS = "around cuBLAS"
 AROUND = f"{AROUND_CUBLAS} where each request has one token, else {UPSTREAM}"
-ALL_OURS = f"eight launches where each request has one token, else {UPSTREAM}"
+ALL_OURS = f"seven launches where each request has one token, else {UPSTREAM}"
 DECODE = f"gptoss where each request has one token, else {PLANNED}"
 
 
@@ -23,7 +23,7 @@ DECODE = f"gptoss where each request has one token, else {PLANNED}"
 class Band:
     """Steps of up to `most` tokens, more than the band before; None: any number.
 
-    layers: `one launch` for all, `six launches` or `eight launches` each, kernels `around cuBLAS`'s products, or
+    layers: `one launch` for all, `six launches` or `seven launches` each, kernels `around cuBLAS`'s products, or
     `upstream`'s compiled model; attention, experts: the `gptoss` kernels or what `upstream` runs. Layers and attention
     may be either, by what the step is.
     """

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_gptoss.kernels import nvrtc
-from vllm_gptoss.kernels.dense import BLOCK, HEAD, address, cache_described, router_described
+from vllm_gptoss.kernels.dense import BLOCK, HEAD, ROPE_FIELDS, address, rope_described, router_described
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,9 +105,9 @@ class RopeArgs(ctypes.Structure):
     """`struct Args` of rope_many.cu, field for field."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("qkv", "positions", "cos_sin", "slots", "kv")),
-        *((name, ctypes.c_longlong) for name in ("kv_block", "kv_head", "kv_token")),
-        *((name, ctypes.c_int) for name in ("stride", "q_heads", "kv_heads", "block_shift", "cos_sin_bf16")),
+        ("qkv", ctypes.c_void_p),
+        *ROPE_FIELDS,
+        ("stride", ctypes.c_int),
     ]
 
 
@@ -182,20 +182,11 @@ def rope(qkv: Tensor, positions: Tensor, cos_sin: Tensor, slots: Tensor, kv_cach
     be there before the kernel before this one starts; cos_sin: [positions, 64] f32 or bf16, 32 cosines, 32 sines;
     kv_cache: [blocks, K, block size, 128] bf16 of any strides but 1 in the last, K at 0, V at 64.
     """
-    import torch
-
     tokens, rows = qkv.shape
-    kv_heads = kv_cache.shape[1]
     args = RopeArgs(
         qkv=address(qkv),
-        positions=address(positions),
-        cos_sin=address(cos_sin),
-        slots=address(slots),
-        **cache_described(kv_cache),
+        **rope_described(rows, positions, cos_sin, slots, kv_cache),
         stride=qkv.stride(0),
-        q_heads=rows // HEAD - 2 * kv_heads,
-        kv_heads=kv_heads,
-        cos_sin_bf16=int(cos_sin.dtype == torch.bfloat16),
     )
     threads = min(1024, -(-rows // HEAD * 4 // 32) * 32)
     rope_kernel(qkv.device.index or 0)(tokens, threads, [args])

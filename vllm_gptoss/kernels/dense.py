@@ -192,6 +192,32 @@ def cache_described(kv_cache: Tensor) -> dict[str, int]:
     }
 
 
+ROPE_FIELDS = [
+    *((name, ctypes.c_void_p) for name in ("positions", "cos_sin", "slots", "kv")),
+    *((name, ctypes.c_longlong) for name in ("kv_block", "kv_head", "kv_token")),
+    *((name, ctypes.c_int) for name in ("q_heads", "kv_heads", "block_shift", "cos_sin_bf16")),
+]
+"""What an `Args` has for RoPE and the cache write after a product."""
+
+
+def rope_described(
+    rows: int, positions: Tensor, cos_sin: Tensor, slots: Tensor, kv_cache: Tensor
+) -> dict[str, int | None]:
+    """`ROPE_FIELDS` by field, of a product of so many rows."""
+    import torch
+
+    kv_heads = kv_cache.shape[1]
+    return {
+        "positions": address(positions),
+        "cos_sin": address(cos_sin),
+        "slots": address(slots),
+        **cache_described(kv_cache),
+        "q_heads": rows // HEAD - 2 * kv_heads,
+        "kv_heads": kv_heads,
+        "cos_sin_bf16": int(cos_sin.dtype == torch.bfloat16),
+    }
+
+
 def router_described(
     x: Tensor,
     residual: Tensor | None,

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_gptoss.kernels import nvrtc
-from vllm_gptoss.kernels.dense import BLOCK, SHARED_LIMIT, address, multiprocessors
+from vllm_gptoss.kernels.dense import (
+    BLOCK,
+    HEAD,
+    ROPE_FIELDS,
+    SHARED_LIMIT,
+    UNIT,
+    address,
+    multiprocessors,
+    rope_described,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,13 +46,15 @@ MOST_ROWS = 192
 class ProductPlan:
     """Compile-time macros of one product and its launch.
 
-    rows: weight rows of a cluster; stages: tiles of 64 columns in a block's ring of weights; grid: blocks.
+    rows: weight rows of a cluster; stages: tiles of 64 columns in a block's ring of weights; grid: blocks; rope: of
+    `rotated`.
     """
 
     rows: int
     columns: int
     stages: int
     grid: int
+    rope: bool = False
 
     @property
     def shared_bytes(self) -> int:
@@ -60,6 +71,7 @@ class ProductPlan:
             "TOKENS": MAX_TOKENS,
             "STAGES": self.stages,
             "CLUSTER": CLUSTER,
+            "ROPE": int(self.rope),
         }
 
 
@@ -73,50 +85,59 @@ def _activations(columns: int) -> int:
     return _tiles(columns) * (MAX_TOKENS * 128 + 8)
 
 
-def unsupported(rows: int, columns: int, sms: int) -> str | None:
+def unsupported(rows: int, columns: int, sms: int, rope: bool = False) -> str | None:
     """Why a product with weight [rows, columns] has no kernel on a GPU of `sms` multiprocessors, or None."""
+    multiple = HEAD if rope else ROW_GROUP
     if columns % BLOCK or columns < CLUSTER * BLOCK:
         return f"{columns} columns are not a multiple of {BLOCK} from {CLUSTER * BLOCK} on"
-    if rows % ROW_GROUP or not 0 < rows <= sms // CLUSTER * MOST_ROWS:
-        return f"{rows} rows are not a multiple of {ROW_GROUP} up to {sms // CLUSTER * MOST_ROWS}"
-    if _plan(rows, columns, sms).stages < min(2, columns // BLOCK // CLUSTER):
+    if rows % multiple or not 0 < rows <= sms // CLUSTER * MOST_ROWS:
+        return f"{rows} rows are not a multiple of {multiple} up to {sms // CLUSTER * MOST_ROWS}"
+    made = _plan(rows, columns, sms, rope)
+    if made.rows > 32 * _tiles(columns):  # float32 sums of a token, where 64 bf16 of it were
+        return f"the sums of {made.rows} rows do not fit where {columns} columns of activations were"
+    if made.stages < min(2, columns // BLOCK // CLUSTER):
         return f"the activations of {columns} columns leave no memory for weights"
     return None
 
 
 @functools.cache
-def plan(rows: int, columns: int, sms: int) -> ProductPlan:
-    """The launch of a product with weight [rows, columns] on a GPU of `sms` multiprocessors.
+def plan(rows: int, columns: int, sms: int, rope: bool = False) -> ProductPlan:
+    """The launch of a product with weight [rows, columns] on a GPU of `sms` multiprocessors; rope: of `rotated`.
 
     Raises:
         ValueError: a shape without a kernel.
     """
-    if reason := unsupported(rows, columns, sms):
+    if reason := unsupported(rows, columns, sms, rope):
         raise ValueError(reason)
-    return _plan(rows, columns, sms)
+    return _plan(rows, columns, sms, rope)
 
 
-def _plan(rows: int, columns: int, sms: int) -> ProductPlan:
-    each = -(-rows // (sms // CLUSTER * ROW_GROUP)) * ROW_GROUP
+def _plan(rows: int, columns: int, sms: int, rope: bool) -> ProductPlan:
+    # what a block finishes is whole units of rows that RoPE turns together
+    group = CLUSTER * UNIT if rope else ROW_GROUP
+    each = -(-rows // (sms // CLUSTER * group)) * group
     left = SHARED_LIMIT - _activations(columns)
     stages = min(_tiles(columns), left // (each * 128 + 16))
-    return ProductPlan(each, columns, stages, -(-rows // each) * CLUSTER)
+    return ProductPlan(each, columns, stages, -(-rows // each) * CLUSTER, rope)
 
 
-def fits(*weights: Tensor) -> bool:
-    """Whether all these weights have a kernel."""
-    return all(unsupported(*weight.shape, _sms(weight)) is None for weight in weights)
+def fits(qkv: Tensor, out: Tensor) -> bool:
+    """Whether a layer's weights have kernels: `rotated` for the first, `product` for the second."""
+    return all(unsupported(*shape) is None for shape in _shapes(qkv, out))
 
 
-def loads(*weights: Tensor) -> Iterator[tuple[Callable[..., object], *tuple[Hashable, ...]]]:
-    """Calls that load the kernels of these weights' products, if all have one: see `nvrtc.at_once`."""
-    if fits(*weights):
-        for weight in weights:
-            yield kernel, weight.device.index or 0, plan(*weight.shape, _sms(weight))
+def loads(qkv: Tensor, out: Tensor) -> Iterator[tuple[Callable[..., object], *tuple[Hashable, ...]]]:
+    """Calls that load the kernels of a layer's products, if both have one: see `nvrtc.at_once`."""
+    if fits(qkv, out):
+        for shape in _shapes(qkv, out):
+            yield kernel, qkv.device.index or 0, plan(*shape)
 
 
-def _sms(weight: Tensor) -> int:
-    return multiprocessors(weight.device.index or 0)
+def _shapes(qkv: Tensor, out: Tensor) -> Iterator[tuple[int, int, int, bool]]:
+    """What `plan` takes."""
+    for weight, rope in ((qkv, True), (out, False)):
+        rows, columns = weight.shape
+        yield rows, columns, multiprocessors(weight.device.index or 0), rope
 
 
 def tiled(x: Tensor, columns: int) -> Tensor:
@@ -133,6 +154,7 @@ class Args(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "w", "bias", "y")),
         *((name, ctypes.c_int) for name in ("tokens", "padded", "rows")),
+        *ROPE_FIELDS,
     ]
 
 
@@ -154,11 +176,41 @@ def product(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> None:
     Raises:
         ValueError: more than MAX_TOKENS tokens, or a shape without a kernel.
     """
+    _launch(x, weight, bias, out)
+
+
+def rotated(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    out: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    slots: Tensor,
+    kv_cache: Tensor,
+) -> None:
+    """A layer's q/k/v: out = RoPE(x W^T + b) of the queries; keys, rotated, and values go into the paged cache.
+
+    What `product` and then `around.rope` make, to the bit; of `out`, keys and values are left as they are.
+
+    x: as `tiled` says, of T tokens; weight: [(H + 2K) * 64, C] bf16, row-major, queries, keys, values; bias:
+    [(H + 2K) * 64] bf16; out: [T, (H + 2K) * 64] bf16, row-major; positions, slots: [T] int64, slot < 0 is not written;
+    both must be there before the kernel before this one starts; cos_sin: [positions, 64] f32 or bf16, 32 cosines, 32
+    sines; kv_cache: [blocks, K, block size, 128] bf16, K at 0, V at 64, of strides that are multiples of 4 but 1 in
+    the last.
+
+    Raises:
+        ValueError: more than MAX_TOKENS tokens, or a shape without a kernel.
+    """
+    _launch(x, weight, bias, out, rope_described(weight.shape[0], positions, cos_sin, slots, kv_cache))
+
+
+def _launch(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, rope: dict[str, int | None] | None = None) -> None:
     tokens = out.shape[0]
     if not 1 <= tokens <= MAX_TOKENS:
         raise ValueError(f"1 to {MAX_TOKENS} tokens, got {tokens}")
     device, (rows, columns) = x.device.index or 0, weight.shape
-    tuned = plan(rows, columns, _sms(weight))
+    tuned = plan(rows, columns, multiprocessors(device), rope is not None)
     args = Args(
         x=address(x),
         w=address(weight),
@@ -167,5 +219,6 @@ def product(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> None:
         tokens=tokens,
         padded=x.shape[1],
         rows=rows,
+        **rope or {},
     )
     kernel(device, tuned)(tuned.grid, THREADS, [args])

@@ -1,8 +1,8 @@
 """One layer of a decode step of many tokens: two products, cuBLAS's or ours, and kernels of ours around them.
 
 `norm` (residual, RMSNorm), the q/k/v product, `rope` (RoPE, cache write), attention (sinks, window), the output
-product, `router` (residual, RMSNorm, product, top-k, softmax), then the experts. As in `chain`, a launch of ours may
-start while the one before ends. Nothing here knows vLLM.
+product, `router` (residual, RMSNorm, product, top-k, softmax), then the experts. Our q/k/v product ends with what
+`rope` does. As in `chain`, a launch of ours may start while the one before ends. Nothing here knows vLLM.
 """
 
 from __future__ import annotations
@@ -60,28 +60,26 @@ def project(
 ) -> tuple[Tensor, Tensor]:
     """(queries, [T, H * 64] bf16 of rows that are longer, x + residual [T, C] bf16); keys and values go into the
     cache."""
-    summed = None if residual is None else torch.empty_like(x)
+    summed, weight, bias = None if residual is None else torch.empty_like(x), tensors.qkv_weight, tensors.qkv_bias
     normed = product_many.tiled(x, x.shape[1]) if own else torch.empty_like(x)
     around.norm(x, residual, tensors.norm, normed, summed, RMS_NORM_EPS, normed.shape[1] if own else 0)
-    qkv = multiply(normed, tensors.qkv_weight, tensors.qkv_bias, x.shape[0], own=own)
-    around.rope(qkv, positions, tensors.cos_sin, requests.slots, cache)
+    turned = (positions, tensors.cos_sin, requests.slots, cache)
+    if own:
+        qkv = x.new_empty((x.shape[0], weight.shape[0]))
+        product_many.rotated(normed, weight, bias, qkv, *turned)
+    else:
+        qkv = linear(normed, weight, bias)
+        around.rope(qkv, *turned)
     return qkv[:, : tensors.out_weight.shape[1]], x if summed is None else summed
 
 
 def attend(tensors: LayerTensors, cache: Tensor, requests: Requests, q: Tensor, *, own: bool) -> Tensor:
     """Attention and the output product, [T, C] bf16."""
-    out, kernel = None, attention_many.attend
-    if own:
-        out = product_many.tiled(q, q.shape[1])
-        kernel = functools.partial(kernel, padded=out.shape[1])
-    attended = chain.attend(tensors, cache, requests, q, kernel, out)
-    return multiply(attended, tensors.out_weight, tensors.out_bias, q.shape[0], own=own)
-
-
-def multiply(x: Tensor, weight: Tensor, bias: Tensor, tokens: int, *, own: bool) -> Tensor:
-    """x W^T + bias by our kernel, whose `x` is tiled, or by cuBLAS."""
     if not own:
-        return linear(x, weight, bias)
-    out = x.new_empty((tokens, weight.shape[0]))
-    product_many.product(x, weight, bias, out)
+        attended = chain.attend(tensors, cache, requests, q, attention_many.attend)
+        return linear(attended, tensors.out_weight, tensors.out_bias)
+    tiled, out = product_many.tiled(q, q.shape[1]), q.new_empty((q.shape[0], tensors.out_weight.shape[0]))
+    kernel = functools.partial(attention_many.attend, padded=tiled.shape[1])
+    attended = chain.attend(tensors, cache, requests, q, kernel, tiled)
+    product_many.product(attended, tensors.out_weight, tensors.out_bias, out)
     return out

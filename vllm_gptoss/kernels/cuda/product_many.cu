@@ -10,13 +10,18 @@
 //
 // Roles: a warpgroup multiplies, four warps copy weights, one asks for activations.
 //
+// With ROPE it is a layer's q/k/v projection: queries and keys are rotated, keys and values go into
+// the paged cache. The weight rows that a CTA finishes are units of rope.cuh then, so that both
+// outputs that RoPE turns together meet there.
+//
 // Macros set by the host (kernels/product_many.py): ROWS (a multiple of 8), COLUMNS (of 64), TOKENS
-// at most (of 16, up to 64), STAGES of weights, CLUSTER.
+// at most (of 16, up to 64), STAGES of weights, CLUSTER, ROPE (0 or 1).
 #include "barriers.cuh"
 #include "bulk.cuh"
 #include "cluster.cuh"
 #include "common.cuh"
 #include "cp_async.cuh"
+#include "rope.cuh"
 #include "wgmma.cuh"
 #include "wgmma_any.cuh"
 
@@ -25,14 +30,21 @@ constexpr int CONSUMERS = 4, COPIERS = 4, THREADS = (CONSUMERS + COPIERS + 1) * 
 constexpr int W_TILE = ROWS * 128, X_TILE = TOKENS * 128, X_BYTES = MOST_TILES * X_TILE;
 constexpr int SHARE = ROWS / CLUSTER;  // weight rows whose sums a CTA writes
 static_assert(ROWS % 8 == 0 && TOKENS % 16 == 0, "the swizzle's period, and a warp's tokens");
-static_assert(SHARE % 2 == 0, "sums are sent in pairs");
+static_assert(SHARE % (ROPE ? 8 : 2) == 0, "sums are sent in pairs; RoPE's units of rows");
 
 struct Args {
   const bf16* x;     // tiled, [TILES, padded, 64] bf16
   const bf16* w;     // [rows, COLUMNS] row-major
   const bf16* bias;  // [rows]
-  bf16* y;           // [tokens, rows]
+  bf16* y;           // [tokens, rows]; ROPE: of these only the queries are written
   int tokens, padded, rows;
+  // ROPE; rows: heads of 64, queries, keys, values
+  const long long* positions;  // [tokens]
+  const void* cos_sin;         // [positions, 64], 32 cosines then 32 sines
+  const long long* slots;      // [tokens], negative: not written
+  bf16* kv;                    // paged cache; K at 0, V at 64 of each (block, head, token)
+  long long kv_block, kv_head, kv_token;  // strides in elements
+  int q_heads, kv_heads, block_shift, cos_sin_bf16;
 };
 
 struct Bars {
@@ -71,11 +83,23 @@ __device__ __forceinline__ void multiply_tile(float (&c)[ROWS / 2], u64 x, u64 w
       "+r"(nothing), JOINED(INTO_, ROWS));
 }
 
+// The weight row at a place of all clusters' rows.
+__device__ __forceinline__ int weight_row(int place) {
+  return ROPE ? rope_row(place >> 3, place & 7) : place;
+}
+// Elements from the weight row at `place` to the one at `place + r`.
+__device__ __forceinline__ long long ahead(int place, int r) {
+  if constexpr (ROPE)
+    return (long long)(weight_row(place + r) - weight_row(place)) * COLUMNS;
+  else
+    return (long long)r * COLUMNS;
+}
+
 __device__ __forceinline__ void copy_weights(
     const Args& a, const Range& k, int first, u32 ring, const Bars& b, int thread) {
   const int here = min(ROWS, a.rows - first), row = thread >> 3, p = thread & 7;
   constexpr int STEP = COPIERS * 4;
-  const bf16* from = a.w + (long long)(first + row) * COLUMNS + k.first * 64 + p * 8;
+  const bf16* from = a.w + (long long)weight_row(first + row) * COLUMNS + k.first * 64 + p * 8;
   const u32 to = ring + row * 128 + ((p ^ (row & 7)) << 4);
   Place<STAGES> s = {0, 1};
 #pragma unroll 1
@@ -83,7 +107,7 @@ __device__ __forceinline__ void copy_weights(
     bar_wait(smem_u32(b.w_empty + s.at), s.parity);
 #pragma unroll
     for (int r = 0; r < ROWS; r += STEP)
-      if (row + r < here) cp16_once(to + s.at * W_TILE + r * 128, from + (long long)r * COLUMNS);
+      if (row + r < here) cp16_once(to + s.at * W_TILE + r * 128, from + ahead(first + row, r));
     cp_arrive(smem_u32(b.w_full + s.at));
     from += 64;
     s.next();
@@ -154,6 +178,77 @@ __device__ __forceinline__ void finish(const Args& a, const Sums& s, int first, 
   }
 }
 
+// With ROPE only those finish who do not multiply: a unit of a token each, or several.
+constexpr int UNITS = (SHARE + 7) / 8, FINISHERS = THREADS - CONSUMERS * 32;
+constexpr int TURNS = (TOKENS * UNITS + FINISHERS - 1) / FINISHERS;
+
+// All that a unit's outputs of a token need besides their sums: d to d + 3 of a head, and those at
+// d + 32.
+struct Outputs {
+  uint2 bias_low, bias_high;
+  float cos[4], sin[4];
+  bool turned;
+  bf16* to;  // of d; null: not written
+};
+
+__device__ __forceinline__ Outputs outputs_of(const Args& a, int token, int place) {
+  Outputs o;
+  o.to = nullptr;
+  if (token >= a.tokens || place >= a.rows) return o;
+  const long long position = a.positions[token], slot = a.slots[token];
+  const int row = weight_row(place), head = row >> 6, d = row & 63;
+  o.bias_low = *(const uint2*)(a.bias + row);
+  o.bias_high = *(const uint2*)(a.bias + row + 32);
+  o.turned = head < a.q_heads + a.kv_heads;
+  if (o.turned) {
+    turns(o.cos, a.cos_sin, a.cos_sin_bf16, position * 64 + d);
+    turns(o.sin, a.cos_sin, a.cos_sin_bf16, position * 64 + d + 32);
+  }
+  o.to = head < a.q_heads ? a.y + (long long)token * a.rows + row
+                          : cache_place(a, slot, head - a.q_heads, a.kv_heads, d);
+  return o;
+}
+
+// Needs nothing of the kernel before: positions and slots are made before the step's first. So it
+// is asked for while others still multiply.
+__device__ __forceinline__ void prepare(
+    Outputs (&outputs)[TURNS], const Args& a, int first, int thread) {
+#pragma unroll
+  for (int i = 0; i < TURNS; ++i) {
+    const int e = thread - CONSUMERS * 32 + i * FINISHERS;
+    outputs[i] = outputs_of(a, e / UNITS, first + e % UNITS * 8);
+  }
+}
+
+// Four rows' bias and sums, rounded to bf16.
+__device__ __forceinline__ uint2 added(uint2 bias, const Sums& s, int token, int at) {
+  float2 low = unpack(bias.x), high = unpack(bias.y);
+#pragma unroll
+  for (int r = 0; r < CLUSTER; ++r) {
+    const float4 v = *(const float4*)&s.from[r][token][at];
+    low = make_float2(low.x + v.x, low.y + v.y);
+    high = make_float2(high.x + v.z, high.y + v.w);
+  }
+  return make_uint2(pack(low.x, low.y), pack(high.x, high.y));
+}
+
+__device__ __forceinline__ void finish_rotated(
+    const Outputs (&outputs)[TURNS], const Sums& s, int thread) {
+#pragma unroll
+  for (int i = 0; i < TURNS; ++i) {
+    const Outputs& o = outputs[i];
+    if (o.to == nullptr) continue;
+    const int e = thread - CONSUMERS * 32 + i * FINISHERS, token = e / UNITS, at = e % UNITS * 8;
+    uint2 low = added(o.bias_low, s, token, at), high = added(o.bias_high, s, token, at + 4);
+    if (o.turned) {
+      turn(low.x, high.x, make_float2(o.cos[0], o.cos[1]), make_float2(o.sin[0], o.sin[1]));
+      turn(low.y, high.y, make_float2(o.cos[2], o.cos[3]), make_float2(o.sin[2], o.sin[3]));
+    }
+    *(uint2*)o.to = low;
+    *(uint2*)(o.to + 32) = high;
+  }
+}
+
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     product_many(const __grid_constant__ Args a) {
   extern __shared__ __align__(1024) u8 smem[];
@@ -181,9 +276,16 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (lane == 0) copy_activations(a, k, x, b);
     __syncwarp();
   }
+  Outputs outputs[TURNS];
+  if constexpr (ROPE)
+    if (warp >= CONSUMERS) prepare(outputs, a, first + rank * SHARE, thread);
   cluster_sync();  // nobody reads activations any more
   if (warp < CONSUMERS) send(c, sums, rank, warp, lane);
   cluster_sync();
   pdl_wait();
-  finish(a, sums, first + rank * SHARE, thread);
+  if constexpr (ROPE) {
+    if (warp >= CONSUMERS) finish_rotated(outputs, sums, thread);
+  } else {
+    finish(a, sums, first + rank * SHARE, thread);
+  }
 }

@@ -3,7 +3,8 @@
 //
 // Offers: rope_row (weight rows in units of 8), Pair and make_pair (all that the outputs d and d +
 // 32 of a head need besides their products; none of it depends on the kernel before), cache_place,
-// rotate. Heads of 64: query heads, then key heads, then value heads. Barriers: none.
+// rotate; turns and turn (the same of neighbours that are rounded already). Heads of 64: query
+// heads, then key heads, then value heads. Barriers: none.
 #include "common.cuh"
 
 // Row n of a unit: rows i to i + 3 and i + 32 to i + 35 of a head, since RoPE turns (i, i + 32)
@@ -54,4 +55,42 @@ __device__ __forceinline__ float2 rotate(const Pair& pair, float lo, float hi) {
   lo = rounded(lo + pair.bias_lo);
   hi = rounded(hi + pair.bias_hi);
   return make_float2(lo * pair.cos - hi * pair.sin, hi * pair.cos + lo * pair.sin);
+}
+
+// N bf16, read at once.
+template <int N> struct __align__(2 * N) Words {
+  u32 at[N / 2];
+};
+
+// N (4 or 8) of a position's 64 numbers, from `at` on, a multiple of N.
+template <int N>
+__device__ __forceinline__ void turns(
+    float (&to)[N], const void* cos_sin, int cos_sin_bf16, long long at) {
+  if (cos_sin_bf16) {
+    const Words<N> v = *(const Words<N>*)((const bf16*)cos_sin + at);
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      const float2 f = unpack(v.at[i]);
+      to[2 * i] = f.x;
+      to[2 * i + 1] = f.y;
+    }
+  } else {
+    const float4* p = (const float4*)((const float*)cos_sin + at);
+#pragma unroll
+    for (int i = 0; i < N / 4; ++i) {
+      const float4 v = p[i];
+      to[4 * i] = v.x;
+      to[4 * i + 1] = v.y;
+      to[4 * i + 2] = v.z;
+      to[4 * i + 3] = v.w;
+    }
+  }
+}
+
+// The elements d and d + 1 of a head in `low`, those at d + 32 in `high`. Which of two products is
+// rounded before they are added is said here: left to the compiler, it differs between kernels.
+__device__ __forceinline__ void turn(u32& low, u32& high, float2 cos, float2 sin) {
+  const float2 l = unpack(low), h = unpack(high);
+  low = pack(fmaf(l.x, cos.x, -(h.x * sin.x)), fmaf(l.y, cos.y, -(h.y * sin.y)));
+  high = pack(fmaf(h.x, cos.x, l.x * sin.x), fmaf(h.y, cos.y, l.y * sin.y));
 }

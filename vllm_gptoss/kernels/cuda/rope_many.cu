@@ -15,36 +15,18 @@ struct Args {
   const long long* slots;      // [T], negative: not written
   bf16* kv;                    // paged cache; K at 0, V at 64 of each (block, head, token)
   long long kv_block, kv_head, kv_token;  // strides in elements
-  int stride, q_heads, kv_heads, block_shift, cos_sin_bf16;
+  int q_heads, kv_heads, block_shift, cos_sin_bf16, stride;
 };
-
-// 8 of a position's 64 numbers, from `at` on.
-__device__ __forceinline__ void turns(float (&to)[8], const Args& a, long long at) {
-  if (a.cos_sin_bf16) {
-    const int4 v = *(const int4*)((const bf16*)a.cos_sin + at);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 f = unpack(word(v, i));
-      to[2 * i] = f.x;
-      to[2 * i + 1] = f.y;
-    }
-  } else {
-    const float4* p = (const float4*)((const float*)a.cos_sin + at);
-    const float4 v[2] = {p[0], p[1]};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) to[i] = (&v[i / 4].x)[i % 4];
-  }
-}
 
 __device__ __forceinline__ void rotate8(
     int4& low, int4& high, const float (&cos)[8], const float (&sin)[8]) {
   u32 lo[4], hi[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float2 l = unpack(word(low, i)), h = unpack(word(high, i));
-    const float c0 = cos[2 * i], c1 = cos[2 * i + 1], s0 = sin[2 * i], s1 = sin[2 * i + 1];
-    lo[i] = pack(l.x * c0 - h.x * s0, l.y * c1 - h.y * s1);
-    hi[i] = pack(h.x * c0 + l.x * s0, h.y * c1 + l.y * s1);
+    lo[i] = word(low, i);
+    hi[i] = word(high, i);
+    turn(lo[i], hi[i], make_float2(cos[2 * i], cos[2 * i + 1]),
+        make_float2(sin[2 * i], sin[2 * i + 1]));
   }
   low = make_int4(lo[0], lo[1], lo[2], lo[3]);
   high = make_int4(hi[0], hi[1], hi[2], hi[3]);
@@ -57,8 +39,8 @@ extern "C" __global__ void __launch_bounds__(1024) rope_many(const Args a) {
   float cos[8], sin[8];
   // Positions and slots are made before the step's first kernel.
   const long long position = a.positions[token] * 64, slot = a.slots[token];
-  turns(cos, a, position + d);
-  turns(sin, a, position + d + 32);
+  turns(cos, a.cos_sin, a.cos_sin_bf16, position + d);
+  turns(sin, a.cos_sin, a.cos_sin_bf16, position + d + 32);
   pdl_wait();
   for (int head = threadIdx.x >> 2; head < heads; head += blockDim.x >> 2) {
     bf16* from = a.qkv + (long long)token * a.stride + head * 64 + d;
