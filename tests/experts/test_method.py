@@ -118,8 +118,8 @@ def test_large_steps_are_ours_whatever_their_size(
 
 @pytest.mark.parametrize(
     ("routed", "most", "many", "prefill"),
-    [(128, 64, set(), 0), (128, 512, {320, 512}, 0), (128, 10_000, {320, 512, 1024, 1536, 2048}, 1), (32, 192, {80, 256}, 0),
-     (32, 512, {80, 256, 384, 512}, 0), (32, 10_000, {80, 256, 384, 512, 768}, 1)],
+    [(128, 64, set(), 0), (128, 512, {320, 512}, 0), (128, 10_000, {320, 512, 1024, 1536, 2048}, 1),
+     (32, 192, {80, 256}, 0), (32, 512, {80, 256, 384, 512}, 0), (32, 10_000, {80, 256, 384, 512, 768}, 1)],
 )  # fmt: skip
 def test_a_start_compiles_the_kernels_of_its_steps_and_no_larger_ones(
     monkeypatch: pytest.MonkeyPatch, routed: int, most: int, many: set[int], prefill: int
