@@ -179,9 +179,11 @@ def engines() -> Sequence[Engine]:
     """The H100's longer contexts cost more than the H200's by the ratio of the memories' bandwidths."""
     slower = 4.8 / 3.35
     return (
-        _engine(GPT_OSS_20B, "20b", "H200", ("decode-h200-2026-11-25.json", "decode-h200-2026-11-27.json")),
+        _engine(GPT_OSS_20B, "20b", "H200", ("decode-h200-2026-11-25.json", "decode-h200-eight-2026-11-27.json")),
         _engine(GPT_OSS_20B, "20b", "H100", ("decode-h100-rounds-2026-11-25.json",), slower),
-        _engine(GPT_OSS_120B, "120b", "H200", ("decode-h200-120b-2026-11-26.json", "decode-h200-120b-2026-11-27.json")),
+        _engine(
+            GPT_OSS_120B, "120b", "H200", ("decode-h200-120b-2026-11-26.json", "decode-h200-120b-eight-2026-11-27.json")
+        ),
         _engine(GPT_OSS_120B, "120b", "H100", ("decode-h100-120b-2026-11-26.json",), slower),
     )
 
