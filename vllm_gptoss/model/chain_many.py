@@ -60,16 +60,17 @@ def project(
 ) -> tuple[Tensor, Tensor]:
     """(queries, [T, H * 64] bf16 of rows that are longer, x + residual [T, C] bf16); keys and values go into the
     cache."""
-    summed, weight, bias = None if residual is None else torch.empty_like(x), tensors.qkv_weight, tensors.qkv_bias
+    summed = None if residual is None else torch.empty_like(x)
+    weight, bias = tensors.qkv_weight, tensors.qkv_bias
     normed = product_many.tiled(x, x.shape[1]) if own else torch.empty_like(x)
     around.norm(x, residual, tensors.norm, normed, summed, RMS_NORM_EPS, normed.shape[1] if own else 0)
-    turned = (positions, tensors.cos_sin, requests.slots, cache)
+    where = (positions, tensors.cos_sin, requests.slots, cache)
     if own:
         qkv = x.new_empty((x.shape[0], weight.shape[0]))
-        product_many.rotated(normed, weight, bias, qkv, *turned)
+        product_many.rotated(normed, weight, bias, qkv, *where)
     else:
         qkv = linear(normed, weight, bias)
-        around.rope(qkv, *turned)
+        around.rope(qkv, *where)
     return qkv[:, : tensors.out_weight.shape[1]], x if summed is None else summed
 
 

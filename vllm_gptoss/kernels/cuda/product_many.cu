@@ -180,7 +180,7 @@ __device__ __forceinline__ void finish(const Args& a, const Sums& s, int first, 
 
 // With ROPE only those finish who do not multiply: a unit of a token each, or several.
 constexpr int UNITS = (SHARE + 7) / 8, FINISHERS = THREADS - CONSUMERS * 32;
-constexpr int TURNS = (TOKENS * UNITS + FINISHERS - 1) / FINISHERS;
+constexpr int EACH = (TOKENS * UNITS + FINISHERS - 1) / FINISHERS;
 
 // All that a unit's outputs of a token need besides their sums: d to d + 3 of a head, and those at
 // d + 32.
@@ -212,9 +212,9 @@ __device__ __forceinline__ Outputs outputs_of(const Args& a, int token, int plac
 // Needs nothing of the kernel before: positions and slots are made before the step's first. So it
 // is asked for while others still multiply.
 __device__ __forceinline__ void prepare(
-    Outputs (&outputs)[TURNS], const Args& a, int first, int thread) {
+    Outputs (&outputs)[EACH], const Args& a, int first, int thread) {
 #pragma unroll
-  for (int i = 0; i < TURNS; ++i) {
+  for (int i = 0; i < EACH; ++i) {
     const int e = thread - CONSUMERS * 32 + i * FINISHERS;
     outputs[i] = outputs_of(a, e / UNITS, first + e % UNITS * 8);
   }
@@ -233,9 +233,9 @@ __device__ __forceinline__ uint2 added(uint2 bias, const Sums& s, int token, int
 }
 
 __device__ __forceinline__ void finish_rotated(
-    const Outputs (&outputs)[TURNS], const Sums& s, int thread) {
+    const Outputs (&outputs)[EACH], const Sums& s, int thread) {
 #pragma unroll
-  for (int i = 0; i < TURNS; ++i) {
+  for (int i = 0; i < EACH; ++i) {
     const Outputs& o = outputs[i];
     if (o.to == nullptr) continue;
     const int e = thread - CONSUMERS * 32 + i * FINISHERS, token = e / UNITS, at = e % UNITS * 8;
@@ -276,7 +276,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (lane == 0) copy_activations(a, k, x, b);
     __syncwarp();
   }
-  Outputs outputs[TURNS];
+  Outputs outputs[EACH];
   if constexpr (ROPE)
     if (warp >= CONSUMERS) prepare(outputs, a, first + rank * SHARE, thread);
   cluster_sync();  // nobody reads activations any more
