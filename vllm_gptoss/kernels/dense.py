@@ -204,16 +204,20 @@ def rope_described(
     rows: int, positions: Tensor, cos_sin: Tensor, slots: Tensor, kv_cache: Tensor
 ) -> dict[str, int | None]:
     """`ROPE_FIELDS` by field, of a product of so many rows."""
+    kv_heads = kv_cache.shape[1]
+    heads = {"q_heads": rows // HEAD - 2 * kv_heads, "kv_heads": kv_heads}
+    return heads | _rotation_described(positions, cos_sin, slots, kv_cache)
+
+
+def _rotation_described(positions: Tensor, cos_sin: Tensor, slots: Tensor, kv_cache: Tensor) -> dict[str, int | None]:
+    """What an `Args` says of RoPE and the cache write besides their heads, by field."""
     import torch
 
-    kv_heads = kv_cache.shape[1]
     return {
         "positions": address(positions),
         "cos_sin": address(cos_sin),
         "slots": address(slots),
         **cache_described(kv_cache),
-        "q_heads": rows // HEAD - 2 * kv_heads,
-        "kv_heads": kv_heads,
         "cos_sin_bf16": int(cos_sin.dtype == torch.bfloat16),
     }
 
@@ -270,8 +274,6 @@ def qkv_rope(
     positions, slots: [T] int64, slot < 0 is not written; cos_sin: [positions, 64] f32 or bf16, 32 cosines, 32 sines;
     kv_cache: [blocks, K, block size, 128] bf16 of any strides but 1 in the last, K at 0, V at 64; q: [T, H * 64] bf16.
     """
-    import torch
-
     tokens, rows = x.shape[0], weight.shape[0]
     kv_rows = kv_cache.shape[1] * HEAD
     tuned = tuned or plan(Mode.QKV, rows, x.shape[1], tokens, multiprocessors(x.device.index or 0))
@@ -283,15 +285,11 @@ def qkv_rope(
         w=address(weight),
         bias=address(bias),
         out=address(q),
-        positions=address(positions),
-        cos_sin=address(cos_sin),
-        slots=address(slots),
-        **cache_described(kv_cache),
+        **_rotation_described(positions, cos_sin, slots, kv_cache),
         tokens=tokens,
         units=rows // UNIT,
         q_rows=rows - 2 * kv_rows,
         kv_rows=kv_rows,
-        cos_sin_bf16=int(cos_sin.dtype == torch.bfloat16),
         eps=eps,
         out_stride=q.stride(0),
     )

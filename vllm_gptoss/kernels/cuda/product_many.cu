@@ -191,6 +191,15 @@ struct Outputs {
   bf16* to;  // of d; null: not written
 };
 
+// The token and the first of the share's rows of a thread's unit.
+struct Unit {
+  int token, at;
+};
+__device__ __forceinline__ Unit unit_of(int thread, int i) {
+  const int e = thread - CONSUMERS * 32 + i * FINISHERS;
+  return {e / UNITS, e % UNITS * 8};
+}
+
 __device__ __forceinline__ Outputs outputs_of(const Args& a, int token, int place) {
   Outputs o;
   o.to = nullptr;
@@ -215,8 +224,8 @@ __device__ __forceinline__ void prepare(
     Outputs (&outputs)[EACH], const Args& a, int first, int thread) {
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
-    const int e = thread - CONSUMERS * 32 + i * FINISHERS;
-    outputs[i] = outputs_of(a, e / UNITS, first + e % UNITS * 8);
+    const Unit u = unit_of(thread, i);
+    outputs[i] = outputs_of(a, u.token, first + u.at);
   }
 }
 
@@ -238,8 +247,9 @@ __device__ __forceinline__ void finish_rotated(
   for (int i = 0; i < EACH; ++i) {
     const Outputs& o = outputs[i];
     if (o.to == nullptr) continue;
-    const int e = thread - CONSUMERS * 32 + i * FINISHERS, token = e / UNITS, at = e % UNITS * 8;
-    uint2 low = added(o.bias_low, s, token, at), high = added(o.bias_high, s, token, at + 4);
+    const Unit u = unit_of(thread, i);
+    uint2 low = added(o.bias_low, s, u.token, u.at),
+          high = added(o.bias_high, s, u.token, u.at + 4);
     if (o.turned) {
       turn(low.x, high.x, make_float2(o.cos[0], o.cos[1]), make_float2(o.sin[0], o.sin[1]));
       turn(low.y, high.y, make_float2(o.cos[2], o.cos[3]), make_float2(o.sin[2], o.sin[3]));
