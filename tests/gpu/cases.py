@@ -25,7 +25,7 @@ from vllm_gptoss.kernels.layer import LayerTensors, Requests
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDING = 1.7e-3
 ONCE = 2**-9 * 1.01
-C, HEAD, BLOCK = 2880, 64, 16
+C, HEAD, BLOCK, BLOCKS = 2880, 64, 16, 64
 ACTIVE, ALPHA, LIMIT, EPS = 4, 1.702, 7.0, 1e-5
 PARALLEL = (1, 2, 4, 8)
 INTERMEDIATE = (2880, 1472, 768, 384)
@@ -75,19 +75,25 @@ def _rotate(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([low * cos[:, None] - high * sin[:, None], high * cos[:, None] + low * sin[:, None]], dim=-1)
 
 
+def _turning(tokens: int, cache_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Positions, 32 cosines and 32 sines of each, and slots of a cache of `BLOCKS`, of which one token has none."""
+    cos_sin = torch.randn(4096, HEAD, device=DEVICE).to(cache_dtype)
+    positions = torch.randint(0, 4096, (tokens,), device=DEVICE)
+    slots = torch.randperm(BLOCKS * BLOCK, device=DEVICE)[:tokens]
+    if tokens > 1:
+        slots[1] = -1
+    return positions, cos_sin, slots
+
+
 def qkv_rope(kernel: Callable[..., None], parallel: int, tokens: int, cache_dtype: torch.dtype) -> None:
     heads, kv_heads = 64 // parallel, 8 // parallel
     rows = (heads + 2 * kv_heads) * HEAD
     x, residual, weight = draw(tokens, C), draw(tokens, C), draw(rows, C, scale=C**-0.5)
     norm_weight, bias = draw(C), draw(rows)
-    cos_sin = torch.randn(4096, HEAD, device=DEVICE).to(cache_dtype)
-    positions = torch.randint(0, 4096, (tokens,), device=DEVICE)
-    slots = torch.randperm(64 * BLOCK, device=DEVICE)[:tokens]
-    if tokens > 1:
-        slots[1] = -1
+    positions, cos_sin, slots = _turning(tokens, cache_dtype)
 
     def run() -> tuple[Tensor, Tensor, Tensor]:
-        q, summed, cache = poison(tokens, heads * HEAD), poison(tokens, C), poison(64, kv_heads, BLOCK, 2 * HEAD)
+        q, summed, cache = poison(tokens, heads * HEAD), poison(tokens, C), poison(BLOCKS, kv_heads, BLOCK, 2 * HEAD)
         kernel(x, residual, norm_weight, weight, bias, positions, cos_sin, slots, cache, q, summed, 1e-5)
         return q, summed, cache
 
@@ -152,16 +158,12 @@ def product(kernel: Callable[..., None], rows: int, columns: int, tokens: int) -
 
 
 def rope(kernel: Callable[..., None], parallel: int, tokens: int, cache_dtype: torch.dtype) -> None:
-    heads, kv_heads, blocks = 64 // parallel, 8 // parallel, 64
+    heads, kv_heads = 64 // parallel, 8 // parallel
     qkv = draw(tokens, (heads + 2 * kv_heads) * HEAD)
-    cos_sin = torch.randn(4096, HEAD, device=DEVICE).to(cache_dtype)
-    positions = torch.randint(0, 4096, (tokens,), device=DEVICE)
-    slots = torch.randperm(blocks * BLOCK, device=DEVICE)[:tokens]
-    if tokens > 1:
-        slots[1] = -1
+    positions, cos_sin, slots = _turning(tokens, cache_dtype)
 
     def run() -> tuple[Tensor, Tensor]:
-        mine, cache = qkv.clone(), poison(blocks, kv_heads, BLOCK, 2 * HEAD)
+        mine, cache = qkv.clone(), poison(BLOCKS, kv_heads, BLOCK, 2 * HEAD)
         kernel(mine, positions, cos_sin, slots, cache)
         return mine[:, : heads * HEAD], cache
 
@@ -189,17 +191,13 @@ def rotated(
     strided: bool,
 ) -> None:
     """The q/k/v product with RoPE and the cache write, equal to the bit to a product and a RoPE that stand `apart`."""
-    heads, kv_heads, blocks = 64 // parallel, 8 // parallel, 64
+    heads, kv_heads = 64 // parallel, 8 // parallel
     rows = (heads + 2 * kv_heads) * HEAD
     x, weight, bias = tile(draw(tokens, C)), draw(rows, C, scale=C**-0.5), draw(rows)
-    cos_sin = torch.randn(4096, HEAD, device=DEVICE).to(cache_dtype)
-    positions = torch.randint(0, 4096, (tokens,), device=DEVICE)
-    slots = torch.randperm(blocks * BLOCK, device=DEVICE)[:tokens]
-    if tokens > 1:
-        slots[1] = -1
+    positions, cos_sin, slots = _turning(tokens, cache_dtype)
 
     def outputs() -> tuple[Tensor, Tensor]:
-        shape = (blocks, BLOCK, kv_heads) if strided else (blocks, kv_heads, BLOCK)
+        shape = (BLOCKS, BLOCK, kv_heads) if strided else (BLOCKS, kv_heads, BLOCK)
         cache = poison(*shape, 2 * HEAD)
         return poison(tokens, rows), cache.transpose(1, 2) if strided else cache
 
@@ -212,7 +210,8 @@ def rotated(
         assert not out[:, : heads * HEAD].isnan().any()
         assert same(out[:, : heads * HEAD], wanted[:, : heads * HEAD])
         assert same(cache, wanted_cache)
-        assert int((~cache.isnan()).any(-1).sum()) == int((slots >= 0).sum()) * kv_heads
+        written = int((~cache.isnan()).any(-1).sum())
+        assert written == int((slots >= 0).sum()) * kv_heads, "a slot that is no token's was written"
 
 
 def out_proj(kernel: Callable[..., None], parallel: int, tokens: int) -> None:

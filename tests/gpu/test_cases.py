@@ -163,6 +163,13 @@ def test_rotated_case_finds_a_fault(change: Callable[[list[Any]], None]) -> None
         cases.rotated(_faulty(rotated, change), (product, rope), 8, 9, torch.float32, strided=False)
 
 
+def test_rotated_case_finds_a_slot_that_both_ways_write() -> None:
+    """They share what finds a token's place in the cache, so neither shows the other's fault there."""
+    apart = product, _faulty(rope, _nudge(3, (1,), 5))
+    with pytest.raises(AssertionError, match="a slot that is no token's was written"):
+        cases.rotated(_faulty(rotated, _nudge(6, (1,), 5)), apart, 8, 9, torch.float32, strided=False)
+
+
 @pytest.mark.parametrize(
     ("case", "kernel", "change"),
     [

