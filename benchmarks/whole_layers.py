@@ -19,20 +19,23 @@ from layers import HIDDEN, Layer, draw
 from timing import microseconds, on_hopper, write
 
 from vllm_gptoss import spec
+from vllm_gptoss.experts.sm90 import LayerExperts
 from vllm_gptoss.kernels import product_many
 from vllm_gptoss.kernels.experts import FewTokenExperts
+from vllm_gptoss.kernels.experts_many import ManyTokenExperts
 from vllm_gptoss.model import chain_many
 
 LAYERS, ROUNDS = 8, 3
 
 
-def experts_of(count: int) -> FewTokenExperts:
-    """The experts of a layer of the 20b (32) or the 120b (128)."""
+def experts_of(count: int) -> LayerExperts:
+    """The experts of a layer of the 20b (32) or the 120b (128), as the plugin runs them."""
     up, down = (projection(weights(count, rows, HIDDEN, seed)) for seed, rows in ((1, 2 * HIDDEN), (2, HIDDEN)))
-    return FewTokenExperts(up, down, 4, count, alpha=spec.SWIGLU_ALPHA, limit=spec.SWIGLU_LIMIT)
+    few = FewTokenExperts(up, down, 4, count, alpha=spec.SWIGLU_ALPHA, limit=spec.SWIGLU_LIMIT)
+    return LayerExperts(few, ManyTokenExperts(few))
 
 
-def measure(tokens: int, count: int, keys: int, experts: FewTokenExperts) -> dict[str, Any]:
+def measure(tokens: int, count: int, keys: int, experts: chain_many.Experts) -> dict[str, Any]:
     layers = [Layer(tokens, 1, count, keys, 0 if index % 2 else spec.WINDOW) for index in range(LAYERS)]
     x = draw(tokens, HIDDEN)
 
@@ -66,7 +69,9 @@ def main() -> None:
     for count in map(int, options.experts.split(",")):
         experts = experts_of(count)
         for tokens in map(int, options.tokens.split(",")):
-            rows.append(measure(tokens, count, options.keys, experts))
+            kernel = experts.kernel(tokens)
+            assert kernel is not None
+            rows.append(measure(tokens, count, options.keys, kernel))
             print(" ".join(f"{key}={value:.4g}" for key, value in rows[-1].items()), flush=True)
     if options.out:
         write(options.out, rows)

@@ -3,8 +3,8 @@
 //
 // Offers: rope_row (weight rows in units of 8), Pair and make_pair (all that the outputs d and d +
 // 32 of a head need besides their products; none of it depends on the kernel before), cache_place,
-// rotate; turns and turn (the same of neighbours that are rounded already). Heads of 64: query
-// heads, then key heads, then value heads. Barriers: none.
+// turned_by, rotate; turns and turn (the same of neighbours that are rounded already). Heads of 64:
+// query heads, then key heads, then value heads. Barriers: none.
 #include "common.cuh"
 
 // Row n of a unit: rows i to i + 3 and i + 32 to i + 35 of a head, since RoPE turns (i, i + 32)
@@ -49,12 +49,18 @@ __device__ __forceinline__ bf16* cache_place(
          (slot & ((1 << cache.block_shift) - 1)) * cache.kv_token + d + (is_v ? 64 : 0);
 }
 
+// The elements d and d + 32 of a head, turned. Which of two products is rounded before they are
+// added is said here: left to the compiler, it differs between kernels.
+__device__ __forceinline__ float2 turned_by(float lo, float hi, float cos, float sin) {
+  return make_float2(fmaf(lo, cos, -(hi * sin)), fmaf(hi, cos, lo * sin));
+}
+
 // The two outputs from their products times the norm's scale; rounded to bf16 before the rotation,
 // as a projection that stands alone is.
 __device__ __forceinline__ float2 rotate(const Pair& pair, float lo, float hi) {
   lo = rounded(lo + pair.bias_lo);
   hi = rounded(hi + pair.bias_hi);
-  return make_float2(lo * pair.cos - hi * pair.sin, hi * pair.cos + lo * pair.sin);
+  return turned_by(lo, hi, pair.cos, pair.sin);
 }
 
 // N bf16, read at once.
@@ -87,10 +93,10 @@ __device__ __forceinline__ void turns(
   }
 }
 
-// The elements d and d + 1 of a head in `low`, those at d + 32 in `high`. Which of two products is
-// rounded before they are added is said here: left to the compiler, it differs between kernels.
+// The elements d and d + 1 of a head in `low`, those at d + 32 in `high`.
 __device__ __forceinline__ void turn(u32& low, u32& high, float2 cos, float2 sin) {
   const float2 l = unpack(low), h = unpack(high);
-  low = pack(fmaf(l.x, cos.x, -(h.x * sin.x)), fmaf(l.y, cos.y, -(h.y * sin.y)));
-  high = pack(fmaf(h.x, cos.x, l.x * sin.x), fmaf(h.y, cos.y, l.y * sin.y));
+  const float2 x = turned_by(l.x, h.x, cos.x, sin.x), y = turned_by(l.y, h.y, cos.y, sin.y);
+  low = pack(x.x, y.x);
+  high = pack(x.y, y.y);
 }
