@@ -16,6 +16,8 @@ from pathlib import Path
 
 import httpx
 
+from vllm_gptoss.bench.served import tail
+
 NAME = "gpt-oss"
 
 ENVIRONMENT = {
@@ -45,7 +47,8 @@ What a step allocates is kept for the next: of a step's time a quarter was the k
 
 
 class ServerError(RuntimeError):
-    """`vllm serve` ended, or did not become healthy in time; the message holds the end of its log."""
+    """`vllm serve` ended, or did not become healthy in time; the message holds the end of its log, and
+    the first error in it."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +147,3 @@ def stop(process: subprocess.Popen[bytes], patience: float = 20) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def tail(log: Path, lines: int = 40) -> str:
-    """The end of a log, for an error message."""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])

@@ -151,9 +151,9 @@ def job(situation: Situation, cases: list[Case], model: Path, draft: Path) -> di
 
 
 def side_by_side() -> int:
-    """Engines at once: a start is one core's work for a minute."""
+    """Engines at once: a start is one core's work for a minute. Half of the memory is left to tests beside this one."""
     memory: int = torch.cuda.get_device_properties(0).total_memory >> 30
-    return max(1, min(2 * (os.cpu_count() or 1) // 3, memory // ENGINE_GIB))
+    return max(1, min(2 * (os.cpu_count() or 1) // 3, memory // 2 // ENGINE_GIB))
 
 
 @pytest.fixture(scope="module")

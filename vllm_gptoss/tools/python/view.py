@@ -21,19 +21,30 @@ _OF_PREFIX = ("bin", "lib", "lib64", "pyvenv.cfg")
 # Where installers put packages; a `.pth` file may name such a folder of another environment, and Debian's Python has
 # one below /usr/local. What else a `.pth` names, such as a checkout that is installed editable, is not shown.
 _PACKAGES = ("site-packages", "dist-packages")
-_QUESTION = "import json, sys; print(json.dumps([[sys.prefix, sys.base_prefix], sys.path]))"
+_QUESTION = """
+import importlib.util, json, sys
+found = importlib.util.find_spec("ipykernel")
+print(json.dumps([[sys.prefix, sys.base_prefix], sys.path, found and found.origin]))
+"""
 _ANSWER_S = 20.0
 
 
 async def build_view(options: PythonOptions) -> View:
-    """The view for `options`. Raises SandboxError if the interpreter does not run or a path is missing."""
-    prefixes, path = await _ask(options.python)
+    """The view for `options`.
+
+    Raises:
+        SandboxError: the interpreter does not run, a path is missing, or the interpreter has its packages where no
+            program would see them.
+    """
+    prefixes, path, kernel = await _ask(options.python)
     shown = [f"{prefix}/{part}" for prefix in prefixes for part in _OF_PREFIX]
     shown += [folder for folder in path if Path(folder).name in _PACKAGES]
     _check_exist(options.read_only_paths)
-    extra = [str(p.absolute()) for p in options.read_only_paths]
+    shown += [str(p.absolute()) for p in options.read_only_paths]
+    if kernel is not None:
+        _check_shown(Path(kernel).parents[1], (*_SYSTEM, *shown), options.python)
     return View(
-        read_only=tuple(dict.fromkeys([*_SYSTEM, *shown, *extra])),
+        read_only=tuple(dict.fromkeys([*_SYSTEM, *shown])),
         hidden=tuple(str(p.absolute()) for p in options.hidden_paths),
         allow_network=options.allow_network,
         uid=options.run_as_uid,
@@ -47,15 +58,25 @@ def _check_exist(paths: Iterable[Path]) -> None:
             raise SandboxError(f"read_only_paths: {path} does not exist")
 
 
-async def _ask(python: Path) -> tuple[list[str], list[str]]:
-    """The interpreter's prefixes and its `sys.path`, as a sandbox's process has them."""
+def _check_shown(packages: Path, shown: Iterable[str], python: Path) -> None:
+    """Without them a kernel's first import would say that a module lacks a name."""
+    where = packages.resolve()
+    if not any(where.is_relative_to(Path(folder).resolve()) for folder in shown):
+        raise SandboxError(
+            f"{python} has its packages in {packages}, which programs are not shown: "
+            f"name the folder {' or '.join(_PACKAGES)}, or set read_only_paths to it"
+        )
+
+
+async def _ask(python: Path) -> tuple[list[str], list[str], str | None]:
+    """The interpreter's prefixes, its `sys.path`, and the file of its ipykernel, as a sandbox's process has them."""
     try:
         process = await asyncio.create_subprocess_exec(
             str(python), "-I", "-c", _QUESTION, stdout=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL
         )
         async with asyncio.timeout(_ANSWER_S):
             answer, _ = await process.communicate()
-        prefixes, path = json.loads(answer)
+        prefixes, path, kernel = json.loads(answer)
     except (OSError, ValueError, TimeoutError) as error:
         raise SandboxError(f"cannot run the interpreter {python}: {error}") from error
-    return prefixes, path
+    return prefixes, path, kernel
