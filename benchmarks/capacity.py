@@ -180,7 +180,9 @@ def engines() -> Sequence[Engine]:
     slower = 4.8 / 3.35
     return (
         _engine(GPT_OSS_20B, "20b", "H200", ("decode-h200-2026-11-25.json", "decode-h200-eight-2026-11-27.json")),
-        _engine(GPT_OSS_20B, "20b", "H100", ("decode-h100-rounds-2026-11-25.json",), slower),
+        _engine(
+            GPT_OSS_20B, "20b", "H100", ("decode-h100-rounds-2026-11-25.json", "decode-h100-2026-11-27.json"), slower
+        ),
         _engine(
             GPT_OSS_120B, "120b", "H200", ("decode-h200-120b-2026-11-26.json", "decode-h200-120b-eight-2026-11-27.json")
         ),
