@@ -85,6 +85,12 @@ def _turning(tokens: int, cache_dtype: torch.dtype) -> tuple[Tensor, Tensor, Ten
     return positions, cos_sin, slots
 
 
+def _only_theirs(cache: Tensor, slots: Tensor) -> None:
+    """Of the poisoned cache [blocks, K, block size, 128] only the tokens' slots are written."""
+    written, theirs = int((~cache.isnan()).any(-1).sum()), int((slots >= 0).sum()) * cache.shape[1]
+    assert written == theirs, "a slot that is no token's was written"
+
+
 def qkv_rope(kernel: Callable[..., None], parallel: int, tokens: int, cache_dtype: torch.dtype) -> None:
     heads, kv_heads = 64 // parallel, 8 // parallel
     rows = (heads + 2 * kv_heads) * HEAD
@@ -111,7 +117,7 @@ def qkv_rope(kernel: Callable[..., None], parallel: int, tokens: int, cache_dtyp
     assert error(cache[at // BLOCK, :, at % BLOCK, :HEAD], wk[written]) < twice
     values = wv.unflatten(-1, (-1, HEAD))[written]
     assert error(cache[at // BLOCK, :, at % BLOCK, HEAD:], values) < (once(values) if tokens <= 8 else 2 * ROUNDING)
-    assert int((~cache.isnan()).any(-1).sum()) == len(at) * kv_heads, "a slot that is no token's was written"
+    _only_theirs(cache, slots)
     assert all(map(same, run(), (q, summed, cache)))
 
 
@@ -178,7 +184,7 @@ def rope(kernel: Callable[..., None], parallel: int, tokens: int, cache_dtype: t
     at = slots[written]
     assert error(cache[at // BLOCK, :, at % BLOCK, :HEAD], wk[written]) < once(wk[written])
     assert torch.equal(cache[at // BLOCK, :, at % BLOCK, HEAD:], wv[written].bfloat16())
-    assert int((~cache.isnan()).any(-1).sum()) == len(at) * kv_heads, "a slot that is no token's was written"
+    _only_theirs(cache, slots)
     assert all(map(same, run(), (q, cache)))
 
 
@@ -210,8 +216,7 @@ def rotated(
         assert not out[:, : heads * HEAD].isnan().any()
         assert same(out[:, : heads * HEAD], wanted[:, : heads * HEAD])
         assert same(cache, wanted_cache)
-        written = int((~cache.isnan()).any(-1).sum())
-        assert written == int((slots >= 0).sum()) * kv_heads, "a slot that is no token's was written"
+        _only_theirs(cache, slots)
 
 
 def out_proj(kernel: Callable[..., None], parallel: int, tokens: int) -> None:

@@ -55,6 +55,12 @@ class Hopper:
             out[-1, -1] = float("nan")
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Of 1,024 slots eight are drawn: once in 170 times a planted one was another token's, and no fault."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="module")
 def layer() -> tuple[cases.Weights, cases.Weights]:
     return cases.layer(8, 128, hidden=192)
@@ -129,14 +135,11 @@ def _nudge(at: int, index: tuple[Any, ...], by: float) -> Callable[[list[Any]], 
 
 def rope(qkv: Tensor, positions: Tensor, cos_sin: Tensor, slots: Tensor, cache: Tensor) -> None:
     """The contract of `around.rope`."""
-    heads, block = cache.shape[1], cache.shape[2]
+    heads = cache.shape[1]
     parts = qkv.float().unflatten(-1, (-1, cases.HEAD))
     turned = standins.rotate(parts.flatten(1), cos_sin, positions)
     qkv[:, : -2 * heads * cases.HEAD] = turned[:, : -2 * heads].flatten(1).to(qkv.dtype)
-    rows = torch.cat([turned[:, -2 * heads : -heads], parts[:, -heads:]], dim=-1).to(cache.dtype)
-    for token, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            cache[slot // block, :, slot % block] = rows[token]
+    standins.store(torch.cat([turned[:, -2 * heads : -heads], parts[:, -heads:]], dim=-1), slots, cache)
 
 
 def rotated(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, *turned: Tensor) -> None:

@@ -31,6 +31,14 @@ def rotate(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
 
+def store(rows: Tensor, slots: Tensor, kv_cache: Tensor) -> None:
+    """rows: [T, K, 128], keys beside values; a token whose slot is negative has none."""
+    block = kv_cache.shape[2]
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            kv_cache[slot // block, :, slot % block] = rows[token].to(kv_cache.dtype)
+
+
 def qkv_rope(
     x: Tensor,
     residual: Tensor | None,
@@ -45,14 +53,12 @@ def qkv_rope(
     residual_out: Tensor | None,
     eps: float,
 ) -> None:
-    kv_heads, block = kv_cache.shape[1], kv_cache.shape[2]
+    kv_heads = kv_cache.shape[1]
     product = reference.linear(_normed(x, residual, residual_out, norm, eps), weight, bias)
     query, key, value = product.split([q.shape[1], kv_heads * HEAD, kv_heads * HEAD], dim=-1)
     q.copy_(rotate(query, cos_sin, positions).flatten(1))
     rows = torch.cat([rotate(key, cos_sin, positions), value.unflatten(-1, (-1, HEAD))], dim=-1)
-    for token, slot in enumerate(slots[: x.shape[0]].tolist()):
-        if slot >= 0:
-            kv_cache[slot // block, :, slot % block] = rows[token].to(kv_cache.dtype)
+    store(rows, slots[: x.shape[0]], kv_cache)
 
 
 def attend(
