@@ -52,6 +52,12 @@ def projection(parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Projec
     return Projection(values, mxfp4.hopper_scales(scales), bias)
 
 
+def layer_of(up: Projection, down: Projection, active: int, experts: int) -> sm90.LayerExperts:
+    """A layer's experts as the plugin runs them."""
+    few = FewTokenExperts(up, down, active, experts, alpha=spec.SWIGLU_ALPHA, limit=spec.SWIGLU_LIMIT)
+    return sm90.LayerExperts(few, ManyTokenExperts(few), PrefillExperts(few))
+
+
 def routings(tokens: int, experts: int, active: int, routing: str) -> list[torch.Tensor]:
     """Router logits of each launch, [T, E] bf16."""
     g = torch.Generator(device="cuda").manual_seed(tokens)
@@ -220,11 +226,10 @@ def main() -> None:
             parts = weights(model.experts, 2 * rank, model.hidden, 1), weights(model.experts, model.hidden, rank, 2)
             stock = Stock(*parts, model.active_experts) if has_stock else None
             up, down = stock.projections() if stock else (projection(parts[0]), projection(parts[1]))
-            few = FewTokenExperts(up, down, model.active_experts, model.experts, alpha=1.702, limit=7.0)
-            layer = sm90.LayerExperts(few, ManyTokenExperts(few), PrefillExperts(few))
+            layer = layer_of(up, down, model.active_experts, model.experts)
             for routing in options.routing.split(","):
                 for tokens in map(int, options.tokens.split(",")):
-                    named = {"few": few, "many": layer.many, "prefill": layer.prefill}
+                    named = {"few": layer.few, "many": layer.many, "prefill": layer.prefill}
                     ours = named.get(options.kernels, layer.kernel(tokens))
                     too_many = tokens > getattr(ours, "max_tokens", tokens)
                     if ours is None or too_many or (routing != "uniform" and tokens == 1):
@@ -234,7 +239,7 @@ def main() -> None:
                         " ".join(f"{k}={v:.2f}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()),
                         flush=True,
                     )
-            del stock, up, down, few, layer, named, ours, parts
+            del stock, up, down, layer, named, ours, parts
     if options.out:
         write(options.out, rows)
 

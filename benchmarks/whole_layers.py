@@ -14,15 +14,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from kernels import projection, weights
+from kernels import layer_of, projection, weights
 from layers import HIDDEN, Layer, draw
 from timing import microseconds, on_hopper, write
 
 from vllm_gptoss import spec
 from vllm_gptoss.experts.sm90 import LayerExperts
 from vllm_gptoss.kernels import product_many
-from vllm_gptoss.kernels.experts import FewTokenExperts
-from vllm_gptoss.kernels.experts_many import ManyTokenExperts
 from vllm_gptoss.model import chain_many
 
 LAYERS, ROUNDS = 8, 3
@@ -31,8 +29,7 @@ LAYERS, ROUNDS = 8, 3
 def experts_of(count: int) -> LayerExperts:
     """The experts of a layer of the 20b (32) or the 120b (128), as the plugin runs them."""
     up, down = (projection(weights(count, rows, HIDDEN, seed)) for seed, rows in ((1, 2 * HIDDEN), (2, HIDDEN)))
-    few = FewTokenExperts(up, down, 4, count, alpha=spec.SWIGLU_ALPHA, limit=spec.SWIGLU_LIMIT)
-    return LayerExperts(few, ManyTokenExperts(few))
+    return layer_of(up, down, 4, count)
 
 
 def measure(tokens: int, count: int, keys: int, experts: chain_many.Experts) -> dict[str, Any]:

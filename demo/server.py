@@ -47,8 +47,7 @@ What a step allocates is kept for the next: of a step's time a quarter was the k
 
 
 class ServerError(RuntimeError):
-    """`vllm serve` ended, or did not become healthy in time; the message holds the end of its log, and
-    the first error in it."""
+    """`vllm serve` ended, or did not become healthy in time; the message has the first error and the end of its log."""
 
 
 @dataclass(frozen=True)

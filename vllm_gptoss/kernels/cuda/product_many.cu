@@ -89,10 +89,7 @@ __device__ __forceinline__ int weight_row(int place) {
 }
 // Elements from the weight row at `place` to the one at `place + r`.
 __device__ __forceinline__ long long ahead(int place, int r) {
-  if constexpr (ROPE)
-    return (long long)(weight_row(place + r) - weight_row(place)) * COLUMNS;
-  else
-    return (long long)r * COLUMNS;
+  return (long long)(weight_row(place + r) - weight_row(place)) * COLUMNS;
 }
 
 __device__ __forceinline__ void copy_weights(

@@ -37,14 +37,14 @@ async def build_view(options: PythonOptions) -> View:
             program would see them.
     """
     prefixes, path, kernel = await _ask(options.python)
-    shown = [f"{prefix}/{part}" for prefix in prefixes for part in _OF_PREFIX]
+    shown = [*_SYSTEM, *(f"{prefix}/{part}" for prefix in prefixes for part in _OF_PREFIX)]
     shown += [folder for folder in path if Path(folder).name in _PACKAGES]
     _check_exist(options.read_only_paths)
     shown += [str(p.absolute()) for p in options.read_only_paths]
     if kernel is not None:
-        _check_shown(Path(kernel).parents[1], (*_SYSTEM, *shown), options.python)
+        _check_shown(Path(kernel).parents[1], shown, options.python)
     return View(
-        read_only=tuple(dict.fromkeys([*_SYSTEM, *shown])),
+        read_only=tuple(dict.fromkeys(shown)),
         hidden=tuple(str(p.absolute()) for p in options.hidden_paths),
         allow_network=options.allow_network,
         uid=options.run_as_uid,
