@@ -183,7 +183,12 @@ def experts_distance(model: str, tensor: int) -> float:
 
 def main(layout: str, rank: int, world: int, port: int, model: str, out: str) -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.distributed import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
 
     from tests.model import elsewhere
     from vllm_gptoss.plugin import register
@@ -200,6 +205,10 @@ def main(layout: str, rank: int, world: int, port: int, model: str, out: str) ->
     if found is not None and rank in (0, world - 1):
         saved = connector.saved if connector else 0
         torch.save({"hidden": found[0], "aux": found[1], "distance": distance, "saved": saved}, f"{out}.{rank}")
+    # a rank whose peer goes first can abort in gloo's thread as it ends, after all is done
+    torch.distributed.barrier()
+    destroy_model_parallel()
+    destroy_distributed_environment()
 
 
 if __name__ == "__main__":
