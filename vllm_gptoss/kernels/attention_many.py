@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_gptoss.kernels import attention, nvrtc
+from vllm_gptoss.kernels import attention, nvrtc, scratch
 from vllm_gptoss.kernels.attention import GROUP, HEAD
 from vllm_gptoss.kernels.dense import multiprocessors
 
@@ -113,26 +113,20 @@ def kernel(device: int, plan: ManyPlan) -> nvrtc.Kernel:
     return nvrtc.load(device, SOURCE, "sm_90", plan.macros).kernel("attention_many", plan.shared_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Sums:
-    """Where pieces of split tokens leave their sums: parts [2 * slots, PART] f32, arrived [MAX_TOKENS * K] int32.
-
-    One for all layers and steps, which follow one another on one stream. `arrived` is zero between launches.
-    """
-
-    parts: Tensor
-    arrived: Tensor
-
-
 @functools.cache
-def sums(device: int, slots: int, kv_heads: int) -> Sums:
-    """Those of a device and launches of `slots`, made once: before a graph is captured."""
+def parts(device: int, slots: int) -> Tensor:
+    """[2 * slots, PART] f32: sums of the pieces of split tokens. One for all layers and steps of a stream."""
     import torch
 
-    return Sums(
-        torch.empty(2 * slots, PART, device=f"cuda:{device}", dtype=torch.float32),
-        torch.zeros(MAX_TOKENS * kv_heads, device=f"cuda:{device}", dtype=torch.int32),
-    )
+    return torch.empty(2 * slots, PART, device=f"cuda:{device}", dtype=torch.float32)
+
+
+@scratch.keep
+def arrived(device: int, kv_heads: int) -> Tensor:
+    """[MAX_TOKENS * K] int32: pieces of each token and head that have arrived, zero between launches."""
+    import torch
+
+    return torch.zeros(MAX_TOKENS * kv_heads, device=f"cuda:{device}", dtype=torch.int32)
 
 
 def load(device: int, kv_heads: int, window: int) -> None:
@@ -143,7 +137,8 @@ def load(device: int, kv_heads: int, window: int) -> None:
     """
     for tuned in dict.fromkeys(plan(tokens, window) for tokens in range(1, MAX_TOKENS + 1)):
         kernel(device, tuned)
-        sums(device, tuned.slots(multiprocessors(device), kv_heads), kv_heads)
+        parts(device, tuned.slots(multiprocessors(device), kv_heads))
+    arrived(device, kv_heads)
 
 
 def attend(
@@ -171,11 +166,10 @@ def attend(
         raise ValueError(f"{tokens} tokens, more than {MAX_TOKENS}")
     tuned = tuned or plan(tokens, window)
     slots = tuned.slots(multiprocessors(device), kv_heads)
-    scratch = sums(device, slots, kv_heads)
     args = Args(
         **attention.described(q, kv_cache, sinks, block_table, seq_lens, query_start, out, scale),
-        parts=scratch.parts.data_ptr(),
-        arrived=scratch.arrived.data_ptr(),
+        parts=parts(device, slots).data_ptr(),
+        arrived=arrived(device, kv_heads).data_ptr(),
         tokens=tokens,
         slots=slots,
         least=tuned.least,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_gptoss.kernels import nvrtc
+from vllm_gptoss.kernels import nvrtc, scratch
 from vllm_gptoss.kernels.dense import multiprocessors
 from vllm_gptoss.kernels.experts_plan import (
     DOWN,
@@ -151,7 +151,7 @@ def empty_sums(device: int, width: int, tokens: int) -> Tensor:
     return torch.full((tokens, width), -1, dtype=torch.int32, device=f"cuda:{device}")
 
 
-@functools.cache
+@scratch.keep
 def partial_sums(device: int, width: int, tokens: int) -> Tensor:
     """`empty_sums` of `experts_down` that are kept.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_gptoss.kernels import nvrtc
+from vllm_gptoss.kernels import nvrtc, scratch
 from vllm_gptoss.kernels.experts import (
     FewTokenExperts,
     Projection,
@@ -146,7 +146,7 @@ def _kernel(recipe: Recipe) -> nvrtc.Kernel:
     return module.kernel(recipe.name, recipe.shared)
 
 
-@functools.cache
+@scratch.keep
 def counters(device: int) -> Tensor:
     """Which chunks' activations are complete, and which rounds of work are taken, all 0 between launches: as with
     `partial_sums`, two streams must not run these kernels at the same time."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_gptoss.kernels import nvrtc
+from vllm_gptoss.kernels import nvrtc, scratch
 from vllm_gptoss.kernels.experts import FewTokenExperts, Recipe, SameLayer, multiprocessors, pointer, routing_mode
 from vllm_gptoss.kernels.experts_plan import MAX_EXPERTS, SHARED_LIMIT
 
@@ -64,7 +64,7 @@ def _kernels(recipe: Recipe) -> tuple[nvrtc.Kernel, ...]:
     return tuple(module.kernel(name, recipe.shared if name == EXPERTS else 0) for name in NAMES)
 
 
-@functools.cache
+@scratch.keep
 def state(device: int) -> Tensor:
     """`State` of experts_prefill.cu and, behind it, the counts of chunks and of pairs of blocks of routing.
 
