@@ -35,4 +35,5 @@ class DequantizedExpertsMethod(UnquantizedFusedMoEMethod):
                 weight[expert] = dequantize(blocks[expert], scales[expert])
             worker.replace_parameter(layer, name, weight)
             delattr(layer, f"{name}_scale")
+        self.moe_kernel = None  # upstream packs weights for the CPU only when it makes the kernel; a reload packs again
         super().process_weights_after_loading(layer)
