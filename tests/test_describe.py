@@ -14,7 +14,11 @@ from vllm.config import (
     CUDAGraphMode,
     DeviceConfig,
     KVTransferConfig,
+    LoadConfig,
+    OffloadConfig,
     ParallelConfig,
+    PrefetchOffloadConfig,
+    UVAOffloadConfig,
     VllmConfig,
 )
 
@@ -50,7 +54,7 @@ def test_a_plain_server_is_described_by_its_model_alone() -> None:
     found = describe.configuration(config())
     assert found.model == GPT_OSS_20B
     assert found.device_type == "cpu"
-    assert replace(found, device_type="cuda", piecewise_graphs=False) == describe.Deployment(GPT_OSS_20B)
+    assert replace(found, device_type="cuda", piecewise_graphs=False, graphs=True) == describe.Deployment(GPT_OSS_20B)
 
 
 def parallel(**sizes: Any) -> Any:
@@ -91,6 +95,12 @@ def transfer(name: str, *inner: str) -> KVTransferConfig:
         ({"speculative_config": SimpleNamespace(method="eagle3")}, "drafts", "eagle3"),
         ({"compilation_config": compilation(mode=1)}, "compiled_whole", True),
         ({"compilation_config": compilation(cudagraph_mode=CUDAGraphMode.PIECEWISE)}, "piecewise_graphs", True),
+        ({"compilation_config": compilation(cudagraph_mode=CUDAGraphMode.NONE)}, "graphs", False),
+        ({"parallel_config": parallel(enable_eplb=True)}, "moves_experts", True),
+        ({"parallel_config": parallel(enable_elastic_ep=True)}, "moves_experts", True),
+        ({"offload_config": OffloadConfig(uva=UVAOffloadConfig(cpu_offload_gb=1))}, "offloaded", True),
+        ({"offload_config": OffloadConfig(prefetch=PrefetchOffloadConfig(offload_group_size=1))}, "offloaded", True),
+        ({"load_config": LoadConfig(load_format="sharded_state")}, "load_format", "sharded_state"),
     ],
     ids=str,
 )

@@ -35,6 +35,10 @@ def configuration(config: Any) -> Deployment:
         piecewise_graphs=_vllm.only_piecewise_graphs(config),
         compiled_whole=_vllm.compiles_outer_model(config),
         batch_invariant=_vllm.batch_invariant(),
+        graphs=_vllm.uses_graphs(config),
+        offloaded=_vllm.offloads_weights(config),
+        moves_experts=parallel.enable_eplb or parallel.enable_elastic_ep,
+        load_format=str(getattr(config.load_config.load_format, "value", config.load_config.load_format)),
         aiter=uses_aiter(),
         attention_backend=None if backend is None else str(getattr(backend, "name", backend)),
     )

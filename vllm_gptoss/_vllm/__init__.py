@@ -288,6 +288,19 @@ def only_piecewise_graphs(config: Any) -> bool:
     return bool(config.compilation_config.cudagraph_mode == CUDAGraphMode.PIECEWISE)
 
 
+def uses_graphs(config: Any) -> bool:
+    """True where CUDA graphs are captured."""
+    from vllm.config import CUDAGraphMode
+
+    return bool(config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE)
+
+
+def offloads_weights(config: Any) -> bool:
+    """True where weights stay in the host's memory or are fetched from it, by either of vLLM's offloaders."""
+    offload = config.offload_config
+    return bool(offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0)
+
+
 def compiles_outer_model(config: Any) -> bool:
     """True in the one compilation mode that traces `GptOssForCausalLM.forward` itself."""
     from vllm.config import CompilationMode

@@ -83,6 +83,7 @@ LAYERS: tuple[Condition, ...] = (
     when(lambda d: d.piecewise_graphs, "cudagraph_mode=PIECEWISE has no graph of a whole step"),
     when(lambda d: d.compiled_whole, "the whole model is compiled by torch.compile"),
     when(lambda d: d.sequence_parallel, "sequence-parallel experts are on"),
+    when(lambda d: d.offloaded, "weights are offloaded to the host"),
     when(lambda d: d.quantized_projections, "a projection is quantized"),
     when(
         lambda d: d.built_attention not in (None, "FLASH_ATTN"),
@@ -164,6 +165,8 @@ EXPERTS: tuple[Condition, ...] = (
     when(lambda d: d.built_experts not in (None, "TRITON"), "the backend is {d.built_experts}, not TRITON"),
     when(lambda d: d.monolithic is False, "this parallel configuration routes tokens between ranks"),
     when(lambda d: d.weighs_input, "the router's weight is applied on the input"),
+    when(lambda d: d.moves_experts, "vLLM moves experts between ranks"),
+    when(lambda d: d.load_format == "sharded_state", "--load-format sharded_state loads experts in another layout"),
     when(lambda d: d.expert_bias is False, "the experts have no bias"),
     when(
         lambda d: d.largest_scale is not None and d.largest_scale > experts_plan.MAX_SCALE,

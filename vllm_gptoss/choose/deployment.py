@@ -58,6 +58,13 @@ class Deployment:
     piecewise_graphs: bool = False
     compiled_whole: bool = False
     batch_invariant: bool = False
+    graphs: bool = True
+    """CUDA graphs are captured."""
+    offloaded: bool = False
+    """Weights lie in the host's memory, or move between it and the GPU."""
+    moves_experts: bool = False
+    """Expert load balancing or elastic expert parallelism."""
+    load_format: str = "auto"
     aiter: bool = False
     """VLLM_ROCM_USE_AITER: without it vLLM takes nothing of AITER."""
     mps: bool = False
