@@ -12,6 +12,7 @@ from vllm_gptoss import aside, choose, describe, device
 from vllm_gptoss._vllm import worker
 from vllm_gptoss.choose import bands
 from vllm_gptoss.experts import sm90
+from vllm_gptoss.experts.laid_out import LaidOut
 from vllm_gptoss.kernels.experts import Projection
 
 Samples = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -27,13 +28,34 @@ class GptOssExpertsMethod(GptOssMxfp4MoEMethod):
         # `--moe-backend` was not given, or this method would not have been chosen
         self.deployment, self.wish = replace(deployment, moe_backend="auto"), wish
         self.ours: sm90.LayerExperts | None = None
+        self.laid_out: LaidOut | None = None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Lets upstream lay the weights out, then reads them in place."""
+        """Lets upstream lay the weights out, then reads them in place. A reload overwrites the bytes of the first load.
+
+        Raises:
+            ValueError: a reload brought weights that the kernels of captured graphs cannot run.
+        """
         samples = aside.attempt("experts", self.wish, lambda: self._before(layer))
         super().process_weights_after_loading(layer)
+        fresh = LaidOut.of(self, layer)
+        if self.laid_out is not None and fresh is not None:
+            self._reload(layer, self.laid_out, fresh, accepted=samples is not None)
+            return
+        self.laid_out = fresh
         if samples is not None:
             self.ours = aside.attempt("experts", self.wish, lambda: self._after(layer, samples))
+
+    def _reload(self, layer: Any, kept: LaidOut, fresh: LaidOut, *, accepted: bool) -> None:
+        kept.overwrite(fresh)
+        kept.restore(self, layer)
+        if self.ours is not None and not accepted:
+            if self.deployment.graphs:
+                raise ValueError(
+                    "the captured CUDA graphs contain kernels that cannot run the reloaded experts (the reason is in"
+                    " the log line above): restart the server with GPTOSS_EXPERTS=upstream"
+                )
+            self.ours = None
 
     def _before(self, layer: Any) -> Samples:
         """Corners of the weights as loaded, of a layer that our kernels can run.
@@ -83,6 +105,8 @@ class GptOssExpertsMethod(GptOssMxfp4MoEMethod):
             if out is not None:
                 return out
             self.ours = None
+        if self.laid_out is not None and not hasattr(layer, "w13_weight"):
+            self.laid_out.restore(self, layer)  # a reload without these experts dropped them
         return super().apply_monolithic(layer, x, router_logits, *args, **kwargs)
 
 
