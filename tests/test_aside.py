@@ -19,7 +19,7 @@ from vllm_gptoss.device import Device
 from vllm_gptoss.experts import config as quantization
 from vllm_gptoss.experts import method
 from vllm_gptoss.kernels import nvrtc, step
-from vllm_gptoss.model import chain, chain_many, few_tokens, gpt_oss, one_token
+from vllm_gptoss.model import addresses, chain, chain_many, few_tokens, gpt_oss, one_token
 from vllm_gptoss.spec import GPT_OSS_20B
 
 pytestmark = pytest.mark.vllm
@@ -60,10 +60,11 @@ def vllm_model(monkeypatch: pytest.MonkeyPatch) -> None:
             _maybe_add_hidden_state=lambda aux, index, x, residual: aux,
         )
 
-    tensors = SimpleNamespace(experts=None, window=0)
+    tensors = SimpleNamespace(experts=None, window=0, cos_sin=torch.zeros(1))
     attention = SimpleNamespace(kv_cache=None)
     experts = SimpleNamespace(many=object(), kernel=lambda tokens: "ours")
-    place = SimpleNamespace(tensors=tensors, attention=attention, requests=lambda _: None, others=None, experts=experts)
+    place = SimpleNamespace(tensors=tensors, attention=attention, requests=lambda _: None, others=None, experts=experts,
+                            weights=(), layer=None)  # fmt: skip
     monkeypatch.setattr(upstream, "__init__", built)
     monkeypatch.setattr(upstream, "forward", lambda *_: "upstream")
     monkeypatch.setattr(gpt_oss, "LoadCheck", lambda config: None)
@@ -73,7 +74,7 @@ def vllm_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(describe, "first_step", lambda deployment, places, auxiliary: deployment)
     monkeypatch.setattr(planned, "plan_once", lambda model: True)
     monkeypatch.setattr(few_tokens.FewTokens, "could_take", lambda self, tokens: tokens <= self.most)
-    monkeypatch.setattr(few_tokens, "look_up", lambda layer, rank: place)
+    monkeypatch.setattr(addresses, "look_up", lambda layer, rank: place)
     monkeypatch.setattr(few_tokens.worker, "tensor_parallel_rank", lambda: 0)
     monkeypatch.setattr(few_tokens.worker, "is_last_pipeline_rank", lambda: True)
     monkeypatch.setattr(nvrtc, "at_once", lambda loads: None)

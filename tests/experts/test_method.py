@@ -14,7 +14,7 @@ from vllm_gptoss.choose import ChoiceError, Deployment
 from vllm_gptoss.device import Device
 from vllm_gptoss.experts import method
 from vllm_gptoss.kernels import dense, experts, experts_many, experts_plan, experts_prefill, nvrtc
-from vllm_gptoss.model import few_tokens
+from vllm_gptoss.model import addresses
 from vllm_gptoss.spec import GPT_OSS_20B
 
 H200 = Device("nvidia", "NVIDIA H200", "sm90", 139.8)
@@ -49,7 +49,7 @@ def layer(few: experts.FewTokenExperts) -> method.sm90.LayerExperts:
 
 def prepared(ours: Any, wish: str = "auto") -> method.GptOssExpertsMethod:
     of = method.GptOssExpertsMethod.__new__(method.GptOssExpertsMethod)
-    for name, value in (("ours", ours), ("wish", wish), ("deployment", Deployment(GPT_OSS_20B))):
+    for name, value in (("ours", ours), ("wish", wish), ("deployment", Deployment(GPT_OSS_20B)), ("laid_out", None)):
         object.__setattr__(of, name, value)
     return of
 
@@ -242,7 +242,8 @@ def test_the_fused_layers_find_the_experts_that_a_method_holds(monkeypatch: pyte
         runner = torch.nn.Module()
         runner.routed_experts = torch.nn.Module()
         object.__setattr__(runner.routed_experts, "quant_method", quant_method)
-        own = few_tokens._own_experts(runner, hidden)
+        norm = SimpleNamespace(weight=torch.empty(hidden))
+        own = addresses.own_experts(SimpleNamespace(mlp=SimpleNamespace(experts=runner), input_layernorm=norm))
         return own and own.few, numerics.paths(runner)["own_experts"]
 
     assert found(prepared(layer(few))) == (few, 1)

@@ -76,12 +76,12 @@ def states(built: Any, config: Any, layout: str) -> tuple[list[Tensor], list[Ten
 
     from tests.support import standins
     from vllm_gptoss import describe
-    from vllm_gptoss.model import chain, few_tokens
+    from vllm_gptoss.model import addresses, chain, few_tokens
 
     inner = built.model.float()
     path = few_tokens.FewTokens(built, describe.configuration(config))
     modules = [inner.layers[index] for index in range(inner.start_layer, inner.end_layer)]
-    path.places = [few_tokens.look_up(module, get_tensor_model_parallel_rank()) for module in modules]
+    path.places = [addresses.look_up(module, get_tensor_model_parallel_rank()) for module in modules]
     for place, module in zip(path.places, modules, strict=True):
         place.tensors = replace(place.tensors, experts=standins.Experts(module.mlp.experts.routed_experts))  # type: ignore[arg-type]
         kv_heads = place.attention.num_kv_heads
@@ -159,12 +159,12 @@ def experts_distance(model: str, tensor: int) -> float:
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
     from tests.support import standins
-    from vllm_gptoss.model import chain, few_tokens
+    from vllm_gptoss.model import addresses, chain
 
     built, config = build(model, tensor, 1)
     chain.dense = SimpleNamespace(router=standins.router)  # type: ignore[assignment]
     module = built.model.layers[0]
-    place = few_tokens.look_up(module, 0)
+    place = addresses.look_up(module, 0)
     weight = place.tensors.router_weight.clone()  # a CPU repacks linear weights
     tensors = replace(place.tensors, experts=None, router_weight=weight)
     with set_current_vllm_config(config):

@@ -18,7 +18,7 @@ from vllm_gptoss.device import Device
 from vllm_gptoss.kernels import nvrtc, step
 from vllm_gptoss.kernels.experts import Projection
 from vllm_gptoss.kernels.layer import LayerTensors
-from vllm_gptoss.model import few_tokens, one_token
+from vllm_gptoss.model import addresses, few_tokens, one_token
 from vllm_gptoss.model.place import Place
 from vllm_gptoss.spec import GPT_OSS_20B, SWIGLU_ALPHA, SWIGLU_LIMIT
 
@@ -196,7 +196,7 @@ def test_one_launch_is_taken_unless_a_draft_reads_between_layers(
     monkeypatch.setattr(one_token.device, "detect", lambda: H200)
     monkeypatch.setattr(few_tokens.worker, "tensor_parallel_rank", lambda: 0)
     monkeypatch.setattr(few_tokens.nvrtc, "at_once", lambda loads: None)
-    monkeypatch.setattr(few_tokens, "look_up", lambda found, rank: place())
+    monkeypatch.setattr(addresses, "look_up", lambda found, rank: place())
     monkeypatch.setattr(one_token.step, "compile_for", lambda shape, device: None)
     model = SimpleNamespace(layers=[None, None], start_layer=0, end_layer=2, aux_hidden_state_layers=auxiliary)
     path = few_tokens.FewTokens(SimpleNamespace(model=model), Deployment(GPT_OSS_20B))

@@ -16,7 +16,7 @@ LAYERS = (
     "vllm_gptoss.choose:attention",
     "vllm_gptoss.model.few_tokens:FewTokens.__init__",
     "vllm_gptoss.attention.sm90:plan_once",
-    "vllm_gptoss.model.few_tokens:look_up",
+    "vllm_gptoss.model.addresses:look_up",
     "vllm_gptoss.describe:first_step",
     "vllm_gptoss.model.one_token:OneToken.__init__",
     "vllm_gptoss.kernels.nvrtc:at_once",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,46 +21,10 @@ from vllm_gptoss._vllm import worker
 from vllm_gptoss.aside import NotHereError
 from vllm_gptoss.choose import bands
 from vllm_gptoss.kernels import attention, dense, nvrtc
-from vllm_gptoss.kernels.layer import LayerTensors
-from vllm_gptoss.model import chain, many_tokens, one_token
+from vllm_gptoss.model import addresses, chain, many_tokens, one_token
 from vllm_gptoss.model.place import Place, transferred
 
-if TYPE_CHECKING:
-    from vllm_gptoss.experts.sm90 import LayerExperts
-
 MAX_TOKENS = bands.FUSED_TOKENS
-
-
-def look_up(layer: Any, tensor_parallel_rank: int) -> Place:
-    """What the kernels need of one of vLLM's layers, looked up once, after loading."""
-    block, router, runner = layer.attn, layer.mlp.router, layer.mlp.experts
-    bias = block.o_proj.bias
-    own = _own_experts(runner, layer.input_layernorm.weight.shape[0])
-    tensors = LayerTensors(
-        norm=layer.input_layernorm.weight.data,
-        qkv_weight=block.qkv_proj.weight.data,
-        qkv_bias=block.qkv_proj.bias.data,
-        # Held here: vLLM may replace the module's buffer by a bf16 copy, and captured graphs keep this one's address.
-        cos_sin=block.rotary_emb.cos_sin_cache,
-        sinks=block.sinks.data,
-        window=block.attn.sliding_window or 0,
-        out_weight=block.o_proj.weight.data,
-        out_bias=bias.data if tensor_parallel_rank == 0 else None,  # one rank adds it, the all-reduce spreads it
-        post_norm=layer.post_attention_layernorm.weight.data,
-        router_weight=router.weight.data,
-        router_bias=router.bias.data,
-        active=runner.moe_config.experts_per_token,
-        experts=own.few if own is not None else None,
-    )
-    return Place(block.attn.layer_name, tensors, block.attn, runner, own)
-
-
-def _own_experts(runner: Any, hidden: int) -> LayerExperts | None:
-    """The kernels of a layer that `GptOssExpertsMethod` prepared for these activations, or None."""
-    from vllm_gptoss.experts import method
-
-    own = method.own(runner.routed_experts.quant_method)
-    return own if own is not None and own.few.up.tiles * dense.BLOCK == hidden else None
 
 
 def loads(place: Place) -> Iterator[tuple[Any, ...]]:
@@ -102,6 +66,16 @@ class FewTokens:
             return False
         return tokens <= MAX_TOKENS or worker.longest_query(context) == 1
 
+    def check_addresses(self) -> bool:
+        """True: kernels may read the addresses of `prepare`.
+
+        Raises:
+            NotHereError: a weight has moved since `prepare`; the message names it.
+        """
+        if why := addresses.moved(self.places):
+            raise NotHereError(why)
+        return True
+
     def leave_many(self) -> None:
         """Steps of many tokens are upstream's from here on."""
         self.most = MAX_TOKENS
@@ -114,7 +88,7 @@ class FewTokens:
             NvrtcError: a kernel cannot be compiled.
         """
         model, rank = self.model, worker.tensor_parallel_rank()
-        places = [look_up(model.layers[i], rank) for i in range(model.start_layer, model.end_layer)]
+        places = [addresses.look_up(model.layers[i], rank) for i in range(model.start_layer, model.end_layer)]
         self.deployment = describe.first_step(self.deployment, places, model.aux_hidden_state_layers)
         choice = choose.layers(device.detect(), self.deployment, wish)
         if choice.value != "gptoss":

@@ -14,6 +14,7 @@ from vllm.model_executor.models.gpt_oss import GptOssForCausalLM as UpstreamGptO
 
 from vllm_gptoss import announce, aside, choose, describe, device
 from vllm_gptoss.checkpoint.load import LoadCheck
+from vllm_gptoss.model.addresses import keep_scratch
 from vllm_gptoss.model.few_tokens import MAX_TOKENS, FewTokens
 from vllm_gptoss.settings import Settings
 
@@ -72,8 +73,15 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
                 self.few_tokens = None
                 return None
             self.is_prepared = True
+            keep_scratch(self, few.places)
             return few if few.could_take(tokens) else None  # what is prepared may take less than was thought
-        return few
+        if not aside.attempt("layers", wish, few.check_addresses):
+            self.few_tokens = None
+        return self.few_tokens
+
+    def process_weights_after_loading(self) -> None:
+        """vLLM's hook after it has processed the weights of every layer."""
+        keep_scratch(self)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Loads as upstream does; a missing, cut or wrongly shaped tensor is a `CheckpointError` with its name."""

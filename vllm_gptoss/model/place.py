@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from vllm_gptoss._vllm import worker
 from vllm_gptoss.kernels.layer import LayerTensors, Requests
@@ -28,6 +28,10 @@ class Place:
     """vLLM's MoE runner."""
     experts: LayerExperts | None = None
     """Our kernels for the experts of steps of any size, where they are ours."""
+    weights: tuple[tuple[nn.Module, str, int], ...] = ()
+    """Module, name and address of each parameter that `tensors` refers to."""
+    layer: Any = None
+    """vLLM's `TransformerBlock`."""
 
     def requests(self, context: Any) -> Requests:
         """The step's requests, of a `ForwardContext`."""
