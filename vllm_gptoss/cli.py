@@ -29,13 +29,16 @@ def _add_tools() -> None:
 
 
 def _add_bench() -> None:
-    from vllm_gptoss.bench import decode, host, numerics, streams
+    from vllm_gptoss.bench import consistency, decode, host, numerics, streams
 
     bench = typer.Typer(no_args_is_help=True, help="Benchmarks of the plugin against stock vLLM on this machine.")
     bench.command("decode", help="TPOT and GPU time per step, shapes of 20b and 120b with dummy weights.")(decode.main)
     bench.command("merge", help="Add the measurements of several results files up.")(decode.merge)
     bench.command("numerics", help="Logits and perplexity of the plugin within the spread of vLLM's backends?")(
         numerics.main
+    )
+    bench.command("consistency", help="Log-probabilities of decode against those of prompts, also after a reload.")(
+        consistency.main
     )
     bench.command("host", help="CPU time of the API server for each streamed token, stock and plugin; needs no GPU.")(
         host.main

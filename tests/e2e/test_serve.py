@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from demo.server import NAME, Server
+from vllm_gptoss.bench import consistency
 
 pytestmark = [pytest.mark.vllm, pytest.mark.serve, pytest.mark.timeout(600)]
 
@@ -241,3 +242,12 @@ async def held_for(
     while metric(served, "vllm:num_requests_running"):
         await asyncio.sleep(0.1)
     return found
+
+
+def test_decode_and_prompts_of_the_server_agree(served: Server) -> None:
+    """`vllm-gptoss bench consistency --url`."""
+    load = consistency.Load((1, 4), 20, 8, 1000)
+    for size in load.sizes:
+        answers = asyncio.run(consistency.served(served.url, NAME, load, size))
+        assert [len(answer.read) for answer in answers] == [8] * size
+        assert consistency.is_consistent(consistency.summary(answers), 0.1)
