@@ -224,6 +224,41 @@ def accuracy(files: Sequence[Row]) -> str:
     return markdown([*head, "triton - float64", "marlin - float64"], table)
 
 
+def consistency(files: Sequence[Row]) -> str:
+    """Mean difference of decode and prompt log-probabilities after operations, by the number of requests."""
+    rows = [row for file in files for row in file["rows"] if row["router"] == "random"]
+    kinds = dict.fromkeys((row["operation"], row["mode"]) for row in rows)
+    sizes = sorted({row["requests"] for row in rows if "requests" in row})
+    head = ["operation", *(f"{side}, {' / '.join(map(str, sizes))}" for side in ("stock", "plugin"))]
+    return markdown(
+        head,
+        (
+            [f"{name}, {mode}", *(_means(rows, sizes, name, mode, variant) for variant in ("triton", "plugin"))]
+            for name, mode in kinds
+        ),
+    )
+
+
+def _means(rows: Sequence[Row], sizes: Sequence[int], *wanted: str) -> str:
+    found = [row for row in rows if (row["operation"], row["mode"], row["variant"]) == wanted]
+    if not found:
+        return "not run"
+    if error := found[0].get("error"):
+        return f"`{error.partition(':')[0]}`"
+    by_size = {row["requests"]: row["mean"] for row in found}
+    return " / ".join("NaN" if by_size[size] is None else number(by_size[size], 3) for size in sizes)
+
+
+def float64(files: Sequence[Row]) -> str:
+    """Mean distance of decode and of prompts from float64, without an operation, by the router's margins."""
+    rows = [row for file in files for row in file["rows"] if row["operation"] == "none" and row["mode"] == "graphs"]
+    head = ["router", "requests", *(f"{side} {part}" for side in ("stock", "plugin") for part in ("decode", "prompt"))]
+    sides = [(variant, f"{part}_float64_mean") for variant in ("triton", "plugin") for part in ("decode", "prompt")]
+    by = {(row["router"], row["requests"], row["variant"]): row for row in rows}
+    kinds = dict.fromkeys((router, requests) for router, requests, _ in by)
+    return markdown(head, ([r, str(n), *(number(by[r, n, v][name], 4) for v, name in sides)] for r, n in kinds))
+
+
 def hardware(files: Sequence[Row]) -> str:
     """What `choose` gives for one GPU of each family, AITER on for AMD; `vllm-gptoss doctor` prints the same there."""
     del files
@@ -269,6 +304,8 @@ KINDS: dict[str, Callable[[Sequence[Row]], str]] = {
     "layers": layers,
     "step": step,
     "accuracy": accuracy,
+    "consistency": consistency,
+    "float64": float64,
     "hardware": hardware,
     "bands": bands,
     "capacity": capacity,
