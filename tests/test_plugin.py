@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.support import warm
-from vllm_gptoss import _vllm, plugin
+from tests.support.vllm_log import heard, lines
+from vllm_gptoss import _vllm, aside, plugin
+from vllm_gptoss._vllm import compatibility
 
 DISCOVER = "from vllm.plugins import load_general_plugins as load; load(); "
 
@@ -146,6 +151,55 @@ def test_an_unsupported_vllm_makes_us_step_aside(
     monkeypatch.setattr(plugin, "REGISTRATIONS", (("never", lambda: pytest.fail("registered anyway")),))
     plugin.register()
     assert "outside the supported range >=0.32,<0.34" in capsys.readouterr().err
+
+
+ATTACH = """
+import json, sys, types
+from argparse import Namespace
+from fastapi import FastAPI
+from vllm_gptoss import _vllm, plugin
+import vllm.parser.harmony as harmony
+_vllm.version = lambda: sys.argv[1]
+plugin.register()
+app = FastAPI()
+structured = types.SimpleNamespace(reasoning_parser="", backend="auto")
+app.state.args = Namespace(
+    model=sys.argv[2], enable_auto_tool_choice=False, tool_call_parser=None, tool_strict_level=None,
+    structured_outputs_config=structured,
+)
+before = len(app.routes)
+plugin.GptOssEndpoint().attach_router(app)
+print(json.dumps([len(app.routes) > before, harmony.HarmonyParser.__module__.startswith("vllm_gptoss")]))
+"""
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("version", "attached"), [("0.33.1", True), ("0.34.0", False)])
+def test_the_endpoint_steps_aside_with_the_rest(tmp_path: Path, version: str, attached: bool) -> None:
+    """With VLLM_PLUGINS set, vLLM loads the endpoint on its own; routes without the rest would be a third thing."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]}))
+    environ = environment({"VLLM_PLUGINS": "gptoss", "GPTOSS_RESPONSES_STORE": "off"})
+    command = ["-c", ATTACH, version, str(tmp_path)]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environ, timeout=300)
+    assert json.loads(done.stdout.splitlines()[-1]) == [attached, attached], done.stderr[-3000:]
+    assert ("vLLM serves gpt-oss without the plugin" in done.stderr) is not attached
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("why", [None, "vLLM 0.33.1 differs from 0.33.0 in a:b"])
+def test_streams_are_vllms_where_its_functions_are_not_known(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str | None
+) -> None:
+    hosts: list[str] = []
+    part = SimpleNamespace(attach=lambda app, args, settings: hosts.append(settings.host))
+    monkeypatch.setattr(_vllm, "model_type", lambda args: "gpt_oss")
+    monkeypatch.setattr(plugin, "_parts", lambda settings: [part])
+    monkeypatch.setattr(compatibility, "why_not", lambda part: why)
+    monkeypatch.setattr(aside, "_said", set())
+    with heard(caplog, logging.WARNING):
+        plugin.GptOssEndpoint().attach_router(SimpleNamespace(state=SimpleNamespace(args=Namespace())))
+    assert hosts == ["stock" if why else "auto"]
+    assert lines(caplog) == ([f"streams: upstream from here on ({why})"] if why else [])
 
 
 def test_a_part_that_fails_does_not_stop_the_others(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from vllm_gptoss import _vllm
-from vllm_gptoss._vllm import worker
+from vllm_gptoss._vllm import compatibility, worker
 from vllm_gptoss.choose import ChoiceError
 
 T = TypeVar("T")
@@ -36,13 +36,35 @@ def attempt(part: str, wish: str, do: Callable[[], T], meant: tuple[type[Excepti
     except meant:
         raise
     except Exception as error:
-        reason = str(error) if isinstance(error, ChoiceError | NotHereError) else f"{type(error).__name__}: {error}"
         if wish not in ("auto", "upstream"):
             if isinstance(error, ChoiceError):
                 raise
-            raise ChoiceError(f"{part}={wish} cannot run here: {reason}; use {part}=auto") from error
-        _say(part, reason)
+            raise ChoiceError(f"{part}={wish} cannot run here: {_reason(error)}; use {part}=auto") from error
+        log(part, error)
         return None
+
+
+def fits(part: str, name: str) -> bool:
+    """Whether the installed vLLM is one that `name` of `_vllm/compatibility.py` was tested with; logs why not, once.
+
+    part: as in `attempt`.
+    """
+
+    def check() -> bool:
+        if why := compatibility.why_not(name):
+            raise NotHereError(why)
+        return True
+
+    return bool(attempt(part, "auto", check))
+
+
+def log(part: str, error: Exception) -> None:
+    """Logs, once for each reason, that upstream's path is used from here on."""
+    _say(part, _reason(error))
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, ChoiceError | NotHereError) else f"{type(error).__name__}: {error}"
 
 
 def together(part: str, ready: bool) -> bool:

@@ -50,9 +50,12 @@ def _use_runner() -> None:
 
 
 def _wants_runner(config: Any) -> bool:
+    """Asked only where vLLM makes its configuration, which names the classes to every other process."""
+    from vllm_gptoss import aside
     from vllm_gptoss._vllm import runner
 
-    return runner.suits(config) and Settings.load(config.additional_config).host != "stock"
+    is_wanted = runner.suits(config) and Settings.load(config.additional_config).host != "stock"
+    return is_wanted and aside.fits("host", "runner")
 
 
 REGISTRATIONS: tuple[tuple[str, Callable[[], None]], ...] = (
@@ -173,11 +176,16 @@ class GptOssEndpoint:
 
         vLLM's interface gives this hook no model, but the app's arguments name it and its config has been read by then.
         """
+        from vllm_gptoss import aside
+
         args: Namespace = app.state.args
-        if _vllm.model_type(args) != spec.MODEL_TYPE:
+        # `register` has logged it; with VLLM_PLUGINS set, vLLM loads this part all the same.
+        if _vllm.outside_range(_vllm.version()) or _vllm.model_type(args) != spec.MODEL_TYPE:
             return
         _vllm.share_logging()  # vLLM sets its logging up between loading plugins and here
         settings = Settings.load(getattr(args, "additional_config", None))
+        if settings.host != "stock" and not aside.fits("streams", "streams"):
+            settings = settings.model_copy(update={"host": "stock"})
         self._parts = _parts(settings)
         self._is_lean = settings.host != "stock"
         for part in self._parts:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import warm
+from vllm_gptoss._vllm import compatibility
 from vllm_gptoss.choose import devices
 from vllm_gptoss.doctor import Finding, Status, findings
 from vllm_gptoss.recipes import variables
@@ -33,6 +34,10 @@ def test_a_good_environment_passes_and_proves_the_plugin_active() -> None:
     assert code == 0, [finding for finding in found if finding["status"] == "problem"]
     assert of(found, "plugin: model")["detail"].endswith("vllm_gptoss.model.gpt_oss:GptOssForCausalLM")
     assert of(found, "plugin: endpoint")["status"] == "ok"
+    assert of(found, "plugin: streams")["status"] == "ok"
+    runner, why = of(found, "plugin: runner and scheduler"), compatibility.why_not("runner")
+    assert runner["status"] == ("info" if why else "ok")
+    assert (why or "ours: ") in runner["detail"]
     assert "(" in of(found, "experts")["detail"]
     assert of(found, "layers")["detail"].startswith(("gptoss (", "upstream ("))
     assert "vllm-gptoss recipe list --device auto" in of(found, "recipes")["detail"]

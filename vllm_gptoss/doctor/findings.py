@@ -16,6 +16,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 from vllm_gptoss import _vllm, choose, describe, spec
+from vllm_gptoss._vllm import compatibility
 from vllm_gptoss.device import Device, detect
 from vllm_gptoss.plugin import endpoint_is_off
 from vllm_gptoss.recipes import check as rules
@@ -149,6 +150,10 @@ def active(probe: dict[str, Any]) -> Findings:
             f"{spec.ARCHITECTURE if part == 'model' else spec.QUANTIZATION} is {probe.get(part)}",
             "" if ours else _inactive(probe),
         )
+    for part, name in (("runner and scheduler", "runner"), ("streams", "streams")):
+        why = compatibility.why_not(name)
+        detail = f"vLLM's own: {why}" if why else "ours: vLLM has the functions that they were tested with"
+        yield Finding(Status.INFO if why else Status.OK, f"plugin: {part}", detail)
     endpoint = "gptoss" in (probe.get("endpoint_plugins") or ())
     if probe.get("rust_frontend"):
         what = "VLLM_USE_RUST_FRONTEND is set: no Python serves requests; /v1/responses, tools, Harmony are vLLM's"
