@@ -136,7 +136,7 @@ class Engine:
         self.short_way: Any = object.__new__(ShortWay)
         vars(self.short_way).update(
             runner=self.runner, buffers=HostBuffers(self.runner), graphs=HostGraphs(), batch=None,
-            events=[SimpleNamespace(record=lambda: None)] * RING, turn=0,
+            events=[SimpleNamespace(record=lambda: None)] * RING, turn=0, has_failed=False, has_begun=False,
         )  # fmt: skip
         self.length: dict[str, int] = {}
         self.token: dict[str, int] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import random
 import subprocess
@@ -16,6 +17,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.support.places import CACHE
+from tests.support.vllm_log import heard, lines
+from vllm_gptoss import aside
 from vllm_gptoss.bench import plans as planning
 from vllm_gptoss.bench import shapes
 from vllm_gptoss.recipes import probe
@@ -178,6 +181,30 @@ def test_plans_are_the_same(config: Any, blocks: int, caching: bool, seed: int) 
     kept = ("current_step", "num_executed_steps", "sched_step_seq", "prefill_capacity_bound", "last_prefill_step")
     assert [vars(ours).get(name) for name in kept] == [vars(theirs).get(name) for name in kept]
     assert blocks > 60 or counts["preempted"], "too many blocks for this test"
+
+
+@pytest.mark.parametrize("part", ["_is_plain", "_decoding"])
+def test_a_failure_of_ours_leaves_planning_to_vllm(
+    config: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: str
+) -> None:
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    from vllm_gptoss.runner.scheduler import GptOssScheduler
+
+    calls = iter([AttributeError("moved")])  # `planning.scheduler` asks `_is_plain` once more
+
+    def fails(self: Any) -> Any:
+        for error in calls:
+            raise error
+        return False
+
+    monkeypatch.setattr(aside, "_said", set())
+    monkeypatch.setattr(GptOssScheduler, part, fails)
+    counts = {"preempted": 0}
+    with heard(caplog, logging.WARNING):
+        found = run(scheduler(config, GptOssScheduler, 60, True), 1, counts)
+    assert found == run(scheduler(config, AsyncScheduler, 60, True), 1, counts)
+    assert lines(caplog) == ["host: scheduler: upstream from here on (AttributeError: moved)"]
 
 
 def test_all_that_ends_an_answer_is_in_one_set() -> None:

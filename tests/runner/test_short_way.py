@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import random
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +19,9 @@ pytest.importorskip("vllm")
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from tests.runner.host_engine import LIMIT, PARTS, PLAIN, SIZE, TOP_K, Engine, HostGraphs
-from vllm_gptoss.runner import batch, model_runner, work
+from tests.support.vllm_log import heard, lines
+from vllm_gptoss import aside
+from vllm_gptoss.runner import admit, batch, model_runner, work
 from vllm_gptoss.runner.model_runner import GptOssModelRunner
 
 pytestmark = pytest.mark.vllm
@@ -102,6 +108,59 @@ def test_a_step_whose_model_fails_is_not_counted_on(engine: Engine) -> None:
     engine.leave_to_vllm("d")
     for _ in range(2 * SIZE):
         engine.decode("a", "b")
+
+
+def fails(*_: Any, **__: Any) -> Any:
+    raise AttributeError("moved")
+
+
+def reading_the_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admit, "only_decodes", fails)
+
+
+def choosing_a_graph(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.short_way.runner.cudagraph_manager.dispatch = fails
+
+
+def making_the_batch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner, "begin", fails)
+
+
+def setting_the_lengths(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.states.num_computed_prefill_tokens = np.zeros(1)
+
+
+@pytest.mark.parametrize("broken", [reading_the_step, choosing_a_graph, making_the_batch, setting_the_lengths])
+def test_a_failure_before_any_launch_leaves_the_step_to_vllm(
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    broken: Callable[[Engine, pytest.MonkeyPatch], None],
+) -> None:
+    """The same step, and all that follow; vLLM appends the step's blocks, so none may be there yet."""
+    runner: Any = object.__new__(GptOssModelRunner)
+    runner.short_way, by_vllm = engine.short_way, []
+    monkeypatch.setattr(GPUModelRunner, "execute_model", lambda self, step: by_vllm.append(step) or "vLLM's")
+    monkeypatch.setattr(aside, "_said", set())
+    engine.length |= dict.fromkeys(("a", "b", "c"), 4 * SIZE)
+    broken(engine, monkeypatch)
+    launched, held = list(engine.seen), copy.deepcopy(engine.runner.block_tables.held)
+    steps = [engine.step(["a", "b", "c"]) for _ in range(2)]
+    with heard(caplog, logging.WARNING):
+        assert [runner.execute_model(step) for step in steps] == ["vLLM's"] * 2
+    assert by_vllm == steps
+    assert runner.taken is None
+    assert (engine.seen, engine.runner.block_tables.held) == (launched, held)
+    (line,) = lines(caplog)
+    assert re.fullmatch(r"host: upstream from here on \((Attribute|Value)Error: .*\)", line)
+
+
+def test_a_failure_after_vllms_states_have_the_step_is_raised(engine: Engine) -> None:
+    """vLLM would append the step's blocks a second time."""
+    engine.length |= dict.fromkeys(("a", "b"), 4 * SIZE)
+    engine.short_way.buffers.add_blocks = engine.short_way.buffers.fill_blocks = fails
+    with pytest.raises(AttributeError, match="moved"):
+        engine.short_way.take(engine.step(["a", "b"]))
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -42,9 +42,28 @@ class ShortWay:
         self.batch: Batch | None = None
         self.events = [torch.cuda.Event(blocking=True) for _ in range(RING)]
         self.turn = 0
+        self.has_failed = False
+        self.has_begun = False
 
     def take(self, step: Any, is_dummy: bool = False) -> Taken | None:
-        """Launches the model's part of `step`, a `SchedulerOutput`; None where vLLM is to do all of it."""
+        """Launches the model's part of `step`, a `SchedulerOutput`; None where vLLM is to do all of it.
+
+        An exception before the step has changed anything that vLLM would not set again ends the short way, not the
+        engine; a later one is raised, because the step cannot be repeated.
+        """
+        if self.has_failed:  # kept, because the last step's graphs may still run
+            return None
+        self.has_begun = False
+        try:
+            return self._take(step, is_dummy)
+        except Exception as error:
+            if self.has_begun:
+                raise
+            self.has_failed = True
+            aside.log("host", error)
+            return None
+
+    def _take(self, step: Any, is_dummy: bool) -> Taken | None:
         runner = self.runner
         if is_dummy or not admit.only_decodes(step):
             self.batch = None
@@ -89,15 +108,17 @@ class ShortWay:
         """
         runner, known = self.runner, step.scheduled_cached_reqs
         if step.new_block_ids_to_zero or step.kv_cache_block_copies:
+            self.has_begun = True
             runner.update_requests(step)
             return
         states = runner.req_states
         states.num_computed_tokens_np[batch.rows] = known.num_computed_tokens
+        np.minimum(states.num_computed_tokens_np, states.prefill_len.np, out=states.num_computed_prefill_tokens)
+        self.has_begun = True
         if grew:
             for row, blocks in zip(batch.rows.tolist(), known.new_block_ids, strict=True):
                 if blocks is not None:
                     runner.block_tables.append_block_ids(row, blocks, overwrite=False)
-        np.minimum(states.num_computed_tokens_np, states.prefill_len.np, out=states.num_computed_prefill_tokens)
 
     def _settle(self, batch: Batch) -> None:
         """Puts a batch that begins where the graphs look."""

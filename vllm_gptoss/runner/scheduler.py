@@ -140,9 +140,16 @@ class GptOssScheduler(AsyncScheduler):
         self.is_calm = False
         """Whether it was as the one before, and nobody has come since: until something happens, the next one is too."""
         if self.connector is None and self.aux_output_connector is None:  # both keep the manager they were given
-            quicker = aside.attempt("host: scheduler", "auto", lambda: quick(self.kv_cache_manager))
-            self.kv_cache_manager = quicker or self.kv_cache_manager
-            self.has_short_way = quicker is not None and self._is_plain()
+            aside.attempt("host: scheduler", "auto", self._use_short_way)
+
+    def _use_short_way(self) -> None:
+        """Takes the quick manager, and where nothing else is scheduled the short way.
+
+        Raises:
+            NotHereError: the cache has groups of other kinds.
+        """
+        is_plain, self.kv_cache_manager = self._is_plain(), quick(self.kv_cache_manager)
+        self.has_short_way = is_plain
 
     def _is_plain(self) -> bool:
         """Whether nothing but tokens and blocks is ever scheduled."""
@@ -160,7 +167,13 @@ class GptOssScheduler(AsyncScheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """As upstream: the next step, a `SchedulerOutput`."""
-        found = self._decoding() if self.has_short_way and self._pause_state.name != "PAUSED_ALL" else None
+        found = None
+        if self.has_short_way and self._pause_state.name != "PAUSED_ALL":
+            try:
+                found = self._decoding()
+            except Exception as error:  # before anything is planned
+                self.has_short_way = False
+                aside.log("host: scheduler", error)
         self.is_calm &= found is not None and found[-1]
         return super().schedule(throttle_prefills) if found is None else self._schedule(throttle_prefills, *found)
 
