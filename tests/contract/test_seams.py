@@ -206,50 +206,6 @@ def test_a_chat_stream_begins_before_the_first_tokens_are_read(release: Release)
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
-@pytest.mark.parametrize(
-    ("module", "text", "used_for"),
-    [
-        # Text is taken before it is queued.
-        ("v1.engine.output_processor", "if request_output := req_state.make_request_output(", "None is for nobody"),
-        (
-            "v1.engine.output_processor",
-            "error=request_error,\n",
-            "what is said beside the tokens (direct.py's _NO_ERROR)",
-        ),
-        ("v1.engine.output_processor", "req_state.queue.put(request_output)", "what we leave goes the long way"),
-        (
-            "v1.engine.output_processor",
-            "external_req_ids[req_state.external_req_id].append(request_id)",
-            "finding a request",
-        ),
-        ("v1.engine.output_processor", "self.request_states[request_id] = req_state", "finding a request"),
-        (
-            "v1.engine.output_processor",
-            "self.aggregate = output_kind == RequestOutputKind.DELTA",
-            "streams of what is new",
-        ),
-        ("v1.engine.output_processor", "while (output := self.output) is None:", "knowing that nothing waits"),
-        ("v1.engine.output_processor", "self.parent_req = parent_req", "leaving several choices alone"),
-        ("v1.engine.output_processor", "self.streaming_input = stream_input", "leaving unfinished prompts alone"),
-        ("v1.engine.output_processor", "self.stream_interval = stream_interval", "leaving coarser streams alone"),
-        ("v1.engine.output_processor", "self.sampling_mask_chunks.clear()", "one list of masks for a request's life"),
-        ("v1.engine.logprobs", "None\n                if num_logprobs is None", "leaving logprobs alone"),
-        ("v1.engine.async_llm", "out = q.get_nowait() or await q.get()", "waiting for what is left"),
-        ("v1.engine.async_llm", "self.output_processor = OutputProcessor(", "finding a request"),
-        # Completions are told ahead.
-        ("entrypoints.openai.completion.serving", 'request_id_item = f"{request_id}-{i}"', "finding a request"),
-        ("entrypoints.openai.completion.serving", "merge_async_iterators(*generators)", "results with their number"),
-        ("entrypoints.openai.completion.serving", "previous_num_tokens[i] += len(output.token_ids)", "what it counts"),
-        ("entrypoints.openai.completion.serving", "model_dump_json(exclude_unset=True)", "a frame's fields"),
-        ("entrypoints.generate.api_router", "state.openai_serving_completion =", "our handler in its place"),
-        ("v1.engine.output_processor", "self.detokenizer.get_next_output_text(finished, delta)", "the same text"),
-    ],
-)
-def test_lines_that_streams_rely_on_are_there(release: Release, module: str, text: str, used_for: str) -> None:
-    assert text in source(release, f"vllm.{module}"), f"needed for {used_for}"
-
-
-@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
 def test_what_is_said_beside_tokens_is_five_values_and_an_error(release: Release) -> None:
     """As direct.py compares it; one more, and no text would be taken any more."""
     process = find(release, "vllm.v1.engine.output_processor", "OutputProcessor.process_outputs")
@@ -258,16 +214,6 @@ def test_what_is_said_beside_tokens_is_five_values_and_an_error(release: Release
     (call,) = [call for call in calls if ast.unparse(call.func) == "req_state.make_request_output"]
     assert len(call.args) == 1 + len(direct._NOTHING_ELSE)
     assert {keyword.arg for keyword in call.keywords} == set(direct._NO_ERROR)
-
-
-@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
-@pytest.mark.parametrize("room", ["chat_completion", "completion"])
-def test_a_stream_is_the_body_of_its_response(release: Release, room: str) -> None:
-    """By its type the route knows that frames may go straight to the socket."""
-    assert "content=with_sse_keep_alive(generator, " in source(release, f"vllm.entrypoints.openai.{room}.api_router")
-    assert "return generator\n" in source(release, "vllm.entrypoints.serve.utils.sse_keep_alive")
-    serving = source(release, f"vllm.entrypoints.openai.{room}.serving")
-    assert f"return self.{room}_stream_generator(" in serving
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
