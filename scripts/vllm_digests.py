@@ -3,8 +3,9 @@
 
     python scripts/vllm_digests.py 0.33.1 --tree .cache/vllm-0.33.1
 
-The list of definitions is that of the file to write, or of `--like`, the last release; a class stands for its methods.
-What is in it and not in the tree is printed and left out: see first where it went.
+The names come from the existing file of that version, else from the file of `--like` (default: the last release). A
+listed class includes all its methods. The script prints names that the tree lacks and leaves them out: find out first
+where vLLM moved them.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ print(json.dumps([len(app.routes) > before, harmony.HarmonyParser.__module__.sta
 @pytest.mark.vllm
 @pytest.mark.parametrize(("version", "attached"), [("0.33.1", True), ("0.34.0", False)])
 def test_the_endpoint_steps_aside_with_the_rest(tmp_path: Path, version: str, attached: bool) -> None:
-    """With VLLM_PLUGINS set, vLLM loads the endpoint on its own; routes without the rest would be a third thing."""
+    """With VLLM_PLUGINS set, vLLM loads the endpoint even where `register` steps aside."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]}))
     environ = environment({"VLLM_PLUGINS": "gptoss", "GPTOSS_RESPONSES_STORE": "off"})
     command = ["-c", ATTACH, version, str(tmp_path)]

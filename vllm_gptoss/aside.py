@@ -45,10 +45,8 @@ def attempt(part: str, wish: str, do: Callable[[], T], meant: tuple[type[Excepti
 
 
 def fits(part: str, name: str) -> bool:
-    """Whether the installed vLLM is one that `name` of `_vllm/compatibility.py` was tested with; logs why not, once.
-
-    part: as in `attempt`.
-    """
+    """Whether the installed vLLM equals a tested release in the list `name` of `_vllm/compatibility.py`; logs once
+    why it does not. part: as in `attempt`."""
 
     def check() -> bool:
         if why := compatibility.why_not(name):

@@ -50,7 +50,7 @@ def _use_runner() -> None:
 
 
 def _wants_runner(config: Any) -> bool:
-    """Asked only where vLLM makes its configuration, which names the classes to every other process."""
+    """Called once, in the process that makes the `VllmConfig`; the engine and its worker read both classes from it."""
     from vllm_gptoss import aside
     from vllm_gptoss._vllm import runner
 
@@ -179,7 +179,7 @@ class GptOssEndpoint:
         from vllm_gptoss import aside
 
         args: Namespace = app.state.args
-        # `register` has logged it; with VLLM_PLUGINS set, vLLM loads this part all the same.
+        # `register` logs the reason. With VLLM_PLUGINS set, vLLM loads the endpoint even then.
         if _vllm.outside_range(_vllm.version()) or _vllm.model_type(args) != spec.MODEL_TYPE:
             return
         _vllm.share_logging()  # vLLM sets its logging up between loading plugins and here

@@ -1,4 +1,4 @@
-"""A vLLM with other functions than those that ours mirror or rely on must be found before it generates wrong tokens."""
+"""A changed vLLM function that the plugin mirrors or relies on is detected at start, before it causes wrong tokens."""
 
 from __future__ import annotations
 

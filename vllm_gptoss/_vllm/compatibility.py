@@ -1,9 +1,9 @@
-"""Whether the installed vLLM has the functions that our runner, scheduler and streams mirror or rely on, unchanged.
+"""Compares the installed vLLM with the functions that our runner, scheduler and streams mirror or rely on.
 
-`digests/` has a file for each vLLM release that the suite has passed on, written by `scripts/vllm_digests.py`: by part
-and source file, a digest of the whole file, and one of each function, class and constant of the list. A file whose
-bytes are known is not parsed: the check takes milliseconds. In another file, comments, docstrings, layout and
-definitions that are not in the list may change.
+`digests/` has a file for each vLLM release on which the suite has passed, written by `scripts/vllm_digests.py`. It
+lists by part (`runner`, `streams`, and `replaced` for the contract tests) and by source file: a digest of the whole
+file, and a digest of each function, class and constant. A file with an equal digest is not parsed, so the check takes
+milliseconds. In other files, comments, docstrings, layout and unlisted definitions may differ.
 """
 
 from __future__ import annotations
@@ -32,13 +32,16 @@ Files = Mapping[str, Mapping[str, str]]
 
 @functools.cache
 def releases() -> Mapping[str, Mapping[str, Files]]:
-    """What is listed: by release, part and file."""
+    """The listed digests by release, part and file."""
     return {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
 
 
 @functools.cache
 def why_not(part: str) -> str | None:
-    """Why the installed vLLM is not one that `part`, `runner` or `streams`, was tested with; None where it is one."""
+    """Names the first differences between the installed vLLM and the nearest tested release; None for a tested vLLM.
+
+    part: `runner` or `streams`.
+    """
     spec, version = importlib.util.find_spec("vllm"), _vllm.version() or ""
     if spec is None or spec.origin is None:
         return "vLLM is not installed"
@@ -53,7 +56,10 @@ def why_not(part: str) -> str | None:
 
 
 def changed(files: Files, root: Path) -> Iterator[str]:
-    """`module:name` of each listed definition that differs below `root`, the folder of the package `vllm`."""
+    """Yields `module:name` of each listed definition that differs below `root`; the path of an unreadable file.
+
+    root: the folder that contains the package `vllm`.
+    """
     for file, listed in files.items():
         try:
             source = (root / file).read_bytes()
@@ -73,12 +79,12 @@ def changed(files: Files, root: Path) -> Iterator[str]:
 
 
 def digest(content: bytes) -> str:
-    """64 bits: they tell releases apart, and protect from nobody."""
+    """The first 64 bits of SHA-256, in hexadecimal."""
     return hashlib.sha256(content).hexdigest()[:16]
 
 
 class Source:
-    """The definitions of a module, also those under `if` and `try`, by qualified name."""
+    """The definitions of a module by qualified name, including those under `if` and `try`."""
 
     def __init__(self, content: bytes) -> None:
         self.nodes: dict[str, list[ast.stmt]] = {}
@@ -103,9 +109,9 @@ class Source:
                         self._collect(getattr(inner, field, []), prefix)
 
     def digest(self, name: str) -> str | None:
-        """Of a definition and where the names in it are imported from; None where there is none.
+        """Digest of a definition and of the imports of the names in it; None for an unknown name.
 
-        A class is its bases, decorators, attributes and the names of its methods, which have digests of their own.
+        The digest of a class covers bases, decorators, attributes and method names; methods have their own digests.
         """
         nodes = [_outline(node) for node in self.nodes.get(name, ())]
         used = {each.id for node in nodes for each in ast.walk(node) if isinstance(each, ast.Name)}
@@ -121,7 +127,7 @@ def _outline(node: ast.stmt) -> ast.stmt:
 
 
 def _form(value: Any) -> Any:
-    """A syntax tree without positions and docstrings, the same from every Python version."""
+    """A syntax tree without positions and docstrings, equal for Python 3.11 to 3.13."""
     if isinstance(value, list):
         return [_form(each) for each in value if not _is_text(each)]
     if not isinstance(value, ast.AST):
