@@ -10,10 +10,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,7 +55,7 @@ ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, str]]] = {
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[dict[str, Any]]]]:
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """Of each engine; those that sleep one after the other, because vLLM then compares the memory of the whole GPU."""
     base = tmp_path_factory.mktemp("consistency")
     for seed, name in enumerate(("first", "second")):
@@ -79,7 +77,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[di
     awake = [name for name in ENGINES if name not in asleep]
     with ThreadPoolExecutor(4) as pool:
         found = dict(zip(awake, pool.map(run, awake), strict=True))
-    yield found | {name: run(name) for name in asleep}
+    return found | {name: run(name) for name in asleep}
 
 
 @pytest.mark.parametrize("name", ENGINES)
