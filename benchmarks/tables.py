@@ -54,6 +54,10 @@ def _with_gpu(milliseconds: float | None, gpu: float | None) -> str:
     return (number(milliseconds) + _in_brackets(gpu)).strip()
 
 
+SIZES = ("kv_cache_memory_bytes", "max_num_batched_tokens")
+"""Options of vLLM that fit an engine to its GPU's memory; tables leave them out."""
+
+
 def _setting(row: Row) -> str:
     """What a decode row has beside the protocol: 512 + 128 tokens, one GPU."""
     lengths = f"{row.get('prompt', 512):,} + {row.get('output', 128):,} tokens"
@@ -65,25 +69,29 @@ def _setting(row: Row) -> str:
         "as served": row.get("served"),
     }
     names = [name for name, applies in said.items() if applies]
-    names += [f"`{key}={json.dumps(value)}`" for key, value in (row.get("options") or {}).items()]
+    options = {key: value for key, value in (row.get("options") or {}).items() if key not in SIZES}
+    names += [f"`{key}={json.dumps(value)}`" for key, value in options.items()]
     plugin = row.get("plugin", "plugin")
     return ", ".join(names + ([f"`{plugin}`"] if plugin != "plugin" else []))
 
 
 def decode(files: Sequence[Row]) -> str:
-    """TPOT in ms, GPU time of a step in brackets, beside the best stock backend and the memory floor of that GPU."""
-    rows = [row for file in files for row in file["rows"]]
-    settings = [_setting(row) for row in rows]
+    """ms a token (`decode_ms`), GPU time of a step in brackets, beside the best stock backend and the memory floor of
+    that GPU. Of several rows with the same setting, model and requests, only that of the last file."""
+    newest = {(_setting(row), row["model"], row["batch"]): row for file in files for row in file["rows"]}
     head = ["model", "requests", "stock", "stock ms", "vllm-gptoss ms", "ratio", "floor", "floor / GPU"]
+    settings = any(setting for setting, *_ in newest)
     table = []
-    for row, setting in zip(rows, settings, strict=True):
+    groups = list(dict.fromkeys(key[:2] for key in newest))
+    for key in sorted(newest, key=lambda key: (groups.index(key[:2]), key[2])):
+        (setting, model, batch), row = key, newest[key]
+        stock, plugin = decode_ms(row)
         share = row.get("share_of_floor")
-        cells = [row["model"], str(row["batch"]), row["stock_backend"] or ""]
-        cells += [_with_gpu(row["stock_tpot_ms"], row.get("stock_gpu_ms"))]
-        cells += [f"**{number(row['plugin_tpot_ms'])}**" + _in_brackets(row.get("plugin_gpu_ms"))]
-        cells += [number(row["ratio"], 1), number(row.get("floor_ms")), f"{share:.0%}" if share else ""]
-        table.append([setting, *cells] if any(settings) else cells)
-    return markdown(["setting", *head] if any(settings) else head, table)
+        cells = [model, str(batch), row["stock_backend"] or "", _with_gpu(stock, row.get("stock_gpu_ms"))]
+        cells += [f"**{number(plugin)}**" + _in_brackets(row.get("plugin_gpu_ms")), _ratio(stock, plugin)]
+        cells += [number(row.get("floor_ms")), f"{share:.0%}" if share else ""]
+        table.append([setting, *cells] if settings else cells)
+    return markdown(["setting", *head] if settings else head, table)
 
 
 def _in_brackets(value: float | None) -> str:
@@ -91,10 +99,10 @@ def _in_brackets(value: float | None) -> str:
 
 
 def decode_ms(row: Row) -> tuple[float | None, float | None]:
-    """ms a token of stock and of the plugin: a step while all requests decode where both sides have it, else TPOT,
-    which also holds steps that read prompts."""
-    if row.get("stock_decode_ms") and row.get("plugin_decode_ms"):
-        return row["stock_decode_ms"], row["plugin_decode_ms"]
+    """ms a token of stock and of the plugin: a step while all requests decode where each measured side has it, else
+    TPOT, which also holds steps that read prompts."""
+    if row.get("plugin_decode_ms") and (row.get("stock_decode_ms") or not row["stock_tpot_ms"]):
+        return row.get("stock_decode_ms"), row["plugin_decode_ms"]
     return row["stock_tpot_ms"], row["plugin_tpot_ms"]
 
 
@@ -122,19 +130,14 @@ def _short(row: Row | None) -> Cells:
     return [number(stock), f"**{number(plugin)}**", _ratio(stock, plugin)]
 
 
-def steps(files: Sequence[Row]) -> str:
-    """A step while all requests decode, ms, GPU time in brackets, and how fast prompts are read, tokens a second."""
-    head = ["model", "requests", "stock ms", "vllm-gptoss ms", "ratio", "floor"]
-    head += ["prompts: stock", "vllm-gptoss", "ratio"]
+def prompts(files: Sequence[Row]) -> str:
+    """How fast prompts are read, all requests' at once, tokens a second."""
     table = []
     for row in (row for file in files for row in file["rows"]):
-        stock, plugin = row.get("stock_decode_ms"), row["plugin_decode_ms"]
-        prompts = [prompt_speed(row, side) for side in ("stock", "plugin")]
-        cells = [row["model"], str(row["batch"]), _with_gpu(stock, row["stock_gpu_ms"])]
-        cells += [f"**{number(plugin)}**" + _in_brackets(row["plugin_gpu_ms"]), _ratio(stock, plugin)]
-        cells += [number(row.get("floor_ms"))]
-        table.append([*cells, *(f"{each:,.0f}" if each else "" for each in prompts), _ratio(prompts[1], prompts[0], 2)])
-    return markdown(head, table)
+        stock, plugin = (prompt_speed(row, side) for side in ("stock", "plugin"))
+        speeds = [f"{each:,.0f}" if each else "" for each in (stock, plugin)]
+        table.append([row["model"], str(row["batch"]), *speeds, _ratio(plugin, stock, 2)])
+    return markdown(["model", "requests", "stock", "vllm-gptoss", "ratio"], table)
 
 
 def prompt_speed(row: Row, side: str) -> float | None:
@@ -145,18 +148,6 @@ def prompt_speed(row: Row, side: str) -> float | None:
 
 def _ratio(more: float | None, less: float | None, digits: int = 1) -> str:
     return number(more / less if more and less else None, digits)
-
-
-def history(files: Sequence[Row]) -> str:
-    """The plugin's step while all requests decode, ms, GPU time in brackets: a line a result file, oldest first."""
-    batches = sorted({row["batch"] for file in files for row in file["rows"]})
-    table = []
-    for file in files:
-        rows = {row["batch"]: row for row in file["rows"]}
-        there = [rows.get(batch, {}) for batch in batches]
-        cells = [_with_gpu(row.get("plugin_decode_ms"), row.get("plugin_gpu_ms")) for row in there]
-        table.append([file["file"].removesuffix(".json"), *cells])
-    return markdown(["result", *map(str, batches)], table)
 
 
 def engines(files: Sequence[Row]) -> str:
@@ -173,15 +164,18 @@ def engines(files: Sequence[Row]) -> str:
 ROUTINGS = {"uniform": "even", "four": "all to the same four", "half": "half to one", "zipf": "Zipf"}
 
 
+def _routing(row: Row) -> str:
+    return row.get("routing", "four" if row["skewed"] else "uniform")
+
+
 def kernels(files: Sequence[Row]) -> str:
-    """The pair of expert kernels in us a layer; stock with its routing."""
+    """The pair of expert kernels in us a layer; stock with its routing. Of several rows of a case, the last."""
     head = ["model", "tokens", "routing", "experts read", "up", "down", "pair", "floor / pair", "stock up / down"]
+    newest = {(r["model"], r["tokens"], _routing(r)): r for file in files for r in file["rows"]}
     table = []
-    for row in (row for file in files for row in file["rows"] if row.get("kernels", "now") == "now"):
+    for (model, tokens, routing), row in newest.items():
         stock = [number(row.get(f"stock_{part}_us"), 1) for part in ("up", "down")]
-        cells = [row["model"].removeprefix("gpt-oss-"), str(row["tokens"])]
-        routing = row.get("routing", "four" if row["skewed"] else "uniform")
-        cells += [ROUTINGS[routing], number(row["active_experts"], 1)]
+        cells = [model.removeprefix("gpt-oss-"), str(tokens), ROUTINGS[routing], number(row["active_experts"], 1)]
         cells += [number(row.get(f"{part}_us"), 1) for part in ("up", "down", "pair")]
         share = row.get("pair_share_of_floor")
         cells += [f"{share:.0%}" if share else "", " / ".join(stock) if any(stock) else ""]
@@ -297,8 +291,7 @@ def capacity(files: Sequence[Row]) -> str:
 KINDS: dict[str, Callable[[Sequence[Row]], str]] = {
     "decode": decode,
     "speed": speed,
-    "steps": steps,
-    "history": history,
+    "prompts": prompts,
     "engines": engines,
     "kernels": kernels,
     "layers": layers,

@@ -45,7 +45,7 @@ def microseconds(work: Callable[[], Any], launches: int, repeats: int = 20) -> f
 
 def hot_microseconds(work: Callable[[], Any], launches: int, seconds: float) -> float:
     """Time of one launch after `seconds` of nothing else. A GPU at its power limit runs at a lower clock than one that
-    has rested, by up to a fifth for the experts (docs/kernels/log.md)."""
+    has rested, by up to a fifth for the experts (docs/kernels/experiments.md)."""
     graph = captured(work)
     each = replayed(graph)
     replayed(graph, max(1, int(seconds * 1e6 / each)))

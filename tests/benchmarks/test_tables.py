@@ -25,7 +25,7 @@ def test_the_readme_promises_what_its_table_says():
 
 def test_a_figure_changed_by_hand_is_found():
     text = (tables.ROOT / "docs" / "kernels" / "measurements.md").read_text()
-    changed = text.replace("**1.44**", "**1.04**")
+    changed = text.replace("**1.23**", "**1.03**")
     assert changed != text
     assert tables.render(changed) == text
 

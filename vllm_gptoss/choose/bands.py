@@ -64,5 +64,5 @@ MANY_PAIRS: Final = 3
 """Pairs (a token and one of its experts) for each routed expert, above which a step of more than
 `experts_plan.NARROW_TOKENS` tokens runs `kernels/experts_many.py`: more than 24 tokens of the 20b, and 96 of the 120b.
 Both take as long there where routing is even and the GPU is hot, and this one takes less where it is not even
-(docs/kernels/log.md).
+(docs/kernels/experiments.md).
 """

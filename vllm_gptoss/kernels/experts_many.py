@@ -84,12 +84,12 @@ WIDE = Tuning(groups=3, depth=3, chunk=3, unrolled=True, columns=(32, 48, 64, 80
 and stages of three tiles the memory for 112. Products of 8 columns take as many cycles as of 16 and less energy, which
 is time where power bounds the clock. Each number of columns is a loop of its own, and one more of them that never runs
 can cost 1 %. Six loops over a whole ring of five tiles are so much code that they are slower than loops over a stage
-(docs/kernels/log.md)."""
+(docs/kernels/experiments.md)."""
 
 BY_PAIRS = {10: NARROW, 32: STREAMING, 48: MIDDLE, 64: LARGE, 96: WIDE}
 """By the pairs (a token and one of its experts) for each routed expert up to which each runs: 80, 256, 384, 512 and 768
 tokens of the 20b, 320, 1,024, 1,536 and 2,048 of the 120b. At 896 tokens of the 20b `experts_prefill.py` takes as long
-(docs/kernels/log.md)."""
+(docs/kernels/experiments.md)."""
 
 
 def tunings_for(routed: int, active: int) -> dict[int, Tuning]:

@@ -31,7 +31,7 @@ SOURCE = Path(__file__).parent / "cuda" / "product_many.cu"
 M = 64
 """Tokens that wgmma multiplies at once, whether there are so many or not."""
 MAX_TOKENS = 32
-"""Of a step. A cluster of four takes up to 64, and gains nothing there (docs/kernels/log.md)."""
+"""Of a step. A cluster of four takes up to 64, and gains nothing there (docs/kernels/experiments.md)."""
 CLUSTER = 2
 """Blocks that share the columns: half of the activations lie in a block's shared memory at once."""
 THREADS = 288

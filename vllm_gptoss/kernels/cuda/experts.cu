@@ -39,7 +39,7 @@ constexpr int MAX_SLOTS = WIDE ? EXPERTS + MAX_PAIRS / SLOT : MAX_PAIRS;
 constexpr int NT = NROWS / 16;  // row tiles of an expert
 constexpr int NU = NT / R;      // units of a slot
 // A unit for more than 8 tokens takes 11 eighths of one for fewer: of 8, 10, 11, 12 and 13 the best
-// from 48 to 256 tokens (docs/kernels/log.md).
+// from 48 to 256 tokens (docs/kernels/experiments.md).
 constexpr int COST = 8, BOTH_COST = WIDE ? 11 : COST;
 constexpr int KS = (KT + WPU - 1) / WPU;           // tiles of 64 columns per warp
 constexpr int ROUNDS = (KS + DEPTH - 1) / DEPTH;   // turns of the ring in one unit
