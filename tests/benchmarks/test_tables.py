@@ -34,3 +34,11 @@ def test_a_table_of_no_kind_or_no_file_names_itself():
     for name in ("speeed decode-h200-2026-11-22.json", "speed no-such-file.json"):
         with pytest.raises(tables.TableError, match=name.split()[1] if "no-such" in name else "speeed"):
             tables.render(f"<!-- table: {name} -->\n<!-- /table -->")
+
+
+def test_every_result_file_is_cited():
+    documents = [*tables.documents(), *(tables.ROOT / "recipes").glob("*.yaml")]
+    folders = [tables.ROOT / folder for folder in ("benchmarks", "vllm_gptoss", "tests")]
+    readers = documents + [path for folder in folders for path in folder.rglob("*.py")]
+    text = "".join(path.read_text() for path in readers)
+    assert not [path.name for path in tables.RESULTS.iterdir() if path.name not in text]
