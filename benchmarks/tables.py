@@ -66,7 +66,6 @@ def _setting(row: Row) -> str:
         f"{row.get('tensor_parallel', 1)} GPUs": row.get("tensor_parallel", 1) > 1,
         "every token to the same four experts": row.get("skew"),
         f"EAGLE3, {row.get('eagle3')} drafts, none accepted": row.get("eagle3"),
-        "as served": row.get("served"),
     }
     names = [name for name, applies in said.items() if applies]
     options = {key: value for key, value in (row.get("options") or {}).items() if key not in SIZES}

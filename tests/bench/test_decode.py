@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from tests.support import warm_vllm
-from vllm_gptoss.bench import decode, memory, results, served, shapes, together, traces, worker
+from vllm_gptoss.bench import decode, memory, results, shapes, together, traces, worker
 from vllm_gptoss.bench.results import Results, ResultsError
 from vllm_gptoss.bench.worker import EngineRun
 from vllm_gptoss.cli import app
@@ -141,13 +141,11 @@ def test_another_gpu_or_vllm_is_refused(tmp_path: Path) -> None:
         Results.read(tmp_path / "x.json")
 
 
-def test_published_results_are_still_read_and_drawn(tmp_path: Path) -> None:
+def test_published_results_are_still_read() -> None:
     found = Results.read(ROOT / "benchmarks/results/decode-h200-2026-11-20.json")
     rows = results.summarise(found.measurements, found.head["gpu"])
     first = next(row for row in rows if row["model"] == "20b" and row["batch"] == 1)
     assert first["ratio"] == pytest.approx(2.04, abs=0.01)
-    results.plot(rows, tmp_path / "all.png")
-    assert (tmp_path / "all.png").stat().st_size > 20_000
 
 
 def test_the_peak_of_loading_is_told_from_the_cache() -> None:
@@ -169,9 +167,6 @@ def test_settings_travel_in_a_variants_name(tmp_path: Path) -> None:
     assert worker.engine_options(EngineRun("20b", "marlin", (1,)), tmp_path)["moe_backend"] == "marlin"
     largest = EngineRun("20b", "plugin", (64,), options={"max_cudagraph_capture_size": 2048})
     assert "compilation_config" not in worker.engine_options(largest, tmp_path)
-    arguments = served.serve_arguments(job, tmp_path)
-    assert "--no-enable-prefix-caching" in arguments
-    assert arguments[arguments.index("--tensor-parallel-size") + 1] == "2"
 
 
 def test_vllm_takes_the_options_of_every_variant(tmp_path: Path) -> None:
@@ -224,7 +219,6 @@ def test_the_command_measures_writes_and_continues(bench: Bench, tmp_path: Path)
     assert "batch 1:" not in out
     assert "batch 2:" in out
     assert [row["batch"] for row in json.loads((tmp_path / "r.json").read_text())["rows"]] == [1, 2]
-    assert (tmp_path / "r.png").exists()
 
 
 @pytest.mark.vllm

@@ -8,12 +8,12 @@ Each variant runs in a process of its own (vLLM's in-process engine, dummy weigh
 cache); rounds interleave the variants, repeats are inside a process. TPOT = (time for the whole output - time for one
 token) / (output - 1); of many requests it also holds steps in which some still read their prompt. `decode_ms` is a step
 while all of them decode, and GPU time the same by torch.profiler: the union of kernel intervals, so overlapping
-launches count once. Dummy weights route about uniformly; `--skew` sends every token to
-the same experts. `--served` measures `vllm serve` with `vllm bench serve` instead. `--together` starts all variants of
-a model at once, as far as the GPU's memory goes, and measures them in turns.
+launches count once. Dummy weights route about uniformly; `--skew` sends every token to the same experts. `--together`
+starts all variants of a model at once, as far as the GPU's memory goes, and measures them in turns.
 
-Writes `decode-<gpu>-<date>.json` after every process (and a PNG where matplotlib is there): medians over repeats and
-rounds, and the spread (largest - smallest) / median. The same command again measures only what the file lacks.
+Writes `decode-<gpu>-<date>.json` after every process: medians over repeats and rounds, and the spread (largest -
+smallest) / median. The same command again measures only what the file lacks. A running server is measured by
+`vllm-gptoss bench streams` or `vllm bench serve`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_gptoss.bench import memory, results, served, shapes, together, worker
+from vllm_gptoss.bench import memory, shapes, together, worker
 from vllm_gptoss.bench.results import Results, ResultsError
 from vllm_gptoss.bench.worker import PLUGIN, EngineRun
 
@@ -71,16 +71,6 @@ def run_worker(job: EngineRun) -> tuple[dict[str, Any], str]:
     return record, why
 
 
-def run_served(job: EngineRun, tokenizer: Path | None) -> tuple[dict[str, Any], str]:
-    """As `run_worker`, through a server."""
-    record: dict[str, Any] = {"rows": []}
-    try:
-        served.measure(job, tokenizer, record.update)
-    except served.ServedError as error:
-        return record, str(error)
-    return record, ""
-
-
 @dataclasses.dataclass
 class Campaign:
     """Runs jobs one after another until they are done or the time is up, and keeps the file current."""
@@ -88,7 +78,6 @@ class Campaign:
     results: Results
     path: Path
     budget: float
-    tokenizer: Path | None = None
     took: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
     cannot: set[tuple[str, str]] = dataclasses.field(default_factory=set)
     """Models and variants whose process ended without a measurement: not started again."""
@@ -111,7 +100,7 @@ class Campaign:
         seconds = self.left() - GRACE if self.budget else 0.0
         job = dataclasses.replace(job, batches=missing, seconds=seconds)
         before = time.monotonic()
-        record, why = run_served(job, self.tokenizer) if job.served else run_worker(job)
+        record, why = run_worker(job)
         self.took[job.model, job.variant] = time.monotonic() - before
         if why:
             self._failed(job, why)
@@ -189,21 +178,15 @@ def main(
     eagle3: Annotated[int, typer.Option(help="EAGLE3 draft tokens a step; a dummy draft, so none is accepted")] = 0,
     profile: Annotated[bool, typer.Option(help="GPU time per step from torch.profiler")] = True,
     options: Annotated[str, typer.Option(help='further engine arguments, JSON: {"kv_cache_dtype": "fp8"}')] = "{}",
-    served_: Annotated[bool, typer.Option("--served", help="through `vllm serve` and `vllm bench serve`")] = False,
-    tokenizer: Annotated[Path | None, typer.Option(help="folder with tokenizer.json, for --served")] = None,
     together_: Annotated[bool, typer.Option("--together", help="all variants on the GPU at once, in turns")] = False,
     budget: Annotated[float, typer.Option(help="end within so many seconds with what there is; 0: no limit")] = 0.0,
     out: Annotated[Path, typer.Option(help="folder for, or path of, the results")] = Path("benchmarks/results"),
 ) -> None:
     """Measures TPOT and GPU time per step of the plugin and of vLLM's own backends."""
-    if served_ and skew:
-        raise typer.BadParameter("--skew changes the model in place, which a served one does not allow")
-    if served_ and together_:
-        raise typer.BadParameter("--together is for engines of our own: servers are measured one after another")
     path, found, gib = _open(out)
-    campaign = Campaign(found, path, budget, tokenizer)
+    campaign = Campaign(found, path, budget)
     sizes = tuple(int(batch) for batch in batches.split(","))
-    shared = (repeats, tensor_parallel, skew, eagle3, profile, served_, json.loads(options))
+    shared = (repeats, tensor_parallel, skew, eagle3, profile, json.loads(options))
     for model in models.split(","):
         shapes.shape(model)
     groups = [
@@ -268,10 +251,4 @@ def _machine() -> tuple[dict[str, Any], float]:
 
 def _finish(found: Results, path: Path) -> None:
     found.write(path)
-    rows = results.summarise(found.measurements, found.head["gpu"])
-    try:
-        if rows:
-            results.plot(rows, path.with_suffix(".png"))
-    except ImportError as error:
-        typer.echo(f"no plot: {error}")
     typer.echo(f"written: {path}")

@@ -17,7 +17,7 @@ from typing import Any
 from vllm_gptoss.bench import shapes
 from vllm_gptoss.bench.worker import EngineRun, is_plugin, put
 
-SETTING = ("prompt", "output", "tensor_parallel", "skew", "eagle3", "served", "options")
+SETTING = ("prompt", "output", "tensor_parallel", "skew", "eagle3", "options")
 """Fields of a job that must be equal for two measurements to be compared."""
 _DEFAULTS = {field.name: field for field in dataclasses.fields(EngineRun)}
 
@@ -201,47 +201,3 @@ def engines(measurements: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         kv = [one["memory"][0]["kv_gib"] for one in of["rounds"] if one.get("memory")]
         found.append({**entry, "kv_gib": statistics.median(kv) if kv else None})
     return found
-
-
-def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """TPOT of stock, plugin and floor over the batch, one panel per model and setting."""
-    from matplotlib.figure import Figure
-
-    panels: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        panels.setdefault(_title(row), []).append(row)
-    figure = Figure(figsize=(5.5 * len(panels), 4), layout="constrained")
-    for axis, (title, mine) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
-        _panel(axis, mine)
-        axis.set_title(title)
-    figure.savefig(path, dpi=150)
-
-
-def _title(row: dict[str, Any]) -> str:
-    parts = [f"gpt-oss-{row['model']}", f"{row['prompt']}/{row['output']}"]
-    parts += [f"TP {row['tensor_parallel']}"] if row["tensor_parallel"] > 1 else []
-    parts += [f"EAGLE3 x {row['eagle3']}"] if row["eagle3"] else []
-    parts += [name for name in ("skew", "served") if row[name]]
-    parts += [f"{key} {value}" for key, value in row["options"].items()]
-    return ", ".join(parts)
-
-
-def _panel(axis: Any, rows: Sequence[dict[str, Any]]) -> None:
-    stock = f"vLLM ({', '.join(sorted({row['stock_backend'] for row in rows if row['stock_backend']}))})"
-    variants = list(dict.fromkeys(row["plugin"] for row in rows))
-    lines = [(variants[0], "stock_tpot_ms", stock, "s--"), (variants[0], "floor_ms", "memory floor", "k-")]
-    for variant in variants:
-        name = variant.replace("plugin", "vllm-gptoss", 1)
-        lines += [(variant, "plugin_tpot_ms", name, "o-"), (variant, "plugin_gpu_ms", f"{name}, GPU busy", "o:")]
-    for variant, key, label, style in lines:
-        points = [(row["batch"], row[key]) for row in rows if row["plugin"] == variant and row[key] is not None]
-        if points:
-            axis.plot(*zip(*points, strict=True), style, label=label)
-    batches = sorted({row["batch"] for row in rows})
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(batches, [str(batch) for batch in batches])
-    axis.set_ylim(bottom=0)
-    axis.set_xlabel("requests decoding at once")
-    axis.set_ylabel("ms per token")
-    axis.grid(alpha=0.3)
-    axis.legend()

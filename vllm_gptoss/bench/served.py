@@ -1,8 +1,4 @@
-"""One variant as its users meet it: `vllm serve`, and `vllm bench serve` against it.
-
-Dummy weights, random prompts, as many requests in flight as the batch says, `repeats` times as many in all. The
-tokenizer is o200k_harmony: of a checkout's `demo/`, or of the folder that `--tokenizer` names.
-"""
+"""A `vllm serve` process for a benchmark, and gpt-oss's tokenizer for it."""
 
 from __future__ import annotations
 
@@ -15,14 +11,11 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from vllm_gptoss.bench.worker import EngineRun, engine_options
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 NAME = "gpt-oss"
@@ -31,25 +24,6 @@ CAUSE = re.compile(r"^(?!.*WARNING).*\b[A-Z]\w*(Error|Exception): ")
 
 class ServedError(RuntimeError):
     """The server or the client ended; the message holds the end of what it said."""
-
-
-def measure(job: EngineRun, tokenizer: Path | None, save: Callable[[dict[str, Any]], None]) -> None:
-    """Serves one variant and measures every batch; `save` gets everything known so far, after every batch."""
-    with tempfile.TemporaryDirectory() as folder:
-        directory = Path(folder)
-        write_tokenizer(directory, tokenizer)
-        began = time.monotonic()
-        environment = {key: value for key, value in job.environment.items() if key != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-        with server(serve_arguments(job, directory), environment, directory / "serve.log") as (_, port):
-            result: dict[str, Any] = {"start_s": time.monotonic() - began, "rows": []}
-            longest = 0.0
-            for batch in job.batches:
-                used = time.monotonic() - began
-                if job.seconds and used + longest > job.seconds:
-                    break
-                result["rows"].append(_client(job, directory, f"http://127.0.0.1:{port}", batch))
-                longest = max(longest, time.monotonic() - began - used)
-                save(result)
 
 
 def write_tokenizer(directory: Path, tokenizer: Path | None) -> None:
@@ -66,21 +40,6 @@ def write_tokenizer(directory: Path, tokenizer: Path | None) -> None:
         subprocess.run([sys.executable, "-c", code, str(directory)], cwd=CHECKOUT, check=True)
     if not (directory / "tokenizer.json").exists():
         raise ServedError("served runs need gpt-oss's tokenizer: --tokenizer FOLDER with its tokenizer.json")
-
-
-def serve_arguments(job: EngineRun, directory: Path) -> list[str]:
-    """`vllm serve` with what the in-process engine gets, and a tokenizer."""
-    options = engine_options(job, directory)
-    arguments = [str(directory), "--served-model-name", NAME]
-    for key, value in options.items():
-        if key in ("model", "skip_tokenizer_init"):
-            continue
-        flag = f"--{key.replace('_', '-')}"
-        if isinstance(value, bool):
-            arguments.append(flag if value else f"--no-{flag[2:]}")
-        else:
-            arguments += [flag, json.dumps(value) if isinstance(value, dict | list) else str(value)]
-    return arguments
 
 
 @contextlib.contextmanager
@@ -141,31 +100,6 @@ def healthy(url: str) -> bool:
             return bool(answer.status == 200)
     except OSError:
         return False
-
-
-def _client(job: EngineRun, directory: Path, url: str, batch: int) -> dict[str, Any]:
-    command = [
-        *vllm_command(), "bench", "serve", "--backend", "openai", "--base-url", url, "--model", NAME,
-        "--tokenizer", str(directory), "--dataset-name", "random", "--random-input-len", str(job.prompt),
-        "--random-output-len", str(job.output), "--ignore-eos", "--temperature", "0", "--disable-tqdm",
-        "--max-concurrency", str(batch), "--num-prompts", str(batch * job.repeats), "--num-warmups", str(batch),
-        "--save-result", "--result-dir", str(directory), "--result-filename", "client.json",
-    ]  # fmt: skip
-    log = directory / "client.log"
-    with log.open("wb") as out:
-        done = subprocess.run(command, env=job.environment, stdout=out, stderr=subprocess.STDOUT, check=False)
-    if done.returncode:
-        raise ServedError(f"vllm bench serve ended with {done.returncode}:\n{tail(log)}")
-    found = json.loads((directory / "client.json").read_text())
-    if found["completed"] < batch * job.repeats:
-        raise ServedError(f"{batch * job.repeats - found['completed']} requests failed:\n{tail(log)}")
-    return {
-        "batch": batch,
-        "tpot_ms": [found["median_tpot_ms"]],
-        "prefill_ms": [found["median_ttft_ms"]],
-        "p99_tpot_ms": found["p99_tpot_ms"],
-        "output_tokens_per_s": found["output_throughput"],
-    }
 
 
 def tail(log: Path, lines: int = 30) -> str:

@@ -45,7 +45,6 @@ class EngineRun:
     skew: bool = False
     eagle3: int = 0
     profile: bool = True
-    served: bool = False
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
     by_turns: bool = False

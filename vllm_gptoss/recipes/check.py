@@ -289,7 +289,7 @@ def _same(row: Mapping[str, Any], claim: Claim, case: Case) -> bool:
         (row["model"], row["batch"]) == (claim.model, claim.requests)
         and row["tensor_parallel"] == case.config.get("tensor-parallel-size", 1)
         and row["eagle3"] == draft.get("num_speculative_tokens", 0)
-        and not (row["skew"] or row["served"])
+        and not row["skew"]
         and row["options"] == _engine_options(case.config)
         and row["plugin"] == "plugin"
     )
