@@ -34,7 +34,7 @@ HELD = names(
 """Errors that another part of ours catches."""
 OPERATORS = names(
     "BackendError CheckpointError ChoiceError ClusterError CompareError DamagedFileError DataError DeviceError"
-    " DrawError MissingVariableError NvrtcError PlanError ProbeError RecipeError RecordError RequestError ResultsError"
+    " MissingVariableError NvrtcError PlanError ProbeError RecipeError RecordError RequestError ResultsError"
     " SandboxError ServedError SettingsError StoppedError StoreError ToolConfigError YamlFileError"
 )
 """Errors that whoever starts a server or types a command of ours reads; so are these of Python's and typer's."""

@@ -22,7 +22,6 @@ from vllm_gptoss.recipes import check as rules
 from vllm_gptoss.recipes import command as typed
 from vllm_gptoss.recipes import draw, find, launch, load, plan, probe, render
 from vllm_gptoss.recipes.check import Case, Trouble
-from vllm_gptoss.recipes.draw import DrawError
 from vllm_gptoss.recipes.load import RecipeError
 from vllm_gptoss.recipes.plan import PlanError
 from vllm_gptoss.recipes.probe import Parsed, ProbeError
@@ -234,15 +233,12 @@ def plan_(
     what: Planned = None,
     device: Annotated[str, typer.Option(help="on what: `auto`, or as 2xH100; a recipe has its own")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
-    png: Annotated[Path | None, typer.Option(help="a picture as well")] = None,
 ) -> None:
     """Memory of one GPU by part, requests that fit at once, and what to turn where it does not fit."""
     try:
         case = _case(what or [], device)
         found = plan.plan(case.spec, case.device, case.config, case.env)
-        if png is not None:
-            draw.picture(found, case.place, png)
-    except (RecipeError, DeviceError, ProbeError, PlanError, DrawError) as error:
+    except (RecipeError, DeviceError, ProbeError, PlanError) as error:
         raise _stop(error) from None
     if as_json:
         typer.echo(json.dumps(draw.data(found, case.place), indent=2))

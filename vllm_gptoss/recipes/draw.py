@@ -1,9 +1,8 @@
-"""A plan for the terminal, as JSON, and as a picture."""
+"""A plan for the terminal, and as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -11,14 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_gptoss.choose import devices
-from vllm_gptoss.recipes.plan import Part, Plan
+from vllm_gptoss.recipes.plan import Plan
 
 COLOURS = ("cyan", "yellow", "magenta", "blue", "green")
 WIDTH = 60
-
-
-class DrawError(RuntimeError):
-    """A picture that cannot be made; the message says what is missing."""
 
 
 def text(plan: Plan, title: str) -> RenderableType:
@@ -71,33 +66,3 @@ def data(plan: Plan, title: str) -> dict[str, Any]:
         "tokens": plan.tokens,
         "measured": None if plan.measured is None else dataclasses.asdict(plan.measured),
     }
-
-
-def picture(plan: Plan, title: str, path: Path) -> None:
-    """A PNG of the bar.
-
-    Raises:
-        DrawError: matplotlib is not installed, or the file cannot be written.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise DrawError("a picture needs matplotlib: pip install 'vllm-gptoss[python-tool]'") from None
-    figure = Figure(figsize=(9, 2.6), layout="constrained")
-    axes = figure.subplots()
-    left = 0.0
-    for part, colour in zip(plan.parts, ("#2a9d8f", "#e9c46a", "#b56576", "#6d8ea0", "#8ab17d"), strict=True):
-        axes.barh(0, part.gib, left=left, color=colour, label=_label(part))
-        left += part.gib
-    axes.axvline(plan.total, color="black", linewidth=1)
-    axes.set(yticks=[], xlabel="GiB of one GPU", title=f"{title} on {devices.label(plan.device)}")
-    axes.set_xlim(0, max(plan.total, left) * 1.01)
-    figure.legend(ncols=2, fontsize="small", loc="outside lower center", frameon=False)
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise DrawError(f"{path}: {error}") from None
-
-
-def _label(part: Part) -> str:
-    return f"{part.name}: {part.gib:.1f} ({part.known})"
