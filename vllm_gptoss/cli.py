@@ -9,10 +9,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-from vllm_gptoss.doctor import Finding, Status, cluster, examine
+from vllm_gptoss.doctor import Finding, Status, examine
 from vllm_gptoss.version import __version__
 
 app = typer.Typer(name="vllm-gptoss", no_args_is_help=True, add_completion=False, help="gpt-oss on vLLM.")
@@ -83,45 +82,12 @@ def doctor(
     command: Annotated[list[str] | None, typer.Argument(help="A `vllm serve` line to judge, after `--`.")] = None,
     model: Annotated[Path | None, typer.Option(help="A checkpoint directory to check as well.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print findings as JSON.")] = False,
-    ray: Annotated[bool, typer.Option("--ray", help="Check every node of a Ray cluster, and what differs.")] = False,
-    ray_address: Annotated[
-        str, typer.Option(envvar="RAY_ADDRESS", help="The cluster, host:port; `auto`: the one this node is of.")
-    ] = "auto",
-    node_timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds that one node of the cluster may take.")
-    ] = cluster.LIMIT_S,
 ) -> None:
     """Say whether the plugin is active here, what it chose and why, and which settings do nothing."""
-    if ray:
-        if command or model:
-            raise typer.BadParameter("--ray checks nodes; leave the serve line and --model out, or leave --ray out")
-        _doctor_of_nodes(ray_address, node_timeout, as_json)
-        return
     findings = examine(model, command or ())
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
-        _print(findings)
-    if any(finding.status is Status.PROBLEM for finding in findings):
-        raise typer.Exit(1)
-
-
-def _doctor_of_nodes(address: str, limit_s: float, as_json: bool) -> None:
-    try:
-        nodes = cluster.ask(address, limit_s)
-    except cluster.ClusterError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from None
-    findings = cluster.judge(nodes)
-    if as_json:
-        typer.echo(json.dumps(cluster.as_data(nodes, findings), indent=2))
-    else:
-        table = Table(padding=(0, 1), show_lines=True)
-        table.add_column("node", overflow="fold")
-        table.add_column("what it is, and what is chosen there", overflow="fold")
-        for row in cluster.rows(nodes):
-            table.add_row(*map(escape, row))
-        Console().print(table)
         _print(findings)
     if any(finding.status is Status.PROBLEM for finding in findings):
         raise typer.Exit(1)

@@ -33,7 +33,7 @@ HELD = names(
 )
 """Errors that another part of ours catches."""
 OPERATORS = names(
-    "BackendError CheckpointError ChoiceError ClusterError CompareError DamagedFileError DataError DeviceError"
+    "BackendError CheckpointError ChoiceError CompareError DamagedFileError DataError DeviceError"
     " MissingVariableError NvrtcError PlanError ProbeError RecipeError RecordError RequestError ResultsError"
     " SandboxError ServedError SettingsError StoppedError StoreError ToolConfigError YamlFileError"
 )
