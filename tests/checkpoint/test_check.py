@@ -76,26 +76,21 @@ def test_names_and_shapes_are_those_of_gpt_oss_20b() -> None:
 # Damaged files
 
 
-@pytest.mark.parametrize("keep", [0.99, 0.5, 0.1])
-def test_a_truncated_file_names_the_first_tensor_cut(good: Path, keep: float) -> None:
-    file = good / "model.safetensors"
-    header, data = header_of(file)
-    size = file.stat().st_size
-    with file.open("r+b") as handle:
-        handle.truncate(int(size * keep))
-    message = refused(good)
-    left = int(size * keep) - (size - len(data))
-    entries = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
-    first_cut = min((n for n, o in entries.items() if o[1] > left), key=lambda n: entries[n])  # type: ignore[index]
-    assert f"{first_cut}: truncated" in message
-    assert f"{int(size * keep)} bytes of {size}" in message
+def damaged(folder: Path) -> str:
+    message = refused(folder)
+    assert "model.safetensors is damaged or truncated" in message
+    assert "download it again" in message
+    assert "missing" not in message
+    return message
 
 
-@pytest.mark.parametrize("keep", [0, 4, 8, 100])
-def test_a_file_cut_inside_its_header(good: Path, keep: int) -> None:
+@pytest.mark.parametrize("keep", [0, 4, 8, 100, 0.1, 0.5, 0.99])
+def test_a_truncated_file(good: Path, keep: float) -> None:
+    size = (good / "model.safetensors").stat().st_size
+    left = int(size * keep) if 0 < keep < 1 else int(keep)
     with (good / "model.safetensors").open("r+b") as handle:
-        handle.truncate(keep)
-    assert re.search(r"model\.safetensors is (truncated|no safetensors)", refused(good))
+        handle.truncate(left)
+    assert f"({left} bytes;" in damaged(good)
 
 
 def test_a_git_lfs_pointer_says_what_to_do(good: Path) -> None:
@@ -103,25 +98,32 @@ def test_a_git_lfs_pointer_says_what_to_do(good: Path) -> None:
     assert "git lfs pull" in refused(good)
 
 
-def test_garbage_headers(good: Path) -> None:
-    file = good / "model.safetensors"
-    for header in ("{not json", "[]", '{"a": 1}', '{"a": {"dtype": "BF16", "shape": "x"}}'):
-        write_raw(file, header, b"")
-        assert "model.safetensors" in refused(good)
+@pytest.mark.parametrize(
+    "header", ["{not json", "[]", '{"a": 1}', '{"a": {"dtype": "BF16", "shape": "x"}}', '{"a":' + "[" * 200_000]
+)
+def test_garbage_headers(good: Path, header: str) -> None:
+    write_raw(good / "model.safetensors", header, b"")
+    damaged(good)
+
+
+def test_a_header_longer_than_the_format_allows_is_not_read(good: Path) -> None:
+    (good / "model.safetensors").write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
+    assert "header too large" in damaged(good)
 
 
 def test_bytes_after_the_last_tensor(good: Path) -> None:
     with (good / "model.safetensors").open("ab") as handle:
         handle.write(b"\0" * 7)
-    assert "7 bytes after its last tensor" in refused(good)
+    damaged(good)
 
 
 def test_a_tensor_twice_in_one_header(good: Path) -> None:
     file = good / "model.safetensors"
     header, data = header_of(file)
-    text = json.dumps(header)
-    write_raw(file, text[:-1] + f', "{SINKS}": {json.dumps(header[SINKS])}}}', data)
-    assert f"{SINKS}: appears twice" in refused(good)
+    begin, end = header[SINKS]["data_offsets"]  # type: ignore[misc]
+    other = header[SINKS] | {"data_offsets": [begin + 2, end + 2]}  # type: ignore[has-type]
+    write_raw(file, json.dumps(header)[:-1] + f', "{SINKS}": {json.dumps(other)}}}', data)
+    damaged(good)
 
 
 @pytest.mark.parametrize("shift", [-2, 2])
@@ -131,7 +133,7 @@ def test_overlaps_and_holes(good: Path, shift: int) -> None:
     begin, end = header[SINKS]["data_offsets"]  # type: ignore[misc]
     header[SINKS]["data_offsets"] = [begin + shift, end + shift]  # type: ignore[has-type]
     write_raw(file, json.dumps(header), data)
-    assert re.search(rf"{SINKS}: (overlaps|follows a hole)", refused(good))
+    assert "invalid offset" in damaged(good)
 
 
 def test_offsets_that_disagree_with_the_shape(good: Path) -> None:
@@ -139,9 +141,7 @@ def test_offsets_that_disagree_with_the_shape(good: Path) -> None:
     header, data = header_of(file)
     header[SINKS]["shape"] = [5]
     write_raw(file, json.dumps(header), data)
-    message = refused(good)
-    assert f"{SINKS}: BF16 [5] needs 10 bytes" in message
-    assert f"{SINKS}: is [5] BF16 in model.safetensors, expected [4]" in message
+    assert "invalid shape" in damaged(good)
 
 
 def test_no_weights_at_all(good: Path) -> None:

@@ -73,7 +73,7 @@ def test_a_local_checkpoint_is_checked_before_the_first_tensor_is_handed_on(tmp_
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
     handed: list[Any] = []
-    with pytest.raises(CheckpointError, match="truncated because model.safetensors has"):
+    with pytest.raises(CheckpointError, match="model.safetensors is damaged or truncated"):
         handed.extend(check_of(tmp_path)(weights()))
     assert handed == []
 
@@ -91,7 +91,7 @@ def test_a_loader_that_fails_on_a_damaged_file_is_explained(tmp_path: Path) -> N
             for name in handle.keys():  # noqa: SIM118
                 yield name, handle.get_tensor(name)
 
-    with pytest.raises(CheckpointError, match="truncated because model.safetensors has"):
+    with pytest.raises(CheckpointError, match="model.safetensors is damaged or truncated"):
         list(check_of(tmp_path)(loader()))
 
 

@@ -138,13 +138,14 @@ def check(directory: Path | str, config: Config | Mapping[str, Any] | None = Non
         return
     files, problems = weight_files(directory)
     tensors: dict[str, Tensor] = {}
+    damaged = False
     for path in files:
         try:
-            found, damage = read_header(path)
+            found = read_header(path)
         except DamagedFileError as error:
             problems.append(str(error))
+            damaged = True
             continue
-        problems += damage
         for tensor in found:
             if (other := tensors.get(tensor.name)) is not None:
                 problems.append(f"{tensor.name}: in both {other.file.name} and {path.name}")
@@ -153,7 +154,8 @@ def check(directory: Path | str, config: Config | Mapping[str, Any] | None = Non
         problem = tables.problem(tensor.name, tensor.shape, tensor.dtype, f" in {tensor.file.name}")
         if problem is not None:
             problems.append(problem)
-    problems += missing_problems(tables, set(tensors))
+    if not damaged:  # what is missing may be in that file
+        problems += missing_problems(tables, set(tensors))
     if problems:
         raise CheckpointError(str(directory), problems)
     _warn_unknown(tables, tensors, str(directory))
