@@ -13,9 +13,9 @@ import pytest
 
 from tests.support.responses.fakes import FakeProvider
 from tests.support.responses.postgres import Postgres
+from tests.support.responses.replay import ReplayEngine
 from tests.support.responses.server import Running, Script, Start, running
 from vllm_gptoss.responses.options import ResponsesOptions
-from vllm_gptoss.responses.run.engine import ReplayEngine
 
 
 @pytest.fixture(scope="session", autouse=True)

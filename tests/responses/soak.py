@@ -20,10 +20,10 @@ from httpx_sse import connect_sse
 
 from tests.support.responses import fakes
 from tests.support.responses.events import check_stream, stream
+from tests.support.responses.replay import ReplayEngine
 from tests.support.responses.server import MODEL, harmony, running
 from tests.support.responses.turns import HELLO, INTERPRETER, PYTHON
 from vllm_gptoss.responses.options import ResponsesOptions
-from vllm_gptoss.responses.run.engine import ReplayEngine
 
 AT_ONCE = 8
 

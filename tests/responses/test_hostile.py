@@ -14,12 +14,13 @@ import pytest
 from tests.support.responses import fakes
 from tests.support.responses.events import EVENT_TYPES, check, check_response, check_stream, stream
 from tests.support.responses.postgres import ALSO_POSTGRES
+from tests.support.responses.replay import ReplayEngine
 from tests.support.responses.server import MODEL, Running, Script, Start, create, running
 from tests.support.responses.turns import CALL, HELLO, SEARCH, WEATHER
 from tests.support.waiting import soon
 from vllm_gptoss.responses.errors import ApiError
 from vllm_gptoss.responses.options import ResponsesOptions
-from vllm_gptoss.responses.run.engine import Chunk, ReplayEngine
+from vllm_gptoss.responses.run.engine import Chunk
 
 HALF = "\ud83d"  # what JavaScript sends of an emoji that was cut in two
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.responses.events import check_response, kinds, stream
+from tests.support.responses.replay import ReplayEngine
 from tests.support.responses.server import MODEL, Script, Start, create, harmony, running
 from tests.support.responses.turns import CALL, HELLO, WEATHER
 from vllm_gptoss.direct import Direct
 from vllm_gptoss.responses.options import ResponsesOptions
-from vllm_gptoss.responses.run.engine import Chunk, ReplayEngine, Sampling, TokenLogprob
+from vllm_gptoss.responses.run.engine import Chunk, Sampling, TokenLogprob
 
 
 def test_plain_answer_is_a_whole_response(start: Start) -> None:

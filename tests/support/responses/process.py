@@ -18,7 +18,7 @@ import uvicorn
 from tests.support.responses.server import Script, models
 from vllm_gptoss.responses.options import ResponsesOptions
 from vllm_gptoss.responses.endpoint import ResponsesEndpoint
-from vllm_gptoss.responses.run.engine import ReplayEngine
+from tests.support.responses.replay import ReplayEngine
 from vllm_gptoss.responses.prompt.toolset import Providers
 async def main():
     endpoint, app = ResponsesEndpoint(ResponsesOptions(store=sys.argv[1], heartbeat=0.5)), FastAPI()
