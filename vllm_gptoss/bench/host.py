@@ -242,7 +242,7 @@ def _server(
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_PLUGINS": "gptoss" if variant == PLUGIN else "none",
-        "GPTOSS_RESPONSES_STORE": "off",
+        "GPTOSS_STORE": "off",
         TOKENS: str(tokens),
         STEP_MS: str(step_ms),
     }

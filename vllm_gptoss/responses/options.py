@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -15,6 +14,7 @@ PREFIX = "GPTOSS_RESPONSES_"
 
 class ResponsesOptions(BaseSettings):
     """Field names are the variables' names behind `GPTOSS_RESPONSES_`; what is passed in wins over a variable.
+    store, strict_tools and prompts are the plugin's settings (settings.py).
 
     store: SQLAlchemy URL, a file path, or `off`; empty for SQLite in the user's state directory
     retention: seconds that a response is kept; 0 for ever
@@ -46,16 +46,13 @@ class ResponsesOptions(BaseSettings):
 
     @classmethod
     def load(cls, store: str = "", strict_tools: bool = True, prompts: str = "") -> ResponsesOptions:
-        """From the environment. `store` and `prompts` that are given win, and so does `strict_tools` when it is off.
+        """From the environment, but for the three arguments, which are settings of the plugin with variables there.
 
         Raises:
             ValueError: a variable has no possible value; the message names it.
         """
-        given: dict[str, Any] = {name: value for name, value in (("store", store), ("prompts", prompts)) if value}
-        if not strict_tools:
-            given["strict_tools"] = False
         try:
-            return cls(**given)
+            return cls(store=store, strict_tools=strict_tools, prompts=prompts)
         except ValidationError as error:
             problem = error.errors()[0]
             name = f"{PREFIX}{str(problem['loc'][0]).upper()}"
