@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm_gptoss.bench import plans
+from benchmarks import plans
 
 pytestmark = pytest.mark.vllm
 

@@ -16,10 +16,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from benchmarks import plans as planning
 from tests.support.places import CACHE
 from tests.support.vllm_log import heard, lines
 from vllm_gptoss import aside
-from vllm_gptoss.bench import plans as planning
 from vllm_gptoss.bench import shapes
 from vllm_gptoss.recipes import probe
 

@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import psutil
 import typer
 
-from vllm_gptoss.bench import plans, served, shapes, steps
+from vllm_gptoss.bench import served, shapes
 
 TOKENS = "GPTOSS_BENCH_TOKENS"
 """Variable of the executor: words of the answer, a token each; the control tokens around them come in addition."""
@@ -100,33 +100,14 @@ def main(
     step_ms: Annotated[float, typer.Option(help="How long an engine step lasts at least; 0: as it goes.")] = 20.0,
     servers: Annotated[int, typer.Option(help="API server processes (--api-server-count).")] = 1,
     tokenizer: Annotated[Path | None, typer.Option(help="Folder with gpt-oss's tokenizer.json.")] = None,
-    gpu: Annotated[
-        bool, typer.Option(help="The engine's step on a GPU instead; the options above do not matter.")
-    ] = False,
-    models: Annotated[str, typer.Option(help="With --gpu: shapes, 20b:2 is two layers.")] = "20b:2,20b",
-    batches: Annotated[str, typer.Option(help="With --gpu: requests decoding at once.")] = "1,8,64,256",
-    engines: Annotated[str, typer.Option(help="With --gpu: where the engine runs.")] = ",".join(steps.ENGINES),
-    variants: Annotated[str, typer.Option(help="With --gpu: plugin and vLLM's.")] = ",".join(steps.VARIANTS),
-    planning: Annotated[
-        bool, typer.Option("--plans", help="What planning a step costs instead, with --batches; needs no GPU.")
-    ] = False,
     out: Annotated[Path | None, typer.Option(help="Results, as JSON.")] = None,
 ) -> None:
-    """CPU time of the API server for each streamed token, stock and plugin, without a GPU; or --gpu, or --plans."""
-    if planning:
-        sizes = [int(batch) for batch in batches.split(",")]
-        rows = [row for size in sizes for changing in (False, True) for row in plans.measure(size, changing)]
-        _put({"machine": _machine(), "vllm": importlib.metadata.version("vllm"), "date": _today(), "rows": rows}, out)
-        return
-    if gpu:
-        head = {"machine": _machine(), "vllm": importlib.metadata.version("vllm"), "date": _today()}
-        steps.measure(steps.jobs(models, batches, engines, variants), lambda found: _put({**head, **found}, out))
-        return
+    """CPU time of the API server for each streamed token, stock and plugin, without a GPU."""
     load = Load(streams, tokens, rounds)
     record: dict[str, Any] = {
-        "machine": _machine(),
+        "machine": {"cores": os.cpu_count(), "cpu": _cpu_name()},
         "vllm": importlib.metadata.version("vllm"),
-        "date": _today(),
+        "date": datetime.date.today().isoformat(),
         "load": {"streams": streams, "tokens": tokens, "rounds": rounds, "step_ms": step_ms, "api_servers": servers},
         "gpu": "not measured: no GPU in this run",
     }
@@ -139,22 +120,10 @@ def main(
             for variant in (STOCK, PLUGIN)
         }
         record["rows"] = measure(running, load)
-    _put(record, out)
-
-
-def _put(record: dict[str, Any], out: Path | None) -> None:
     text = json.dumps(record, indent=2)
     typer.echo(text)
     if out:
         out.write_text(text + "\n")
-
-
-def _machine() -> dict[str, Any]:
-    return {"cores": os.cpu_count(), "cpu": _cpu_name()}
-
-
-def _today() -> str:
-    return datetime.date.today().isoformat()
 
 
 def measure(running: dict[str, tuple[psutil.Process, int]], load: Load) -> list[dict[str, Any]]:

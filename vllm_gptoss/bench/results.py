@@ -152,7 +152,7 @@ def summarise(measurements: Iterable[dict[str, Any]], gpu: str) -> list[dict[str
     return rows
 
 
-_NOTHING: dict[str, float | None] = dict.fromkeys(("tpot_ms", "spread", "decode_ms", "gpu_ms", "prefill_ms"))
+_NOTHING: dict[str, float | None] = dict.fromkeys(("tpot_ms", "spread", "decode_ms", "gpu_ms", "host_ms", "prefill_ms"))
 
 
 def _figures(rounds: Sequence[dict[str, Any]], batch: int) -> dict[str, Any]:
@@ -162,12 +162,14 @@ def _figures(rounds: Sequence[dict[str, Any]], batch: int) -> dict[str, Any]:
         return {}
     tpot, spread = median_and_spread([value for row in rows for value in row["tpot_ms"]])
     decode, gpu = ([row[key] for row in rows if key in row] for key in ("decode_ms", "gpu_ms"))
+    host = [value for row in rows for value in row.get("host_ms", ())]
     prefill = statistics.median(value for row in rows for value in row["prefill_ms"])
     return {
         "tpot_ms": tpot,
         "spread": spread,
         "decode_ms": statistics.median(decode) if decode else None,
         "gpu_ms": statistics.median(gpu) if gpu else None,
+        "host_ms": statistics.median(host) if host else None,
         "prefill_ms": prefill,
     }
 

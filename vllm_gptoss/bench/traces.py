@@ -7,23 +7,8 @@ data.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
-
-
-def difference(engine: Any, run: Callable[[int, int], float], batch: int) -> dict[str, Any]:
-    """GPU time of a decode step, a long run minus a short one: also holds what prefill of a large batch leaves."""
-    short, long = 4, 36
-
-    def traced(tokens: int) -> list[dict[str, Any]]:
-        engine.collective_rpc(start_trace)
-        run(batch, tokens)
-        return list(engine.collective_rpc(stop_trace))
-
-    few, many = max(zip(traced(short), traced(long), strict=True), key=lambda r: r[1]["busy_ns"] - r[0]["busy_ns"])
-    names = {name: ns - few["names"].get(name, 0) for name, ns in many["names"].items()}
-    spent = {"busy_ns": many["busy_ns"] - few["busy_ns"], "sum_ns": many["sum_ns"] - few["sum_ns"], "names": names}
-    return _per_step(spent, long - short)
 
 
 def _per_step(spent: dict[str, Any], steps: float) -> dict[str, Any]:

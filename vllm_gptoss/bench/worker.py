@@ -31,8 +31,7 @@ class EngineRun:
 
     variant: `plugin`, `plugin:layers=upstream;experts=triton` (settings of ours), or a name of vLLM's `--moe-backend`.
     eagle3: draft tokens per step, 0 for none; options: further engine arguments; seconds: stop after so many, 0: never;
-    by_turns: other processes share the GPU; which batch to measure, and when, comes on stdin, a number a line;
-    own_process: the engine runs in a process of its own, as a server's does.
+    by_turns: other processes share the GPU; which batch to measure, and when, comes on stdin, a number a line.
     """
 
     model: str
@@ -48,7 +47,6 @@ class EngineRun:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
     by_turns: bool = False
-    own_process: bool = False
 
     @property
     def is_plugin(self) -> bool:
@@ -57,7 +55,6 @@ class EngineRun:
     @property
     def environment(self) -> dict[str, str]:
         """What the measuring process needs set; the variables of the caller win where they may."""
-        own = self.own_process
         return {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "HF_HUB_OFFLINE": "1",
@@ -65,8 +62,6 @@ class EngineRun:
             **os.environ,
             # a name that no plugin has: stock vLLM must be stock
             "VLLM_PLUGINS": "gptoss" if self.is_plugin else "none",
-            # what is sent to that engine are this file's functions
-            **({"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if own else {}),
         }
 
 
@@ -186,11 +181,7 @@ def _row(engine: Any, job: EngineRun, run: Callable[[int, int], float], batch: i
         hosts.append(1e3 * (marks[2] - 2 * marks[1] + marks[0]) / (job.output - 1))
         prefills.append(1e3 * first)
     row: dict[str, Any] = {"batch": batch, "tpot_ms": tpots, "prefill_ms": prefills, "host_ms": hosts}
-    if not job.own_process:
-        row.update(traces.decoding(engine, batch, job.prompt, job.output, profile=job.profile))
-    elif job.profile and engine.collective_rpc(traces.has_gpu)[0]:
-        row.update(traces.difference(engine, run, batch))  # such an engine steps without being told to
-    return row
+    return row | traces.decoding(engine, batch, job.prompt, job.output, profile=job.profile)
 
 
 # What runs in vLLM's workers. Each takes the worker, or the model, and returns plain data.

@@ -1,4 +1,4 @@
-"""`vllm-gptoss bench host --plans`: what planning a step costs, and handing its tokens on; no GPU and no model.
+"""What planning a step costs, and handing its tokens on; no GPU and no model: `python -m benchmarks.plans [1 8 64]`.
 
 vLLM's scheduler and ours in one process, in turns, two steps under way as in the engine: µs a step for the plan, for
 what the tokens end or go on, and for the messages to the clients. Once where the same requests decode, and once where
@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import json
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -147,3 +148,10 @@ def measure(count: int, changing: bool, turns: int = 12, steps: int = 16) -> lis
         }
         for name, found in taken.items()
     ]
+
+
+if __name__ == "__main__":
+    for size in map(int, sys.argv[1:] or (1, 8, 64, 256)):
+        for is_changing in (False, True):
+            for row in measure(size, is_changing):
+                print(json.dumps(row))
