@@ -104,7 +104,7 @@ def run(
     fail_below: Annotated[float | None, typer.Option(help="Percent: exit 1 if an accuracy is lower.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent, and kept nowhere.")] = None,
 ) -> None:
-    """Ask, score and save: samples.jsonl, summary.json, panel.html and panel.png. The same command goes on."""
+    """Ask, score and save: samples.jsonl, summary.json and panel.html. The same command goes on."""
     if context.invoked_subcommand:
         return
     request = Request(
@@ -207,11 +207,6 @@ def _written(folder: Path, console: Console) -> dict[str, Any]:
     record.put(folder / "summary.json", summary)
     (folder / "panel.html").write_text(panel.page(summary), encoding="utf-8")
     panel.show(summary, console)
-    try:
-        if any(row["accuracy"] is not None for row in summary["rows"]):
-            panel.picture(summary, folder / "panel.png")
-    except ModuleNotFoundError:
-        console.print("no panel.png: pip install 'vllm-gptoss[eval]' brings matplotlib", markup=False)
     console.print(f"written to {folder}/", markup=False, highlight=False)
     return summary
 

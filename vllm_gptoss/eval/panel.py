@@ -1,11 +1,9 @@
-"""The panel to look at: a table in the terminal, one HTML file that needs nothing else, a PNG where matplotlib is."""
+"""The panel to look at: a table in the terminal, and one HTML file that needs nothing else."""
 
 from __future__ import annotations
 
 import html
-import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -116,43 +114,6 @@ def _bar(row: Mapping[str, Any]) -> str:
         f'<div class="bar"><i style="width:{100 * row["accuracy"]:.1f}%"></i>'
         f'<b style="left:{low:.1f}%;width:{high - low:.1f}%"></b>{marks}</div>'
     )
-
-
-def picture(summary: Mapping[str, Any], path: Path) -> None:
-    """The panel as PNG: bars by effort for each eval, with intervals and published values."""
-    from matplotlib.figure import Figure
-
-    rows = [row for row in summary["rows"] if row["accuracy"] is not None]
-    names = list(dict.fromkeys(row["eval"] for row in rows))
-    figure = Figure(figsize=(max(5, 3.2 * len(names)), 4), layout="constrained")
-    for axis, name in zip(figure.subplots(1, len(names), squeeze=False, sharey=True)[0], names, strict=True):
-        _bars(axis, [row for row in rows if row["eval"] == name])
-        axis.set_title(name)
-    figure.suptitle(_plain(_title(summary)) + ("" if summary["complete"] else ", not complete"))
-    figure.savefig(path, dpi=150)
-
-
-def _bars(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    values = [100 * row["accuracy"] for row in rows]
-    errors = [
-        [100 * (row["accuracy"] - row["low"]) for row in rows],
-        [100 * (row["high"] - row["accuracy"]) for row in rows],
-    ]
-    axis.bar(range(len(rows)), values, color="#4c78a8", width=0.6)
-    axis.errorbar(range(len(rows)), values, yerr=errors, fmt="none", ecolor="#222", capsize=4)
-    for place, row in enumerate(rows):
-        for one in row["published"]:
-            axis.plot([place - 0.38, place + 0.38], [one["percent"]] * 2, color="#e45756")
-        axis.text(place, 2, f"{values[place]:.1f}", ha="center", color="white")
-    axis.set_xticks(range(len(rows)), [row["effort"] or "-" for row in rows])
-    axis.set_ylim(0, 100)
-    axis.set_ylabel("accuracy, % (red: published)")
-    axis.grid(axis="y", alpha=0.3)
-
-
-def _plain(text: str) -> str:
-    """Text that matplotlib neither takes for mathematics nor fails to draw."""
-    return re.sub(r"[^\x20-\x7e]", "?", text).replace("$", r"\$")[:100]
 
 
 def show_comparison(found: Comparison, console: Console) -> None:
