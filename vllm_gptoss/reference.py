@@ -34,9 +34,6 @@ E8M0_BIAS = 127
 E8M0_VALUES = (*(2.0 ** (code - E8M0_BIAS) for code in range(255)), math.nan)
 """Value of each scale byte; 255 is NaN (MX v1.0 §5.4.1)."""
 
-E2M1_MAX_EXPONENT = 2
-"""Exponent of the largest e2m1 value, 6 = 1.5 x 2^2."""
-
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype to compute in: float64 for float64, else float32."""
@@ -182,14 +179,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 # MXFP4: 32 values share one e8m0 scale; two e2m1 codes per byte, low nibble first
 
 
-def mxfp4_pack(codes: Tensor) -> Tensor:
-    """codes: [..., 32G] uint8 below 16; returns blocks [..., G, 16] uint8."""
-    assert codes.dtype == torch.uint8
-    assert codes.shape[-1] % spec.MXFP4_GROUP == 0
-    pairs = codes.reshape(*codes.shape[:-1], -1, spec.MXFP4_GROUP // 2, 2)
-    return pairs[..., 0] | (pairs[..., 1] << 4)
-
-
 def mxfp4_unpack(blocks: Tensor) -> Tensor:
     """blocks: [..., G, 16] uint8; returns codes [..., 32G] uint8 below 16."""
     assert blocks.dtype == torch.uint8
@@ -208,28 +197,6 @@ def mxfp4_dequantise(blocks: Tensor, scales: Tensor, dtype: torch.dtype = torch.
     values, factors = (torch.tensor(t, dtype=torch.float64, device=blocks.device) for t in (E2M1_VALUES, E8M0_VALUES))
     scale = factors[scales.long()].repeat_interleave(spec.MXFP4_GROUP, dim=-1)
     return (values[mxfp4_unpack(blocks).long()] * scale).to(dtype)
-
-
-def mxfp4_quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise as MX §6.3: scale 2^(floor(log2(amax)) - 2), nearest e2m1 (ties to even), saturating at 6.
-
-    x: [..., 32G] finite; returns (blocks [..., G, 16] uint8, scales [..., G] uint8).
-    A group of zeros gets scale 2^-127.
-    """
-    assert x.shape[-1] % spec.MXFP4_GROUP == 0
-    assert bool(x.isfinite().all())
-    groups = x.to(torch.float64).reshape(*x.shape[:-1], -1, spec.MXFP4_GROUP)
-    # frexp gives m x 2^e with m in [0.5, 1), so floor(log2(amax)) is e - 1; unlike log2 it is exact.
-    exponent = torch.frexp(groups.abs().amax(-1)).exponent - 1 - E2M1_MAX_EXPONENT
-    exponent = exponent.masked_fill((groups == 0).all(-1), -E8M0_BIAS).clamp(-E8M0_BIAS, E8M0_BIAS)
-    scale = torch.tensor(E8M0_VALUES, dtype=torch.float64, device=x.device)[(exponent + E8M0_BIAS).long()]
-    scaled = groups / scale[..., None]
-    magnitudes = torch.tensor(E2M1_VALUES[:8], dtype=torch.float64, device=x.device)
-    middles = (magnitudes[1:] + magnitudes[:-1]) / 2
-    # A value at a middle goes to whichever neighbour has an even code, that is mantissa bit 0.
-    up, down = (torch.bucketize(scaled.abs(), middles, right=r) for r in (True, False))
-    codes = torch.where(up % 2 == 0, up, down) + 8 * (scaled.signbit()).long()
-    return mxfp4_pack(codes.to(torch.uint8).reshape(x.shape)), (exponent + E8M0_BIAS).to(torch.uint8)
 
 
 # The model
@@ -314,15 +281,6 @@ def hidden_states(model: Model, tokens: Tensor) -> Tensor:
 def forward(model: Model, tokens: Tensor) -> Tensor:
     """tokens: [T] int; returns logits [T, vocabulary]."""
     return linear(hidden_states(model, tokens), model.head)
-
-
-def greedy(model: Model, tokens: Tensor, new_tokens: int) -> Tensor:
-    """Append the likeliest token `new_tokens` times; returns the new ones, [new_tokens] int."""
-    start = len(tokens)
-    for _ in range(new_tokens):
-        logits = linear(hidden_states(model, tokens)[-1:], model.head)
-        tokens = torch.cat([tokens, logits.argmax(-1)])
-    return tokens[start:]
 
 
 # Loading

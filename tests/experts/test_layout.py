@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.support.mxfp4 import hopper_scales_inverse, hopper_values_inverse, untwiddle
 from vllm_gptoss.experts import mxfp4, sm90
 from vllm_gptoss.kernels.experts import Projection
 
@@ -33,9 +34,9 @@ def random_weights(rows: int, columns: int, experts: int = 1) -> tuple[torch.Ten
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 def test_maps_invert_for_every_rank(rows: int, columns: int) -> None:
     blocks, scales = random_weights(rows, columns)
-    assert torch.equal(mxfp4.hopper_values_inverse(mxfp4.hopper_values(blocks)), blocks)
+    assert torch.equal(hopper_values_inverse(mxfp4.hopper_values(blocks)), blocks)
     stored = mxfp4.hopper_scales(scales)
-    assert torch.equal(mxfp4.hopper_scales_inverse(stored, rows, columns // 32), scales)
+    assert torch.equal(hopper_scales_inverse(stored, rows, columns // 32), scales)
     values, exponents = sm90.sample(blocks, scales)
     assert sm90._begins_with(mxfp4.hopper_values(blocks), values)
     assert sm90._begins_with(stored, exponents)
@@ -104,7 +105,7 @@ def test_one_lane_finds_its_operand_in_sixteen_bytes() -> None:
     for tile, column, lane in ((0, 0, 0), (1, 1, 13), (1, 0, 31), (0, 1, 6)):
         g, t = lane >> 2, lane & 3
         at = column * 128 + (g & 1) * 64 + t * 16
-        found = mxfp4.untwiddle(stored[tile * 4 + (g >> 1), at : at + 16])
+        found = untwiddle(stored[tile * 4 + (g >> 1), at : at + 16])
         wanted = [
             blocks[0, tile * 16 + g + 8 * high, column * 32 + 8 * step + 4 * half + t]
             for step in range(4)

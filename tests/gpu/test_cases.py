@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.gpu import cases
 from tests.support import standins
+from tests.support.mxfp4 import hopper_scales_inverse, hopper_values_inverse
 from vllm_gptoss import reference
 from vllm_gptoss.experts import mxfp4
 from vllm_gptoss.kernels.layer import LayerTensors, Requests
@@ -33,8 +34,8 @@ class Hopper:
         self.weights, self.biases, self.fault = [], [up.projection.bias, down.projection.bias], fault
         for side in (up, down):
             stored = side.projection
-            blocks = mxfp4.hopper_values_inverse(stored.values)
-            scales = mxfp4.hopper_scales_inverse(stored.scales, stored.rows, stored.tiles * 2)
+            blocks = hopper_values_inverse(stored.values)
+            scales = hopper_scales_inverse(stored.scales, stored.rows, stored.tiles * 2)
             self.weights.append(mxfp4.dequantize(blocks, scales, torch.float32))
 
     def __call__(self, x: Tensor, routing: Tensor, weights: Tensor | None, out: Tensor) -> None:

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.support import mxfp4
 from vllm_gptoss import reference
 
 Format = Literal["mxfp4", "bf16", "quark"]
@@ -160,7 +161,7 @@ def tensors(shape: Shape, fmt: Format = "mxfp4", seed: int = 0) -> dict[str, Ten
 
 def expert_tensors(prefix: str, name: str, weight: Tensor, bias: Tensor, fmt: Format) -> dict[str, Tensor]:
     """One projection of a layer's experts. weight: [E, N, C]; bias: [E, N]."""
-    blocks, scales = reference.mxfp4_quantise(weight)
+    blocks, scales = mxfp4.quantise(weight)
     if fmt == "mxfp4":
         return {
             f"{prefix}{name}_blocks": blocks,

@@ -45,14 +45,6 @@ def hopper_values(blocks: Tensor) -> Tensor:
     return twiddle(x.reshape(experts, rows // 4, half * 4))
 
 
-def hopper_values_inverse(values: Tensor) -> Tensor:
-    """[E, N/4, C*2] u8 back to [E, N, C/2] u8."""
-    experts, quads, width = values.shape
-    x = untwiddle(values).view(experts, quads // 4, 4, width // 128, 2, 4, 4, 2, 2)
-    x = x.permute(0, 1, 8, 2, 4, 3, 6, 7, 5)
-    return x.reshape(experts, quads * 4, width // 4)
-
-
 def _spread(nibbles: Tensor) -> Tensor:
     return ((nibbles & 0x8) << 12) | ((nibbles & 0x7) << 6)
 
@@ -70,20 +62,6 @@ def twiddle(x: Tensor) -> Tensor:
     return torch.stack([(word >> s) & 0xFF for s in (0, 8, 16, 24)], dim=-1).to(torch.uint8).flatten(-2)
 
 
-def untwiddle(x: Tensor) -> Tensor:
-    """The inverse of `twiddle`."""
-    b = x.reshape(*x.shape[:-1], -1, 4).to(torch.int64)
-    word = b[..., 0] | (b[..., 1] << 8) | (b[..., 2] << 16) | (b[..., 3] << 24)
-    mask = 0x81C081C0
-    last = ((word << 1) & 0x80008000) | ((word >> 3) & 0x01800180) | ((word >> 7) & 0x00400040)
-    pairs = torch.stack([word & mask, (word << 3) & mask, (word << 6) & mask, last], dim=-1)
-
-    def nibble(bits: Tensor) -> Tensor:
-        return ((bits >> 12) & 0x8) | ((bits >> 6) & 0x7)
-
-    return (nibble(pairs & 0xFFFF) | (nibble(pairs >> 16) << 4)).to(torch.uint8).flatten(-2)
-
-
 def hopper_scales(scales: Tensor) -> Tensor:
     """Orders e8m0 scales as triton_kernels' `HopperMXScaleLayout(mx_axis=1, num_warps=8)` stores them.
 
@@ -96,11 +74,3 @@ def hopper_scales(scales: Tensor) -> Tensor:
     # axes: e, block of 256 rows, half (128), warp (16), row half (8), row, pair of groups, group
     x = x.permute(0, 1, 3, 6, 2, 5, 7, 4)
     return x.reshape(experts, x.shape[1] * 8, -1).contiguous()
-
-
-def hopper_scales_inverse(stored: Tensor, rows: int, groups: int) -> Tensor:
-    """Back to [E, rows, groups] u8."""
-    experts, lines, width = stored.shape
-    x = stored.view(experts, lines // 8, 8, width // 64, 2, 8, 2, 2)
-    x = x.permute(0, 1, 4, 2, 7, 5, 3, 6)
-    return x.reshape(experts, lines * 32, width // 32)[:, :rows, :groups]
