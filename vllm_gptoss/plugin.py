@@ -190,6 +190,8 @@ class GptOssEndpoint:
         self._is_lean = settings.host != "stock"
         for part in self._parts:
             part.attach(app, args, settings)
+        if self._parts:
+            _bound(app, args, settings)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Starts what the routes need: the store and the tools."""
@@ -204,6 +206,15 @@ class GptOssEndpoint:
             from vllm_gptoss import front
 
             front.settle()
+
+
+def _bound(app: Any, args: Namespace, settings: Settings) -> None:
+    """What one client may send; the routes of all parts are there now."""
+    from vllm_gptoss import bodies, callers
+
+    callers.set_keys_are_checked(app, settings.checked_keys or _vllm.checks_keys(args))
+    sizes = (settings.max_body_bytes, settings.max_body_values, settings.caller_body_bytes, settings.total_body_bytes)
+    bodies.bound(app, bodies.BodyLimits(*sizes))
 
 
 def _parts(settings: Settings) -> list[Any]:

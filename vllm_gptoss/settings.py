@@ -50,6 +50,13 @@ class Settings(BaseModel):
     )
     tools: str = Field("", description="tool servers; empty: what --tool-server says")
     prompts: str = Field("", description="prompt templates of /v1/responses: a YAML file, or a folder of them")
+    max_body_bytes: int = Field(32 << 20, gt=0, description="of one request body")
+    max_body_values: int = Field(50_000, gt=0, description="JSON values of one request body")
+    caller_body_bytes: int = Field(64 << 20, gt=0, description="of all bodies of one API key that are being received")
+    total_body_bytes: int = Field(256 << 20, gt=0, description="the same, of all API keys together")
+    checked_keys: bool = Field(
+        False, description="each Authorization header is a caller of its own although this server checks none"
+    )
 
     @classmethod
     def load(cls, additional_config: object = None, environ: Mapping[str, str] | None = None) -> Settings:

@@ -115,6 +115,13 @@ def model_type(args: Namespace) -> str | None:
     return getattr(config, "model_type", None)
 
 
+def checks_keys(args: Namespace) -> bool:
+    """Whether the API server refuses requests without one of its API keys: `--api-key`, or `VLLM_API_KEY`."""
+    import vllm.envs as envs
+
+    return any(getattr(args, "api_key", None) or [envs.VLLM_API_KEY])
+
+
 def current_config() -> Any:
     """The `VllmConfig` being built in this process."""
     from vllm.config import get_current_vllm_config

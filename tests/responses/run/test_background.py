@@ -21,11 +21,11 @@ from tests.support.responses.replay import ReplayEngine
 from tests.support.responses.server import MODEL, Running, Script, Start, create, running
 from tests.support.responses.turns import HELLO, INTERPRETER, LONG, PYTHON
 from tests.support.waiting import soon
+from vllm_gptoss.callers import tenant_of
 from vllm_gptoss.responses.options import ResponsesOptions
 from vllm_gptoss.responses.run.background import QUIET, STOPPED
 from vllm_gptoss.responses.run.engine import HAS_ENDED, NOT_BEGUN
 from vllm_gptoss.responses.state.stored import Stored
-from vllm_gptoss.responses.transport.http import tenant_of
 from vllm_gptoss.tools.protocol import Text, ToolCall, ToolResult
 
 pytestmark = ALSO_POSTGRES

@@ -22,10 +22,10 @@ from tests.support.responses.postgres import ALSO_POSTGRES
 from tests.support.responses.server import MODEL, Running, Start, create
 from tests.support.responses.turns import CALL, HELLO, INTERPRETER, LONG, PYTHON, SEARCH, WEATHER
 from tests.support.waiting import soon
+from vllm_gptoss.callers import tenant_of
 from vllm_gptoss.responses.options import ResponsesOptions
 from vllm_gptoss.responses.state.store import Store
 from vllm_gptoss.responses.state.stored import Stored, StoreError
-from vllm_gptoss.responses.transport.http import tenant_of
 
 pytestmark = ALSO_POSTGRES
 

@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from tests.support.responses.fakes import FakeProvider
 from tests.support.responses.replay import ReplayEngine
 from tests.support.sockets import listening
+from vllm_gptoss import callers
 from vllm_gptoss.harmony.tokens import encoding
 from vllm_gptoss.responses.endpoint import ResponsesEndpoint
 from vllm_gptoss.responses.errors import ApiError
@@ -88,6 +89,7 @@ def running(
 ) -> Iterator[Running]:
     endpoint = ResponsesEndpoint(config)
     app = FastAPI()
+    callers.set_keys_are_checked(app, True)
     endpoint.attach_router(app)
     listener = listening()
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="websockets-sansio"))

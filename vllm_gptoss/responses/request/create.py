@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 from openai.types.responses.responses_client_event import ResponseCreate
 from pydantic import BaseModel, PrivateAttr, ValidationError
 
+from vllm_gptoss.bodies import fail_fast
 from vllm_gptoss.harmony.messages import EFFORTS, Effort
 from vllm_gptoss.harmony.tokens import VOCABULARY
 from vllm_gptoss.responses import ids
@@ -162,7 +163,7 @@ def parse_create(body: Any, filled: Filled | None = None) -> CreateRequest:
             raise unsupported(name, why)
     raw_input, raw_tools, choice = body.pop("input", None), body.pop("tools", None), body.pop("tool_choice", None)
     try:
-        request = CreateRequest.model_validate(body, strict=True)
+        request: CreateRequest = fail_fast(CreateRequest).validate_python(body, strict=True)
     except ValidationError as error:
         raise from_validation(error) from None
     check_model(request)

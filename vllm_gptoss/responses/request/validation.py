@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from vllm_gptoss.bodies import fail_fast
 from vllm_gptoss.responses.errors import ApiError
 
 M = TypeVar("M", bound=BaseModel)
@@ -15,7 +16,7 @@ M = TypeVar("M", bound=BaseModel)
 def validate(model: type[M], value: Any, where: str) -> M:
     """`value` as `model`, strictly: no coercion, no unknown field. `where` is its path in the request."""
     try:
-        checked = model.model_validate(value, strict=True)
+        checked: M = fail_fast(model).validate_python(value, strict=True)
     except ValidationError as error:
         raise from_validation(error, where) from None
     check_model(checked, where)

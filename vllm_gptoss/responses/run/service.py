@@ -43,7 +43,7 @@ class Service:
 
         `holds`: a conversation is kept from other responses until the loop has run or is closed.
         """
-        CALLER.set(caller.tenant)
+        CALLER.set(caller.owner)
         identifier = request.request_id or ids.new("resp")
         hold = None
         if request.conversation_id and holds:

@@ -49,27 +49,20 @@ class UnstoredResponses:
         self._bytes -= self._kept.pop(identifier, (None, 0))[1]
 
 
-PUBLIC = "public"
-"""The tenant of those who send no key."""
-
-
 @dataclass(slots=True)
 class Caller:
     """Who asks. `tenant` owns what is stored; `memory` holds unstored responses of a WebSocket, None over HTTP.
 
+    `owner`: whose share of the tools and queues a request takes; "" where API keys are not checked.
     `adds_search`: an agent that offers `web_search` with every request, whether anybody wants it or not.
     `priority`, `session_id` and `data_parallel_rank` come from the headers that routers in front of vLLM send.
     """
 
     tenant: str
+    owner: str = ""
     adds_search: bool = False
     trace_headers: Mapping[str, str] | None = None
     priority: int | None = None
     session_id: str | None = None
     data_parallel_rank: int | None = None
     memory: UnstoredResponses | None = None
-
-    @property
-    def owner(self) -> str:
-        """Whose share of the tools a call takes: nobody's in particular where callers send no key."""
-        return "" if self.tenant == PUBLIC else self.tenant

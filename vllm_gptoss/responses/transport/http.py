@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -15,12 +14,13 @@ from fastapi.responses import JSONResponse
 from starlette.requests import HTTPConnection
 from starlette.responses import Response
 
+from vllm_gptoss import callers
+from vllm_gptoss.bodies import BodyError, bodies_of
 from vllm_gptoss.responses import ids
 from vllm_gptoss.responses.errors import ApiError, internal, not_found, store_failed
 from vllm_gptoss.responses.request.files import read_pdfs
-from vllm_gptoss.responses.state.caller import PUBLIC, Caller
+from vllm_gptoss.responses.state.caller import Caller
 from vllm_gptoss.responses.state.stored import StoreError
-from vllm_gptoss.responses.transport.json_body import parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -71,19 +71,21 @@ def _answer(error: ApiError) -> Response:
 
 
 async def body_of(request: Request) -> Any:
-    """The JSON body, its PDFs read. Raises `ApiError` for what is no JSON, or no PDF."""
-    raw = await request.body()
-    body = parse_json(raw) if raw else {}
-    await read_pdfs(body, tenant_of(request.headers.get("authorization")))
+    """The JSON body, its PDFs read. Raises `ApiError` for what is no JSON or no PDF, or is too large."""
+    bodies = bodies_of(request)
+    try:
+        raw = await bodies.read(request)
+        body = await bodies.parse(raw) if raw else {}
+    except BodyError as error:
+        raise unread(error) from None
+    await read_pdfs(body, callers.caller_of(request))
     return body
 
 
-def tenant_of(authorization: str | None) -> str:
-    """Who owns what this request stores: a hash of the API key, or `public` without one."""
-    scheme, _, rest = (authorization or "").strip().partition(" ")
-    # RFC 9110, section 11.1: the name of a scheme has no case.
-    key = rest.strip() if scheme.lower() == "bearer" else (authorization or "").strip()
-    return hashlib.sha256(key.encode()).hexdigest()[:32] if key else PUBLIC
+def unread(error: BodyError) -> ApiError:
+    """A body that is not read as the client hears it."""
+    kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+    return ApiError(error.detail, code=error.code, status=error.status_code, kind=kind)
 
 
 TRACE_HEADERS = ("traceparent", "tracestate")
@@ -95,7 +97,8 @@ def caller_of(connection: HTTPConnection) -> Caller:
     trace = {name: value for name in TRACE_HEADERS if (value := headers.get(name))}
     codex = headers.get("originator", "").startswith("codex")
     return Caller(
-        tenant_of(headers.get("authorization")),
+        callers.tenant_of(headers.get("authorization")),
+        callers.caller_of(connection),
         codex,
         trace or None,
         _number(headers, "X-Vllm-Priority"),

@@ -16,6 +16,7 @@ from typing import Any
 from pydantic_core import to_json
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from vllm_gptoss.bodies import Bodies, BodyError, bodies_of
 from vllm_gptoss.responses.errors import ApiError, internal, store_failed
 from vllm_gptoss.responses.request.create import CreateRequest
 from vllm_gptoss.responses.request.files import read_pdfs
@@ -24,8 +25,7 @@ from vllm_gptoss.responses.run.service import Service
 from vllm_gptoss.responses.state.caller import UnstoredResponses
 from vllm_gptoss.responses.state.stored import StoreError
 from vllm_gptoss.responses.transport.event_stream import named, names_of
-from vllm_gptoss.responses.transport.http import caller_of
-from vllm_gptoss.responses.transport.json_body import parse_json
+from vllm_gptoss.responses.transport.http import caller_of, unread
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,7 @@ class _Connection:
         self._service = service
         self._socket = socket
         self._names = names_of(socket)
+        self._bodies = bodies_of(socket)
         self._caller = replace(caller_of(socket), memory=UnstoredResponses())
         self._writing = asyncio.Lock()
         self._at_once = asyncio.Semaphore(MAX_STREAMS)
@@ -82,7 +83,7 @@ class _Connection:
                 while True:
                     text = await self.waiting.get()
                     await self._room.acquire()
-                    message = _read(text)
+                    message = await _read(text, self._bodies)
                     stream_id = None if isinstance(message, ApiError) else message.get("stream_id")
                     before = self._last.get(stream_id)
                     self._last[stream_id] = group.create_task(self._in_turn(message, stream_id, before))
@@ -122,7 +123,7 @@ class _Connection:
         stream_id = message.get("stream_id")
         previous = message.get("previous_response_id")
         try:
-            await read_pdfs(message, self._caller.tenant)
+            await read_pdfs(message, self._caller.owner)
             # A WebSocket always streams; `stream` and its options may be there, and mean nothing.
             request = self._service.read({**message, "stream": True}, self._caller)
             if request.generate is False:
@@ -160,10 +161,12 @@ class _Connection:
         await self._send(event, stream_id)
 
 
-def _read(text: str | bytes) -> _Message:
+async def _read(text: str | bytes, bodies: Bodies) -> _Message:
     """A `response.create`, or what is wrong with it, which is said when it is its turn."""
+    raw = text.encode() if isinstance(text, str) else text
     try:
-        message = parse_json(text)
+        await bodies.check(raw)
+        message = await bodies.parse(raw)
         if not isinstance(message, dict) or message.get("type") != "response.create":
             kind = message.get("type") if isinstance(message, dict) else None
             raise ApiError(f"Messages of type '{kind}' are not understood.", param="type", code="unsupported_value")
@@ -175,6 +178,8 @@ def _read(text: str | bytes) -> _Message:
         if len(message.get("stream_id") or "") > MAX_STREAM_ID:
             reason = f"'stream_id' has at most {MAX_STREAM_ID} characters."
             raise ApiError(reason, param="stream_id", code="invalid_value")
+    except BodyError as error:
+        return unread(error)
     except ApiError as error:
         return error
     return message

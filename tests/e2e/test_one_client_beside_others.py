@@ -1,0 +1,140 @@
+"""What one API key can do to another's requests, to the event loop and to the server's memory: hardly anything."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.support.all_routes import MODEL
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).resolve().parents[2]
+PAUSE_S, SLOWER_S, GROWN = 0.1, 0.1, 256 << 20
+TRIES = 3
+"""Of which the best counts: other programs use the machine too."""
+
+Attack = Callable[[httpx.AsyncClient], Awaitable[None]]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
+    """The server's address and its process."""
+    place = tmp_path_factory.mktemp("server")
+    (place / "config.json").write_text('{"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]}')
+    command = [sys.executable, "-m", "tests.support.all_routes", str(place), str(place / "store.sqlite")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}", process.pid
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+async def alice(server: tuple[str, int]) -> AsyncIterator[httpx.AsyncClient]:
+    async with client(server[0], "alice") as http:
+        yield http
+
+
+def client(url: str, key: str) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None)
+    return httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=60, limits=limits)
+
+
+def lists(count: int) -> str:
+    return f"[{','.join(['[]'] * count)}]"
+
+
+def body(**fields: str) -> str:
+    """A JSON object of fields that are JSON already."""
+    return "{" + ",".join(f'"{name}":{value}' for name, value in ({"model": f'"{MODEL}"'} | fields).items()) + "}"
+
+
+HI = '[{"role": "user", "content": "hi"}]'
+MILLION = lists(1_000_000)
+NUMBERS = f"[{','.join(['1'] * 1_000_000)}]"
+BIASES = json.dumps(dict.fromkeys(map(str, range(500_000)), "x"))
+ROUTES = {
+    "/v1/responses": "input",
+    "/v1/responses/compact": "input",
+    "/v1/responses/input_tokens": "input",
+    "/v1/conversations": "items",
+    "/v1/chat/completions": "messages",
+    "/v1/messages": "messages",
+    "/v1/messages/count_tokens": "messages",
+    "/v1/completions": "prompt",
+    "/tokenize": "messages",
+}
+TOO_LARGE: dict[str, tuple[str, str]] = {
+    **{f"lists to {path}": (path, body(**{field: MILLION})) for path, field in ROUTES.items()},
+    "numbers as stop": ("/v1/responses", body(input='"hi"', stop=NUMBERS)),
+    "numbers as stop of chat": ("/v1/chat/completions", body(messages=HI, stop=NUMBERS)),
+    "biases": ("/v1/chat/completions", body(messages=HI, logit_bias=BIASES)),
+    "bytes": ("/v1/responses", body(input=json.dumps("a" * (33 << 20)))),
+    "digits": ("/v1/chat/completions", body(messages=HI, seed="1" * 1_000_000)),
+    "depth": ("/v1/chat/completions", body(messages="[" * 500 + "]" * 500)),
+    "no JSON": ("/v1/responses", '"' * (4 << 20)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+async def test_a_body_over_the_limits_is_refused_unbuilt(
+    server: tuple[str, int], alice: httpx.AsyncClient, name: str
+) -> None:
+    path, content = TOO_LARGE[name]
+
+    async def attack(http: httpx.AsyncClient) -> None:
+        for _ in range(3):
+            answer = await http.post(path, content=content, headers={"Content-Type": "application/json"})
+            assert (answer.status_code, "too large" in answer.text) == (413, True), answer.text[:300]
+
+    await harmless(server, alice, attack)
+
+
+async def harmless(server: tuple[str, int], alice: httpx.AsyncClient, attack: Attack) -> None:
+    """Asserts that `attack` neither stops the event loop, nor another key's requests, nor fills the memory."""
+    tried = []
+    for _ in range(TRIES):
+        tried.append(await measured(server, alice, attack))
+        print("pause {:.3f} s, slower by {:.3f} s, grown by {} MiB".format(*tried[-1][:2], tried[-1][2] >> 20))
+        if all(found <= most for found, most in zip(tried[-1], (PAUSE_S, SLOWER_S, GROWN), strict=True)):
+            return
+    pytest.fail(f"{tried}")
+
+
+async def measured(server: tuple[str, int], alice: httpx.AsyncClient, attack: Attack) -> tuple[float, float, int]:
+    """The longest pause, by how much another key's requests were slower, and the growth of the memory's peak."""
+    url, pid = server
+    async with client(url, "bob") as bob:
+        alone = max([await asked(bob) for _ in range(10)])
+        before = psutil.Process(pid).memory_info().rss
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak begins anew
+        await bob.get("/pause")
+        attacking = asyncio.create_task(attack(alice))
+        beside = [await asked(bob)]
+        while not attacking.done():
+            beside.append(await asked(bob))
+            await asyncio.sleep(0.01)
+        await attacking
+        pause = float((await bob.get("/pause")).text)
+    status = Path(f"/proc/{pid}/status").read_text()
+    peak = int(status.partition("VmHWM:")[2].split()[0]) << 10
+    return pause, max(beside) - alone, peak - before
+
+
+async def asked(http: httpx.AsyncClient) -> float:
+    """Seconds that a short request takes."""
+    began = time.monotonic()
+    answer = await http.post("/v1/responses", json={"model": MODEL, "input": "hi", "store": False})
+    assert answer.status_code == 200, answer.text
+    return time.monotonic() - began
