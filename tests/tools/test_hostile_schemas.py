@@ -85,6 +85,38 @@ async def test_arguments_are_bounded_whatever_the_schema(text: str, said: str | 
         assert problem is None if said is None else said in str(problem)
 
 
+NAMES, NUMBERS = [f"n{number}" for number in range(500)], list(range(1, 800))
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    ("items", "values"),
+    [
+        ({"required": NAMES}, ["{}"] * 5400),
+        ({"enum": NUMBERS}, ["0"] * 8000),
+        ({"enum": NUMBERS}, ["799"] * 4000),
+        ({"properties": dict.fromkeys(NAMES[:300], {})}, ["{}"] * 5400),
+        ({"additionalProperties": {"const": NUMBERS}}, [json.dumps(dict.fromkeys(NAMES[:400], NUMBERS[:7]))]),
+    ],
+    ids=["required", "enum", "last of an enum", "properties", "const"],
+)
+async def test_many_values_against_a_long_schema_are_checked_in_a_worker(items: Any, values: list[str]) -> None:
+    """16 KiB and 4 KiB of plain keywords held the event loop for 5 to 18 s."""
+    schema, text = {"properties": {"a": {"items": items}}}, f'{{"a":[{",".join(values)}]}}'
+    assert len(text) <= 16 << 10
+    assert len(json.dumps(schema)) <= 4 << 10
+    await pool().start()
+    async with asyncio.timeout(30), watched() as loop:
+        await argument_problem(text, schema)
+    assert loop.longest < PAUSE_S, loop.longest
+
+
+@pytest.mark.parametrize(("values", "cheap"), [(199, True), (200, True), (201, False)])
+async def test_what_is_checked_here_is_bounded_by_the_product(values: int, cheap: bool) -> None:
+    schema = json.dumps({"properties": {"a": {"items": {"enum": [0] * 92}}}})  # 100 values
+    assert arguments._is_cheap(f'{{"a":[{",".join("0" * (values - 2))}]}}'.encode(), schema) is cheap
+
+
 @pytest.mark.parametrize(
     ("schema", "plain"),
     [

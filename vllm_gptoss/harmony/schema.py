@@ -181,7 +181,8 @@ class _Writer:
     def _object(self, schema: Mapping[str, Any], indent: str, seen: tuple[str, ...]) -> str:
         if not self.has_members(schema):
             return "object"
-        properties, required = _mapping(schema.get("properties")), _list(schema.get("required"))
+        properties = _mapping(schema.get("properties"))
+        required = {name for name in _list(schema.get("required")) if isinstance(name, str)}
         lines = ["{"]
         for key, value in properties.items():
             lines.extend(self._property(key, value, key in required, indent, seen))

@@ -40,7 +40,7 @@ class Count:
     def __init__(self, max_nodes: int = MAX_NODES, max_depth: int = MAX_DEPTH) -> None:
         self._max_nodes = max_nodes
         self._max_depth = max_depth
-        self._nodes = self._quotes = self._depth = 0
+        self.nodes = self._quotes = self._depth = 0
         self._rest = b""
 
     def add(self, part: bytes) -> str | None:
@@ -53,9 +53,9 @@ class Count:
         pieces = part.split(b'"')
         structure = b" ".join(pieces[self._quotes % 2 :: 2])
         self._quotes += len(pieces) - 1
-        self._nodes += _marks(structure)
+        self.nodes += _marks(structure)
         # No JSON has more strings than marks.
-        if max(self._nodes, self._quotes // 2 - 1) > self._max_nodes:
+        if max(self.nodes, self._quotes // 2 - 1) > self._max_nodes:
             return f"it has more than {self._max_nodes} values"
         if _LONG.search(structure):
             return f"it has a number of more than {MAX_DIGITS} digits"
@@ -68,6 +68,13 @@ class Count:
 
 def _marks(data: bytes) -> int:
     return sum(map(data.count, (b",", b":", b"[", b"{")))
+
+
+def nodes(data: bytes) -> int:
+    """Marks of values in a small document, outside its texts."""
+    count = Count(len(data))
+    count.add(data)
+    return count.nodes
 
 
 def json_problem(data: bytes, max_nodes: int = MAX_NODES) -> str | None:
