@@ -11,7 +11,7 @@ import functools
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
@@ -19,13 +19,16 @@ from fastapi.params import Form
 from fastapi.routing import APIRoute, request_response
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import SchemaValidator
-from starlette.requests import HTTPConnection
+from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.responses import Response
 
 from vllm_gptoss.callers import caller_of
 from vllm_gptoss.tools.confined import BusyError, ConfinedError, Limit, Refused, pool
 from vllm_gptoss.tools.confined.json_tree import STEP, Count
 from vllm_gptoss.tools.confined.json_value import decode, decoded
+from vllm_gptoss.tools.protocol import CALLER
+
+T = TypeVar("T")
 
 MAX_DEPTH = 128
 """Objects and lists inside each other. Schemas are read recursively; OpenAI allows ten levels of them."""
@@ -132,6 +135,34 @@ def _add(count: Count, part: bytes) -> None:
             raise _too_large(problem)
 
 
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """What `work` returns; it is cancelled when the client disconnects. The body has been read.
+
+    Raises:
+        ClientDisconnect: the client did.
+    """
+    is_gone = False
+
+    async def watch() -> None:
+        nonlocal is_gone
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        is_gone = True
+        scope.reschedule(0)
+
+    try:
+        async with asyncio.timeout(None) as scope:
+            watching = asyncio.create_task(watch())
+            try:
+                return await work
+            finally:
+                watching.cancel()
+    except TimeoutError:
+        if is_gone:
+            raise ClientDisconnect from None
+        raise
+
+
 def bodies_of(connection: HTTPConnection) -> Bodies:
     """What reads the bodies of the connection's app."""
     state = connection.app.state
@@ -167,9 +198,11 @@ class _Read(Request):
 def _handler(route: APIRoute) -> Callable[[Request], Awaitable[Response]]:
     inner, field = route.get_route_handler(), route.body_field
     is_json = field is not None and not isinstance(field.field_info, Form)
-    validator = fail_fast(field.field_info.annotation) if field is not None and is_json else None
+    kind: Any = field.field_info.annotation if field is not None and is_json else None
+    validator = fail_fast(kind) if kind is not None else None
 
     async def handle(request: Request) -> Response:
+        CALLER.set(caller_of(request))
         read = _Read(request.scope, request.receive)
         if validator is not None and "json" in request.headers.get("content-type", "") and await read.body():
             try:
@@ -178,7 +211,10 @@ def _handler(route: APIRoute) -> Callable[[Request], Awaitable[Response]]:
             except ValidationError as error:
                 first = error.errors(include_url=False)[0]
                 raise RequestValidationError([{**first, "loc": ("body", *first["loc"])}]) from None
-        return await inner(read)
+        try:
+            return await inner(read)
+        except ClientDisconnect:
+            return Response(status_code=499)  # which nobody reads
 
     return handle
 

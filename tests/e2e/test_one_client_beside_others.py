@@ -60,6 +60,7 @@ def body(**fields: str) -> str:
     return "{" + ",".join(f'"{name}":{value}' for name, value in ({"model": f'"{MODEL}"'} | fields).items()) + "}"
 
 
+LONG = "a prompt that is rendered beside the event loop " * 500
 HI = '[{"role": "user", "content": "hi"}]'
 MILLION = lists(1_000_000)
 NUMBERS = f"[{','.join(['1'] * 1_000_000)}]"
@@ -101,6 +102,23 @@ async def test_a_body_over_the_limits_is_refused_unbuilt(
     await harmless(server, alice, attack)
 
 
+async def test_references_to_a_long_item_are_not_rendered_beyond_the_window(
+    server: tuple[str, int], alice: httpx.AsyncClient
+) -> None:
+    """13 kB of references to 30 MB: another key's prompt waited 11.9 s for the tokens of all of them."""
+    long = [{"type": "message", "role": "user", "content": "word and number 17. " * 5000}]
+    made = await alice.post("/v1/responses", json={"model": MODEL, "input": long})
+    listed = await alice.get(f"/v1/responses/{made.json()['id']}/input_items")
+    reference = {"type": "item_reference", "id": listed.json()["data"][0]["id"]}
+
+    async def attack(http: httpx.AsyncClient) -> None:
+        for count in (300, 20, 300, 20):
+            answer = await http.post("/v1/responses", json={"model": MODEL, "input": [reference] * count})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+    await harmless(server, alice, attack)
+
+
 async def harmless(server: tuple[str, int], alice: httpx.AsyncClient, attack: Attack) -> None:
     """Asserts that `attack` neither stops the event loop, nor another key's requests, nor fills the memory."""
     tried = []
@@ -135,6 +153,6 @@ async def measured(server: tuple[str, int], alice: httpx.AsyncClient, attack: At
 async def asked(http: httpx.AsyncClient) -> float:
     """Seconds that a short request takes."""
     began = time.monotonic()
-    answer = await http.post("/v1/responses", json={"model": MODEL, "input": "hi", "store": False})
+    answer = await http.post("/v1/responses", json={"model": MODEL, "input": LONG, "store": False})
     assert answer.status_code == 200, answer.text
     return time.monotonic() - began

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
+import time
 from argparse import Namespace
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, HTTPException, Request
 
 from tests.harmony.arguments import arguments
 from vllm_gptoss.harmony import early
 from vllm_gptoss.harmony.chat_request import render_chat_early
-from vllm_gptoss.harmony.early import QUICK, settle
+from vllm_gptoss.harmony.early import QUICK, WAITING, in_renderer, settle
 from vllm_gptoss.harmony.endpoint import ChatCompletions
 from vllm_gptoss.harmony.messages_route import _render_early
 from vllm_gptoss.harmony.prompt import render
+from vllm_gptoss.harmony.tokens import encode
 from vllm_gptoss.harmony.vllm_constraint import constrain
 from vllm_gptoss.settings import Settings
+from vllm_gptoss.tools.confined import BusyError
+from vllm_gptoss.tools.protocol import CALLER
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
@@ -53,7 +58,11 @@ def raw_request(renderer: Any, length: int | None, **state: Any) -> Request:
     app.state.online_renderer = renderer
     vars(app.state)["_state"].update(state)
     headers = [] if length is None else [(b"content-length", str(length).encode())]
-    return Request({"type": "http", "app": app, "headers": headers})
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    return Request({"type": "http", "app": app, "headers": headers}, receive)
 
 
 @pytest.fixture
@@ -61,9 +70,9 @@ def rendered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The threads in which prompts were rendered."""
     threads: list[str] = []
 
-    def watched(conversation: Any) -> list[int]:
+    def watched(conversation: Any, most: int | None = None) -> list[int]:
         threads.append(threading.current_thread().name)
-        return render(conversation)
+        return render(conversation, most)
 
     monkeypatch.setattr(early, "render", watched)
     return threads
@@ -129,6 +138,58 @@ async def test_another_prompt_is_never_taken_for_the_one_that_is_wanted(renderer
     _, (given,) = renderer._make_request_with_harmony(chat(messages=[{"role": "user", "content": "Yours."}]), False)
     assert len(rendered) == 2
     assert given["prompt_token_ids"] != early._EARLY.get()[1]  # type: ignore[index]
+
+
+async def test_a_chat_prompt_beyond_the_window_is_refused_before_it_is_all_read(renderer: Any) -> None:
+    renderer.model_config = SimpleNamespace(max_model_len=1000)
+    request = chat(messages=[{"role": "user", "content": "é" * 4_000_000}])
+    with pytest.raises(HTTPException, match="context window of 1000 tokens") as refused:
+        await render_chat_early(request, raw_request(renderer, None))
+    assert refused.value.status_code == 400
+    request.truncate_prompt_tokens = 10  # vLLM cuts it
+    request.messages[0]["content"] = "é " * 2000
+    await render_chat_early(request, raw_request(renderer, None))
+    assert len(early._EARLY.get()[1]) > 1000  # type: ignore[index]
+
+
+async def rendering_of(caller: str, characters: int, log: list[str]) -> None:
+    CALLER.set(caller)
+    await in_renderer(lambda: encode("é" * characters))
+    log.append(caller)
+
+
+async def test_callers_have_their_prompts_rendered_in_turns() -> None:
+    log: list[str] = []
+    alice = [asyncio.create_task(rendering_of("alice", 200_000, log)) for _ in range(4)]
+    await asyncio.sleep(0.01)
+    await asyncio.create_task(rendering_of("bob", 20_000, log))
+    assert log.count("alice") <= 1, "bob waited for one prompt of alice's at most"
+    await asyncio.gather(*alice)
+
+
+async def test_a_caller_has_so_many_prompts_waiting_at_most() -> None:
+    log: list[str] = []
+    tasks = [asyncio.create_task(rendering_of("alice", 200_000, log)) for _ in range(WAITING + 1)]
+    await asyncio.sleep(0)
+    with pytest.raises(BusyError, match="64 prompts"):
+        await rendering_of("alice", 1, log)
+    await rendering_of("bob", 1, log)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    await rendering_of("alice", 1, log)  # all places are free again
+    assert log == ["bob", "alice"]
+
+
+async def test_what_nobody_waits_for_is_not_rendered_to_its_end() -> None:
+    task = asyncio.create_task(in_renderer(lambda: encode("é" * 20_000_000)))
+    await asyncio.sleep(0.05)
+    began = time.process_time()
+    task.cancel()
+    async with asyncio.timeout(5):
+        await asyncio.wait([task])
+    assert task.cancelled()
+    assert time.process_time() - began < 1
 
 
 async def test_what_is_wrong_is_left_to_the_handler(renderer: Any, rendered: list[str]) -> None:

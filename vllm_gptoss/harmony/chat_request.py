@@ -6,13 +6,16 @@ import datetime
 from collections.abc import Mapping
 from typing import Any
 
-from fastapi import Request
+from fastapi import HTTPException, Request
 
 from vllm_gptoss import _vllm
+from vllm_gptoss.bodies import unless_gone
 from vllm_gptoss.harmony.chat_prompt import conversation
 from vllm_gptoss.harmony.early import is_iterator, is_long, render_early
 from vllm_gptoss.harmony.messages import Conversation, ResponseFormat, ToolSpec
+from vllm_gptoss.harmony.tokens import TooManyTokensError
 from vllm_gptoss.harmony.vllm_constraint import response_format
+from vllm_gptoss.tools.confined import BusyError
 
 
 def is_decode_side(request: Any) -> bool:
@@ -39,14 +42,30 @@ def conversation_of(renderer: Any, request: Any, includes_tools: bool, answer: R
     )
 
 
-async def render_chat_early(request: Any, raw_request: Request) -> None:
-    """Has the prompt of a long chat request rendered before its handler asks for it; see `early.py`."""
+async def render_chat_early(request: Any, raw_request: Request, *, counts: bool = False) -> None:
+    """Has the prompt of a long chat request rendered before its handler asks for it; see `early.py`.
+
+    Raises:
+        HTTPException: 400 where it is longer than the context window, 429 where too many of the caller's wait.
+        ClientDisconnect: the client went away.
+    """
     renderer = getattr(raw_request.app.state, "online_renderer", None)
     if renderer is None or not is_long(raw_request) or is_decode_side(request):
         return
     answer = response_format(request)
     hides = request.tool_choice == "none" and getattr(renderer, "exclude_tools_when_tool_choice_none", False)
-    await render_early(lambda: conversation_of(renderer, request, request.tools is not None and not hides, answer))
+    shows_tools = request.tools is not None and not hides
+    window = getattr(getattr(renderer, "model_config", None), "max_model_len", None)
+    is_cut = getattr(request, "truncate_prompt_tokens", None) is not None
+    work = render_early(
+        lambda: conversation_of(renderer, request, shows_tools, answer), None if is_cut or counts else window
+    )
+    try:
+        await unless_gone(raw_request, work)
+    except TooManyTokensError:
+        raise HTTPException(400, f"The prompt is longer than the model's context window of {window} tokens.") from None
+    except BusyError as error:
+        raise HTTPException(429, f"{error}.") from None
 
 
 def _plain(message: Any) -> dict[str, Any]:

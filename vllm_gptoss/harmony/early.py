@@ -1,4 +1,4 @@
-"""Long chat prompts, rendered in a thread before vLLM's handler asks for them on the event loop.
+"""Long prompts, rendered in threads beside the event loop, and chat prompts before vLLM's handler asks for them.
 
 vLLM's step from a request to tokens cannot wait, and the tokenizer works for seconds on a megabyte: meanwhile the loop
 would serve nobody. So the routes render first what that step will want; where the guess is wrong, it renders itself.
@@ -7,6 +7,9 @@ would serve nobody. So the routes render first what that step will want; where t
 from __future__ import annotations
 
 import asyncio
+import threading
+import weakref
+from collections import Counter
 from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
@@ -17,22 +20,75 @@ from fastapi import Request
 from vllm_gptoss import _vllm
 from vllm_gptoss.harmony.messages import Conversation
 from vllm_gptoss.harmony.prompt import render
-from vllm_gptoss.harmony.tokens import take_turns
+from vllm_gptoss.harmony.tokens import TooManyTokensError, take_turns
+from vllm_gptoss.tools.confined import BusyError
+from vllm_gptoss.tools.protocol import CALLER
 
 QUICK = 16_384
 """Characters of text that are tokenised on the event loop, in a few milliseconds; schemas never are."""
 
-_RENDERER = ThreadPoolExecutor(1, "gptoss-render", initializer=take_turns)
-"""One thread: several would take the interpreter's lock from the event loop in turns. It rests now and then."""
+AT_ONCE, WAITING = 4, 64
+"""Callers whose prompts are rendered at once, one of each; prompts of one caller that may wait."""
+
+_THREADS = ThreadPoolExecutor(AT_ONCE, "gptoss-render")
+"""Few: they take the interpreter's lock from the event loop. They rest now and then."""
 
 _EARLY: ContextVar[tuple[Conversation, list[int]] | None] = ContextVar("gptoss_early_prompt", default=None)
 
 T = TypeVar("T")
 
 
-async def in_renderer(work: Callable[[], T]) -> T:
-    """What `work` returns, done in the thread for prompts."""
-    return await asyncio.get_running_loop().run_in_executor(_RENDERER, work)
+class _Renderer:
+    """Of one event loop. Callers (`tools.protocol.CALLER`) share the threads; prompts of one wait for each other."""
+
+    def __init__(self) -> None:
+        self._places = asyncio.Semaphore(AT_ONCE)
+        self._turns: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._waiting: Counter[str] = Counter()
+
+    async def run(self, work: Callable[[], T]) -> T:
+        caller = CALLER.get()
+        if self._waiting[caller] > WAITING:
+            raise BusyError(f"{WAITING} prompts of this API key wait to be rendered")
+        self._waiting[caller] += 1
+        try:
+            async with self._turns.setdefault(caller, asyncio.Lock()), self._places:
+                return await self._beside(work)
+        finally:
+            self._waiting[caller] -= 1
+            if not self._waiting[caller]:
+                del self._waiting[caller]
+
+    @staticmethod
+    async def _beside(work: Callable[[], T]) -> T:
+        unwanted = threading.Event()
+
+        def run() -> T:
+            take_turns(unwanted)
+            return work()
+
+        running = asyncio.get_running_loop().run_in_executor(_THREADS, run)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            unwanted.set()
+            await asyncio.wait([running])  # its place is free when its thread is
+            raise
+
+
+_renderers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Renderer] = weakref.WeakKeyDictionary()
+
+
+async def in_renderer(work: Callable[[], T], characters: int = QUICK + 1) -> T:
+    """What `work` returns, done here where it tokenises few `characters`, else in a thread for prompts.
+
+    Raises:
+        BusyError: too many of the caller's wait.
+    """
+    if characters <= QUICK:
+        return work()
+    loop = asyncio.get_running_loop()
+    return await _renderers.setdefault(loop, _Renderer()).run(work)
 
 
 def is_long(raw_request: Request) -> bool:
@@ -41,11 +97,13 @@ def is_long(raw_request: Request) -> bool:
     return not (length.isdecimal() and len(length) < 10 and int(length) <= QUICK)
 
 
-async def render_early(make: Callable[[], Conversation]) -> None:
-    """Renders what `make` gives, for `tokens_of` in the same request."""
+async def render_early(make: Callable[[], Conversation], most: int | None) -> None:
+    """Renders what `make` gives, for `tokens_of` in the same request. Raises `TooManyTokensError`, `BusyError`."""
     try:
         prompt = make()
-        _EARLY.set((prompt, await in_renderer(lambda: render(prompt))))
+        _EARLY.set((prompt, await in_renderer(lambda: render(prompt, most))))
+    except (TooManyTokensError, BusyError):
+        raise
     except Exception:  # whatever is wrong with it, the handler meets it too, and says it in its API's words
         return
 

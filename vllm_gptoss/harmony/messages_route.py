@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 
 from vllm_gptoss import routes
@@ -43,15 +43,18 @@ def replace_route(app: FastAPI) -> bool:
 
     async def create_messages(request: Any, raw_request: Request) -> Any:
         if why := _impossible(request) or await _prepare(request):
-            return JSONResponse({"type": "error", "error": {"type": "invalid_request_error", "message": why}}, 400)
+            return _refusal(why, 400)
         if not _has_budgets(raw_request):
             request = with_effort(request)
         NEEDS_OBJECTS.set(True)  # for this request's task
-        await _render_early(request, raw_request)
+        try:
+            await _render_early(request, raw_request)
+        except HTTPException as error:
+            return _refusal(error.detail, error.status_code)
         return await answers(request, raw_request)
 
     async def count_tokens(request: Any, raw_request: Request) -> Any:
-        await _render_early(request, raw_request)
+        await _render_early(request, raw_request, counts=True)
         return await found[COUNT].endpoint(request, raw_request)
 
     # FastAPI reads the bodies' types from here; they are vLLM's, which are there at run time only.
@@ -63,15 +66,22 @@ def replace_route(app: FastAPI) -> bool:
     return True
 
 
-async def _render_early(request: Any, raw_request: Request) -> None:
+def _refusal(why: str, status: int) -> JSONResponse:
+    kind = "rate_limit_error" if status == 429 else "invalid_request_error"
+    return JSONResponse({"type": "error", "error": {"type": kind, "message": why}}, status)
+
+
+async def _render_early(request: Any, raw_request: Request, *, counts: bool = False) -> None:
     """Has a long prompt rendered before vLLM's handler, which makes a chat request of this one, asks for it."""
     handler = getattr(raw_request.app.state, "anthropic_serving_messages", None)
     if handler is None or not is_long(raw_request):
         return
-    with suppress(Exception):  # the handler meets the same, and says it in its API's words
+    try:
         chat = messages.as_chat(handler, request)
         settle(chat.messages)
-        await render_chat_early(chat, raw_request)
+    except Exception:  # the handler meets the same, and says it in its API's words
+        return
+    await render_chat_early(chat, raw_request, counts=counts)
 
 
 def with_effort(request: Any) -> Any:

@@ -20,24 +20,44 @@ from vllm_gptoss.harmony.messages import (
     ToolNamespace,
 )
 from vllm_gptoss.harmony.schema import function_type
-from vllm_gptoss.harmony.tokens import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START, encode
+from vllm_gptoss.harmony.tokens import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START, TooManyTokensError, encode
 
 _CONSTRAIN = "<|constrain|>"
 
 
-def render(conversation: Conversation) -> list[int]:
+def render(conversation: Conversation, most: int | None = None) -> list[int]:
     """Prompt token ids, ending in `<|start|>assistant`: generation continues with the first header.
 
     Analysis before the last final message is left out, built-in tool calls and their results on that channel too.
+    Raises `TooManyTokensError` as soon as there are more than `most`.
     """
-    ids = _preamble(conversation)
+    ids = _preamble(conversation, most)
     for message in without_spent_analysis(conversation.messages):
-        ids += render_message(message)
-    return [*ids, START, *encode(Role.ASSISTANT.value)]
+        ids += render_message(message, _left(ids, most))
+    ids += [START, *encode(Role.ASSISTANT.value)]
+    _left(ids, most)
+    return ids
 
 
-def render_message(message: Message) -> list[int]:
-    """Token ids of one message, `<|start|>` to its end token."""
+def is_longer(conversation: Conversation, most: int) -> bool:
+    """Whether the prompt has more than `most` tokens; reads no more of it than that."""
+    try:
+        render(conversation, most)
+    except TooManyTokensError:
+        return True
+    return False
+
+
+def _left(ids: Sequence[int], most: int | None) -> int | None:
+    if most is None:
+        return None
+    if len(ids) > most:
+        raise TooManyTokensError
+    return most - len(ids)
+
+
+def render_message(message: Message, most: int | None = None) -> list[int]:
+    """Token ids of one message, `<|start|>` to its end token. `most`: see `encode`."""
     author = message.name if message.role is Role.TOOL and message.name else message.role.value
     ids = [START, *encode(author if message.recipient is None else f"{author} to={message.recipient}")]
     if message.channel is not None:
@@ -46,7 +66,7 @@ def render_message(message: Message) -> list[int]:
         ids += _content_type(message.content_type)
     text = f"# Instructions\n\n{message.text}" if message.role is Role.DEVELOPER else message.text
     is_call = message.role is Role.ASSISTANT and message.recipient is not None
-    return [*ids, MESSAGE, *encode(text), CALL if is_call else END]
+    return [*ids, MESSAGE, *encode(text, most), CALL if is_call else END]
 
 
 def system_text(system: System, commentary: Sequence[ToolNamespace] = ()) -> str:
@@ -80,12 +100,12 @@ def developer_text(developer: Developer) -> str:
     return "\n\n".join(sections)
 
 
-def _preamble(conversation: Conversation) -> list[int]:
+def _preamble(conversation: Conversation, most: int | None) -> list[int]:
     developer = conversation.developer
     ids = [START, *encode("system"), MESSAGE]
-    ids += [*encode(system_text(conversation.system, developer.tools)), END]
+    ids += [*encode(system_text(conversation.system, developer.tools), most), END]
     if text := developer_text(developer):
-        ids += [START, *encode("developer"), MESSAGE, *encode(text), END]
+        ids += [START, *encode("developer"), MESSAGE, *encode(text, most), END]
     return ids
 
 

@@ -48,18 +48,27 @@ every write to a socket: 32 streams beside prompts of 64,000 times "é" stood st
 """
 
 
+class TooManyTokensError(ValueError):
+    """A text has more tokens than its caller has room for."""
+
+
+class UnwantedError(Exception):
+    """Nobody waits for the tokens any more."""
+
+
 class _Turns(threading.local):
-    """Of this thread: when its rest ended, where it takes turns at all."""
+    """Of this thread: when its rest ended, where it takes turns at all, and whether its work is still wanted."""
 
     began: float | None = None
+    unwanted: threading.Event
 
 
 _TURNS = _Turns()
 
 
-def take_turns() -> None:
-    """Has `encode` rest now and then in this thread, beside a thread that must not wait."""
-    _TURNS.began = time.monotonic()
+def take_turns(unwanted: threading.Event) -> None:
+    """Has `encode` rest now and then in this thread, beside a thread that must not wait, and end once `unwanted`."""
+    _TURNS.began, _TURNS.unwanted = time.monotonic(), unwanted
 
 
 @cache
@@ -68,17 +77,25 @@ def encoding() -> Any:
     return load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
 
 
-def encode(text: str) -> list[int]:
+def encode(text: str, most: int | None = None) -> list[int]:
     """Ids of plain text. What looks like a control token becomes the ordinary characters it is made of.
 
     They are the tokenizer's own, but for runs of over `STRETCH` letters, signs or blanks, which are cut.
+
+    Raises:
+        TooManyTokensError: a text of over `STRETCH` characters has more than `most`; the rest of it is not read.
+        UnwantedError: as `take_turns`.
     """
     if len(text) <= STRETCH:
         return _encoded(text)
     ids: list[int] = []
     for part in _parts(text):
         ids += _encoded(part)
+        if most is not None and len(ids) > most:
+            raise TooManyTokensError
         if _TURNS.began is not None and time.monotonic() - _TURNS.began > WORK_S:
+            if _TURNS.unwanted.is_set():
+                raise UnwantedError
             time.sleep(REST_S)
             _TURNS.began = time.monotonic()
     return ids

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -12,11 +13,13 @@ from vllm_gptoss.harmony import messages as harmony
 from vllm_gptoss.harmony.early import QUICK, in_renderer
 from vllm_gptoss.harmony.messages import Conversation, Message
 from vllm_gptoss.harmony.prompt import render, render_message, without_spent_analysis
+from vllm_gptoss.harmony.tokens import LONGEST, TooManyTokensError
 from vllm_gptoss.responses.errors import ApiError
 from vllm_gptoss.responses.prompt.developer import extra_words, response_format
 from vllm_gptoss.responses.prompt.history import History
 from vllm_gptoss.responses.prompt.toolset import Toolset
 from vllm_gptoss.responses.request.create import CreateRequest
+from vllm_gptoss.tools.confined import BusyError
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +44,35 @@ def build_conversation(request: CreateRequest, history: History, toolset: Toolse
     )
 
 
-async def rendering(conversation: Conversation, work: Callable[[], T]) -> T:
-    """What `work` returns, which renders `conversation`: in a thread where that takes long."""
-    texts = (conversation.developer.instructions or "", *(message.text for message in conversation.messages))
-    if not conversation.developer.tools and sum(map(len, texts)) <= QUICK:
-        return work()
-    return await in_renderer(work)
+async def rendering(conversation: Conversation, work: Callable[[], T], window: int) -> T:
+    """What `work` returns, which renders `conversation`: in a thread where that takes long.
+
+    Raises:
+        ApiError: the conversation is longer than any of `window` tokens, or too many of the caller's wait.
+    """
+    characters = len(conversation.developer.instructions or "") + characters_of(conversation.messages)
+    if characters > window * LONGEST:
+        raise too_long(window)
+    return await rendered(work, QUICK + 1 if conversation.developer.tools else characters)
+
+
+async def rendered(work: Callable[[], T], characters: int) -> T:
+    """As `in_renderer`. Raises `ApiError` (429) where too many of the caller's wait."""
+    try:
+        return await in_renderer(work, characters)
+    except BusyError as error:
+        raise ApiError(f"{error}.", code="rate_limit_exceeded", status=429) from None
+
+
+def characters_of(messages: Sequence[Message]) -> int:
+    """Of their texts."""
+    return sum(len(message.text) for message in messages)
+
+
+def too_long(window: int) -> ApiError:
+    """For an input that leaves no room for an answer."""
+    message = f"The input is longer than the model's context window of {window} tokens."
+    return ApiError(message, param="input", code="context_length_exceeded")
 
 
 def fit(request: CreateRequest, conversation: Conversation, window: int) -> tuple[list[int], Conversation]:
@@ -57,32 +83,41 @@ def fit(request: CreateRequest, conversation: Conversation, window: int) -> tupl
     Raises:
         ApiError: `context_length_exceeded`.
     """
-    prompt = render(conversation)
-    if len(prompt) < window and request.truncation != "auto":
-        return prompt, conversation
-    if request.truncation == "auto":
-        goal = window - min(request.max_output_tokens or TRUNCATION_RESERVE, window // 2)
-        if len(prompt) <= goal:
-            return prompt, conversation
-        shown = without_spent_analysis(conversation.messages)
-        sizes = [len(render_message(message)) for message in shown]
-        kept = drop_oldest(shown, sizes, goal - (len(prompt) - sum(sizes)))
+    is_cut = request.truncation == "auto"
+    goal = window - min(request.max_output_tokens or TRUNCATION_RESERVE, window // 2) if is_cut else window - 1
+    with suppress(TooManyTokensError):
+        return render(conversation, goal), conversation
+    try:
+        if not is_cut:
+            raise TooManyTokensError
+        frame = len(render(replace(conversation, messages=()), window))
+        kept = newest(without_spent_analysis(conversation.messages), goal - frame)
         conversation = replace(conversation, messages=tuple(kept))
-        prompt = render(conversation)
-        logger.info("Truncated the conversation to its last %d messages, %d tokens", len(kept), len(prompt))
-        if len(prompt) < window:
-            return prompt, conversation
-    message = f"The input has {len(prompt)} tokens; the model's context window has {window}."
-    raise ApiError(message, param="input", code="context_length_exceeded")
+        prompt = render(conversation, window - 1)
+    except TooManyTokensError:
+        raise too_long(window) from None
+    logger.info("Truncated the conversation to its last %d messages, %d tokens", len(kept), len(prompt))
+    return prompt, conversation
 
 
-def drop_oldest(messages: Sequence[Message], sizes: Sequence[int], limit: int) -> list[Message]:
-    """`truncation: auto`: leaves out the oldest messages until the rest has at most `limit` tokens.
+def fitting(messages: Sequence[Message], limit: int) -> int:
+    """How many of the first messages have at most `limit` tokens together; reads no more of them than that."""
+    for count, message in enumerate(messages):
+        try:
+            limit -= len(render_message(message, max(0, limit)))
+        except TooManyTokensError:
+            return count
+        if limit < 0:
+            return count
+    return len(messages)
 
-    A tool's answer goes with its call, and the last message always stays.
+
+def newest(messages: Sequence[Message], limit: int) -> list[Message]:
+    """`truncation: auto`: as many of the last messages as have at most `limit` tokens; the last always stays.
+
+    A tool's answer goes with its call.
     """
-    total, first = sum(sizes), 0
-    while first < len(messages) - 1 and (total > limit or messages[first].role is harmony.Role.TOOL):
-        total -= sizes[first]
+    first = len(messages) - max(1, fitting(messages[::-1], limit))
+    while first < len(messages) - 1 and messages[first].role is harmony.Role.TOOL:
         first += 1
     return list(messages[first:])

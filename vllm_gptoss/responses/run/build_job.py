@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
+from contextlib import suppress
 from typing import Any
 
 from vllm_gptoss.harmony.messages import Conversation
-from vllm_gptoss.harmony.prompt import render
+from vllm_gptoss.harmony.prompt import is_longer, render
+from vllm_gptoss.harmony.tokens import TooManyTokensError
 from vllm_gptoss.responses import ids
 from vllm_gptoss.responses.errors import ApiError, id_taken
 from vllm_gptoss.responses.prompt.constraint import Constraints, constraints
@@ -55,7 +57,7 @@ async def build_job(
         history = hooks.history = read_history(context, request, previous, caller, toolset)
         conversation = hooks.conversation = build_conversation(request, history, toolset)
         work = functools.partial(_prompt, context, request, history, conversation)
-        compaction, prompt, conversation = await rendering(conversation, work)
+        compaction, prompt, conversation = await rendering(conversation, work, context.engine.max_model_len)
         strict = context.options.strict_tools
         # A grammar ends where the message does; `ignore_eos` asks for more.
         held = Constraints() if request.ignore_eos else await constraints(request, toolset, strict_tools=strict)
@@ -180,7 +182,9 @@ def _prompt(
     compaction = _compaction(context, request, history, conversation)
     if compaction is Compaction.NONE:
         return compaction, *fit(request, conversation, context.engine.max_model_len)
-    return compaction, render(conversation), conversation
+    with suppress(TooManyTokensError):
+        return compaction, render(conversation, context.engine.max_model_len), conversation
+    return compaction, [], conversation  # it is rendered once it is compacted
 
 
 def _compaction(
@@ -190,7 +194,7 @@ def _compaction(
     wanted = history.wants_compaction
     for entry in request.context_management or ():
         limit = entry.compact_threshold or int(context.engine.max_model_len * COMPACT_AT)
-        wanted = wanted or len(render(conversation)) > limit
+        wanted = wanted or is_longer(conversation, limit)
     if not wanted:
         return Compaction.NONE
     if not history.messages:

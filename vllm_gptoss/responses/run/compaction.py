@@ -5,6 +5,7 @@ The users' own messages stay as they were said; everything else before a compact
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from vllm_gptoss.harmony.prompt import render, render_message, without_spent_ana
 from vllm_gptoss.harmony.tokens import encode, encoding
 from vllm_gptoss.responses import ids
 from vllm_gptoss.responses.errors import ApiError, EngineError
+from vllm_gptoss.responses.prompt.conversation import characters_of, fitting, rendered
 from vllm_gptoss.responses.prompt.history import SUMMARY, History
 from vllm_gptoss.responses.prompt.toolset import Toolset
 from vllm_gptoss.responses.request.create import CreateRequest
@@ -32,6 +34,8 @@ from vllm_gptoss.responses.state.caller import Caller
 logger = logging.getLogger(__name__)
 
 CUT = "\n[…]\n"
+PER_TOKEN = 8
+"""Characters that a token of text hardly has."""
 
 SUMMARISE = (
     "Summarise the conversation above for the assistant that continues it and will see nothing but your summary. Keep"
@@ -59,7 +63,8 @@ async def compact_conversation(
     text, usage = await _summary(context, request, caller, earlier)
     users = [message for message in history.messages[:last] if message.role is Role.USER]
     rest = [harmony.developer(SUMMARY + text), *history.messages[last:]]
-    kept = (*_fitting(context, conversation, users, rest), *rest)
+    fit = functools.partial(_fitting, context, conversation, users, rest)
+    kept = (*await rendered(fit, characters_of(history.messages)), *rest)
     return Compacted(_item(context, caller, text), usage, replace(conversation, messages=kept))
 
 
@@ -69,13 +74,10 @@ def _fitting(
     """The users' earlier words, without the oldest where they leave no room for an answer: the summary has them too."""
     taken = len(render(replace(conversation, messages=tuple(rest))))
     room = context.engine.max_model_len - min(MAX_SUMMARY, context.engine.max_model_len // 4) - taken
-    kept = list(users)
-    sizes = [len(render_message(message)) for message in kept]
-    while kept and sum(sizes) > room:
-        del kept[0], sizes[0]
+    kept = users[len(users) - fitting(users[::-1], room) :]
     if len(kept) < len(users):
         logger.info("Compaction: the oldest %d user messages are left to the summary", len(users) - len(kept))
-    return kept
+    return list(kept)
 
 
 def _item(context: ServerContext, caller: Caller, text: str) -> Item:
@@ -109,7 +111,8 @@ async def _summary(
     while True:
         before = [harmony.developer(SUMMARY + text)] if text else []
         frame = _question(request, history, before)
-        part, left = split_off(left, window - reserve - len(render(frame)))
+        split = functools.partial(_next_part, frame, left, window - reserve)
+        part, left = await rendered(split, characters_of(left))
         text, cost = await _ask(context, request, caller, _question(request, history, [*before, *part]), reserve)
         usage = usage + cost
         if not left:
@@ -123,27 +126,27 @@ def _question(request: CreateRequest, history: History, messages: Sequence[Messa
     return Conversation(harmony.System(effort=Effort.LOW), harmony.Developer(words or None), asked)
 
 
+def _next_part(frame: Conversation, left: Sequence[Message], window: int) -> tuple[list[Message], list[Message]]:
+    return split_off(left, window - len(render(frame)))
+
+
 def split_off(messages: Sequence[Message], room: int) -> tuple[list[Message], list[Message]]:
     """As many of the first messages as have `room` tokens together, and the rest; at least one.
 
     A message that is longer than that by itself loses its middle. Raises `ApiError` where there is no room at all.
     """
-    sizes = [len(render_message(message)) for message in messages]
-    count, total = 0, 0
-    while count < len(messages) and total + sizes[count] <= room:
-        total += sizes[count]
-        count += 1
-    if count:
+    if count := fitting(messages, room):
         return list(messages[:count]), list(messages[count:])
     frame = len(render_message(replace(messages[0], text=""))) + len(encode(CUT))
     half = (room - frame) // 2 - 1
     if half < 1:
         message = "The instructions leave no room in the model's context window."
         raise ApiError(message, param="instructions", code="context_length_exceeded")
-    tokens = encode(messages[0].text)
-    logger.warning("Compaction: a message of %d tokens lost its middle: the context window is smaller", len(tokens))
-    text = f"{encoding().decode(tokens[:half])}{CUT}{encoding().decode(tokens[-half:])}"
-    return [replace(messages[0], text=text)], list(messages[1:])
+    text = messages[0].text
+    logger.warning("Compaction: a message of %d characters lost its middle: the window is smaller", len(text))
+    first, last = encode(text[: half * PER_TOKEN])[:half], encode(text[-half * PER_TOKEN :])[-half:]
+    shown = f"{encoding().decode(first)}{CUT}{encoding().decode(last)}"
+    return [replace(messages[0], text=shown)], list(messages[1:])
 
 
 async def _ask(
@@ -154,7 +157,7 @@ async def _ask(
     job = Job(
         body=new_response(request, ids.new("resp"), name, context.engine.defaults),
         conversation=conversation,
-        prompt=render(conversation),
+        prompt=await rendered(lambda: render(conversation), characters_of(conversation.messages)),
         engine=context.engine,
         sampling=sampling_of(request, caller, lora),
         toolset=Toolset(),

@@ -7,6 +7,7 @@ model sees its own words. Only where the parser had to repair them are they rend
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -23,6 +24,7 @@ from vllm_gptoss.harmony.prompt import render, render_message
 from vllm_gptoss.harmony.tokens import CALL, END, START, encode
 from vllm_gptoss.responses import ids
 from vllm_gptoss.responses.errors import ApiError, EngineError, id_taken
+from vllm_gptoss.responses.prompt.conversation import characters_of, rendered
 from vllm_gptoss.responses.prompt.toolset import Kind, Route
 from vllm_gptoss.responses.request.items import Item
 from vllm_gptoss.responses.run.engine import ABORTED, NOT_BEGUN
@@ -193,7 +195,8 @@ class Loop:
                     yield batch
             if len(answers) < len(turn.calls) or self._ignored > IGNORED_CALLS:
                 return  # some calls are the client's to answer
-            prompt = self._next_prompt(prompt, turn, answers)
+            characters = characters_of((*turn.messages, *answers))
+            prompt = await rendered(functools.partial(self._next_prompt, prompt, turn, answers), characters)
             sampling = replace(sampling, structural_tag=self._job.tag_after_call)
         logger.warning("Response %s ended after %d rounds of tools", self._job.id, self._job.limits.rounds)
         self._incomplete()
@@ -215,7 +218,9 @@ class Loop:
             yield batch
         if self._job.compaction is not Compaction.NONE or added:
             conversation = self._job.conversation
-            self._job.prompt = render(replace(conversation, messages=(*conversation.messages, *added)))
+            conversation = replace(conversation, messages=(*conversation.messages, *added))
+            characters = characters_of(conversation.messages)
+            self._job.prompt = await rendered(lambda: render(conversation), characters)
 
     async def _compact(self) -> AsyncGenerator[list[Event], None]:
         item: Item = {"id": ids.new("cmp"), "type": "compaction", "encrypted_content": ""}

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_gptoss.responses import ids
 from vllm_gptoss.responses.errors import not_found
+from vllm_gptoss.responses.prompt.conversation import too_long
 from vllm_gptoss.responses.prompt.toolset import Toolset
 from vllm_gptoss.responses.request.create import CreateRequest, Filled, parse_create
 from vllm_gptoss.responses.request.items import Item
@@ -61,6 +62,8 @@ class Service:
         """How many tokens the prompt of this request has."""
         loop = await self.prepare(request, caller, holds=False)
         await loop.close()
+        if not loop.prompt_tokens:
+            raise too_long(self.context.engine.max_model_len)
         return loop.prompt_tokens
 
     async def warm(self, request: CreateRequest, caller: Caller) -> list[Event]:

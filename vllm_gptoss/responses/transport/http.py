@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 import secrets
@@ -11,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
-from starlette.requests import HTTPConnection
+from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.responses import Response
 
 from vllm_gptoss import callers
@@ -52,6 +51,9 @@ def errors(handler: Callable[P, Awaitable[Response]]) -> Callable[P, Coroutine[A
         except StoreError as error:
             logger.error("Request %s: %s", name, error)
             return _answer(store_failed(error))
+        except ClientDisconnect:
+            logger.info("The client of request %s went away; its response is dropped", name)
+            return _answer(ApiError("The client closed the request.", status=499))
         except Exception as error:  # a bug; the client still gets an error it can read
             logger.exception("Request %s failed", name)
             return _answer(internal(error))
@@ -117,24 +119,3 @@ def _number(headers: Mapping[str, str], name: str) -> int | None:
         logger.warning("The header %s is ignored: %.40r is no whole number of 64 bits", name, value)
         return None
     return number
-
-
-async def unless_gone(request: Request, work: Coroutine[Any, Any, R]) -> R:
-    """Runs `work`, and cancels it when the client disconnects. Raises `ApiError` (499) then, which nobody reads."""
-    task = asyncio.create_task(work)
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    watch = asyncio.create_task(gone())
-    try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        logger.info("The client went away; its response is dropped")
-        raise ApiError("The client closed the request.", status=499)
-    finally:
-        for pending in (task, watch):
-            pending.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)

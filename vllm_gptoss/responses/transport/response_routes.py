@@ -8,13 +8,14 @@ from fastapi import APIRouter, Request, WebSocket
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
+from vllm_gptoss.bodies import unless_gone
 from vllm_gptoss.responses.errors import ApiError
 from vllm_gptoss.responses.request.create import parse_compact, parse_count
 from vllm_gptoss.responses.run.background import Background
 from vllm_gptoss.responses.run.events import last_body
 from vllm_gptoss.responses.run.service import Service
 from vllm_gptoss.responses.transport.event_stream import OPEN_RESPONSES, EventStream, names_of
-from vllm_gptoss.responses.transport.http import body_of, caller_of, errors, unless_gone
+from vllm_gptoss.responses.transport.http import body_of, caller_of, errors
 from vllm_gptoss.responses.transport.openapi import create_body, object_body
 from vllm_gptoss.responses.transport.paging import page_of
 from vllm_gptoss.responses.transport.websocket import serve_websocket
@@ -81,7 +82,7 @@ class _Routes:
             if not request.stream:
                 return JSONResponse(body)
             return EventStream(background.follow(identifier, caller, -1), names_of(raw_request), obfuscate=hides)
-        loop = await self._service.prepare(request, caller)
+        loop = await unless_gone(raw_request, self._service.prepare(request, caller))
         if request.stream:
             return EventStream(loop.run(), names_of(raw_request), obfuscate=hides, loop=loop)
         body = await unless_gone(raw_request, last_body(loop.run()))
@@ -142,5 +143,5 @@ class _Routes:
     async def input_tokens(self, raw_request: Request) -> Response:
         caller = caller_of(raw_request)
         request = self._service.read(await body_of(raw_request), caller, parse_count)
-        tokens = await self._service.count_input(request, caller)
+        tokens = await unless_gone(raw_request, self._service.count_input(request, caller))
         return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
