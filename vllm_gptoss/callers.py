@@ -2,13 +2,47 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+from collections import Counter
+from collections.abc import Callable
 
 from fastapi import FastAPI
 from starlette.requests import HTTPConnection
 
 PUBLIC = "public"
 """The tenant of clients that send no key."""
+
+
+class FullError(Exception):
+    """A caller has all the places that it may have (`is_callers`), or all are taken."""
+
+    def __init__(self, places: int, is_callers: bool) -> None:
+        super().__init__(f"{places} of this API key's" if is_callers else f"{places} of all API keys'")
+        self.is_callers = is_callers
+
+
+class Places:
+    """How many of something each caller may have at once, and all callers together."""
+
+    def __init__(self, per_caller: int, total: int) -> None:
+        self._per_caller = per_caller
+        self._total = total
+        self._taken: Counter[str] = Counter()
+
+    def take(self, caller: str) -> Callable[[], None]:
+        """Takes a place; what is returned gives it back. Raises `FullError`."""
+        if self._taken[caller] >= self._per_caller:
+            raise FullError(self._per_caller, True)
+        if self._taken.total() >= self._total:
+            raise FullError(self._total, False)
+        self._taken[caller] += 1
+        return functools.partial(self._give_back, caller)
+
+    def _give_back(self, caller: str) -> None:
+        self._taken[caller] -= 1
+        if not self._taken[caller]:
+            del self._taken[caller]
 
 
 def tenant_of(authorization: str | None) -> str:

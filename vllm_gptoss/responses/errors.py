@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_gptoss.callers import FullError
+
 
 class ApiError(Exception):
     """An error the client can read: HTTP status, and the four fields of OpenAI's error object."""
@@ -49,6 +51,13 @@ def id_taken(identifier: str) -> ApiError:
 def store_failed(error: Exception) -> ApiError:
     """A `StoreError` as the client hears it: 503."""
     return ApiError(str(error), code="store_failed", status=503, kind="server_error")
+
+
+def full(error: FullError, what: str, param: str | None = None) -> ApiError:
+    """For a caller that has as many of something as it may have (429), or where all are taken (503)."""
+    if error.is_callers:
+        return ApiError(f"{error} {what}.", param=param, code="rate_limit_exceeded", status=429)
+    return ApiError(f"{error} {what}.", param=param, code="server_busy", status=503, kind="server_error")
 
 
 def internal(error: Exception) -> ApiError:

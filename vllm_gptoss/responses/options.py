@@ -26,6 +26,8 @@ class ResponsesOptions(BaseSettings):
     heartbeat: seconds without a sign of life from a server after which its background responses count as lost, and its
       conversations are free
     max_input_items: of one request
+    max_background: background responses of one API key that have not ended, on one server
+    total_background: the same, of all keys
     strict_tools: the engine keeps calls to the offered tools and their schemas
     prompts: a YAML file of prompt templates, or a folder of them; empty for none
     """
@@ -41,6 +43,8 @@ class ResponsesOptions(BaseSettings):
     max_tool_rounds: int = 128
     heartbeat: float = 30.0
     max_input_items: int = 10_000
+    max_background: int = 64
+    total_background: int = 512
     strict_tools: bool = True
     prompts: str = ""
 

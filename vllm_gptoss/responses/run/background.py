@@ -19,7 +19,8 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from vllm_gptoss.responses.errors import ApiError, id_taken, not_found
+from vllm_gptoss.callers import FullError, Places
+from vllm_gptoss.responses.errors import ApiError, full, id_taken, not_found
 from vllm_gptoss.responses.request.create import CreateRequest
 from vllm_gptoss.responses.run.events import TERMINAL, Event
 from vllm_gptoss.responses.run.loop import Loop
@@ -122,6 +123,8 @@ class Background:
         self._service = service
         self._store = store
         self._runs: dict[str, _BackgroundRun] = {}
+        options = service.context.options
+        self._places = Places(options.max_background, options.total_background)
         self._closing = False
 
     async def aclose(self, patience: float = 0.0) -> None:
@@ -142,7 +145,21 @@ class Background:
             await asyncio.wait(tasks)
 
     async def start(self, request: CreateRequest, caller: Caller) -> tuple[str, dict[str, Any]]:
-        """Begins to run; the id and the queued response."""
+        """Begins to run; the id and the queued response. Raises `ApiError` where too many run already."""
+        try:
+            leave = self._places.take(caller.owner)
+        except FullError as error:
+            raise full(error, "background responses have not ended yet", "background") from None
+        try:
+            run, stored = await self._begin(request, caller)
+        except BaseException:
+            leave()
+            raise
+        run.task = asyncio.create_task(self._work(run, stored), name=stored.id)
+        run.task.add_done_callback(lambda _: leave())
+        return stored.id, dict(stored.body)
+
+    async def _begin(self, request: CreateRequest, caller: Caller) -> tuple[_BackgroundRun, Stored]:
         loop = await self._service.prepare(request, caller, queued=True)
         body = dict(loop.body)
         identifier = str(body["id"])
@@ -157,8 +174,7 @@ class Background:
             await loop.close()
             raise
         run = self._runs[stored.key] = _BackgroundRun(loop)
-        run.task = asyncio.create_task(self._work(run, stored), name=identifier)
-        return identifier, body
+        return run, stored
 
     async def _work(self, run: _BackgroundRun, stored: Stored) -> None:
         """Drains a loop into the store."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 from contextlib import suppress
@@ -33,6 +34,9 @@ from vllm_gptoss.tools.protocol import ID, ToolKind
 
 logger = logging.getLogger(__name__)
 
+MANY = 500
+"""Items that are read as messages on the event loop in a few milliseconds."""
+
 COMPACT_AT = 0.8
 """Share of the context window at which `context_management` compacts when the request names no threshold."""
 
@@ -54,7 +58,9 @@ async def build_job(
     hooks = _Hooks(context, request, caller, root, await _notebook(context, request, caller, previous, root))
     toolset = await _open_tools(context, request, caller, previous, hooks.notebook, identifier)
     try:
-        history = hooks.history = read_history(context, request, previous, caller, toolset)
+        read = functools.partial(read_history, context, request, previous, caller, toolset)
+        is_long = len(previous.items) + len(request.items) > MANY
+        history = hooks.history = await asyncio.to_thread(read) if is_long else read()
         conversation = hooks.conversation = build_conversation(request, history, toolset)
         work = functools.partial(_prompt, context, request, history, conversation)
         compaction, prompt, conversation = await rendering(conversation, work, context.engine.max_model_len)

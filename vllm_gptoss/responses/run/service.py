@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Any
@@ -33,9 +34,12 @@ class Service:
     def __init__(self, context: ServerContext) -> None:
         self.context = context
 
-    def read(self, body: Any, caller: Caller, parse: Parse = parse_create) -> CreateRequest:
-        """A checked request, its prompt template filled in."""
-        return parse(*self.context.templates.fill(body, caller.tenant))
+    async def read(
+        self, body: Any, caller: Caller, parse: Parse = parse_create, *, is_long: bool = True
+    ) -> CreateRequest:
+        """A checked request, its prompt template filled in; one that `is_long` is checked beside the event loop."""
+        filled = self.context.templates.fill(body, caller.tenant)
+        return await asyncio.to_thread(parse, *filled) if is_long else parse(*filled)
 
     async def prepare(
         self, request: CreateRequest, caller: Caller, *, queued: bool = False, holds: bool = True

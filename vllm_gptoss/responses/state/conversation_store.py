@@ -17,6 +17,9 @@ from vllm_gptoss.responses.state.tables import conversation_items, conversations
 
 logger = logging.getLogger(__name__)
 
+PAGE = 500
+"""Items that are read at once: 22,000 together stopped the event loop for a second."""
+
 Items = Sequence[tuple[dict[str, Any], Any]]
 """Items, each with what is hidden behind it."""
 
@@ -62,11 +65,33 @@ class ConversationStore:
 
     async def items(self, identifier: str) -> list[tuple[dict[str, Any], Any]]:
         """The conversation's items in order, each with what is hidden behind it."""
-        where = conversation_items.c.conversation == identifier
-        query = sa.select(conversation_items).where(where).order_by(conversation_items.c.position)
+        items: list[tuple[dict[str, Any], Any]] = []
+        after: int | None = None
+        while True:
+            rows = await self.page(identifier, PAGE, after)
+            items += [(json.loads(r.item), json.loads(r.hidden) if r.hidden else None) for r in rows]
+            if len(rows) < PAGE:
+                return items
+            after = rows[-1].position
+
+    async def page(
+        self, identifier: str, limit: int, after: int | None = None, *, ascending: bool = True
+    ) -> Sequence[sa.Row[Any]]:
+        """Up to `limit` rows of the conversation's items behind the position `after`, in either direction."""
+        c = conversation_items.c
+        query = sa.select(conversation_items).where(c.conversation == identifier).limit(limit)
+        query = query.order_by(c.position if ascending else c.position.desc())
+        if after is not None:
+            query = query.where(c.position > after if ascending else c.position < after)
         async with self._begin() as db:
-            rows = (await db.execute(query)).all()
-        return [(json.loads(r.item), json.loads(r.hidden) if r.hidden else None) for r in rows]
+            return (await db.execute(query)).all()
+
+    async def position(self, identifier: str, item: str) -> int | None:
+        """Where in the conversation an item is; None if it is not there."""
+        c = conversation_items.c
+        query = sa.select(c.position).where(c.conversation == identifier, c.id == item)
+        async with self._begin() as db:
+            return await db.scalar(query)
 
     async def has_items(self, identifier: str, items: Sequence[str]) -> set[str]:
         """Those of these item ids that the conversation has."""

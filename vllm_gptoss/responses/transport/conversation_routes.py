@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +20,7 @@ from vllm_gptoss.responses.run.service import Service
 from vllm_gptoss.responses.state.conversation_store import ConversationStore
 from vllm_gptoss.responses.transport.http import body_of, caller_of, errors
 from vllm_gptoss.responses.transport.openapi import object_body
-from vllm_gptoss.responses.transport.paging import page_of
+from vllm_gptoss.responses.transport.paging import asked, listed, page_of
 
 MAX_ITEMS = 20
 """Items that one call may add (OpenAI's limit)."""
@@ -61,7 +63,7 @@ class _Routes:
 
     async def create(self, request: Request) -> Response:
         body = await _object(request)
-        labels, items = _labels(body), _items(body.get("items"))
+        labels, items = _labels(body), await asyncio.to_thread(_items, body.get("items"))
         _refuse_unknown(body, "items", "metadata")
         identifier, now = ids.new("conv"), time.time()
         await self._store().put(caller_of(request).tenant, identifier, labels, now, [(item, None) for item in items])
@@ -87,7 +89,7 @@ class _Routes:
         await self._find(conversation_id, request)
         body = await _object(request)
         _refuse_unknown(body, "items", "include")
-        items = _items(body.get("items"))
+        items = await asyncio.to_thread(_items, body.get("items"))
         if not items:
             raise ApiError("'items' must not be empty.", param="items", code="missing_required_parameter")
         for twice in await self._store().has_items(conversation_id, [item["id"] for item in items]):
@@ -97,15 +99,19 @@ class _Routes:
 
     async def list_items(self, conversation_id: str, request: Request) -> Response:
         await self._find(conversation_id, request)
-        items = [item for item, _ in await self._store().items(conversation_id)]
-        return JSONResponse(page_of(items, request.query_params))
+        page = asked(request.query_params)
+        store, after = self._store(), None
+        if page.after is not None and (after := await store.position(conversation_id, page.after)) is None:
+            raise not_found("Item", page.after, "after")
+        found = await store.page(conversation_id, page.limit + 1, after, ascending=page.ascending)
+        return JSONResponse(listed([json.loads(row.item) for row in found], page))
 
     async def get_item(self, conversation_id: str, item_id: str, request: Request) -> Response:
         await self._find(conversation_id, request)
-        for item, _ in await self._store().items(conversation_id):
-            if item["id"] == item_id:
-                return JSONResponse(item)
-        raise not_found("Item", item_id)
+        if (position := await self._store().position(conversation_id, item_id)) is None:
+            raise not_found("Item", item_id)
+        (row,) = await self._store().page(conversation_id, 1, position - 1)
+        return JSONResponse(json.loads(row.item))
 
     async def delete_item(self, conversation_id: str, item_id: str, request: Request) -> Response:
         created, labels = await self._find(conversation_id, request)

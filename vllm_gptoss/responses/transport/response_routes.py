@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Protocol
 
 from fastapi import APIRouter, Request, WebSocket
@@ -9,6 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from vllm_gptoss.bodies import unless_gone
+from vllm_gptoss.harmony.early import is_long
 from vllm_gptoss.responses.errors import ApiError
 from vllm_gptoss.responses.request.create import parse_compact, parse_count
 from vllm_gptoss.responses.run.background import Background
@@ -74,7 +76,7 @@ class _Routes:
 
     async def create(self, raw_request: Request) -> Response:
         caller = caller_of(raw_request)
-        request = self._service.read(await body_of(raw_request), caller)
+        request = await self._service.read(await body_of(raw_request), caller, is_long=is_long(raw_request))
         hides = bool(request.stream_options and request.stream_options.include_obfuscation)
         if request.background:
             background = self._background
@@ -137,11 +139,12 @@ class _Routes:
         await serve_websocket(self._service, socket)
 
     async def compact(self, raw_request: Request) -> Response:
-        request, caller = parse_compact(await body_of(raw_request)), caller_of(raw_request)
+        request = await asyncio.to_thread(parse_compact, await body_of(raw_request))
+        caller = caller_of(raw_request)
         return JSONResponse(await unless_gone(raw_request, self._service.compact(request, caller)))
 
     async def input_tokens(self, raw_request: Request) -> Response:
         caller = caller_of(raw_request)
-        request = self._service.read(await body_of(raw_request), caller, parse_count)
+        request = await self._service.read(await body_of(raw_request), caller, parse_count)
         tokens = await unless_gone(raw_request, self._service.count_input(request, caller))
         return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})

@@ -125,7 +125,7 @@ class _Connection:
         try:
             await read_pdfs(message, self._caller.owner)
             # A WebSocket always streams; `stream` and its options may be there, and mean nothing.
-            request = self._service.read({**message, "stream": True}, self._caller)
+            request = await self._service.read({**message, "stream": True}, self._caller)
             if request.generate is False:
                 await self._warm(request, stream_id)
                 return
