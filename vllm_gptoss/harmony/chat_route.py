@@ -7,10 +7,10 @@ vLLM's: `allowed_tools` becomes the tools it leaves, and its mode as the choice.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any, cast
 
 from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, create_model, model_validator
 
 from vllm_gptoss import _vllm, routes
@@ -18,7 +18,7 @@ from vllm_gptoss.ahead import go_straight
 from vllm_gptoss.harmony.chat_request import render_chat_early
 from vllm_gptoss.harmony.early import settle
 from vllm_gptoss.harmony.enforce import compiling
-from vllm_gptoss.harmony.enforce.errors import NotEnforceableError
+from vllm_gptoss.harmony.enforce.errors import NotNowError
 from vllm_gptoss.harmony.vllm_constraint import schemas
 
 PATH = "/v1/chat/completions"
@@ -32,9 +32,11 @@ def replace_route(app: FastAPI) -> bool:
     body = body_class()
 
     async def create_chat_completion(request: Any, raw_request: Request) -> Any:
-        for schema in schemas(request):
-            with suppress(NotEnforceableError):  # what that means is said where the request is constrained
-                await compiling.prepare(schema)
+        try:
+            await compiling.prepare_all(schemas(request))
+        except NotNowError as error:
+            body = {"message": str(error), "type": "server_error", "param": None, "code": 503}
+            return JSONResponse({"error": body}, 503, error.headers)
         settle(request.messages)
         await render_chat_early(request, raw_request)
         return go_straight(await core.endpoint(request, raw_request))

@@ -20,7 +20,7 @@ from vllm_gptoss._vllm import messages
 from vllm_gptoss.harmony.chat_request import render_chat_early
 from vllm_gptoss.harmony.early import is_long, settle
 from vllm_gptoss.harmony.enforce import compiling
-from vllm_gptoss.harmony.enforce.errors import NotEnforceableError
+from vllm_gptoss.harmony.enforce.errors import NotEnforceableError, NotNowError
 from vllm_gptoss.harmony.messages import Effort
 from vllm_gptoss.harmony.vllm_parser import NEEDS_OBJECTS
 
@@ -42,15 +42,20 @@ def replace_route(app: FastAPI) -> bool:
     answers = found[PATH].endpoint
 
     async def create_messages(request: Any, raw_request: Request) -> Any:
-        if why := _impossible(request) or await _prepare(request):
-            return _refusal(why, 400)
+        try:
+            why = _impossible(request) or await _prepare(request)
+        except NotNowError as error:
+            return _error("overloaded_error", str(error), 503, error.headers)
+        if why:
+            return _error("invalid_request_error", why, 400)
         if not _has_budgets(raw_request):
             request = with_effort(request)
         NEEDS_OBJECTS.set(True)  # for this request's task
         try:
             await _render_early(request, raw_request)
         except HTTPException as error:
-            return _refusal(error.detail, error.status_code)
+            kind = "rate_limit_error" if error.status_code == 429 else "invalid_request_error"
+            return _error(kind, error.detail, error.status_code)
         return await answers(request, raw_request)
 
     async def count_tokens(request: Any, raw_request: Request) -> Any:
@@ -66,9 +71,8 @@ def replace_route(app: FastAPI) -> bool:
     return True
 
 
-def _refusal(why: str, status: int) -> JSONResponse:
-    kind = "rate_limit_error" if status == 429 else "invalid_request_error"
-    return JSONResponse({"type": "error", "error": {"type": kind, "message": why}}, status)
+def _error(kind: str, message: str, status: int, headers: dict[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"type": "error", "error": {"type": kind, "message": message}}, status, headers)
 
 
 async def _render_early(request: Any, raw_request: Request, *, counts: bool = False) -> None:
@@ -135,15 +139,14 @@ def _impossible(request: Any) -> str | None:
 
 async def _prepare(request: Any) -> str | None:
     """Has the grammars written that the request will be held to. Why the answer's schema has none, or None."""
-    for tool in _tools(request):
-        if tool.strict:
-            with suppress(NotEnforceableError):  # refused by the tool's name where the request is constrained
-                await compiling.prepare({"type": "object", **tool.input_schema})
+    await compiling.prepare_all({"type": "object", **tool.input_schema} for tool in _tools(request) if tool.strict)
     answer = getattr(getattr(request.output_config, "format", None), "json_schema", None)
     if answer is None:
         return None
     try:
         await compiling.prepare(answer)
+    except NotNowError:
+        raise
     except NotEnforceableError as error:
         return f"output_config.format.schema: {error}. Leave 'format' out, or that part of the schema."
     return None

@@ -8,7 +8,10 @@ from vllm_gptoss.callers import FullError
 
 
 class ApiError(Exception):
-    """An error the client can read: HTTP status, and the four fields of OpenAI's error object."""
+    """An error the client can read: HTTP status, and the four fields of OpenAI's error object.
+
+    `retry_after`: seconds for the header of that name, where the same request may succeed later.
+    """
 
     def __init__(
         self,
@@ -18,6 +21,7 @@ class ApiError(Exception):
         code: str | None = None,
         status: int = 400,
         kind: str = "invalid_request_error",
+        retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -25,6 +29,7 @@ class ApiError(Exception):
         self.code = code
         self.status = status
         self.kind = kind
+        self.retry_after = retry_after
 
     def body(self) -> dict[str, Any]:
         """The JSON body: `{"error": {message, type, param, code}}`."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from functools import cache
 from typing import Any
 
 import pytest
 
+from tests.support.confined_workers import kill_workers
 from vllm_gptoss.harmony.enforce import compiling
-from vllm_gptoss.harmony.enforce.errors import NotEnforceableError
+from vllm_gptoss.harmony.enforce.errors import NotEnforceableError, NotNowError
 from vllm_gptoss.harmony.enforce.json_grammar import write
 from vllm_gptoss.harmony.tokens import CALL, ENDOFTEXT, RETURN, VOCABULARY, encode, token_bytes
+from vllm_gptoss.tools.confined import pool
+from vllm_gptoss.tools.confined.pool import nursery
 
 xgrammar = pytest.importorskip("xgrammar")
 
@@ -160,3 +164,25 @@ async def test_a_worker_writes_what_this_process_would() -> None:
     assert (await compiling.prepare(schema)).grammar == write(json.dumps(schema), 32)[0]
     with pytest.raises(NotEnforceableError, match="'not'"):
         await compiling.prepare({"not": {}})
+
+
+async def test_a_killed_worker_is_no_verdict_on_its_schema() -> None:
+    """The kernel kills workers first when memory runs out; afterwards the same schema has its grammar."""
+    schema = closed({"type": "string", "pattern": "^[a-z]{2}$", "description": "killed"})
+    await pool().start()
+    killing = threading.Event()
+
+    def kill() -> None:
+        while not killing.wait(0.001):
+            kill_workers(nursery())
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        with pytest.raises(NotNowError) as found:
+            await compiling.prepare(schema)
+    finally:
+        killing.set()
+        thread.join()
+    assert found.value.headers == {"Retry-After": "5"}
+    assert (await compiling.prepare(schema)).grammar

@@ -17,9 +17,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.confined_workers import kill_workers
 from tests.support.loop_watch import watched
 from tests.tools.confined import hostile_jobs as jobs
-from vllm_gptoss.tools.confined import BusyError, ConfinedError, Limit, Pool, Refused, content, pool
+from vllm_gptoss.tools.confined import BusyError, ConfinedError, FaultError, Limit, Pool, Refused, content, pool
 from vllm_gptoss.tools.confined import jobs as registered
 from vllm_gptoss.tools.confined.nursery import Nursery
 from vllm_gptoss.tools.confined.pool import nursery
@@ -65,9 +66,9 @@ async def test_payload_and_answer_arrive_whole(workers: Pool) -> None:
         (jobs.spin, {"seconds": 20.0}, "within 1 s"),
         (jobs.sleep, {"seconds": 20.0}, "within 1 s"),
         (jobs.allocate, {"size": 1 << 30}, "MemoryError"),
-        (jobs.crash, {}, "memory and time limits"),
+        (jobs.crash, {}, "was killed"),
         (jobs.lie, {}, "not of its type"),
-        (jobs.flood, {}, "larger than|memory and time limits"),
+        (jobs.flood, {}, "larger than|was killed"),
         (jobs.forge, {}, "larger than"),
     ],
     ids=["spin", "sleep", "allocate", "crash", "lie", "flood", "forge"],
@@ -81,8 +82,29 @@ async def test_a_hostile_payload_costs_its_own_process(workers: Pool, job: objec
 
 
 async def test_processor_time_is_limited_by_the_kernel_too(workers: Pool) -> None:
-    with pytest.raises(ConfinedError, match="memory and time limits"):
+    with pytest.raises(FaultError, match="was killed"):
         await workers.run(jobs.spin, b"", Limit(seconds=30.0, cpu_s=1), seconds=20.0)
+
+
+async def test_processor_time_that_is_used_up_is_a_verdict(workers: Pool) -> None:
+    with pytest.raises(ConfinedError, match="processor time") as found:
+        await workers.run(jobs.count, b"", Limit(seconds=30.0, cpu_s=1), seconds=20.0)
+    assert not isinstance(found.value, FaultError)
+
+
+@pytest.mark.parametrize("kills", [1, 2])
+async def test_a_killed_worker_is_replaced_once(hostile: Nursery, kills: int) -> None:
+    workers = Pool(hostile)
+    running = asyncio.create_task(workers.run(jobs.sleep, b"", seconds=1.0))
+    for _ in range(kills):
+        await asyncio.sleep(0.5)  # the worker sleeps for a second
+        assert kill_workers(hostile)
+    if kills == 1:
+        assert await running
+    else:
+        with pytest.raises(FaultError, match="was killed"):
+            await running
+    assert await workers.run(jobs.echo, b"after") == b"after"
 
 
 async def test_a_jobs_own_word_is_passed_on_and_cut(workers: Pool) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from hashlib import sha256
 from typing import Any
 
-from vllm_gptoss.harmony.enforce.errors import NotEnforceableError
+from vllm_gptoss.harmony.enforce.errors import NotEnforceableError, NotNowError
 from vllm_gptoss.harmony.enforce.job import Written, attempt, written, written_pattern
 from vllm_gptoss.harmony.enforce.json_grammar import write
 from vllm_gptoss.harmony.metrics import UNENFORCED
-from vllm_gptoss.tools.confined import BusyError, ConfinedError, Limit, pool
+from vllm_gptoss.tools.confined import BusyError, ConfinedError, FaultError, Limit, pool
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +39,24 @@ async def prepare(schema: Mapping[str, Any]) -> Written:
 
     Raises:
         NotEnforceableError: it has none, or was not written within `LIMIT`.
+        NotNowError: nothing is known about it, because the workers are busy or failed; nothing is cached.
     """
     text = json.dumps(schema).encode()
     key = _key(text)
     if key not in _known:
         _keep(key, await _apart(lambda: pool().run(written, text, LIMIT, whitespace=MAX_WHITESPACE)))
     return _result(_known[key])
+
+
+async def prepare_all(schemas: Iterable[Mapping[str, Any]]) -> None:
+    """Prepares every schema that has a grammar. Raises NotNowError; the others are reported by `grammar_of`."""
+    for schema in schemas:
+        try:
+            await prepare(schema)
+        except NotNowError:
+            raise
+        except NotEnforceableError:
+            continue
 
 
 async def prepare_pattern(pattern: str) -> Written:
@@ -59,8 +71,8 @@ async def prepare_pattern(pattern: str) -> Written:
 async def _apart(run: Callable[[], Awaitable[Written]]) -> Written:
     try:
         return await run()
-    except BusyError:
-        raise NotEnforceableError("schema", "was not read: too many wait to be") from None
+    except (BusyError, FaultError) as error:
+        raise NotNowError("schema", f"was not read: {error}") from None
     except ConfinedError as error:
         return Written(keyword="schema", why=f"was not read: {error}")
 

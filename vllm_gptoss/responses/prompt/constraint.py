@@ -10,7 +10,7 @@ from typing import Any
 from vllm_gptoss import _vllm
 from vllm_gptoss.harmony import grammar
 from vllm_gptoss.harmony.enforce import compiling
-from vllm_gptoss.harmony.enforce.errors import NotEnforceableError
+from vllm_gptoss.harmony.enforce.errors import NotEnforceableError, NotNowError
 from vllm_gptoss.responses.errors import ApiError
 from vllm_gptoss.responses.prompt.toolset import Kind, Route, Toolset
 from vllm_gptoss.responses.request.create import CreateRequest, plain
@@ -80,7 +80,7 @@ async def _answer(request: CreateRequest, room: compiling.Room) -> grammar.Conte
     except NotEnforceableError as error:
         if form.get("strict"):
             message = f"Invalid schema for response_format '{form['name']}': {error}."
-            raise ApiError(message, param="text.format.schema", code="invalid_json_schema") from None
+            raise _refusal(error, message, "text.format.schema", "invalid_json_schema") from None
         compiling.tell(f"the answer '{form['name']}'", error)
         return grammar.any_json(form["schema"])
     return grammar.JSONArguments(form["schema"])
@@ -100,7 +100,7 @@ async def _content(route: Route, request: CreateRequest, room: compiling.Room) -
     except NotEnforceableError as error:
         if route.name in request.strict_tools:
             message = f"Invalid schema for function '{route.name}': {error}. Send 'strict': false to allow any JSON."
-            raise ApiError(message, param="tools", code="invalid_function_parameters") from None
+            raise _refusal(error, message, "tools", "invalid_function_parameters") from None
         compiling.tell(route.recipient, error)
         return grammar.JSONArguments()
     return grammar.JSONArguments(schema)
@@ -120,7 +120,14 @@ async def _grammar(route: Route, room: compiling.Room) -> grammar.Content:
             raise ValueError(f"it counts to more than {MAX_COUNT}; repeat without a bound")
         return grammar.EBNF(ebnf)
     except ValueError as error:
-        raise ApiError(f"The grammar of '{route.name}' is not understood: {error}", param="tools") from None
+        raise _refusal(error, f"The grammar of '{route.name}' is not understood: {error}", "tools") from None
+
+
+def _refusal(error: ValueError, message: str, param: str, code: str | None = None) -> ApiError:
+    """400 with `message`, or 503 where nothing is known about the schema or grammar yet."""
+    if isinstance(error, NotNowError):
+        return ApiError(str(error), param=param, status=503, kind="server_error", retry_after=error.retry_after)
+    return ApiError(message, param=param, code=code)
 
 
 def _check_lark(definition: str) -> None:

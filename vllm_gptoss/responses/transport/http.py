@@ -69,7 +69,8 @@ def _check_ids(path: Mapping[str, Any]) -> None:
 
 
 def _answer(error: ApiError) -> Response:
-    return JSONResponse(error.body(), error.status)
+    headers = {"Retry-After": str(error.retry_after)} if error.retry_after else None
+    return JSONResponse(error.body(), error.status, headers)
 
 
 async def body_of(request: Request) -> Any:

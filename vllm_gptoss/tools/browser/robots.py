@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from vllm_gptoss.tools.browser.reader import Body
 from vllm_gptoss.tools.browser.robots_txt import verdict
-from vllm_gptoss.tools.confined import BusyError, ConfinedError, Limit, Refused, pool
+from vllm_gptoss.tools.confined import BusyError, ConfinedError, FaultError, Limit, Refused, pool
 
 Fetch = Callable[[str], Awaitable[tuple[int, Body]]]
 """url -> (status, body); raises what the HTTP client raises."""
@@ -54,6 +54,8 @@ class Robots:
             said = await pool().run(
                 verdict, site.body.data, _LIMIT, encoding=site.body.encoding, agent=self._agent, url=url
             )
+        except FaultError as error:
+            return f"its robots.txt could not be read: {error}"
         except (ConfinedError, Refused):
             site.refused, site.body = _UNREADABLE, None
             return site.refused

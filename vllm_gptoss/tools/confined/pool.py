@@ -43,11 +43,15 @@ SECONDS = Histogram("gptoss_confined_job_seconds", "How long a confined worker h
 
 
 class ConfinedError(Exception):
-    """A payload was not read: over its limits, or the worker failed. The message says which and repeats no payload."""
+    """A payload was not read: over its limits, or its job failed. The message names the reason, never the payload."""
 
 
-class _LostError(ConfinedError):
-    """The worker ended because its fork server did."""
+class FaultError(ConfinedError):
+    """No verdict on the payload: its worker was killed, was too slow, or did not start. Callers must not cache it."""
+
+
+class _KilledError(FaultError):
+    """The worker ended before it could have used up its processor time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,7 @@ class Pool:
         Raises:
             Refused: the job's own word about the payload.
             ConfinedError: it took more than `limit`, or failed.
+            FaultError: two workers were killed, or it took longer than `limit.seconds`.
             BusyError: too many wait already.
         """
         if args:
@@ -100,7 +105,8 @@ class Pool:
         try:
             try:
                 status, answer = await self._ask(header, payload, limit)
-            except _LostError:  # no fault of the payload: once more, from a new fork server
+            except _KilledError:  # by the kernel, short of memory, or with its fork server
+                self.close()  # spare workers may have been killed too
                 status, answer = await self._ask(header, payload, limit)
             outcome = {DONE: "done", REFUSED: "refused"}.get(status, "failed")
             if status == DONE:
@@ -120,6 +126,7 @@ class Pool:
 
     async def _ask(self, header: bytes, payload: bytes, limit: Limit) -> tuple[int, bytes]:
         worker = await self._worker()
+        began = time.monotonic()
         try:
             async with asyncio.timeout(limit.seconds):
                 await worker.send(REQUEST.pack(len(header), len(payload)) + header)
@@ -129,15 +136,15 @@ class Pool:
                     raise ConfinedError(f"its text is larger than {limit.answer} bytes")
                 return status, await worker.receive(size)
         except TimeoutError:
-            raise ConfinedError(f"not read within {limit.seconds:g} s") from None
+            raise FaultError(f"not read within {limit.seconds:g} s") from None
         except (EOFError, OSError):
-            lost = _LostError if self._nursery.gone else ConfinedError
-            raise lost("not read within its memory and time limits") from None
+            could_be_limit = time.monotonic() - began >= limit.cpu_s and not self._nursery.gone
+            raise (FaultError if could_be_limit else _KilledError)("its worker was killed") from None
         finally:
             worker.kill()
 
     async def _worker(self) -> _Worker:
-        """A worker that has said hello. Raises ConfinedError."""
+        """A worker that has said hello. Raises FaultError."""
         problem = ""
         if self._nursery.gone:
             self.close()
@@ -150,7 +157,7 @@ class Pool:
                 return worker
             except (OSError, EOFError) as error:
                 problem = str(error)
-        raise ConfinedError(f"no worker starts: {problem or 'it ends at once, the log says why'}")
+        raise FaultError(f"no worker starts: {problem or 'it ends at once, the log says why'}")
 
     def _refill(self) -> None:
         with contextlib.suppress(OSError):  # the next call will say so
@@ -158,7 +165,7 @@ class Pool:
                 self._spare.append(self._nursery.spawn())
 
     async def start(self) -> None:
-        """Starts the fork server, which takes about a second, before somebody waits for it. Raises ConfinedError."""
+        """Starts the fork server, which takes about a second, before somebody waits for it. Raises FaultError."""
         (await self._worker()).kill()
 
     def use(self, nursery: Nursery) -> None:
@@ -208,7 +215,7 @@ class _Worker:
 
 
 async def _greeted(sock: socket.socket) -> _Worker:
-    """The worker behind `sock`. Raises EOFError, OSError, ConfinedError."""
+    """The worker behind `sock`. Raises EOFError, OSError, FaultError."""
     try:
         async with asyncio.timeout(_START_S):
             await _readable(sock)
@@ -222,7 +229,7 @@ async def _greeted(sock: socket.socket) -> _Worker:
     hello = msgspec.msgpack.decode(data, type=Hello)
     if hello.error:
         worker.kill()
-        raise ConfinedError(f"workers cannot start: {hello.error}")
+        raise FaultError(f"workers cannot start: {hello.error}")
     _tell(tuple(hello.missing))
     return worker
 
@@ -272,4 +279,4 @@ def pool() -> Pool:
     return _pools[loop]
 
 
-__all__ = ["BusyError", "ConfinedError", "Limit", "Pool", "nursery", "pool"]
+__all__ = ["BusyError", "ConfinedError", "FaultError", "Limit", "Pool", "nursery", "pool"]

@@ -31,6 +31,10 @@ _NICENESS = 5  # behind the engine's own processes
 _CHUNK = 1 << 20
 
 
+class _OutOfTimeError(BaseException):
+    """The job used up its processor time; no job catches this."""
+
+
 @dataclass
 class _Ready:
     """What every worker has from its fork server."""
@@ -161,7 +165,7 @@ def _limit(header: Header, ready: _Ready) -> None:
     for kind, value in (
         (resource.RLIMIT_CORE, 1),  # as in `cage`: 0 would still start the host's core_pattern program
         (resource.RLIMIT_AS, ready.mapped + header.memory),
-        (resource.RLIMIT_CPU, header.cpu_s),
+        (resource.RLIMIT_CPU, header.cpu_s + 1),  # for code that never returns to Python
         (resource.RLIMIT_NOFILE, 0),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
@@ -169,8 +173,14 @@ def _limit(header: Header, ready: _Ready) -> None:
         (resource.RLIMIT_NPROC, 0),
     ):
         cage.set_rlimit(kind, value)
+    signal.signal(signal.SIGPROF, _out_of_time)
+    signal.setitimer(signal.ITIMER_PROF, header.cpu_s)
     if ready.program:
         seccomp.install(ready.program)
+
+
+def _out_of_time(number: int, frame: object) -> None:
+    raise _OutOfTimeError
 
 
 def _run(run: Any, payload: bytes, options: dict[str, object]) -> tuple[int, bytes]:
@@ -178,6 +188,8 @@ def _run(run: Any, payload: bytes, options: dict[str, object]) -> tuple[int, byt
         return DONE, msgspec.msgpack.encode(run(payload, **options))
     except jobs.Refused as error:
         return REFUSED, msgspec.msgpack.encode(str(error)[:500])
+    except _OutOfTimeError:
+        return FAILED, msgspec.msgpack.encode("not read within its processor time")
     except (MemoryError, RecursionError) as error:
         kind = type(error).__name__
         del error
