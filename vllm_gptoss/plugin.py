@@ -188,6 +188,7 @@ class GptOssEndpoint:
             settings = settings.model_copy(update={"host": "stock"})
         self._parts = _parts(settings)
         self._is_lean = settings.host != "stock"
+        _set_workers(settings)
         for part in self._parts:
             part.attach(app, args, settings)
         if self._parts:
@@ -215,6 +216,12 @@ def _bound(app: Any, args: Namespace, settings: Settings) -> None:
     callers.set_keys_are_checked(app, settings.checked_keys or _vllm.checks_keys(args))
     sizes = (settings.max_body_bytes, settings.max_body_values, settings.caller_body_bytes, settings.total_body_bytes)
     bodies.bound(app, bodies.BodyLimits(*sizes))
+
+
+def _set_workers(settings: Settings) -> None:
+    from vllm_gptoss.tools.confined import Sizes, set_sizes
+
+    set_sizes(Sizes(settings.workers, settings.caller_worker_queue, settings.worker_queue))
 
 
 def _parts(settings: Settings) -> list[Any]:

@@ -58,6 +58,10 @@ class Settings(BaseModel):
         False, description="each Authorization header is a caller of its own although this server checks none"
     )
 
+    workers: int = Field(0, ge=0, description="confined workers of a kind at once; 0: half of the cores, 2 to 8")
+    caller_worker_queue: int = Field(64, gt=0, description="jobs of one API key that wait for a confined worker")
+    worker_queue: int = Field(256, gt=0, description="jobs of all API keys that wait for a confined worker")
+
     @classmethod
     def load(cls, additional_config: object = None, environ: Mapping[str, str] | None = None) -> Settings:
         """Reads the `gptoss` entry of vLLM's additional config over the environment.

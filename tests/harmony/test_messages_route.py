@@ -11,7 +11,9 @@ from fastapi.testclient import TestClient
 
 from tests.harmony.arguments import arguments
 from vllm_gptoss.harmony.endpoint import ChatCompletions
+from vllm_gptoss.harmony.enforce import compiling
 from vllm_gptoss.settings import Settings
+from vllm_gptoss.tools.confined import BusyError
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
@@ -21,6 +23,7 @@ pytestmark = pytest.mark.vllm
 def app() -> FastAPI:
     """vLLM's way to attach a plugin, around a route that shows the request it was given."""
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     router = APIRouter()
 
@@ -28,6 +31,10 @@ def app() -> FastAPI:
     async def create(request: AnthropicMessagesRequest, raw_request: Request) -> dict[str, Any]:
         assert isinstance(raw_request, Request)
         return request.model_dump(include={"thinking", "output_config"})
+
+    @router.post("/v1/chat/completions")
+    async def chat(request: ChatCompletionRequest, raw_request: Request) -> None:
+        del request, raw_request
 
     app = FastAPI()
     app.include_router(router)
@@ -42,6 +49,32 @@ def ask(app: FastAPI, **fields: Any) -> dict[str, Any]:
     assert answer.status_code == 200, answer.text
     seen: dict[str, Any] = answer.json()
     return seen
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/messages", {"output_config": {"format": {"type": "json_schema", "schema": {"type": "string"}}}}),
+        ("/v1/messages", {"tools": [{"name": "f", "strict": True, "input_schema": {"type": "object"}}]}),
+        (
+            "/v1/chat/completions",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "string"}}}},
+        ),
+    ],
+)
+def test_busy_workers_are_no_fault_of_the_schema(
+    app: FastAPI, monkeypatch: pytest.MonkeyPatch, path: str, fields: dict[str, Any]
+) -> None:
+    class Busy:
+        async def run(self, *_: Any, **__: Any) -> Any:
+            raise BusyError("256 jobs wait")
+
+    monkeypatch.setattr(compiling, "pool", Busy)
+    monkeypatch.setattr(compiling, "_known", {})
+    body = {"model": "m", "max_tokens": 10, "messages": [{"role": "user", "content": "hi"}], **fields}
+    answer = TestClient(app).post(path, json=body)
+    assert (answer.status_code, answer.headers.get("retry-after")) == (503, "5"), answer.text
+    assert "256 jobs wait" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import quote
 
@@ -21,6 +23,7 @@ from tests.support.waiting import soon
 from vllm_gptoss.responses.errors import ApiError
 from vllm_gptoss.responses.options import ResponsesOptions
 from vllm_gptoss.responses.run.engine import Chunk
+from vllm_gptoss.tools.confined import Sizes
 
 HALF = "\ud83d"  # what JavaScript sends of an emoji that was cut in two
 
@@ -256,6 +259,24 @@ def test_a_stream_can_be_asked_for_from_any_number(start: Start, after: int) -> 
     assert told.endswith("data: [DONE]\n\n")
     assert ("response.created" in told) is (after < 0)
     assert "error" not in re.findall(r"^event: (.*)$", told, re.MULTILINE)
+
+
+def test_a_full_queue_of_workers_is_no_fault_of_the_schema(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["vllm_gptoss.tools.confined.pool"], "_sizes", Sizes(1, queue=1))
+    server = start(HELLO)
+
+    def ask(number: int) -> httpx.Response:
+        schema = {"type": "object", "properties": {f"p{number}": {"type": "string", "pattern": "^[a-z]{1,99}$"}}}
+        form = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
+        with server.http() as http:
+            return http.post("/responses", json={"model": MODEL, "input": "hi", "text": {"format": form}})
+
+    with ThreadPoolExecutor(16) as threads:
+        answers = list(threads.map(ask, range(16)))
+    assert {answer.status_code for answer in answers} == {200, 503}
+    for busy in (answer for answer in answers if answer.status_code == 503):
+        assert busy.headers["retry-after"] == "5"
+        assert "jobs of all callers are waiting" in busy.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stop", [["a", "b", "c", "d", "e"], "x" * 1025, ["a", ""]])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 
 from vllm_gptoss.tools.arguments import argument_problem
-from vllm_gptoss.tools.gate import Slots, gated
+from vllm_gptoss.tools.gate import gated
 from vllm_gptoss.tools.protocol import (
     Namespace,
     SessionOptions,
@@ -25,6 +25,7 @@ from vllm_gptoss.tools.protocol import (
     ToolResult,
     ToolSession,
 )
+from vllm_gptoss.tools.slots import Slots
 
 SCHEMA = {
     "type": "object",

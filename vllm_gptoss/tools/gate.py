@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -29,6 +28,7 @@ from vllm_gptoss.tools.protocol import (
     call_within,
     failed,
 )
+from vllm_gptoss.tools.slots import Slots
 from vllm_gptoss.tools.wrapper import WrapperProvider, WrapperSession
 
 logger = logging.getLogger(__name__)
@@ -49,69 +49,6 @@ SECONDS = Histogram("gptoss_tool_call_seconds", "How long tool calls ran", ["too
 QUEUED_SECONDS = Histogram("gptoss_tool_queue_seconds", "How long tool calls waited", ["tool"], buckets=_SECONDS)
 WAITING = Gauge("gptoss_tool_calls_waiting", "Tool calls waiting for a slot", ["tool"], multiprocess_mode="livesum")
 RUNNING = Gauge("gptoss_tool_calls_running", "Tool calls running", ["tool"], multiprocess_mode="livesum")
-
-
-class Slots:
-    """How many calls of one provider run at once, shared among callers (`owner`: who holds an API key).
-
-    The last few slots are for callers who hold none, so that a second one need not wait for the first one's long calls;
-    a caller alone has all others. Of those that wait, whoever holds fewest goes first. Without keys there is one
-    caller, "", who has them all.
-    """
-
-    def __init__(self, limit: int = 64) -> None:
-        self._free = limit
-        self._reserve = max(1, limit // 16) if limit > 1 else 0
-        self._held: Counter[str] = Counter()
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-
-    @asynccontextmanager
-    async def one(self, owner: str) -> AsyncIterator[None]:
-        """A slot."""
-        await self._enter(owner)
-        try:
-            yield
-        finally:
-            self._leave(owner)
-
-    def _may(self, owner: str) -> bool:
-        return self._free > (self._reserve if owner and self._held[owner] else 0)
-
-    def _take(self, owner: str) -> None:
-        self._free -= 1
-        self._held[owner] += 1
-
-    async def _enter(self, owner: str) -> None:
-        if owner not in self._waiting and self._may(owner):
-            self._take(owner)
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(owner, deque()).append(turn)
-        try:
-            await turn
-        except BaseException:
-            if turn.done() and not turn.cancelled():  # it came while the wait was being cancelled
-                self._leave(owner)
-            elif turn in (turns := self._waiting.get(owner, deque())):
-                turns.remove(turn)
-                if not turns:
-                    del self._waiting[owner]
-            raise
-
-    def _leave(self, owner: str) -> None:
-        self._free += 1
-        self._held[owner] -= 1
-        if not self._held[owner]:
-            del self._held[owner]
-        while able := [waiting for waiting in self._waiting if self._may(waiting)]:
-            following = min(able, key=lambda waiting: self._held[waiting])
-            turns = self._waiting.pop(following)
-            turn = turns.popleft()
-            if turns:
-                self._waiting[following] = turns  # behind the others who hold as many
-            if not turn.done():  # else its wait was cancelled
-                self._take(following)
-                turn.set_result(None)
 
 
 class GatedProvider(WrapperProvider):

@@ -16,12 +16,13 @@ from vllm_gptoss.tools.browser.guard import Guard, host_matches, literal
 from vllm_gptoss.tools.browser.page import estimate_tokens
 from vllm_gptoss.tools.browser.provider import BrowserProvider
 from vllm_gptoss.tools.config import ToolConfigError, ToolsPlan, first_problem, parse_spec
-from vllm_gptoss.tools.gate import GatedProvider, Slots
+from vllm_gptoss.tools.gate import GatedProvider
 from vllm_gptoss.tools.mcp.provider import McpProvider
 from vllm_gptoss.tools.mcp.settings import McpServerConfig, checked_headers
 from vllm_gptoss.tools.mcp.transport import Dialer
 from vllm_gptoss.tools.protocol import Namespace, SessionOptions, ToolProvider, ToolSession
 from vllm_gptoss.tools.service.nodes import ServiceProvider
+from vllm_gptoss.tools.slots import Slots
 
 logger = logging.getLogger(__name__)
 

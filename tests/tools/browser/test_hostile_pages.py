@@ -84,13 +84,15 @@ BLANKS = {
     "text": (b"a" + b" " * 400_000 + b"b", "text/plain"),
     "html": (b"<p>a" + b" " * 400_000 + b"b</p>", "text/html"),
     "pre": (b"<pre>a" + b" \t" * 200_000 + b"b</pre>", "text/html"),
+    "spaces in pre": (b"<pre>a" + b" " * 400_000 + b"b</pre>", "text/html"),
     "lines": (b"<p>a" + b" \n" * 200_000 + b"b</p>", "text/html"),
     "cells": (b"<table>" + b"<tr><td> " * 20_000, "text/html"),
+    "items": (b"<ol>" + b"<li>a" * 20_000, "text/html"),
 }
 
 
 @pytest.mark.parametrize("name", BLANKS)
-async def test_runs_of_blanks_are_read_in_linear_time(site: Made, name: str) -> None:
+async def test_runs_of_blanks_and_items_are_read_in_linear_time(site: Made, name: str) -> None:
     """400 kB of blanks took minutes: `[ \\t]+$` and its kin start anew at every one."""
     body, kind = BLANKS[name]
     async with asyncio.timeout(25):

@@ -16,7 +16,7 @@ from pypdf import PdfWriter
 
 from tests.support import fuzz
 from tests.support.scale import SOAK
-from vllm_gptoss.tools.confined import ConfinedError, Limit, Pool, jobs
+from vllm_gptoss.tools.confined import ConfinedError, Limit, Pool, Sizes, jobs
 from vllm_gptoss.tools.confined.nursery import Nursery
 from vllm_gptoss.tools.mcp import relay
 from vllm_gptoss.tools.mcp.convert import to_result
@@ -47,7 +47,7 @@ def pdf() -> bytes:
 
 @pytest.mark.parametrize("target", fuzz.TARGETS)
 async def test_no_input_breaks_a_boundary(nursery: Nursery, target: str) -> None:
-    pool = Pool(nursery, at_once=2)
+    pool = Pool(nursery, Sizes(2))
     payload = pdf() if target == "pdf" else b""
 
     async def batch(first: int) -> fuzz.Found:

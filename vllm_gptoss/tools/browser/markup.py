@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections import Counter
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
@@ -53,12 +54,14 @@ class _Converter(MarkdownConverter):  # type: ignore[misc]
             escape_asterisks=False,
             escape_underscores=False,
             escape_misc=False,
+            strip_pre=None,
         )
         self.url = url
         self.base = base
         self.links: list[Link] = []
         self._numbers: dict[str, int] = {}
         self._images = 0
+        self._list_items: Counter[int] = Counter()  # converted so far, by the id of their list
 
     def process_text(self, el: Any, parent_tags: set[str] | None = None) -> str:
         """Text nodes, with entities already decoded: brackets become neutral, line breaks outside `pre` are spaces."""
@@ -90,6 +93,22 @@ class _Converter(MarkdownConverter):  # type: ignore[misc]
         number, self._images = self._images, self._images + 1
         name = " ".join(str(el.get("alt") or el.get("title") or "").split())
         return f"[Image {number}: {neutral(name)}]" if name else f"[Image {number}]"
+
+    def convert_li(self, el: Tag, text: str, parent_tags: set[str]) -> str:
+        """markdownify counts the items before each item of a list, which is quadratic; here they are counted once."""
+        before = self._list_items[id(el.parent)]
+        self._list_items[id(el.parent)] += 1
+        el.find_previous_siblings = lambda name: range(before)  # type: ignore[assignment]
+        parent: Any = super()
+        return str(parent.convert_li(el, text, parent_tags))
+
+    def convert_pre(self, el: Tag, text: str, parent_tags: set[str]) -> str:
+        """Without empty lines around it; markdownify's `[ \\n]*$` is quadratic in a run of blanks."""
+        inner = text.lstrip(" \n")
+        blanks = text[: len(text) - len(inner)]
+        text = (blanks[blanks.rfind("\n") + 1 :] + inner).rstrip(" \n")
+        parent: Any = super()
+        return str(parent.convert_pre(el, text, parent_tags))
 
     def convert_sup(self, el: Tag, text: str, parent_tags: set[str]) -> str:
         """Raised words as `^{2}`."""

@@ -10,6 +10,6 @@ The order things happen in: `pool` (server, asyncio; bounded queues) → `nurser
 """
 
 from vllm_gptoss.tools.confined.jobs import Refused, job
-from vllm_gptoss.tools.confined.pool import BusyError, ConfinedError, FaultError, Limit, Pool, pool
+from vllm_gptoss.tools.confined.pool import BusyError, ConfinedError, FaultError, Limit, Pool, Sizes, pool, set_sizes
 
-__all__ = ["BusyError", "ConfinedError", "FaultError", "Limit", "Pool", "Refused", "job", "pool"]
+__all__ = ["BusyError", "ConfinedError", "FaultError", "Limit", "Pool", "Refused", "Sizes", "job", "pool", "set_sizes"]

@@ -21,9 +21,9 @@ from prometheus_client import Counter, Histogram
 
 from vllm_gptoss.tools.confined import jobs
 from vllm_gptoss.tools.confined.nursery import Nursery
-from vllm_gptoss.tools.confined.turns import BusyError, Turns
 from vllm_gptoss.tools.confined.wire import ANSWER, DONE, REFUSED, REQUEST, Header, Hello
 from vllm_gptoss.tools.protocol import CALLER
+from vllm_gptoss.tools.slots import BusyError, Slots
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ _START_S = 30.0
 _CHUNK = 256 << 10
 _HELLO = 4096
 _SPARE = 2
-_PER_CALLER, _TOTAL = 64, 256
+_LONG_CPU_S, _LONG_NICE = 8, 10
 
 JOBS = Counter(
     "gptoss_confined_jobs", "Payloads read in confined workers: done, refused, failed, limit", ["job", "outcome"]
@@ -64,17 +64,35 @@ class Limit:
     payload: int = 24 << 20
     answer: int = 8 << 20
 
+    @property
+    def is_long(self) -> bool:
+        """Whether a job may take so long that others must not wait for it: a web page or a document."""
+        return self.cpu_s > _LONG_CPU_S
+
 
 DEFAULT = Limit()
 
 
-class Pool:
-    """Workers for one event loop. `run` is all there is to it."""
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """`workers` of long and as many of short jobs at once, 0 for half of the cores, 2 to 8; and one of each more,
+    which no caller has who has another. `caller_queue` and `queue` bound how many jobs of each kind wait."""
 
-    def __init__(self, nursery: Nursery, at_once: int = 0, per_caller: int = _PER_CALLER, total: int = _TOTAL) -> None:
+    workers: int = 0
+    caller_queue: int = 64
+    queue: int = 256
+
+
+class Pool:
+    """Workers for one event loop. `run` is all there is to it.
+
+    Long and short jobs have slots of their own, and long ones yield the processor to short ones.
+    """
+
+    def __init__(self, nursery: Nursery, sizes: Sizes = Sizes()) -> None:
         self._nursery = nursery
-        at_once = at_once or max(2, min(8, (os.cpu_count() or 2) // 2))
-        self._turns = Turns(at_once, per_caller, total)
+        at_once = (sizes.workers or max(2, min(8, (os.cpu_count() or 2) // 2))) + 1
+        self._short, self._long = (Slots(at_once, sizes.caller_queue, sizes.queue) for _ in range(2))
         self._spare: deque[socket.socket] = deque()
 
     async def run(
@@ -98,8 +116,12 @@ class Pool:
         if len(payload) > limit.payload:
             raise ConfinedError(f"{len(payload)} bytes are more than {limit.payload}")
         name = jobs.name_of(job)
-        header = msgspec.msgpack.encode(Header(name, dict(options), limit.cpu_s, limit.memory))
-        await self._turns.enter(CALLER.get())
+        nice = _LONG_NICE if limit.is_long else 0
+        header = msgspec.msgpack.encode(Header(name, dict(options), limit.cpu_s, limit.memory, nice))
+        async with (self._long if limit.is_long else self._short).one(CALLER.get()):
+            return await self._read(job, name, header, payload, limit)  # type: ignore[no-any-return]
+
+    async def _read(self, job: Callable[..., Any], name: str, header: bytes, payload: bytes, limit: Limit) -> Any:
         began = time.monotonic()
         outcome = "limit"
         try:
@@ -110,7 +132,7 @@ class Pool:
                 status, answer = await self._ask(header, payload, limit)
             outcome = {DONE: "done", REFUSED: "refused"}.get(status, "failed")
             if status == DONE:
-                return _decoder(job).decode(answer)  # type: ignore[no-any-return]
+                return _decoder(job).decode(answer)
             said = str(msgspec.msgpack.decode(answer, type=str))
             if status == REFUSED:
                 raise jobs.Refused(said)
@@ -119,7 +141,6 @@ class Pool:
             outcome = "failed"
             raise ConfinedError("the worker's answer is not of its type") from error
         finally:
-            self._turns.leave()
             label = name.rpartition(".")[2]
             JOBS.labels(label, outcome).inc()
             SECONDS.labels(label).observe(time.monotonic() - began)
@@ -267,6 +288,15 @@ def nursery() -> Nursery:
     return _nurseries[-1]
 
 
+_sizes = Sizes()
+
+
+def set_sizes(sizes: Sizes) -> None:
+    """Of pools made from now on."""
+    global _sizes
+    _sizes = sizes
+
+
 _pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Pool] = weakref.WeakKeyDictionary()
 
 
@@ -274,9 +304,9 @@ def pool() -> Pool:
     """The running event loop's pool; all share one fork server."""
     loop = asyncio.get_running_loop()
     if loop not in _pools:
-        _pools[loop] = Pool(nursery())
+        _pools[loop] = Pool(nursery(), _sizes)
     _pools[loop].use(nursery())
     return _pools[loop]
 
 
-__all__ = ["BusyError", "ConfinedError", "FaultError", "Limit", "Pool", "nursery", "pool"]
+__all__ = ["BusyError", "ConfinedError", "FaultError", "Limit", "Pool", "Sizes", "nursery", "pool", "set_sizes"]

@@ -22,6 +22,7 @@ class Header(msgspec.Struct):
     options: dict[str, object]
     cpu_s: int
     memory: int
+    nice: int = 0
 
 
 class Hello(msgspec.Struct):

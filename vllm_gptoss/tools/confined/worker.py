@@ -173,6 +173,7 @@ def _limit(header: Header, ready: _Ready) -> None:
         (resource.RLIMIT_NPROC, 0),
     ):
         cage.set_rlimit(kind, value)
+    os.nice(header.nice)
     signal.signal(signal.SIGPROF, _out_of_time)
     signal.setitimer(signal.ITIMER_PROF, header.cpu_s)
     if ready.program:
