@@ -48,6 +48,7 @@ from vllm_gptoss.tools.protocol import (
 from vllm_gptoss.tools.server import ToolServer, ToolServerOptions
 from vllm_gptoss.tools.service.access import VARIABLE, Doorkeeper, Keys, caller_of, load_keys
 from vllm_gptoss.tools.service.files import file_routes
+from vllm_gptoss.tools.service.sessions import DEFAULT, SessionLimits, Sessions
 from vllm_gptoss.tools.service.wire import ANSWERED, MAX_FILES, Answered, Asked, KeptFile, asked, container_id
 from vllm_gptoss.tools.version import VERSION
 
@@ -167,7 +168,9 @@ def _block(part: Content) -> types.TextContent | types.ImageContent:
     return types.TextContent(type="text", text=text)
 
 
-def http_app(providers: Sequence[GatedProvider], host: str, keys: Keys | None = None) -> Starlette:
+def http_app(
+    providers: Sequence[GatedProvider], host: str, keys: Keys | None = None, limits: SessionLimits = DEFAULT
+) -> Starlette:
     """Every tool over streamable HTTP and SSE, for who has one of `keys`.
 
     Without any, on the loopback, other Host and Origin headers are refused: a web page could reach it else.
@@ -185,7 +188,11 @@ def http_app(providers: Sequence[GatedProvider], host: str, keys: Keys | None = 
         prefixes = [f"/{provider.name}", *([""] if len(providers) == 1 else [])]
         for prefix in prefixes:
             server = tool_server(provider)
-            inner = server.streamable_http_app(streamable_http_path=f"{prefix}/mcp", transport_security=security)
+            inner = server.streamable_http_app(
+                streamable_http_path=f"{prefix}/mcp",
+                transport_security=security,
+                max_sessions=None,  # `Sessions` bounds them
+            )
             routes += [*_sse(server, prefix, security), *inner.routes]
             lifespans.append(inner.router.lifespan_context)
         routes += file_routes(provider) if _is_python(provider) else []
@@ -197,7 +204,8 @@ def http_app(providers: Sequence[GatedProvider], host: str, keys: Keys | None = 
                 await stack.enter_async_context(enter(app))
             yield
 
-    return Starlette(routes=routes, lifespan=lifespan, middleware=[Middleware(Doorkeeper, keys=keys)])
+    middleware = [Middleware(Doorkeeper, keys=keys), Middleware(Sessions, limits=limits)]
+    return Starlette(routes=routes, lifespan=lifespan, middleware=middleware)
 
 
 async def _health(request: Request) -> Response:
@@ -238,6 +246,7 @@ class Listening:
     keys_file: Path | None = None
     proxies: str = "127.0.0.1"
     open_to_all: bool = False
+    sessions: SessionLimits = DEFAULT
 
     def keys(self) -> Keys:
         """Raises `ToolConfigError` where others could come in without a key, and nobody has said that they may."""
@@ -276,7 +285,7 @@ async def serve_tools(spec: str, transport: Literal["http", "stdio"], at: Listen
                 raise ToolConfigError("stdio serves one tool: say python or browser")
             await run_stdio(providers[0])
             return
-        app = http_app(providers, at.host, keys)
+        app = http_app(providers, at.host, keys, at.sessions)
         await uvicorn.Server(uvicorn.Config(app, host=at.host, port=at.port, forwarded_allow_ips=at.proxies)).serve()
 
 
@@ -291,6 +300,10 @@ def serve(
     proxies: Annotated[
         str, typer.Option(help="addresses whose X-Forwarded-* headers are believed, by commas")
     ] = "127.0.0.1",
+    caller_sessions: Annotated[
+        int, typer.Option(min=1, help="MCP sessions of one key; its longest unused end")
+    ] = 2_000,
+    max_sessions: Annotated[int, typer.Option(min=1, help="MCP sessions of all keys")] = 8_000,
     no_auth: Annotated[bool, typer.Option("--no-auth", help="serve whoever reaches the port")] = False,
 ) -> None:
     """Serve the python and browser tools as MCP servers: for replicas of ours, and for other engines."""
@@ -300,7 +313,7 @@ def serve(
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")  # on stderr
     logging.getLogger("vllm_gptoss").setLevel(logging.INFO)
     try:
-        at = Listening(host, port, keys_file, proxies, no_auth)
+        at = Listening(host, port, keys_file, proxies, no_auth, SessionLimits(caller_sessions, max_sessions))
         asyncio.run(serve_tools(spec, "stdio" if transport == "stdio" else "http", at))
     except ToolConfigError as error:
         typer.echo(f"error: {error}", err=True)

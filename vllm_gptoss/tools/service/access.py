@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mcp.server.auth.middleware.bearer_auth import AuthenticatedUser
+from mcp.server.auth.provider import AccessToken
 from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -85,7 +87,13 @@ class Doorkeeper:
             refused = JSONResponse({"error": "a key of this service is needed"}, 401, headers=challenge)
             await refused(scope, receive, send)
             return
-        await self._app({**scope, _CALLER: caller}, receive, send)
+        await self._app({**scope, **identity(caller)}, receive, send)
+
+
+def identity(caller: str) -> dict[str, Any]:
+    """The part of a request's scope that names its caller. The `mcp` package binds sessions to its `user`."""
+    user = AuthenticatedUser(AccessToken(token="", client_id=caller, scopes=[])) if caller else None
+    return {_CALLER: caller, "user": user}
 
 
 def caller_of(connection: HTTPConnection | None) -> str:
