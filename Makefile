@@ -23,10 +23,11 @@ endif
 .PHONY: demo serve test test-gpu check soak lint environment environment-test environment-soak model clean
 
 demo: environment       ## serve the bundled small gpt-oss with real vLLM and ask it a question
-	@"$(BIN)/python" -m demo.run
+	@exec "$(BIN)/python" -m demo.run --end-with-parent
 
-serve: environment      ## the same server, kept running
-	@"$(BIN)/python" -m demo.run --keep
+PORT ?= 8000
+serve: environment      ## the same server, kept running on port 8000, or `make serve PORT=8123`
+	@exec "$(BIN)/python" -m demo.run --end-with-parent --keep --port "$(PORT)"
 
 test: environment-test lint  ## everything that needs no GPU; COVERAGE=1 counts lines too
 	@"$(BIN)/python" scripts/vllm_source.py

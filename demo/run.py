@@ -1,6 +1,7 @@
 """`make demo`: serves the small gpt-oss with real vLLM and the plugin, and asks it a question.
 
-`python -m demo.run --keep` leaves the server running until Ctrl-C.
+`python -m demo.run --keep` leaves the server running until Ctrl-C, SIGTERM, or the terminal closes. vLLM ends with this
+process, however it ends (`supervise.py`).
 """
 
 from __future__ import annotations
@@ -8,25 +9,40 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import select
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from demo import ask
+from demo import ask, supervise
 from demo.expand import model_dir
 from demo.server import NAME, Server, ServerError, serve
+from vllm_gptoss.tools.sandbox import linux
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = Path(os.environ.get("GPTOSS_CACHE", ROOT / ".cache"))
+
+_ENDING: list[int] = []
+"""The first signal."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="demo.run", description=__doc__)
     parser.add_argument("--keep", action="store_true", help="leave the server running until Ctrl-C")
-    parser.add_argument("--port", type=int, default=None, help="a fixed port; default: a free one")
+    parser.add_argument("--port", type=port_number, default=None, help="a fixed port; default: a free one")
+    parser.add_argument("--end-with-parent", action="store_true", help="end when the parent process ends")
     options = parser.parse_args()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _exit)
+    if sys.stdin.isatty():
+        threading.Thread(target=_end_with_terminal, daemon=True).start()
+    if options.end_with_parent:
+        linux.die_with_parent(signal.SIGTERM)
     console = Console()
     CACHE.mkdir(exist_ok=True)
     began = time.monotonic()
@@ -44,6 +60,7 @@ def main() -> int:
                         ["--tool-server", "demo"],
                         {"GPTOSS_BROWSER_DOCUMENTS": str(ROOT / "demo" / "documents")},
                         port=options.port,
+                        popen=supervise.popen,
                         progress=lambda s: status.update(f"vLLM is starting, {s:.0f} s (usually 30 to 60)"),
                     )
                 )
@@ -60,9 +77,33 @@ def main() -> int:
     return 0
 
 
+def port_number(text: str) -> int:
+    """Raises `ValueError`, which argparse reports."""
+    port = int(text)
+    if not 1 <= port <= 65535:
+        raise ValueError
+    return port
+
+
+def _exit(number: int, frame: Any) -> None:
+    """Ends the program once: an exception for the next signal would interrupt the server's end."""
+    if not _ENDING:
+        _ENDING.append(number)
+        raise SystemExit(128 + number)
+
+
+def _end_with_terminal() -> None:
+    """Linux sends SIGHUP to the leader of the session alone; where that is make, make waits for this process."""
+    terminal = select.poll()
+    terminal.register(sys.stdin, 0)  # hang-ups are always reported
+    terminal.poll()
+    os.kill(os.getpid(), signal.SIGHUP)
+
+
 def _keep(console: Console, server: Server) -> None:
     console.print(f"\nThe server keeps running at {server.api}. Ctrl-C stops it.")
-    server.process.wait()
+    while server.process.poll() is None:
+        time.sleep(0.2)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.metadata
 import os
 import signal
@@ -64,13 +65,21 @@ class Server:
         return f"{self.url}/v1"
 
 
-def reserved() -> socket.socket:
-    """A socket on a port that nobody else is given while it is open. It does not listen, so that a server that sets
-    SO_REUSEADDR, as vLLM's and uvicorn's do, can bind that port too; one only looked up may be taken before it is used.
+def reserved(port: int = 0) -> socket.socket:
+    """A socket on `port`, or on a port that nobody else is given while it is open. It does not listen, so that a server
+    that sets SO_REUSEADDR, as vLLM's and uvicorn's do, can bind that port too; one only looked up may be taken before.
+
+    Raises:
+        ServerError: another server listens on `port`, or it may not be bound.
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind(("127.0.0.1", 0))
+    try:
+        held.bind(("127.0.0.1", port))
+    except OSError as error:
+        held.close()
+        why = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
+        raise ServerError(f"Port {port} {why}. Choose another one, for example `make serve PORT=8123`.") from None
     return held
 
 
@@ -102,10 +111,10 @@ def serve(
     """Starts `vllm serve`, waits until it is healthy, and stops its whole process group in the end. popen: how.
 
     Raises:
-        ServerError: it did not become healthy.
+        ServerError: the port is in use, or the server did not become healthy.
     """
-    with reserved() as held:
-        port = port or int(held.getsockname()[1])
+    with reserved(port or 0) as held:
+        port = int(held.getsockname()[1])
         with log.open("wb") as out:
             process = popen(
                 command(model, port, base_arguments, arguments),
