@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
