@@ -12,7 +12,8 @@ import pytest
 
 from demo import dataset
 from demo.conversation import BUILTIN, Conversation, Step, conversations, function, tools
-from vllm_gptoss.tools.browser.provider import BrowserConfig, BrowserProvider
+from vllm_gptoss.tools.browser.provider import BrowserProvider
+from vllm_gptoss.tools.browser.settings import BrowserConfig
 from vllm_gptoss.tools.protocol import SessionOptions, ToolCall
 
 DOCUMENTS = Path(__file__).parents[2] / "demo" / "documents"

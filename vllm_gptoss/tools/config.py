@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from vllm_gptoss.tools.browser.guard import host_entry
-from vllm_gptoss.tools.browser.provider import BrowserConfig
+from vllm_gptoss.tools.browser.settings import BrowserConfig
 from vllm_gptoss.tools.mcp.settings import McpServerConfig, check_name, from_command
 from vllm_gptoss.tools.service.settings import ServiceConfig
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Final
 
-from vllm_gptoss.tools.browser.markup import PageError
-from vllm_gptoss.tools.browser.reader import LIMIT, Reader
+from vllm_gptoss.tools.confined import Limit
+from vllm_gptoss.tools.missing import reason
 from vllm_gptoss.tools.protocol import CALLER
 
-MAX_BYTES: Final = LIMIT.payload
+_MISSING = ""
+try:
+    from vllm_gptoss.tools.browser.markup import PageError
+    from vllm_gptoss.tools.browser.reader import Reader
+except ImportError as error:
+    _MISSING = f"this server cannot read PDF files: {reason(error)}"
+    logging.getLogger(__name__).warning("Requests with PDF files are rejected: %s", reason(error))
+
+MAX_BYTES: Final = Limit().payload
 """Of one document."""
 
 
@@ -22,6 +31,8 @@ async def pdf_text(data: bytes, name: str, caller: str) -> str:
     Raises:
         DocumentError: it is none, or takes too long or too much.
     """
+    if _MISSING:
+        raise DocumentError(_MISSING)
     CALLER.set(caller)
     try:
         return (await Reader().pdf(data, name)).text

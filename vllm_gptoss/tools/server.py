@@ -14,14 +14,13 @@ from pydantic import ValidationError
 
 from vllm_gptoss.tools.browser.guard import Guard, host_matches, literal
 from vllm_gptoss.tools.browser.page import estimate_tokens
-from vllm_gptoss.tools.browser.provider import BrowserProvider
+from vllm_gptoss.tools.browser.settings import BrowserConfig
 from vllm_gptoss.tools.config import ToolConfigError, ToolsPlan, first_problem, parse_spec
 from vllm_gptoss.tools.gate import GatedProvider
-from vllm_gptoss.tools.mcp.provider import McpProvider
 from vllm_gptoss.tools.mcp.settings import McpServerConfig, checked_headers
-from vllm_gptoss.tools.mcp.transport import Dialer
+from vllm_gptoss.tools.missing import reason
 from vllm_gptoss.tools.protocol import Namespace, SessionOptions, ToolProvider, ToolSession
-from vllm_gptoss.tools.service.nodes import ServiceProvider
+from vllm_gptoss.tools.service.settings import ServiceConfig
 from vllm_gptoss.tools.slots import Slots
 
 logger = logging.getLogger(__name__)
@@ -65,7 +64,7 @@ class ToolServer:
 
     @classmethod
     def from_spec(cls, spec: str, options: ToolServerOptions | None = None) -> ToolServer:
-        """The server that `--tool-server spec` describes, not yet started.
+        """The server that `--tool-server spec` describes, not yet started. A tool whose package is missing is off.
 
         Raises:
             ToolConfigError: `spec`, or a file it names, is wrong; nothing about tools being down.
@@ -73,19 +72,19 @@ class ToolServer:
         options = options or ToolServerOptions()
         environ = os.environ if options.environ is None else options.environ
         plan = parse_spec(spec, environ)
-        taken = plan.names
-        providers: list[ToolProvider] = [
-            McpProvider(label, config, Dialer(config, environ=environ), taken=taken) for label, config in plan.mcp
+        providers = [
+            _loaded(label or config.url or "mcp", _mcp, label, config, {"environ": environ}, plan.names)
+            for label, config in plan.mcp
         ]
         if plan.service is not None:
             if plan.python is not None:
                 logger.info("python runs on the tools service; this server starts none of its own")
-            providers.append(ServiceProvider(plan.service, environ))
+            providers.append(_loaded("python", _service, plan.service, environ))
         # Last, so that a server that the operator labels `python` or `browser` takes a built-in tool's place.
         if plan.python is not None and plan.service is None:
-            providers.append(_python({**options.python_defaults, **plan.python}))
+            providers.append(_loaded("python", _python, {**options.python_defaults, **plan.python}))
         if plan.browser is not None:
-            providers.append(BrowserProvider(plan.browser, environ=environ, count_tokens=options.count_tokens))
+            providers.append(_loaded("browser", _browser, plan.browser, environ, options.count_tokens))
         return cls(providers, plan)
 
     def shared_by(self, processes: int) -> None:
@@ -180,8 +179,11 @@ class ToolServer:
             connect_timeout_s=requests.connect_timeout_s,
             require_approval="never",  # the operator has no rule of its own here: the request's counts
         )
-        dialer = Dialer(config, guard, headers, environ={})
-        inner = McpProvider(str(tool.get("server_label") or ""), config, dialer)
+        try:
+            dial = {"guard": guard, "headers": headers, "environ": {}}
+            inner = _mcp(str(tool.get("server_label") or ""), config, dial)
+        except ImportError as error:
+            raise NotAllowedError(f"this server cannot connect to MCP servers: {reason(error)}") from None
         provider = GatedProvider(inner, public=False)
         try:
             await provider.start()
@@ -213,16 +215,42 @@ class ToolServer:
         )
 
 
-def _python(options: Mapping[str, Any]) -> ToolProvider:
-    """The python tool, or a stand-in that says why there is none.
+def _loaded(name: str, make: Callable[..., ToolProvider], *args: Any) -> ToolProvider:
+    """What `make` returns; where it cannot import a package, a stand-in whose reason names the package."""
+    try:
+        return make(*args)
+    except ImportError as error:
+        return _Missing(name, reason(error))
 
+
+def _mcp(
+    label: str, config: McpServerConfig, dial: Mapping[str, Any], taken: frozenset[str] = frozenset()
+) -> ToolProvider:
+    from vllm_gptoss.tools.mcp.provider import McpProvider
+    from vllm_gptoss.tools.mcp.transport import Dialer
+
+    return McpProvider(label, config, Dialer(config, **dial), taken=taken)
+
+
+def _service(config: ServiceConfig, environ: Mapping[str, str]) -> ToolProvider:
+    from vllm_gptoss.tools.service.nodes import ServiceProvider
+
+    return ServiceProvider(config, environ)
+
+
+def _browser(config: BrowserConfig, environ: Mapping[str, str], count_tokens: Callable[[str], int]) -> ToolProvider:
+    from vllm_gptoss.tools.browser.provider import BrowserProvider
+
+    return BrowserProvider(config, environ=environ, count_tokens=count_tokens)
+
+
+def _python(options: Mapping[str, Any]) -> ToolProvider:
+    """
     Raises:
         ToolConfigError: an option is wrong.
     """
-    try:
-        from vllm_gptoss.tools.python import PythonOptions, PythonProvider
-    except ImportError as error:
-        return _Missing("python", f"the python tool cannot be loaded: {error}")
+    from vllm_gptoss.tools.python import PythonOptions, PythonProvider
+
     try:
         return PythonProvider(PythonOptions(**options))
     except ValidationError as error:

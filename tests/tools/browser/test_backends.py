@@ -17,7 +17,8 @@ from starlette.routing import Route
 
 from tests.support.servers import running
 from vllm_gptoss.tools.browser.backends import API_BACKENDS, BackendError
-from vllm_gptoss.tools.browser.provider import BrowserConfig, BrowserProvider, choose_backend
+from vllm_gptoss.tools.browser.provider import BrowserProvider, choose_backend
+from vllm_gptoss.tools.browser.settings import BrowserConfig
 from vllm_gptoss.tools.protocol import SessionOptions, ToolCall, ToolResult
 
 KEY = "sk-very-secret"

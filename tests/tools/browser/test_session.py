@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from vllm_gptoss.tools.browser.page import Link, Page
-from vllm_gptoss.tools.browser.provider import BrowserConfig, BrowserProvider
+from vllm_gptoss.tools.browser.provider import BrowserProvider
 from vllm_gptoss.tools.browser.session import BrowserSession
+from vllm_gptoss.tools.browser.settings import BrowserConfig
 from vllm_gptoss.tools.browser.state import State
 from vllm_gptoss.tools.protocol import BrowserAction, SessionOptions, Source, ToolCall, ToolResult
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from vllm_gptoss.tools.browser.guard import host_entry
-from vllm_gptoss.tools.browser.provider import BrowserConfig
+from vllm_gptoss.tools.browser.settings import BrowserConfig
 from vllm_gptoss.tools.config import ToolConfigError, parse_spec
 from vllm_gptoss.tools.mcp.settings import McpServerConfig, MissingVariableError, bearer, expand
 from vllm_gptoss.tools.server import ToolServer, ToolServerOptions

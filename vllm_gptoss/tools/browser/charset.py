@@ -5,6 +5,7 @@ Python's own codecs include ones that are no charsets and quadratic ones: `punyc
 
 from __future__ import annotations
 
+import charset_normalizer  # noqa: F401  bs4's `UnicodeDammit` guesses with it where it is installed
 import webencodings
 from bs4.dammit import EncodingDetector, UnicodeDammit
 

@@ -16,13 +16,12 @@ from vllm_gptoss.tools.browser.page import Page
 from vllm_gptoss.tools.browser.reader import Body, Reader
 from vllm_gptoss.tools.browser.robots import Robots
 from vllm_gptoss.tools.browser.robots_txt import MAX_BYTES as ROBOTS_BYTES
+from vllm_gptoss.tools.browser.settings import AGENT
 from vllm_gptoss.tools.confined.content import ACCEPT_ENCODING
-from vllm_gptoss.tools.version import NAME, VERSION
 
 logger = logging.getLogger(__name__)
 
 _HEADER = 200  # characters of a header that say anything
-AGENT = f"{NAME}/{VERSION}"
 _ACCEPT = "text/html,application/xhtml+xml,text/plain,text/markdown,application/pdf;q=0.9,application/json;q=0.8"
 
 

@@ -11,6 +11,7 @@ from collections import Counter
 from typing import Any
 from urllib.parse import urljoin, urlsplit
 
+import lxml.etree  # noqa: F401  bs4 imports its parser only when it reads a page, in a worker
 from bs4 import BeautifulSoup, Comment, Tag, XMLParsedAsHTMLWarning
 from bs4.element import NavigableString
 from markdown_it import MarkdownIt

@@ -9,15 +9,14 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
-
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+from typing import Any
 
 from vllm_gptoss.tools.browser.backends import API_BACKENDS, ApiBackend, Backend, BackendError, Offline
-from vllm_gptoss.tools.browser.fetch import AGENT, Fetcher, FetchLimits
-from vllm_gptoss.tools.browser.guard import Guard, host_entry
+from vllm_gptoss.tools.browser.fetch import Fetcher, FetchLimits
+from vllm_gptoss.tools.browser.guard import Guard
 from vllm_gptoss.tools.browser.page import Viewer, estimate_tokens
 from vllm_gptoss.tools.browser.session import BrowserSession, Places
+from vllm_gptoss.tools.browser.settings import BrowserConfig
 from vllm_gptoss.tools.browser.state import State
 from vllm_gptoss.tools.confined import ConfinedError, pool
 from vllm_gptoss.tools.protocol import BROWSER, Namespace, SessionOptions, ToolProvider
@@ -26,43 +25,6 @@ logger = logging.getLogger(__name__)
 
 _VIEW_TOKENS = {"low": 512, "medium": 1024, "high": 2048}
 _ADDRESS_VARIABLES = {"searxng": "SEARXNG_URL"}
-
-
-class BrowserConfig(BaseModel):
-    """The `browser` section of tools.yaml. Everything has a default; nothing needs a key."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    backend: str = "auto"
-    documents: Path | None = Field(
-        default=None, description="folder of html, md, txt and pdf files that the model may search"
-    )
-    documents_url: str = Field(
-        default="file:///", description="what documents that declare no URL get before their path"
-    )
-    url: str = Field(default="", description="address of the search backend, for SearXNG or a gateway")
-    api_key: SecretStr = SecretStr("")
-    open_with: Literal["fetch", "backend", "documents"] = "fetch"
-    respect_robots: bool = True
-    user_agent: str = AGENT
-    allow_hosts: list[str] = Field(default=[], description="non-public `host` or `host:port` that may be opened")
-    max_bytes: int = Field(default=5_000_000, gt=0)
-    timeout_s: float = Field(default=20.0, gt=0)
-    idle_s: float = Field(default=3600.0, gt=0, description="when a conversation's pages are forgotten")
-    max_conversations: int = Field(default=1000, gt=0)
-    cache_mib: int = Field(default=1024, gt=0, description="what the pages of all conversations may take together")
-
-    @field_validator("backend")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        if name not in (known := ("auto", "offline", "fetch", *API_BACKENDS)):
-            raise ValueError(f"there is no backend {name!r}, only {', '.join(known)}")
-        return name
-
-    @field_validator("allow_hosts")
-    @classmethod
-    def _hosts(cls, entries: list[str]) -> list[str]:
-        return [host_entry(entry) for entry in entries]
 
 
 def choose_backend(config: BrowserConfig, environ: Mapping[str, str]) -> str:

@@ -169,7 +169,6 @@ def warm() -> None:
     for module in pkgutil.iter_modules(encodings.__path__):
         if module.name not in ("mbcs", "oem"):  # Windows' own
             importlib.import_module(f"encodings.{module.name}")
-    importlib.import_module("charset_normalizer")
     for module in pkgutil.walk_packages(pypdf.__path__, "pypdf."):
         with contextlib.suppress(ImportError):  # what needs a package that is not there
             importlib.import_module(module.name)
