@@ -97,10 +97,13 @@ def test_without_our_responses_the_parser_still_loads() -> None:
     """GPTOSS_ENDPOINT=0 is about /v1/responses: chat completions would else lose malformed output again."""
     show = "from vllm_gptoss import _vllm as v; print(v.allowed_endpoint_plugins())"
     assert "gptoss" in python(DISCOVER + show, VLLM_PLUGINS=None, GPTOSS_ENDPOINT="0").stdout.splitlines()[-1]
-    parts = "from vllm_gptoss import plugin, settings; print(*plugin._parts(settings.Settings(endpoint=False)))"
-    done = python(parts)
-    assert "ChatCompletions" in done.stdout
-    assert "ResponsesEndpoint" not in done.stdout
+    parts = (
+        "from fastapi import FastAPI; from tests.harmony.arguments import arguments;"
+        "from vllm_gptoss import parts, settings;"
+        "made = parts.Parts(FastAPI(), arguments(), settings.Settings(endpoint=False));"
+        "print([each.kind.name for each in made.installed])"
+    )
+    assert python(parts).stdout.splitlines()[-1] == "['completions', 'chat completions', 'event loop watch']"
 
 
 @pytest.mark.vllm

@@ -44,6 +44,7 @@ ORDER = (
     "responses",
     "loop_watch",
     "front",
+    "parts",
     "plugin",
     "recipes",
     "doctor",

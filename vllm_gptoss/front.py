@@ -1,14 +1,16 @@
 """What the API server's process sets for itself once it serves gpt-oss: less work for each streamed token.
 
-Called by the endpoint plugin (`plugin.GptOssEndpoint.init_state`), once per API server process.
+A part of the endpoint plugin (`parts.py`), once per API server process.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
+from typing import Any
 
 from vllm_gptoss import _vllm
+from vllm_gptoss.loop_watch import LoopWatch
 
 logger = logging.getLogger(__name__)
 
@@ -29,3 +31,21 @@ def settle() -> None:
         " vLLM's variables are read once (GPTOSS_HOST=stock leaves all of it as vLLM has it).",
         YOUNG,
     )
+
+
+class Host:
+    """A part of the endpoint plugin: the watch of the event loop, and `settle` unless `GPTOSS_HOST=stock`."""
+
+    def __init__(self) -> None:
+        self._is_lean = False
+        self._watch = LoopWatch()
+
+    def attach(self, app: Any, args: Any, settings: Any) -> None:
+        del app, args
+        self._is_lean = settings.host != "stock"
+
+    async def start(self, engine_client: Any, state: Any, args: Any) -> None:
+        del engine_client, state, args
+        self._watch.start()
+        if self._is_lean:
+            settle()

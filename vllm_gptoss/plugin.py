@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_gptoss import _vllm, parent_death, spec
-from vllm_gptoss.settings import Settings
+from vllm_gptoss.settings import Settings, SettingsError
 from vllm_gptoss.version import __version__
 
 ENDPOINT_GROUP = "vllm.endpoint_plugins"
@@ -79,15 +79,11 @@ def register() -> None:
     if why := _vllm.outside_range(_vllm.version()):
         _say(f"stepping aside: {why}. vLLM serves gpt-oss without the plugin.")
         return
-    for name, entry in REGISTRATIONS:
+    for name, entry in (*REGISTRATIONS, *ENVIRONMENT):
         try:
             entry()
         except Exception as error:  # a moved vLLM internal must not stop a server of another model
             _say(f"not registered: {name}: {type(error).__name__}: {error}. Run `vllm-gptoss doctor`.")
-    _allow_endpoint()
-    _tell_ray_workers()
-    if _is_run_batch() and not _is_off("parser"):
-        _read_batches()
 
 
 def endpoint_is_off() -> bool:
@@ -107,16 +103,15 @@ def _is_run_batch() -> bool:
 
 def _read_batches() -> None:
     """Installs the parser where vLLM loads no endpoint plugin: `vllm run-batch` builds its handlers without an app."""
+    if not _is_run_batch() or _is_off("parser"):
+        return
     from vllm_gptoss.harmony.vllm_parser import install
 
-    try:
-        if install():
-            _say(
-                "run-batch: gpt-oss output is read by our parser; prompts, constraints and stop strings are vLLM's own,"
-                " because run-batch loads no endpoint plugins"
-            )
-    except Exception as error:
-        _say(f"not installed: the parser for run-batch: {type(error).__name__}: {error}")
+    if install():
+        _say(
+            "run-batch: gpt-oss output is read by our parser; prompts, constraints and stop strings are vLLM's own,"
+            " because run-batch loads no endpoint plugins"
+        )
 
 
 def _allow_endpoint() -> None:
@@ -155,6 +150,13 @@ def _tell_ray_workers() -> None:
         os.environ[COPIED] = ",".join([*named, *missing])
 
 
+ENVIRONMENT: tuple[tuple[str, Callable[[], None]], ...] = (
+    ("the endpoint plugin", _allow_endpoint),
+    ("settings of Ray's workers", _tell_ray_workers),
+    ("the parser of run-batch", _read_batches),
+)
+
+
 def _say(line: str) -> None:
     # Plugins load before vLLM sets its logging up: a logger's line would not appear.
     print(f"vllm-gptoss {__version__}: {line}", file=sys.stderr, flush=True)
@@ -167,46 +169,44 @@ class GptOssEndpoint:
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
-        self._parts: list[Any] = []
-        self._watch: Any = None
-        self._is_lean = False
+        self._parts: Any = None
 
     def attach_router(self, app: Any) -> None:
         """Adds our routes, when the served model is gpt-oss; otherwise leaves the app as it is.
 
         vLLM's interface gives this hook no model, but the app's arguments name it and its config has been read by then.
-        """
-        from vllm_gptoss import aside
 
+        Raises:
+            SettingsError: a setting is wrong, or asks for a part that failed.
+        """
         args: Namespace = app.state.args
         # `register` logs the reason. With VLLM_PLUGINS set, vLLM loads the endpoint even then.
         if _vllm.outside_range(_vllm.version()) or _vllm.model_type(args) != spec.MODEL_TYPE:
             return
-        _vllm.share_logging()  # vLLM sets its logging up between loading plugins and here
-        settings = Settings.load(getattr(args, "additional_config", None))
+        try:
+            _vllm.share_logging()  # vLLM sets its logging up between loading plugins and here
+            self._attach(app, args, Settings.load(getattr(args, "additional_config", None)))
+        except SettingsError:
+            raise
+        except Exception as error:
+            _say(f"vLLM's own endpoints serve ({type(error).__name__}: {error}). Run `vllm-gptoss doctor`.")
+
+    def _attach(self, app: Any, args: Namespace, settings: Settings) -> None:
+        from vllm_gptoss import aside
+        from vllm_gptoss.parts import Parts
+        from vllm_gptoss.tools.confined import Sizes, set_sizes
+
         if settings.host != "stock" and not aside.fits("streams", "streams"):
             settings = settings.model_copy(update={"host": "stock"})
-        self._parts = _parts(settings)
-        self._is_lean = settings.host != "stock"
-        _set_workers(settings)
-        for part in self._parts:
-            part.attach(app, args, settings)
-        if self._parts:
+        set_sizes(Sizes(settings.workers, settings.caller_worker_queue, settings.worker_queue))
+        self._parts = Parts(app, args, settings)
+        if self._parts.installed:
             _bound(app, args, settings)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Starts what the routes need: the store and the tools."""
-        for part in self._parts:
-            await part.start(engine_client, state, args)
-        if self._parts:
-            from vllm_gptoss.loop_watch import LoopWatch
-
-            self._watch = LoopWatch()
-            self._watch.start()
-        if self._is_lean:
-            from vllm_gptoss import front
-
-            front.settle()
+        if self._parts is not None:
+            await self._parts.start(engine_client, state, args)
 
 
 def _bound(app: Any, args: Namespace, settings: Settings) -> None:
@@ -216,21 +216,6 @@ def _bound(app: Any, args: Namespace, settings: Settings) -> None:
     callers.set_keys_are_checked(app, settings.checked_keys or _vllm.checks_keys(args))
     sizes = (settings.max_body_bytes, settings.max_body_values, settings.caller_body_bytes, settings.total_body_bytes)
     bodies.bound(app, bodies.BodyLimits(*sizes))
-
-
-def _set_workers(settings: Settings) -> None:
-    from vllm_gptoss.tools.confined import Sizes, set_sizes
-
-    set_sizes(Sizes(settings.workers, settings.caller_worker_queue, settings.worker_queue))
-
-
-def _parts(settings: Settings) -> list[Any]:
-    """What serves requests: each has `attach(app, args, settings)` and `async start(engine_client, state, args)`."""
-    from vllm_gptoss.completions import Completions
-    from vllm_gptoss.harmony.endpoint import ChatCompletions
-    from vllm_gptoss.responses.endpoint import ResponsesEndpoint
-
-    return [Completions(), ChatCompletions(), *([ResponsesEndpoint()] if settings.endpoint else [])]
 
 
 __all__ = ["GptOssEndpoint", "endpoint_is_off", "register"]

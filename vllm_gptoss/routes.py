@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from starlette.routing import BaseRoute
 
 
 def posts(app: FastAPI) -> dict[str, APIRoute]:
@@ -17,3 +18,20 @@ def posts(app: FastAPI) -> dict[str, APIRoute]:
 def add_beside(app: FastAPI, core: APIRoute, ours: Callable[..., Any]) -> None:
     """Adds `ours` beside `core`, which vLLM then takes out."""
     app.add_api_route(core.path, ours, methods=["POST"], dependencies=core.dependencies, responses=core.responses)
+
+
+def put_back(app: FastAPI, ours: Sequence[BaseRoute], before: Sequence[BaseRoute]) -> None:
+    """Takes `ours` out of the app. vLLM has removed the route that each replaced: it returns from `before`."""
+    routes: list[BaseRoute] = []
+    for route in app.router.routes:
+        if not any(route is each for each in ours):
+            routes.append(route)
+        elif isinstance(route, APIRoute):
+            theirs = [each for each in before if isinstance(each, APIRoute) and _answers_same(each, route)]
+            routes += theirs[-1:]  # another plugin's stands behind vLLM's, which it replaces
+    app.router.routes[:] = routes
+    app.openapi_schema = None
+
+
+def _answers_same(one: APIRoute, other: APIRoute) -> bool:
+    return one.path == other.path and bool(one.methods & other.methods)

@@ -9,8 +9,10 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from vllm_gptoss.settings import SettingsError
 
-class YamlFileError(ValueError):
+
+class YamlFileError(SettingsError):
     """A file that cannot be used; the message has `file:line: …` for each reason."""
 
 

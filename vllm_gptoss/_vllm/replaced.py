@@ -6,8 +6,9 @@ this happens in a server of another model. `tests/contract/test_door.py` counts 
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,6 +129,7 @@ FILLED: Mapping[str, frozenset[str]] = {
         }
     ),
     "responses/endpoint.py": frozenset({"args.tool_server"}),
+    "_vllm/replaced.py": frozenset({"theirs[name]", "args.tool_server", "state.tool_server", "handler.tool_server"}),
     "_vllm/runner.py": frozenset({"parallel.worker_cls", "scheduling.scheduler_cls"}),
     "runner/scheduler.py": frozenset(
         {
@@ -179,6 +181,60 @@ def use_parser(ours: type) -> None:
     module.HarmonyParser = ours
 
 
+@contextlib.contextmanager
+def own_parser_on_error(state: Any) -> Iterator[None]:
+    """After an exception in the block, vLLM's own parser again: in its module, and in each handler of the `state`."""
+    try:
+        yield
+    except Exception:
+        from vllm.parser import harmony as module
+
+        ours = module.HarmonyParser
+        theirs = next(base for base in ours.__mro__ if base.__module__ == module.__name__)
+        for name in (
+            "reasoning_parser_cls",
+            "tool_parser_cls",
+            "tool_strict_level",
+        ):  # set on ours as handlers are made
+            setattr(theirs, name, getattr(ours, name))
+        module.HarmonyParser = theirs
+        for handler in _table(state).values():
+            fields = getattr(handler, "__dict__", {})
+            fields.update({name: theirs for name, value in fields.items() if value is ours})
+        raise
+
+
+async def use_tool_server(state: Any, args: Any, spec: str) -> None:
+    """Starts vLLM's own tool server `spec` for vLLM's own Responses handler. Raises whatever vLLM raises for `spec`."""
+    from vllm.entrypoints.mcp.tool_server import init_tool_server
+
+    args.tool_server = spec
+    state.tool_server = await init_tool_server(args)
+    if (handler := getattr(state, "openai_serving_responses", None)) is not None:
+        handler.tool_server = state.tool_server
+
+
+def remember(*objects: Any) -> Callable[[], None]:
+    """A function that gives `objects` the attributes that they have now. An app's state stands for its values too."""
+    tables = [_table(each) for each in objects]
+    tables += [vars(value) for table in tables for name, value in table.items() if name in CHANGED and value]
+    kept = [(table, dict(table)) for table in tables]
+
+    def restore() -> None:
+        for table, values in kept:
+            for name in table.keys() - values.keys():
+                del table[name]
+            table.update(values)
+
+    return restore
+
+
+def _table(each: Any) -> dict[str, Any]:
+    """The attributes of an object; Starlette's `State` keeps its own in a dictionary."""
+    found: dict[str, Any] = vars(each)
+    return found.get("_state", found)
+
+
 def use_chat_prompt(renderer: Any, wrap: Callable[[Any], Any]) -> bool:
     """Gives `renderer` the prompt that `wrap` makes of its own step; False where it has no such step."""
     upstream = getattr(renderer, "_make_request_with_harmony", None)
@@ -190,6 +246,8 @@ def use_chat_prompt(renderer: Any, wrap: Callable[[Any], Any]) -> bool:
 
 CHAT_HANDLERS = ("openai_serving_chat", "openai_serving_chat_batch", "anthropic_serving_messages")
 """vLLM's handlers that read a model's output as chat does, by their names in the app's state."""
+CHANGED = (*CHAT_HANDLERS, "openai_serving_completion", "online_renderer", "structured_outputs_config")
+"""Objects in the app's state and in the arguments, some of whose attributes we set."""
 
 
 def watch_generation(state: Any, wrap: Callable[[Any], Any]) -> None:

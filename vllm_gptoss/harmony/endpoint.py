@@ -40,8 +40,11 @@ class ChatCompletions:
         """Installs the parser and fills in the arguments without which vLLM would drop tool calls."""
         self._is_on = bool(settings.parser and install())
         self._streams = settings.host != "stock"
-        if not self._is_on:
-            return
+        if self._is_on:
+            with replaced.own_parser_on_error(app.state):
+                self._attach(app, args, settings)
+
+    def _attach(self, app: Any, args: Namespace, settings: Any) -> None:
         if not chat_route.replace_route(app):
             logger.warning("Chat completions refuse tool_choice allowed_tools: vLLM has no such route to replace.")
         if not messages_route.replace_route(app):
@@ -67,8 +70,11 @@ class ChatCompletions:
 
     async def start(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Gives vLLM's renderer our prompt, and its chat handlers our stop strings; see `_vllm/replaced.py`."""
-        if not self._is_on:
-            return
+        if self._is_on:
+            with replaced.own_parser_on_error(state):
+                self._start(state, args)
+
+    def _start(self, state: Any, args: Namespace) -> None:
         makes_text = not self._streams or getattr(args, "enable_log_outputs", False)
         replaced.watch_generation(state, partial(AnswerStops, makes_text=makes_text))
         if self._streams:

@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI
 
+from vllm_gptoss._vllm import replaced
 from vllm_gptoss.harmony.tokens import encode
 from vllm_gptoss.responses.errors import ApiError
 from vllm_gptoss.responses.options import ResponsesOptions
@@ -20,9 +21,13 @@ from vllm_gptoss.responses.run.background import Background
 from vllm_gptoss.responses.run.context import ContainerOwners, Models, ServerContext
 from vllm_gptoss.responses.run.engine import Engine, VllmEngine
 from vllm_gptoss.responses.run.service import Service
+from vllm_gptoss.responses.state.database import check_driver
 from vllm_gptoss.responses.state.sealing import KeyRing, new_key, parse_keys
 from vllm_gptoss.responses.state.store import Store
 from vllm_gptoss.responses.transport import container_routes, conversation_routes, response_routes
+from vllm_gptoss.settings import SettingsError
+from vllm_gptoss.tools.config import ToolConfigError
+from vllm_gptoss.tools.missing import reason
 from vllm_gptoss.tools.server import ToolServer, ToolServerOptions
 
 logger = logging.getLogger(__name__)
@@ -39,6 +44,7 @@ class ResponsesEndpoint:
         self._service: Service | None = None
         self._background: Background | None = None
         self._tools: ToolServer | None = None
+        self._taken = ""
         self._templates = Templates.load(self.options.prompts)
         self.patience = 0.0
         self._is_direct = True
@@ -47,9 +53,7 @@ class ResponsesEndpoint:
         """The plugin's first hook. Takes `--tool-server` for itself: vLLM would dial it as an MCP server of its own.
 
         Raises:
-            ToolConfigError: the tool servers are not described rightly.
-            ValueError: a `GPTOSS_RESPONSES_*` variable has no possible value.
-            YamlFileError: a file of prompt templates cannot be used.
+            SettingsError: tool servers, a `GPTOSS_RESPONSES_*` variable or a file of prompt templates cannot be used.
         """
         self.options = ResponsesOptions.load(settings.store, settings.strict_tools, settings.prompts)
         self._templates = Templates.load(self.options.prompts)
@@ -57,18 +61,40 @@ class ResponsesEndpoint:
         self._is_direct = settings.host != "stock"
         spec = settings.tools or getattr(args, "tool_server", None)
         if spec:
-            self._tools = ToolServer.from_spec(spec, ToolServerOptions(count_tokens=lambda text: len(encode(text))))
-            args.tool_server = None
+            try:
+                self._tools = ToolServer.from_spec(spec, ToolServerOptions(count_tokens=lambda text: len(encode(text))))
+            except ToolConfigError as error:
+                raise SettingsError(str(error)) from None
+            self._taken, args.tool_server = getattr(args, "tool_server", None) or "", None
             self._tools.shared_by(getattr(args, "api_server_count", None) or 1)
+        if self.options.url:
+            check_driver(self.options.url)
         self.attach_router(app)
 
     async def start(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """The plugin's second hook."""
+        """The plugin's second hook. After an exception, vLLM has its `--tool-server`.
+
+        Raises:
+            SettingsError: the exception, if vLLM's own tool server does not accept the `--tool-server`.
+        """
         providers = Providers()
-        if self._tools:
-            await self._tools.start()
-            providers = Providers(self._tools.providers, self._tools.remote)
-        await self.init_state(engine_client, state, args, providers)
+        try:
+            if self._tools:
+                await self._tools.start()
+                providers = Providers(self._tools.providers, self._tools.remote)
+            await self.init_state(engine_client, state, args, providers)
+        except Exception as error:
+            await self.aclose()
+            if self._taken:
+                await self._give_back(state, args, error)
+            raise
+
+    async def _give_back(self, state: Any, args: Namespace, why: Exception) -> None:
+        try:
+            await replaced.use_tool_server(state, args, self._taken)
+        except Exception:
+            what = f"--tool-server {self._taken} needs the plugin's Responses API, which failed: {reason(why)}"
+            raise SettingsError(what) from why
 
     @property
     def service(self) -> Service:
@@ -110,9 +136,14 @@ class ResponsesEndpoint:
     async def open(self, engine: Engine, models: Models, providers: Providers) -> None:
         """Opens the store and begins to answer. Raises `StoreError`."""
         store = Store(self.options) if self.options.url else None
-        if store:
-            await store.open()
-        keys = KeyRing(await self._keys(store))
+        try:
+            if store:
+                await store.open()
+            keys = KeyRing(await self._keys(store))
+        except Exception:
+            if store:
+                await store.aclose()
+            raise
         owners = ContainerOwners(store)
         context = ServerContext(engine, models, self.options, providers, store, keys, self._templates, owners)
         self._service = Service(context)

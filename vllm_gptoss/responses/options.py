@@ -8,6 +8,8 @@ from pathlib import Path
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from vllm_gptoss.settings import SettingsError
+
 DAY = 86_400
 PREFIX = "GPTOSS_RESPONSES_"
 
@@ -53,14 +55,14 @@ class ResponsesOptions(BaseSettings):
         """From the environment, but for the three arguments, which are settings of the plugin with variables there.
 
         Raises:
-            ValueError: a variable has no possible value; the message names it.
+            SettingsError: a variable has no possible value; the message names it.
         """
         try:
             return cls(store=store, strict_tools=strict_tools, prompts=prompts)
         except ValidationError as error:
             problem = error.errors()[0]
             name = f"{PREFIX}{str(problem['loc'][0]).upper()}"
-            raise ValueError(f"{name}={problem['input']!r}: {problem['msg']}") from None
+            raise SettingsError(f"{name}={problem['input']!r}: {problem['msg']}") from None
 
     @property
     def url(self) -> str | None:
