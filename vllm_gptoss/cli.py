@@ -7,12 +7,17 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import typer
-from rich.console import Console
-from rich.table import Table
-
-from vllm_gptoss.doctor import Finding, Status, examine
+from vllm_gptoss.tools.missing import reason
 from vllm_gptoss.version import __version__
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.table import Table
+
+    from vllm_gptoss.doctor import Finding, Status, examine
+except ImportError as error:
+    raise SystemExit(f"vllm-gptoss cannot run: {reason(error)}") from None
 
 app = typer.Typer(name="vllm-gptoss", no_args_is_help=True, add_completion=False, help="gpt-oss on vLLM.")
 
@@ -63,9 +68,9 @@ def _add_eval() -> None:
 for _add in (_add_tools, _add_bench, _add_recipes, _add_eval):
     try:
         _add()
-    except ModuleNotFoundError as _error:  # where packages are missing, `doctor` must run and name them all
+    except ImportError as _error:  # where packages are missing, `doctor` must run and name them all
         _what = _add.__name__.removeprefix("_add_")
-        typer.echo(f"no `{_what}` commands: {_error}; `vllm-gptoss doctor` says what to install", err=True)
+        typer.echo(f"no `{_what}` commands: {reason(_error)}", err=True)
 
 _STYLE = {Status.OK: "green", Status.INFO: "cyan", Status.WARNING: "yellow", Status.PROBLEM: "bold red"}
 

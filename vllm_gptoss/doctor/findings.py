@@ -154,15 +154,19 @@ def active(probe: dict[str, Any]) -> Findings:
         why = compatibility.why_not(name)
         detail = f"vLLM's own: {why}" if why else "ours: vLLM has the functions that they were tested with"
         yield Finding(Status.INFO if why else Status.OK, f"plugin: {part}", detail)
+    failed: dict[str, str] = probe.get("parts") or {}
+    for part, why in failed.items():
+        what = f"vLLM's own implementation is used: {why.partition('; ')[0]}"
+        yield Finding(Status.PROBLEM, f"plugin: {part}", what, why.partition("; ")[2] or "reinstall vllm-gptoss")
     endpoint = "gptoss" in (probe.get("endpoint_plugins") or ())
     if probe.get("rust_frontend"):
         what = "VLLM_USE_RUST_FRONTEND is set: no Python serves requests; /v1/responses, tools, Harmony are vLLM's"
         yield Finding(Status.WARNING, "Rust front end", what, "unset VLLM_USE_RUST_FRONTEND; kernels are ours anyway")
     if endpoint_is_off():
         yield Finding(Status.INFO, "plugin: endpoint", "/v1/responses is vLLM's own: GPTOSS_ENDPOINT is off")
-    elif endpoint:
+    elif endpoint and "Responses API" not in failed:
         yield Finding(Status.OK, "plugin: endpoint", f"/v1/responses is ours (VLLM_PLUGINS={probe['VLLM_PLUGINS']})")
-    else:
+    elif not endpoint:
         yield Finding(Status.PROBLEM, "plugin: endpoint", "/v1/responses is vLLM's own", _inactive(probe))
 
 

@@ -30,6 +30,9 @@ def discover() -> dict[str, Any]:
         answer["endpoint_plugins"] = _vllm.allowed_endpoint_plugins()
         answer["rust_frontend"] = _vllm.uses_rust_frontend()
         answer["variables"] = _vllm.environment_variables()
+        from vllm_gptoss import parts
+
+        answer["parts"] = parts.failures()
     except Exception as error:
         answer["error"] = f"{type(error).__name__}: {error}"
     answer["VLLM_PLUGINS"] = os.environ.get("VLLM_PLUGINS")
