@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from tests.support import warm_vllm
-from vllm_gptoss.bench import decode, memory, results, shapes, together, traces, worker
+from vllm_gptoss.bench import decode, memory, results, shapes, traces, worker
 from vllm_gptoss.bench.results import Results, ResultsError
 from vllm_gptoss.bench.worker import EngineRun
 from vllm_gptoss.cli import app
@@ -228,53 +227,3 @@ def test_the_command_ends_with_its_budget(tmp_path: Path) -> None:
     nothing = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert nothing.returncode == 1
     assert "not measured, 1 s are left of 1" in nothing.stdout
-
-
-def together_jobs(*variants: str, batches: tuple[int, ...] = (1, 8), **more: Any) -> list[EngineRun]:
-    return [EngineRun("120b", variant, batches, **more) for variant in variants]
-
-
-def test_engines_that_do_not_fit_at_once_are_told_apart_from_those_that_do() -> None:
-    """By hand: 61.4 GiB of weights each; 8 x 704 tokens of 36 layers x 512 values of 6 bytes, and 0.5 GiB: 1.1 GiB."""
-    assert not together.too_much(together_jobs("plugin", "triton"), 139.8)
-    for jobs in (
-        together_jobs("plugin", "triton", "marlin"),
-        together_jobs("plugin", "triton", batches=(256,)),
-        together_jobs("plugin", "triton", prompt=8192),
-        together_jobs("plugin", "triton", options={"kv_cache_memory_bytes": 10 * 2**30}),
-    ):
-        assert together.too_much(jobs, 139.8), jobs
-    assert not together.too_much(together_jobs("plugin", "triton", "marlin", tensor_parallel=2), 139.8)
-    said = together.too_much(together_jobs("plugin:experts=marlin", "triton"), 79.2)
-    assert "plugin:experts=marlin 66.0 of weights and 1.1 of KV cache, triton 61.4 of weights and 1.1" in said
-    assert said.endswith("of the GPU's 79.2")
-
-
-def test_a_gpu_that_is_too_small_for_all_ends_the_command_before_any_engine(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    head = {"gpu": "NVIDIA H100 80GB HBM3", "vllm": "0.33.0", "torch": "2", "date": "2026-11-24", "command": ""}
-    monkeypatch.setattr(decode, "_machine", lambda: (head, 79.2))
-    monkeypatch.setattr(together, "started", lambda jobs: pytest.fail("an engine was started"))
-    command = ["bench", "decode", "--together", "--models", "20b,120b", "--out", str(tmp_path / "r.json")]
-    done = CliRunner().invoke(app, command, env={"COLUMNS": "2000"})
-    assert done.exit_code == 2
-    assert "120b does not fit: in GiB, plugin 61.4 of weights and" in done.output
-    assert "leave --together out, or name fewer --variants or --batches" in done.output
-
-
-@pytest.mark.slow
-@pytest.mark.vllm
-def test_engines_beside_each_other_are_measured_in_turns(bench: Bench, tmp_path: Path) -> None:
-    """One that cannot start costs the others nothing; start and memory beside others say nothing and are not kept."""
-    variants = ["--variants", "plugin,plugin:layers=upstream,triton", "--batches", "1,2", "--rounds", "2"]
-    code, out, errors = bench("--together", "--budget", "350", *variants)
-    assert code == 1, out + errors
-    assert "triton: ended with 1" in errors
-    record = json.loads((tmp_path / "r.json").read_text())
-    measured = {
-        of["variant"]: [[row["batch"] for row in one["rows"]] for one in of["rounds"]] for of in record["measurements"]
-    }
-    assert measured == {"plugin": [[1, 2], [1, 2]], "plugin:layers=upstream": [[1, 2], [1, 2]]}
-    assert [failure["variant"] for failure in record["failures"]] == ["triton"]
-    assert all(engine["start_s"] is None and engine["kv_gib"] is None for engine in record["engines"])

@@ -8,8 +8,7 @@ Each variant runs in a process of its own (vLLM's in-process engine, dummy weigh
 cache); rounds interleave the variants, repeats are inside a process. TPOT = (time for the whole output - time for one
 token) / (output - 1); of many requests it also holds steps in which some still read their prompt. `decode_ms` is a step
 while all of them decode, and GPU time the same by torch.profiler: the union of kernel intervals, so overlapping
-launches count once. Dummy weights route about uniformly; `--skew` sends every token to the same experts. `--together`
-starts all variants of a model at once, as far as the GPU's memory goes, and measures them in turns.
+launches count once. Dummy weights route about uniformly; `--skew` sends every token to the same experts.
 
 Writes `decode-<gpu>-<date>.json` after every process: medians over repeats and rounds, and the spread (largest -
 smallest) / median. The same command again measures only what the file lacks. A running server is measured by
@@ -19,21 +18,19 @@ smallest) / median. The same command again measures only what the file lacks. A 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from vllm_gptoss.bench import memory, shapes, together, worker
+from vllm_gptoss.bench import memory, shapes, worker
 from vllm_gptoss.bench.results import Results, ResultsError
 from vllm_gptoss.bench.worker import PLUGIN, EngineRun
 
@@ -116,42 +113,6 @@ class Campaign:
         typer.echo(f"{job.model} {job.variant}: {why}", err=True)
         self.results.add_failure(job, why)
 
-    def run_together(self, jobs: Sequence[EngineRun], rounds: int) -> bool:
-        """Measures what `rounds` rounds of all jobs lack, on the GPU at the same time. False: not all of it."""
-        jobs = [job for job in jobs if any(self.results.done(job, batch) < rounds for batch in job.batches)]
-        with together.started(jobs) as engines:
-            able = [engine for engine in engines if self._answer(engine)]
-            for round_ in range(rounds):
-                records: dict[str, dict[str, Any]] = {}
-                for batch, engine in itertools.product(jobs[0].batches if jobs else (), list(able)):
-                    if engine in able and self.results.done(engine.job, batch) <= round_:
-                        engine.ask(batch)
-                        if (found := self._answer(engine)) is None:
-                            able.remove(engine)
-                        else:
-                            self._keep_turn(engine.job, found, records)
-        return len(able) == len(jobs)
-
-    def _keep_turn(self, job: EngineRun, found: dict[str, Any], records: dict[str, dict[str, Any]]) -> None:
-        """Adds the last row of what an engine found to its record of this round."""
-        row = found["rows"][-1]
-        if job.variant not in records:
-            records[job.variant] = {**found, "rows": []}
-            self.results.add_run(job, records[job.variant])
-        records[job.variant]["rows"].append(row)
-        self.results.write(self.path)
-        _say(job, {**found, "rows": [row]})
-
-    def _answer(self, engine: together.EngineProcess) -> dict[str, Any] | None:
-        """What an engine has measured when asked; None, and why is said, where it will measure no more."""
-        try:
-            if (found := engine.answer(lambda: self.left() - GRACE)) is None:
-                typer.echo(f"{engine.job.model} {engine.job.variant}: stopped, the time is up")
-            return found
-        except ChildProcessError as error:
-            self._failed(engine.job, str(error))
-            return None
-
 
 _ALSO = {"decode_ms": "while all decode", "gpu_ms": "GPU"}
 
@@ -159,8 +120,7 @@ _ALSO = {"decode_ms": "while all decode", "gpu_ms": "GPU"}
 def _say(job: EngineRun, record: dict[str, Any]) -> None:
     if not record["rows"]:
         return
-    start = f"start {record['start_s']:.0f} s" if "start_s" in record else "beside others"
-    typer.echo(f"{job.model} {job.variant} {job.prompt}/{job.output}: {start}")
+    typer.echo(f"{job.model} {job.variant} {job.prompt}/{job.output}: start {record['start_s']:.0f} s")
     for row in record["rows"]:
         more = "".join(f", {name} {row[key]:.3f}" for key, name in _ALSO.items() if key in row)
         typer.echo(f"  batch {row['batch']}: TPOT {statistics.median(row['tpot_ms']):.3f} ms{more}")
@@ -178,29 +138,23 @@ def main(
     eagle3: Annotated[int, typer.Option(help="EAGLE3 draft tokens a step; a dummy draft, so none is accepted")] = 0,
     profile: Annotated[bool, typer.Option(help="GPU time per step from torch.profiler")] = True,
     options: Annotated[str, typer.Option(help='further engine arguments, JSON: {"kv_cache_dtype": "fp8"}')] = "{}",
-    together_: Annotated[bool, typer.Option("--together", help="all variants on the GPU at once, in turns")] = False,
     budget: Annotated[float, typer.Option(help="end within so many seconds with what there is; 0: no limit")] = 0.0,
     out: Annotated[Path, typer.Option(help="folder for, or path of, the results")] = Path("benchmarks/results"),
 ) -> None:
     """Measures TPOT and GPU time per step of the plugin and of vLLM's own backends."""
-    path, found, gib = _open(out)
+    path, found = _open(out)
     campaign = Campaign(found, path, budget)
     sizes = tuple(int(batch) for batch in batches.split(","))
     shared = (repeats, tensor_parallel, skew, eagle3, profile, json.loads(options))
     for model in models.split(","):
         shapes.shape(model)
-    groups = [
-        [EngineRun(model, variant, sizes, prompt, output, *shared) for variant in variants.split(",")]
+    jobs = [
+        EngineRun(model, variant, sizes, prompt, output, *shared)
         for prompt, output in lengths(lengths_)
         for model in models.split(",")
+        for variant in variants.split(",")
     ]
-    if together_:
-        for jobs in groups:
-            if gib and (why := together.too_much(jobs, gib)):
-                raise typer.BadParameter(f"{why}: leave --together out, or name fewer --variants or --batches")
-        done = [campaign.run_together(jobs, rounds) for jobs in groups]
-    else:
-        done = [campaign.run(job, round_) for round_ in range(rounds) for jobs in groups for job in jobs]
+    done = [campaign.run(job, round_) for round_ in range(rounds) for job in jobs]
     _finish(found, path)
     if not all(done):
         typer.echo("not everything was measured: the same command again continues", err=True)
@@ -221,32 +175,31 @@ def merge(
     _finish(whole, out)
 
 
-def _open(out: Path) -> tuple[Path, Results, float]:
-    """The results file, what is in it already, and the memory of one GPU, in GiB; 0: there is none."""
-    head, gib = _machine()
+def _open(out: Path) -> tuple[Path, Results]:
+    """The results file, and what is in it already."""
+    head = _machine()
     name = head["gpu"].replace("NVIDIA ", "").replace(" ", "-").lower()
     path = out if out.suffix == ".json" else out / f"decode-{name}-{head['date']}.json"
     if not path.exists():
-        return path, Results(head), gib
+        return path, Results(head)
     try:
         found = Results.read(path)
         found.must_match(head)
     except ResultsError as error:
         raise typer.BadParameter(str(error)) from None
     typer.echo(f"continuing {path}")
-    return path, found, gib
+    return path, found
 
 
-def _machine() -> tuple[dict[str, Any], float]:
-    """What the file says of this machine, and a GPU's GiB, asked in a process of its own: this one must hold none."""
-    code = "import torch; from vllm_gptoss import _vllm, device; d = device.detect(); "
-    code += "gib = 0 if d.vendor == 'cpu' else d.memory_gib; "
-    code += "print(d.name, _vllm.version() or 'unknown', torch.__version__, gib, sep='\\n')"
+def _machine() -> dict[str, Any]:
+    """The head of the file, from a process of its own: this one must hold no GPU memory."""
+    code = "import torch; from vllm_gptoss import _vllm, device; "
+    code += "print(device.detect().name, _vllm.version() or 'unknown', torch.__version__, sep='\\n')"
     said = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout
-    gpu, vllm, torch, gib = said.splitlines()[-4:]
+    gpu, vllm, torch = said.splitlines()[-3:]
     arguments = " ".join(argument for argument in sys.argv[1:] if argument not in ("bench", "decode"))
     command = f"vllm-gptoss bench decode {arguments}".strip()
-    return {"gpu": gpu, "vllm": vllm, "torch": torch, "date": str(date.today()), "command": command}, float(gib)
+    return {"gpu": gpu, "vllm": vllm, "torch": torch, "date": str(date.today()), "command": command}
 
 
 def _finish(found: Results, path: Path) -> None:

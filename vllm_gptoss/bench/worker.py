@@ -30,8 +30,7 @@ class EngineRun:
     """What one process measures.
 
     variant: `plugin`, `plugin:layers=upstream;experts=triton` (settings of ours), or a name of vLLM's `--moe-backend`.
-    eagle3: draft tokens per step, 0 for none; options: further engine arguments; seconds: stop after so many, 0: never;
-    by_turns: other processes share the GPU; which batch to measure, and when, comes on stdin, a number a line.
+    eagle3: draft tokens per step, 0 for none; options: further engine arguments; seconds: stop after so many, 0: never.
     """
 
     model: str
@@ -46,7 +45,6 @@ class EngineRun:
     profile: bool = True
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
-    by_turns: bool = False
 
     @property
     def is_plugin(self) -> bool:
@@ -92,9 +90,6 @@ def engine_options(job: EngineRun, directory: Path) -> dict[str, Any]:
         "tensor_parallel_size": job.tensor_parallel,
         "compilation_config": {"cudagraph_capture_sizes": [size * verified for size in sizes]},
     }
-    if job.by_turns:
-        options["kv_cache_memory_bytes"] = turns_kv_bytes(job)
-        options["gpu_memory_utilization"] = 0.1
     if job.eagle3:
         (directory / "draft").mkdir(exist_ok=True)
         (directory / "draft" / "config.json").write_text(json.dumps(shapes.draft_config(model)))
@@ -107,14 +102,6 @@ def engine_options(job: EngineRun, directory: Path) -> dict[str, Any]:
     if "max_cudagraph_capture_size" in job.options:
         del options["compilation_config"]  # vLLM refuses sizes that end elsewhere
     return {**options, **job.options}
-
-
-def turns_kv_bytes(job: EngineRun) -> int:
-    """KV cache of a job beside others: half more than all requests need. To measure what is free would take the others'
-    memory for this process's."""
-    model, tokens = shapes.shape(job.model), max(*job.batches, 1) * (job.prompt + job.output + 64)
-    values = tokens * model.layers * model.kv_heads * model.head_size // job.tensor_parallel
-    return int(job.options.get("kv_cache_memory_bytes", 6 * values + 2**29))
 
 
 def measure(job: EngineRun, save: Callable[[dict[str, Any]], None]) -> None:
@@ -131,15 +118,13 @@ def measure(job: EngineRun, save: Callable[[dict[str, Any]], None]) -> None:
     start_s = time.perf_counter() - began
     if job.skew:
         engine.apply_model(skew_routing)
-    result: dict[str, Any] = {**engine.collective_rpc(machine)[0], "rows": []}
-    if not job.by_turns:
-        result["start_s"] = start_s
-        result["memory"] = engine.collective_rpc(memory)
-        result["kv_blocks"] = engine.llm_engine.vllm_config.cache_config.num_gpu_blocks
+    result: dict[str, Any] = {**engine.collective_rpc(machine)[0], "rows": [], "start_s": start_s}
+    result["memory"] = engine.collective_rpc(memory)
+    result["kv_blocks"] = engine.llm_engine.vllm_config.cache_config.num_gpu_blocks
     run = _runner(engine, job.prompt)
     save(result)
     longest = 0.0
-    for batch in map(int, sys.stdin) if job.by_turns else job.batches:
+    for batch in job.batches:
         used = time.perf_counter() - began
         if job.seconds and used + longest > job.seconds:
             break
@@ -219,10 +204,10 @@ def memory(worker: Any) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def started(job: EngineRun, result: Path, stdin: int | None = None) -> Iterator[subprocess.Popen[bytes]]:
+def started(job: EngineRun, result: Path) -> Iterator[subprocess.Popen[bytes]]:
     """The process that runs `main` for a job, with its own group, which does not outlive the block."""
     command = [sys.executable, "-m", __name__, json.dumps(dataclasses.asdict(job)), str(result)]
-    process = subprocess.Popen(command, env=job.environment, stdin=stdin, stdout=sys.stderr, start_new_session=True)
+    process = subprocess.Popen(command, env=job.environment, stdout=sys.stderr, start_new_session=True)
     try:
         yield process
     finally:

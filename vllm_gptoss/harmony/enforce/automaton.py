@@ -63,10 +63,6 @@ class Automaton:
                     rest.append(state)
         return frozenset(found)
 
-    @property
-    def is_empty(self) -> bool:
-        return 0 not in self.alive()
-
 
 def _overlay(
     first: Sequence[tuple[int, int, int]], second: Sequence[tuple[int, int, int]]
