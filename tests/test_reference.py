@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support import mxfp4, tiny
+from tests.support import mxfp4, tiny, whole_model
 from vllm_gptoss import reference, spec
 from vllm_gptoss.checkpoint.config import Yarn
 
@@ -294,7 +294,7 @@ def test_logits_equal_transformers(bf16_checkpoint: Path, theirs, length: int) -
     tokens = torch.randint(0, 512, (length,), generator=torch.Generator().manual_seed(length))
     with torch.no_grad():
         want = theirs(tokens[None]).logits[0]
-    got = reference.forward(reference.load(bf16_checkpoint), tokens)
+    got = whole_model.forward(whole_model.load(bf16_checkpoint), tokens)
     # 4 layers x about 10 roundings in sequence, each 2^-24 of values up to about 30 and amplified by at most the
     # norms' 1/rms: 40 x 30 x 2^-24 = 7e-5 typical. 1e-3 leaves a decade; a wrong formula is off by > 0.1.
     assert (got - want).abs().max().item() < 1e-3
@@ -302,7 +302,7 @@ def test_logits_equal_transformers(bf16_checkpoint: Path, theirs, length: int) -
 
 
 def test_64_greedy_tokens_equal_transformers(bf16_checkpoint: Path, theirs) -> None:  # type: ignore[no-untyped-def]
-    model = reference.load(bf16_checkpoint)
+    model = whole_model.load(bf16_checkpoint)
     for seed, length in enumerate((5, 80)):  # the second passes the window on its way
         prompt = torch.randint(0, 510, (length,), generator=torch.Generator().manual_seed(seed))
         with torch.no_grad():
@@ -313,10 +313,10 @@ def test_64_greedy_tokens_equal_transformers(bf16_checkpoint: Path, theirs) -> N
         assert got == want
 
 
-def greedy_without(model: reference.Model, tokens: torch.Tensor, count: int, banned: int) -> list[int]:
+def greedy_without(model: whole_model.Model, tokens: torch.Tensor, count: int, banned: int) -> list[int]:
     out: list[int] = []
     for _ in range(count):
-        states = reference.hidden_states(model, torch.cat([tokens, torch.tensor(out, dtype=torch.int64)]))
+        states = whole_model.hidden_states(model, torch.cat([tokens, torch.tensor(out, dtype=torch.int64)]))
         logits = reference.linear(states[-1], model.head)
         logits[banned] = -math.inf
         out.append(int(logits.argmax()))
@@ -325,17 +325,19 @@ def greedy_without(model: reference.Model, tokens: torch.Tensor, count: int, ban
 
 def test_mxfp4_and_bf16_checkpoints_hold_the_same_model(bf16_checkpoint: Path, tmp_path: Path) -> None:
     shape = tiny.Shape(layers=4, hidden=96, intermediate=64, experts=8, active_experts=4)
-    packed = reference.load(tiny.write(tmp_path / "mxfp4", shape, "mxfp4", seed=5))
+    packed = whole_model.load(tiny.write(tmp_path / "mxfp4", shape, "mxfp4", seed=5))
     tokens = torch.arange(20)
-    assert torch.equal(reference.forward(packed, tokens), reference.forward(reference.load(bf16_checkpoint), tokens))
+    assert torch.equal(
+        whole_model.forward(packed, tokens), whole_model.forward(whole_model.load(bf16_checkpoint), tokens)
+    )
 
 
 def test_float64_and_bfloat16_bracket_float32(bf16_checkpoint: Path) -> None:
     """float32 is within 1e-3 of float64 (see above); bfloat16, 2^16 times coarser, is near but not equal."""
     tokens = torch.arange(40)
-    exact = reference.forward(reference.load(bf16_checkpoint, torch.float64), tokens)
-    single = reference.forward(reference.load(bf16_checkpoint), tokens)
-    coarse = reference.forward(reference.load(bf16_checkpoint, torch.bfloat16), tokens)
+    exact = whole_model.forward(whole_model.load(bf16_checkpoint, torch.float64), tokens)
+    single = whole_model.forward(whole_model.load(bf16_checkpoint), tokens)
+    coarse = whole_model.forward(whole_model.load(bf16_checkpoint, torch.bfloat16), tokens)
     assert (single - exact).abs().max() < 1e-3
     error = (coarse.double() - exact).abs()
     assert 1e-3 < error.mean() < 0.1 * exact.std()
@@ -346,9 +348,9 @@ def test_the_random_model_notices_what_is_left_out(bf16_checkpoint: Path, left_o
     """Guards the tests above: a model whose sinks or biases did not matter could not tell a wrong formula."""
     from dataclasses import replace
 
-    model = reference.load(bf16_checkpoint)
+    model = whole_model.load(bf16_checkpoint)
     value = -math.inf if left_out == "sinks" else 0.0
     layers = tuple(replace(at, **{left_out: torch.full_like(getattr(at, left_out), value)}) for at in model.layers)
     tokens = torch.arange(30)
-    change = reference.forward(replace(model, layers=layers), tokens) - reference.forward(model, tokens)
+    change = whole_model.forward(replace(model, layers=layers), tokens) - whole_model.forward(model, tokens)
     assert change.abs().mean() > 0.03

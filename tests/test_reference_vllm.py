@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import jobs, tiny
-from vllm_gptoss import reference
+from tests.support import jobs, tiny, whole_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(500)]
 
@@ -81,10 +80,10 @@ class Compared:
 
 
 @cache
-def oracles(directory: Path) -> tuple[reference.Model, reference.Model, reference.Model]:
-    exact = reference.load(directory)
+def oracles(directory: Path) -> tuple[whole_model.Model, whole_model.Model, whole_model.Model]:
+    exact = whole_model.load(directory)
     layers = tuple(replace(at, sinks=torch.full_like(at.sinks, -30.0)) for at in exact.layers)
-    return exact, reference.load(directory, torch.bfloat16), replace(exact, layers=layers)
+    return exact, whole_model.load(directory, torch.bfloat16), replace(exact, layers=layers)
 
 
 @pytest.fixture(scope="module", params=JOBS)
@@ -94,7 +93,7 @@ def compared(request: pytest.FixtureRequest, base: Path, answers: jobs.Results) 
     out = []
     for prompt, answer in zip(prompts(), answers.rounds(request.param)[0], strict=True):
         tokens = torch.tensor(prompt + answer["tokens"])
-        tables = [torch.log_softmax(reference.forward(model, tokens).float(), -1)[:-1] for model in models]
+        tables = [torch.log_softmax(whole_model.forward(model, tokens).float(), -1)[:-1] for model in models]
         theirs = answer["prompt_logprobs"][1:] + answer["logprobs"]
         assert len(theirs) == len(tokens) - 1
         positions = torch.tensor([position for position, at in enumerate(theirs) for _ in at])

@@ -9,13 +9,12 @@ rounds once on the way out, so float64 inputs give a float64 answer to compare k
 inputs give what transformers' `GptOssForCausalLM` computes in float32.
 
 Sources: arXiv:2508.10925 (model), arXiv:2309.00071 (YaRN), arXiv:2309.17453 (attention sinks), OCP
-Microscaling Formats (MX) v1.0 §5.3 and §6.3 (e2m1, e8m0, quantisation), the checkpoint openai/gpt-oss-20b.
+Microscaling Formats (MX) v1.0 §5.3 and §6.3 (e2m1, e8m0), the checkpoint openai/gpt-oss-20b.
 Not covered: batching, caches, speed, training.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -226,17 +225,6 @@ class ReferenceLayer:
     down_bias: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """All weights, in one dtype. embedding, head: [vocabulary, C]; norm: [C]."""
-
-    config: Config
-    embedding: Tensor
-    layers: tuple[ReferenceLayer, ...]
-    norm: Tensor
-    head: Tensor
-
-
 def attention_block(x: Tensor, layer: ReferenceLayer, config: Config, positions: Tensor) -> Tensor:
     """Norm, q/k/v, RoPE, sink attention, output projection, no residual. x: [T, C]; returns [T, C]."""
     t = rms_norm(x, layer.attention_norm, config.rms_norm_eps)
@@ -270,46 +258,22 @@ def block(x: Tensor, layer: ReferenceLayer, config: Config) -> Tensor:
     return x + mlp_block(x, layer, config)
 
 
-def hidden_states(model: Model, tokens: Tensor) -> Tensor:
-    """tokens: [T] int, one sequence from position 0; returns the normed last hidden states [T, C]."""
-    x = model.embedding[tokens]
-    for layer in model.layers:
-        x = block(x, layer, model.config)
-    return rms_norm(x, model.norm, model.config.rms_norm_eps)
-
-
-def forward(model: Model, tokens: Tensor) -> Tensor:
-    """tokens: [T] int; returns logits [T, vocabulary]."""
-    return linear(hidden_states(model, tokens), model.head)
-
-
 # Loading
 
 
 def hidden_states_of(
     tensors: Mapping[str, Tensor], config: Config, sequences: Sequence[Sequence[int]], dtype: torch.dtype
 ) -> list[Tensor]:
-    """`hidden_states` of each sequence of token ids, with one layer at a time in `dtype`. tensors: `read_tensors`."""
+    """The normed last hidden states [T, C] of each sequence of token ids, with one layer at a time in `dtype`.
+
+    tensors: `read_tensors`.
+    """
     embedding = tensors["model.embed_tokens.weight"]
     xs = [embedding[torch.tensor(tokens, device=embedding.device)].to(dtype) for tokens in sequences]
     for index in range(config.layers):
-        layer = _layer(tensors, index, config, dtype)
+        layer = layer_of(tensors, index, config, dtype)
         xs = [block(x, layer, config) for x in xs]
     return [rms_norm(x, tensors["model.norm.weight"].to(dtype), config.rms_norm_eps) for x in xs]
-
-
-def load(directory: Path | str, dtype: torch.dtype = torch.float32) -> Model:
-    """Read a checkpoint with OpenAI's key names, MXFP4 (`*_blocks`, `*_scales`) or BF16 (`gate_up_proj`).
-
-    Errors: KeyError names a tensor that is not there; use `vllm_gptoss.checkpoint` to check one properly.
-    """
-    directory = Path(directory)
-    config = Config.from_json(json.loads((directory / "config.json").read_text()))
-    tensors = read_tensors(directory)
-    layers = tuple(_layer(tensors, index, config, dtype) for index in range(config.layers))
-    embedding = tensors["model.embed_tokens.weight"].to(dtype)
-    head = tensors["lm_head.weight"].to(dtype)
-    return Model(config, embedding, layers, tensors["model.norm.weight"].to(dtype), head)
 
 
 def read_tensors(directory: Path, device: str = "cpu") -> dict[str, Tensor]:
@@ -322,7 +286,8 @@ def read_tensors(directory: Path, device: str = "cpu") -> dict[str, Tensor]:
     return tensors
 
 
-def _layer(tensors: Mapping[str, Tensor], index: int, config: Config, dtype: torch.dtype) -> ReferenceLayer:
+def layer_of(tensors: Mapping[str, Tensor], index: int, config: Config, dtype: torch.dtype) -> ReferenceLayer:
+    """Layer `index` of `tensors` (`read_tensors`), every weight dequantised to `dtype`."""
     prefix = f"model.layers.{index}."
 
     def get(name: str) -> Tensor:

@@ -15,7 +15,8 @@ from torch import Tensor
 from demo import checkpoint
 from demo.model import Shape, SmallGptOss
 from demo.widen import LIKE_20B, shifts, widen
-from vllm_gptoss import choose, describe, reference
+from tests.support import whole_model
+from vllm_gptoss import choose, describe
 from vllm_gptoss.choose.deployment import Deployment
 from vllm_gptoss.device import Device
 
@@ -40,7 +41,7 @@ def logits(folder: Path, shape: Shape, tensors: dict[str, Tensor], prompt: Tenso
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(checkpoint.config(shape) | {"vocab_size": TOKENS}))
-    return reference.forward(reference.load(folder, torch.float64), prompt)
+    return whole_model.forward(whole_model.load(folder, torch.float64), prompt)
 
 
 def test_every_logit_is_the_small_models(tmp_path: Path, tensors: dict[str, Tensor]) -> None:

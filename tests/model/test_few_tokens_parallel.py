@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.model import ranks
-from tests.support import warm_vllm
+from tests.support import warm_vllm, whole_model
 from vllm_gptoss import reference
 from vllm_gptoss.bench import checkpoint, shapes
 
@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wanted(model: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Normed hidden states and `ranks.AUX` states of every request, in float64."""
-    oracle = reference.load(model, torch.float64)
+    oracle = whole_model.load(model, torch.float64)
     found = []
     for tokens in ranks.sequences(SHAPE.vocabulary):
         x, aux = oracle.embedding[tokens], []
