@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_gptoss.callers import FullError
+from vllm_gptoss.responses.state.stored import StoreError
 
 
 class ApiError(Exception):
@@ -53,9 +54,9 @@ def id_taken(identifier: str) -> ApiError:
     return ApiError(f"The id '{identifier}' is taken.", param="request_id", code="invalid_value")
 
 
-def store_failed(error: Exception) -> ApiError:
-    """A `StoreError` as the client hears it: 503."""
-    return ApiError(str(error), code="store_failed", status=503, kind="server_error")
+def store_failed(error: StoreError) -> ApiError:
+    """A `StoreError` for the client: 507 for a quota, else 503."""
+    return ApiError(str(error), code=error.code, status=error.status, kind="server_error")
 
 
 def full(error: FullError, what: str, param: str | None = None) -> ApiError:

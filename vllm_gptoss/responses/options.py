@@ -20,7 +20,8 @@ class ResponsesOptions(BaseSettings):
 
     store: SQLAlchemy URL, a file path, or `off`; empty for SQLite in the user's state directory
     retention: seconds that a response is kept; 0 for ever
-    max_bytes: of all that is stored; the oldest go first
+    max_bytes, max_responses, max_conversations, max_items: of all that is stored; the largest key gives way
+    key_bytes, key_responses, key_conversations, key_items: of what one API key stores; 0 bytes for half of `max_bytes`
     max_response_bytes: of one response with its input
     tool_timeout: seconds that one tool call may take, behind the tools' own shorter limits
     secret: base64 of 32 bytes for encrypted reasoning; empty to make one and keep it in the store
@@ -39,6 +40,13 @@ class ResponsesOptions(BaseSettings):
     store: str = ""
     retention: float = 30 * DAY
     max_bytes: int = 8 << 30
+    max_responses: int = 2_000_000
+    max_conversations: int = 200_000
+    max_items: int = 10_000_000
+    key_bytes: int = 0
+    key_responses: int = 500_000
+    key_conversations: int = 50_000
+    key_items: int = 2_000_000
     max_response_bytes: int = 64 << 20
     tool_timeout: float = 900.0
     secret: str = ""
@@ -63,6 +71,11 @@ class ResponsesOptions(BaseSettings):
             problem = error.errors()[0]
             name = f"{PREFIX}{str(problem['loc'][0]).upper()}"
             raise SettingsError(f"{name}={problem['input']!r}: {problem['msg']}") from None
+
+    @property
+    def bytes_of_key(self) -> int:
+        """What one API key may store."""
+        return self.key_bytes or self.max_bytes // 2
 
     @property
     def url(self) -> str | None:

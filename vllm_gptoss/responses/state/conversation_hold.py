@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 from vllm_gptoss.responses.errors import ApiError, not_found
+from vllm_gptoss.responses.state.quotas import Usage
 from vllm_gptoss.responses.state.store import Store
 from vllm_gptoss.responses.state.stored import StoreError
 
@@ -21,6 +22,7 @@ class ConversationHold:
 
     def __init__(self, store: Store, tenant: str, conversation: str, response: str) -> None:
         self._rows = store.conversations
+        self._quotas = store.quotas
         self._seconds = store.config.heartbeat
         self._tenant = tenant
         self._conversation = conversation
@@ -28,7 +30,8 @@ class ConversationHold:
         self._renewing: asyncio.Task[None] | None = None
 
     async def take(self) -> None:
-        """Raises `ApiError` when the conversation does not exist, or another response works on it."""
+        """Raises `ApiError` when the conversation does not exist, or another response works on it; `QuotaError`."""
+        await self._quotas.make_room(self._tenant, Usage(items=1))
         if await self._rows.hold(self._tenant, self._conversation, self._response, self._seconds):
             return
         if await self._rows.get(self._tenant, self._conversation) is None:

@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from vllm_gptoss.responses.state.clock import now
+from vllm_gptoss.responses.state.quotas import Quotas, Usage
 from vllm_gptoss.responses.state.shielding import shield_methods
 from vllm_gptoss.responses.state.tables import conversation_items, conversations
 
@@ -28,20 +29,28 @@ Items = Sequence[tuple[dict[str, Any], Any]]
 class ConversationStore:
     """Part of `Store`, whose transactions `begin` gives; every method raises `StoreError` when the database does."""
 
-    def __init__(self, begin: Callable[[], AbstractAsyncContextManager[AsyncConnection]]) -> None:
+    def __init__(self, begin: Callable[[], AbstractAsyncContextManager[AsyncConnection]], quotas: Quotas) -> None:
         self._begin = begin
+        self._quotas = quotas
 
     async def put(
         self, tenant: str, identifier: str, labels: Mapping[str, str], created: float, items: Items = ()
     ) -> None:
-        """Writes a conversation, new with its first items, or changed."""
+        """Writes a conversation, new with its first items, or changed.
+
+        Raises:
+            QuotaError: the tenant may store no more.
+        """
         row = {"id": identifier, "tenant": tenant, "created": created, "metadata": json.dumps(dict(labels))}
         async with self._begin() as db:
             mine = _mine(tenant, identifier)
             changed = await db.execute(sa.update(conversations).where(mine).values(metadata=row["metadata"]))
-            if not changed.rowcount:
+        if not changed.rowcount:
+            rows = rows_of(identifier, items)
+            await self._quotas.make_room(tenant, usage_of(rows) + Usage(conversations=1))
+            async with self._begin() as db:
                 await db.execute(sa.insert(conversations).values(row))
-            await append(db, identifier, items)
+                await append(db, identifier, rows)
 
     async def get(self, tenant: str, identifier: str) -> tuple[float, dict[str, str]] | None:
         """When the conversation was made (seconds since 1970) and its metadata; None if it is not the tenant's."""
@@ -58,10 +67,19 @@ class ConversationStore:
                 await db.execute(sa.delete(conversation_items).where(inside))
         return bool(gone)
 
-    async def append(self, identifier: str, items: Items) -> None:
-        """Adds items at the end; without effect if the conversation is gone."""
+    async def append(self, identifier: str, items: Items, tenant: str = "") -> None:
+        """Adds items at the end; without effect if the conversation is gone.
+
+        `tenant`: whose quota is asked; empty for items of a response that has run, which are never refused.
+
+        Raises:
+            QuotaError: the tenant may store no more.
+        """
+        rows = rows_of(identifier, items)
+        if tenant:
+            await self._quotas.make_room(tenant, usage_of(rows))
         async with self._begin() as db:
-            await append(db, identifier, items)
+            await append(db, identifier, rows)
 
     async def items(self, identifier: str) -> list[tuple[dict[str, Any], Any]]:
         """The conversation's items in order, each with what is hidden behind it."""
@@ -115,39 +133,48 @@ class ConversationStore:
             return bool((await db.execute(held.values(held_by=holder, held_until=now() + seconds))).rowcount)
 
     async def release(self, identifier: str, holder: str) -> None:
-        """Gives the conversation free, if `holder` has it."""
+        """Gives the conversation free, if `holder` has it, and notes when."""
         mine = (conversations.c.id == identifier) & (conversations.c.held_by == holder)
         async with self._begin() as db:
-            await db.execute(sa.update(conversations).where(mine).values(held_by=None, held_until=None))
+            await db.execute(sa.update(conversations).where(mine).values(held_by=None, held_until=now()))
 
 
 def _mine(tenant: str, identifier: str) -> sa.ColumnElement[bool]:
     return (conversations.c.id == identifier) & (conversations.c.tenant == tenant)
 
 
-async def size(db: AsyncConnection) -> int:
-    """Bytes of all items of all conversations."""
-    return int(await db.scalar(sa.select(sa.func.coalesce(sa.func.sum(conversation_items.c.bytes), 0))) or 0)
-
-
-async def append(db: AsyncConnection, conversation: str, items: Items) -> None:
-    """Adds items that are not there yet at the end, if the conversation has not been deleted meanwhile."""
-    if not items:
-        return
-    if await db.scalar(sa.select(conversations.c.id).where(conversations.c.id == conversation)) is None:
-        logger.warning("Conversation %s was deleted; %d items for it are dropped", conversation, len(items))
-        return
-    names = {item["id"] for item, _ in items}
-    c = conversation_items.c
-    there = set((await db.execute(sa.select(c.id).where(c.conversation == conversation, c.id.in_(names)))).scalars())
+def rows_of(conversation: str, items: Items) -> list[dict[str, Any]]:
+    """Rows of `gptoss_conversation_items`."""
     rows = []
     for item, hidden in items:
-        if item["id"] in there:
-            logger.info("Conversation %s has the item %s already; it stays as it is", conversation, item["id"])
-            continue
-        there.add(item["id"])
         shown, kept = json.dumps(item), json.dumps(hidden) if hidden is not None else None
         row = {"conversation": conversation, "id": item["id"], "item": shown, "hidden": kept}
         rows.append(row | {"bytes": len(shown) + len(kept or "")})
-    if rows:
-        await db.execute(sa.insert(conversation_items), rows)
+    return rows
+
+
+def usage_of(rows: Sequence[Mapping[str, Any]]) -> Usage:
+    """What these items add to what their tenant stores."""
+    return Usage(items=len(rows), bytes=sum(row["bytes"] for row in rows))
+
+
+async def append(db: AsyncConnection, conversation: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Adds items that are not there yet at the end, if the conversation has not been deleted meanwhile."""
+    if not rows:
+        return
+    used = sa.case((conversations.c.held_by.is_(None), now()), else_=conversations.c.held_until)
+    mine = sa.update(conversations).where(conversations.c.id == conversation)
+    if not (await db.execute(mine.values(held_until=used))).rowcount:
+        logger.warning("Conversation %s was deleted; %d items for it are dropped", conversation, len(rows))
+        return
+    c = conversation_items.c
+    names = {row["id"] for row in rows}
+    there = set((await db.execute(sa.select(c.id).where(c.conversation == conversation, c.id.in_(names)))).scalars())
+    new: dict[str, Any] = {}
+    for row in rows:
+        if row["id"] not in there:
+            new.setdefault(row["id"], row)
+    if len(new) < len(rows):
+        logger.info("Conversation %s keeps %d items as they are", conversation, len(rows) - len(new))
+    if new:
+        await db.execute(sa.insert(conversation_items), list(new.values()))

@@ -16,7 +16,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from vllm_gptoss.responses.state.stored import Stored
-from vllm_gptoss.responses.state.tables import input_items, input_uses, responses
+from vllm_gptoss.responses.state.tables import input_items, input_uses
 
 INLINE = 1024
 """Characters of JSON up to which a request's input is kept as it is: one short question is no history."""
@@ -34,7 +34,7 @@ async def pack(db: AsyncConnection, stored: Stored) -> str:
     hashes = [hashlib.sha256(f"{stored.tenant}\0{text}".encode()).hexdigest() for text in texts]
     known = await _known(db, set(hashes))
     fresh = {
-        digest: {"hash": digest, "name": item["id"], "item": text, "bytes": len(text)}
+        digest: {"hash": digest, "name": item["id"], "item": text, "bytes": len(text), "tenant": stored.tenant}
         for digest, text, item in zip(reversed(hashes), reversed(texts), reversed(stored.input), strict=True)
         if digest not in known
     }
@@ -90,19 +90,3 @@ async def forget(db: AsyncConnection, keys: Sequence[str]) -> None:
         part = input_items.c.id.in_(numbers[at : at + 500])
         used = sa.exists().where(input_uses.c.item == input_items.c.id)
         await db.execute(sa.delete(input_items).where(part & ~used))
-
-
-async def size(db: AsyncConnection) -> int:
-    """Bytes of all items."""
-    return int(await db.scalar(sa.select(sa.func.coalesce(sa.func.sum(input_items.c.bytes), 0))) or 0)
-
-
-async def bytes_by_response(db: AsyncConnection) -> Mapping[str, int]:
-    """Bytes of items by the newest response that uses them: what goes when it goes, those before it gone."""
-    used = sa.select(input_uses.c.item, sa.func.max(responses.c.created).label("created"))
-    used = used.join(responses, responses.c.id == input_uses.c.response).group_by(input_uses.c.item)
-    newest = used.subquery()
-    query = sa.select(responses.c.id, sa.func.sum(input_items.c.bytes).label("bytes"))
-    query = query.join(newest, newest.c.created == responses.c.created)
-    query = query.join(input_items, input_items.c.id == newest.c.item).group_by(responses.c.id)
-    return {row.id: int(row.bytes) for row in await db.execute(query)}

@@ -24,9 +24,10 @@ from vllm_gptoss.responses.options import ResponsesOptions
 from vllm_gptoss.responses.state import input_items
 from vllm_gptoss.responses.state.clock import now
 from vllm_gptoss.responses.state.container_store import ContainerStore, forget_old
-from vllm_gptoss.responses.state.conversation_store import ConversationStore, append, size
+from vllm_gptoss.responses.state.conversation_store import ConversationStore, append, rows_of
 from vllm_gptoss.responses.state.database import cause_of, check_columns, connect, keep_private
 from vllm_gptoss.responses.state.event_store import EventStore, unfinished
+from vllm_gptoss.responses.state.quotas import Quotas, Usage, remove_responses
 from vllm_gptoss.responses.state.shielding import shield_methods
 from vllm_gptoss.responses.state.stored import (
     UNFINISHED,
@@ -38,12 +39,7 @@ from vllm_gptoss.responses.state.stored import (
     row_key,
     stored_of,
 )
-from vllm_gptoss.responses.state.tables import (
-    events,
-    item_index,
-    responses,
-    settings,
-)
+from vllm_gptoss.responses.state.tables import item_index, responses, settings
 from vllm_gptoss.responses.state.upgrade import upgrade
 
 logger = logging.getLogger(__name__)
@@ -61,7 +57,8 @@ class Store:
         self.config = config
         self._url = make_url(config.url)
         self._db = connect(self._url)
-        self.conversations = ConversationStore(self._begin)
+        self.quotas = Quotas(self._begin, config)
+        self.conversations = ConversationStore(self._begin, self.quotas)
         self.background = EventStore(self._begin)
         self.containers = ContainerStore(self._begin)
         self._swept = 0.0
@@ -147,7 +144,7 @@ class Store:
                 await _write_items(db, stored, conversation)
 
         await _retried(insert)
-        self._sweep_soon()
+        await self._settle(stored.tenant, Usage(responses=1, items=len(stored.input), bytes=row["bytes"]))
 
     async def update(self, stored: Stored, conversation: str | None = None) -> None:
         """Writes a background response that has changed, while it is unfinished.
@@ -165,11 +162,11 @@ class Store:
                 await _write_items(db, stored, conversation)
         if not changed.rowcount:
             raise LostError("The response was deleted, or ended by another server.")
-        self._sweep_soon()
+        await self._settle(stored.tenant, Usage(bytes=row["bytes"]))
 
     def _checked_row(self, stored: Stored) -> dict[str, Any]:
         row = stored.row()
-        size, limit = row["bytes"], self.config.max_response_bytes
+        size, limit = row["bytes"], min(self.config.max_response_bytes, self.config.bytes_of_key)
         if size > limit:
             raise TooLargeError(f"The response has {size} bytes; {limit} may be stored. Use 'store': false.")
         return row
@@ -217,7 +214,7 @@ class Store:
             async with self._begin() as db:
                 gone = (await db.execute(sa.delete(responses).where(where))).rowcount
                 if gone:
-                    await _remove_parts(db, [key])
+                    await remove_responses(db, [key])
             return bool(gone)
 
         return await _retried(remove)
@@ -239,9 +236,17 @@ class Store:
 
     # Limits
 
-    def _sweep_soon(self) -> None:
-        """Retention and the size limit, at most once a minute, off the request's path."""
-        if time.monotonic() - self._swept < 60 or (self._sweeping and not self._sweeping.done()):
+    async def _settle(self, tenant: str, more: Usage) -> None:
+        """The key's quota at once; retention and the total off the request's path, once a minute or where it is full.
+
+        A response that is stored stays so whatever fails here.
+        """
+        try:
+            await self.quotas.settle(tenant, more)
+        except StoreError as error:
+            logger.warning("Response store: could not count what a key stores: %s", error)
+        is_early = time.monotonic() - self._swept < 60 and not self.quotas.is_full
+        if is_early or (self._sweeping and not self._sweeping.done()):
             return
         self._swept = time.monotonic()
         self._sweeping = asyncio.create_task(self._sweep_logged())
@@ -249,37 +254,28 @@ class Store:
     async def _sweep_logged(self) -> None:
         try:
             if gone := await self.sweep():
-                logger.info("Response store: removed %d responses past retention or the size limit", gone)
+                logger.info("Response store: removed %d responses past retention", gone)
         except StoreError as error:
             logger.warning("Response store: could not sweep: %s", error)
 
     async def sweep(self) -> int:
-        """Removes responses past retention, then the oldest until all fits `max_bytes`. Returns how many went."""
+        """Removes responses past retention, and returns how many; then brings all keys together within the total."""
         return await _retried(self._sweep)
 
     async def _sweep(self) -> int:
-        async with self._begin() as db:
-            query = sa.select(responses.c.id, responses.c.bytes, responses.c.created, responses.c.status)
-            rows = (await db.execute(query.order_by(responses.c.created.desc()))).all()
-            total, gone = await size(db), []
-            if total > self.config.max_bytes:
-                logger.warning("Response store: conversations have %d bytes and no response fits: delete some", total)
-            whole = total + sum(row.bytes for row in rows) + await input_items.size(db)
-            items = await input_items.bytes_by_response(db) if whole > self.config.max_bytes else {}
-            for row in rows:
-                total += row.bytes + items.get(row.id, 0)
-                is_over = total > self.config.max_bytes and row.status not in UNFINISHED
-                if is_over or self._expired(row.created):
-                    gone.append(row.id)
-            for at in range(0, len(gone), 500):
-                if self._closing:
-                    return at
-                part = gone[at : at + 500]
-                await _remove_parts(db, part)
-                await db.execute(sa.delete(responses).where(responses.c.id.in_(part)))
-            if self.config.retention:
+        gone = 0
+        expired = sa.select(responses.c.id).where(responses.c.created < time.time() - self.config.retention)
+        while self.config.retention and not self._closing:
+            async with self._begin() as db:
+                part = list((await db.execute(expired.limit(500))).scalars())
+                await remove_responses(db, part)
                 await forget_old(db, self.config.retention)
-        return len(gone)
+            gone += len(part)
+            if not part:
+                break
+        if not self._closing:
+            await self.quotas.fit_total()
+        return gone
 
 
 async def _retried(work: Callable[[], Awaitable[T]]) -> T:
@@ -290,13 +286,6 @@ async def _retried(work: Callable[[], Awaitable[T]]) -> T:
         except TakenError:
             continue
     return await work()
-
-
-async def _remove_parts(db: AsyncConnection, keys: Sequence[str]) -> None:
-    """What is kept of responses outside their rows."""
-    await db.execute(sa.delete(events).where(events.c.response.in_(keys)))
-    await db.execute(sa.delete(item_index).where(item_index.c.response.in_(keys)))
-    await input_items.forget(db, keys)
 
 
 async def _write_items(db: AsyncConnection, stored: Stored, conversation: str | None) -> None:
@@ -310,4 +299,4 @@ async def _write_items(db: AsyncConnection, stored: Stored, conversation: str | 
         if new := every - set((await db.execute(mine)).scalars()):
             await db.execute(sa.insert(item_index), [{"id": i, "response": stored.key} for i in new])
     if conversation:
-        await append(db, conversation, stored.items_with_hidden())
+        await append(db, conversation, rows_of(conversation, stored.items_with_hidden()))

@@ -15,6 +15,14 @@ UNFINISHED = ("queued", "in_progress")
 class StoreError(Exception):
     """The database refused: full disk, gone, locked for too long, or the size limit is reached."""
 
+    status, code = 503, "store_failed"
+
+
+class QuotaError(StoreError):
+    """What the API key would store is more than it may."""
+
+    status, code = 507, "storage_quota_exceeded"
+
 
 class TakenError(StoreError):
     """There is a row of this id already."""

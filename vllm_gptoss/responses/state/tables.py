@@ -9,6 +9,8 @@ import sqlalchemy as sa
 
 metadata = sa.MetaData()
 
+# What quotas count is in indexes: the rows are long.
+
 responses = sa.Table(
     "gptoss_responses",
     metadata,
@@ -24,6 +26,7 @@ responses = sa.Table(
     sa.Column("bytes", sa.BigInteger, nullable=False),
     sa.Column("beat", sa.Float),
     sa.Column("cancel", sa.Boolean, nullable=False, default=False),
+    sa.Index("ix_gptoss_responses_usage", "tenant", "root", "created", "bytes"),
 )
 events = sa.Table(
     "gptoss_events",
@@ -46,6 +49,8 @@ input_items = sa.Table(
     sa.Column("name", sa.String(128), nullable=False),
     sa.Column("item", sa.Text, nullable=False),
     sa.Column("bytes", sa.BigInteger, nullable=False),
+    sa.Column("tenant", sa.String(64)),  # NULL where a server of schema 2 wrote it: it counts in total only
+    sa.Index("ix_gptoss_input_items_usage", "tenant", "bytes"),
 )
 input_uses = sa.Table(
     "gptoss_input_uses",
@@ -63,7 +68,8 @@ conversations = sa.Table(
     sa.Column("created", sa.Float, nullable=False, index=True),
     sa.Column("metadata", sa.Text, nullable=False),
     sa.Column("held_by", sa.String(128)),
-    sa.Column("held_until", sa.Float),
+    sa.Column("held_until", sa.Float),  # when the last response on it ended, where none holds it
+    sa.Index("ix_gptoss_conversations_tenant", "tenant"),
 )
 conversation_items = sa.Table(
     "gptoss_conversation_items",
@@ -74,6 +80,7 @@ conversation_items = sa.Table(
     sa.Column("item", sa.Text, nullable=False),
     sa.Column("hidden", sa.Text),
     sa.Column("bytes", sa.BigInteger, nullable=False),
+    sa.Index("ix_gptoss_conversation_items_usage", "conversation", "bytes"),
 )
 containers = sa.Table(
     "gptoss_containers",

@@ -17,6 +17,7 @@ from vllm_gptoss.responses.state.stored import StoreError, row_key
 from vllm_gptoss.responses.state.tables import (
     containers,
     events,
+    input_items,
     input_uses,
     item_index,
     metadata,
@@ -58,9 +59,20 @@ def _containers(connection: sa.Connection) -> None:
     metadata.create_all(connection, tables=[containers])
 
 
+def _usage(connection: sa.Connection) -> None:
+    add_column(connection, input_items.c.tenant)
+    user = sa.select(responses.c.tenant).join(input_uses, input_uses.c.response == responses.c.id)
+    owner = user.where(input_uses.c.item == input_items.c.id).limit(1).scalar_subquery()
+    connection.execute(sa.update(input_items).values(tenant=owner).where(input_items.c.tenant.is_(None)))
+    for table in metadata.sorted_tables:
+        for index in table.indexes:
+            index.create(connection, checkfirst=True)
+
+
 STEPS = (
     Step(1, "input items kept once, keys of a tenant's own", _first, additive=False),
     Step(2, "who used a container of the python tool", _containers),
+    Step(3, "how much each API key stores", _usage),
 )
 
 

@@ -94,7 +94,7 @@ class _Routes:
             raise ApiError("'items' must not be empty.", param="items", code="missing_required_parameter")
         for twice in await self._store().has_items(conversation_id, [item["id"] for item in items]):
             raise _duplicate(twice)
-        await self._store().append(conversation_id, [(item, None) for item in items])
+        await self._store().append(conversation_id, [(item, None) for item in items], caller_of(request).tenant)
         return JSONResponse(page_of(items, {"order": "asc", "limit": "100"}))
 
     async def list_items(self, conversation_id: str, request: Request) -> Response:
