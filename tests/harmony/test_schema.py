@@ -61,6 +61,74 @@ def test_meaning_survives(schema: Any, expected: str) -> None:
     assert prop(schema, **{"$defs": definitions}) == expected
 
 
+PATH, URL = ({"properties": {key: {"type": "string"}}, "required": [key]} for key in ("path", "url"))
+OWN = {"type": "object", "properties": {"mode": {"type": "string"}}, "required": ["mode"]}
+MODE = "{\nmode: string,\n}"
+EITHER = "({\npath: string,\n} | {\nurl: string,\n})"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {**OWN, "oneOf": [PATH, URL]},
+        {**OWN, "anyOf": [PATH, URL]},
+        {**OWN, "allOf": [{"oneOf": [PATH, URL]}]},
+        {"allOf": [OWN, {"anyOf": [PATH, URL]}]},
+    ],
+)
+def test_combinations_add_to_the_object_beside_them(schema: Any) -> None:
+    assert function_type(schema) == f"(_: {MODE} & {EITHER}) => any"
+
+
+def test_every_union_of_several_parts_is_said() -> None:
+    union = [{"properties": {"x": {"type": "number"}}}, {"properties": {"y": {"type": "number"}}}]
+    text = function_type({**OWN, "allOf": [{"anyOf": [PATH, URL]}, {"anyOf": union}], "description": "What to read."})
+    assert text.startswith(f"(_: // What to read.\n{MODE} & ")
+    assert f" & {EITHER}" in text
+    assert " & ({\nx?: number,\n} | {\ny?: number,\n})" in text
+    tag = [{"properties": {"mode": {"const": mode}, mode: {"type": "string"}}} for mode in ("a", "b")]
+    assert 'mode: "a",\na?: string,' in function_type({**OWN, "oneOf": tag}), "required beside the union"
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ({"$ref": "#/$defs/List%3Cint%3E"}, "x?: number[],"),
+        ({"$ref": "#/$defs/a~1b"}, "x?: string,"),
+        ({"$ref": "#T"}, "x?: boolean,"),
+        ({"$ref": "#old"}, "x?: null,"),
+        ({"$ref": "#none"}, "x?: any,"),
+        (
+            {"type": "array", "items": {"type": "string", "description": "One\nword."}},
+            "// Items: One\n// Items: word.\nx?: string[],",
+        ),
+        ({"type": "string", "anyOf": [{"format": "date"}, {"format": "time"}]}, "x?: string,"),
+        (
+            {"type": "object", "additionalProperties": {"type": "number", "description": "Meters."}},
+            "x?: {\n    [key: string]: number, // Meters.\n    },",
+        ),
+        ({**OWN, "required": None}, "x?: {\n    mode?: string,\n    },"),
+        ({"type": "array", "items": {"anyOf": [OWN, {"type": "null"}]}}, "x?: ({\n    mode: string,\n    } | null)[],"),
+        (
+            {**OWN, "if": {"properties": {"mode": {"const": "a"}}}, "then": PATH},
+            'x?: {\n    // if { mode?: "a", } then { path: string, }\n    mode: string,\n    },',
+        ),
+        (
+            {"properties": {"path": {}, "url": {}}, "anyOf": [{"required": ["path"]}, {"required": ["url"]}]},
+            "x?: {\n    // at least one of: path | url\n    path?: any,\n    url?: any,\n    },",
+        ),
+    ],
+)
+def test_references_items_and_conditions_are_said(schema: Any, expected: str) -> None:
+    definitions = {
+        "List<int>": {"type": "array", "items": {"type": "integer"}},
+        "a/b": {"type": "string"},
+        "T": {"$anchor": "T", "type": "boolean"},
+        "old": {"$id": "#old", "type": "null"},
+    }
+    assert prop(schema, **{"$defs": definitions}) == expected
+
+
 def test_names_that_are_no_identifiers_are_quoted() -> None:
     text = function_type({"type": "object", "properties": {"content-type": {"type": "string"}}, "required": []})
     assert '"content-type"?: string,' in text
@@ -106,6 +174,7 @@ def test_a_nested_pydantic_model_reads_like_its_class() -> None:
         "    country?: string | null, // default: null\n"
         "    },\n"
         "// More places.\n"
+        "// Items: Where.\n"
         "others: {\n"
         "    city: string,\n"
         "    country?: string | null, // default: null\n"
@@ -136,11 +205,14 @@ def test_references_that_double_at_every_level_end() -> None:
 
 _WORDS = (
     "type properties items anyOf oneOf allOf enum const $ref required default additionalProperties prefixItems"
-    " description title examples nullable patternProperties a"
+    " description title examples nullable patternProperties a if then else $anchor $id"
 )
 _keys = st.sampled_from(_WORDS.split())
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.sampled_from(["object", "array", "#", "#/properties/x", "\n"]),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from(["object", "array", "#", "#/properties/x", "#a", "#/a/%", "\n"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_keys, inner, max_size=4),
     max_leaves=12,
 )

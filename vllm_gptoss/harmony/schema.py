@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import unquote
+
+from vllm_gptoss.harmony.references import References
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +23,10 @@ MAX_NODES = 4000
 _IDENTIFIER = re.compile(r"[A-Za-z_$][\w$]*\Z")
 _SIMPLE = {"string": "string", "number": "number", "integer": "number", "boolean": "boolean", "null": "null"}
 _NEST = "    "
+_UNIONS = ("oneOf", "anyOf")
+_MORE: Any = object()
+"""The key of unions and conditions of several parts of an `allOf`, where a merged schema has room for one."""
+_BRACES_OR_UNION = re.compile(r"[{}]| [|&] ")
 
 
 def function_type(parameters: Mapping[str, Any] | None) -> str:
@@ -27,12 +34,12 @@ def function_type(parameters: Mapping[str, Any] | None) -> str:
     if not isinstance(parameters, Mapping):
         return "() => any"
     writer = _Writer(parameters)
-    schema = writer.resolve(parameters, ())
-    if not _is_object(schema[0]) or not writer.has_members(schema[0]):
-        named = writer.type_of(parameters, "")
-        return "() => any" if named in ("object", "any") else f"(_: {named}) => any"
-    heading = "".join(f"// {line}\n" for line in _lines(schema[0].get("description")))
-    return f"(_: {heading}{writer.type_of(parameters, '')}) => any"
+    text = writer.type_of(parameters, "")
+    if text in ("object", "any"):
+        return "() => any"
+    schema, _ = writer.resolve(parameters, ())
+    heading = "".join(f"// {line}\n" for line in _lines(schema.get("description")))
+    return f"(_: {heading}{text}) => any"
 
 
 _LINE_BREAKS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
@@ -75,6 +82,7 @@ class _Writer:
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self.root = root
+        self._references = References(root)
         self.budget = MAX_NODES
         self.recursive: set[str] = set()
 
@@ -98,17 +106,32 @@ class _Writer:
         return text
 
     def _plain_type(self, schema: Mapping[str, Any], indent: str, seen: tuple[str, ...]) -> str:
+        """The type without `null`: what the schema says itself, and each of its unions."""
+        own = self._own_type(schema, indent, seen)
+        unions = [self._union(self._variant(v, schema, indent, seen) for v in union) for union in self.unions(schema)]
+        # A union says more than the type beside it, unless that has members; one of mere assertions says nothing here.
+        said = [union for union in dict.fromkeys(unions) if union not in ("any", "object", own)]
+        parts = [*([own] if own.startswith("{") or not said else []), *said]
+        return " & ".join(map(self._parenthesised, parts)) if len(parts) > 1 else parts[0]
+
+    def _variant(self, variant: Any, parent: Mapping[str, Any], indent: str, seen: tuple[str, ...]) -> str:
+        """A variant's type; properties that `parent` requires are required in it."""
+        if isinstance(variant, Mapping) and (properties := _mapping(variant.get("properties"))):
+            required = (name for name in _list(parent.get("required")) if isinstance(name, str) and name in properties)
+            variant = {**variant, "required": [*_list(variant.get("required")), *required]}
+        return self.type_of(variant, indent, seen)
+
+    def _own_type(self, schema: Mapping[str, Any], indent: str, seen: tuple[str, ...]) -> str:
         if "const" in schema:
             return literal(schema["const"])
         if values := _list(schema.get("enum")):
-            return " | ".join(dict.fromkeys(literal(value) for value in values))
-        if variants := self.variants(schema):
-            return self._union([self.type_of(v, indent, seen) for v in variants])
+            return self._union(literal(value) for value in values)
         kind = schema.get("type")
         if isinstance(kind, str) and kind in _SIMPLE:
             return _SIMPLE[kind]
         if isinstance(kind, list):
-            return self._union([self.type_of({**schema, "type": one}, indent, seen) for one in kind]) or "any"
+            plain = {key: value for key, value in schema.items() if key not in (*_UNIONS, _MORE)}
+            return self._union(self.type_of({**plain, "type": one}, indent, seen) for one in kind) or "any"
         if _is_object(schema) or "additionalProperties" in schema:
             return self._object(schema, indent, seen)
         if kind == "array" or "items" in schema or "prefixItems" in schema:
@@ -133,34 +156,25 @@ class _Writer:
         return schema, seen
 
     def _name(self, ref: str) -> str:
-        return _one_line(ref.rsplit("/", 1)[-1] if "/" in ref else str(self.root.get("title") or "Arguments"))
+        name = unquote(re.split(r"[/#]", ref)[-1])
+        return _one_line(name or str(self.root.get("title") or "Arguments"))
 
     def _lookup(self, ref: str) -> Any:
-        if not ref.startswith("#"):
+        try:
+            return self._references.target(ref)
+        except LookupError:
             return None
-        node: Any = self.root
-        for part in ref[1:].split("/")[1:]:
-            key = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(node, Mapping):
-                node = node.get(key)
-            elif isinstance(node, list) and key.isdigit() and int(key) < len(node):
-                node = node[int(key)]
-            else:
-                return None
-        return node
 
-    def variants(self, schema: Mapping[str, Any]) -> list[Any]:
-        """The alternatives of `oneOf` or `anyOf`, without those that only say which properties are required."""
-        found = _list(schema.get("oneOf")) or _list(schema.get("anyOf"))
-        if _mapping(schema.get("properties")):
-            return []
-        return [v for v in found if not (isinstance(v, Mapping) and set(v) == {"required"})]
+    def unions(self, schema: Mapping[str, Any]) -> list[list[Any]]:
+        """The variants of each `oneOf` and `anyOf`, without those that only say which properties are required."""
+        found = (_list(part.get(key)) for part in (schema, *schema.get(_MORE, ())) for key in _UNIONS)
+        return [kept for union in found if (kept := [v for v in union if not _only_requires(v)])]
 
     def has_members(self, schema: Mapping[str, Any]) -> bool:
         return any(_mapping(schema.get(k)) for k in ("properties", "patternProperties", "additionalProperties"))
 
     @staticmethod
-    def _union(types: Sequence[str]) -> str:
+    def _union(types: Iterable[str]) -> str:
         return " | ".join(dict.fromkeys(types))
 
     def _array(self, schema: Mapping[str, Any], indent: str, seen: tuple[str, ...]) -> str:
@@ -176,22 +190,43 @@ class _Writer:
 
     @staticmethod
     def _parenthesised(text: str) -> str:
-        return f"({text})" if " | " in text and not text.startswith("{") else text
+        depth = 0
+        for found in _BRACES_OR_UNION.findall(text):
+            depth += {"{": 1, "}": -1}.get(found, 0)
+            if depth == 0 and found not in "{}":
+                return f"({text})"
+        return text
 
     def _object(self, schema: Mapping[str, Any], indent: str, seen: tuple[str, ...]) -> str:
         if not self.has_members(schema):
             return "object"
         properties = _mapping(schema.get("properties"))
         required = {name for name in _list(schema.get("required")) if isinstance(name, str)}
-        lines = ["{"]
+        lines = ["{", *(f"{indent}// {line}" for line in self._conditions(schema, seen))]
         for key, value in properties.items():
             lines.extend(self._property(key, value, key in required, indent, seen))
         for pattern, value in _mapping(schema.get("patternProperties")).items():
-            kind = self.type_of(value, indent + _NEST, seen)
-            lines.append(f"{indent}[key: string]: {kind}, // keys match {_one_line(pattern)}")
+            said = " ".join((f"keys match {_one_line(pattern)}", *self._described(value, seen)))
+            lines.append(f"{indent}[key: string]: {self.type_of(value, indent + _NEST, seen)}, // {said}")
         if isinstance(extra := schema.get("additionalProperties"), Mapping) and extra:
-            lines.append(f"{indent}[key: string]: {self.type_of(extra, indent + _NEST, seen)},")
+            said = " ".join(self._described(extra, seen))
+            text = self.type_of(extra, indent + _NEST, seen)
+            lines.append(f"{indent}[key: string]: {text}," + (f" // {said}" if said else ""))
         return "\n".join((*lines, indent + "}"))
+
+    def _described(self, schema: Any, seen: tuple[str, ...]) -> list[str]:
+        return _lines(self.resolve(schema, seen)[0].get("description")) if isinstance(schema, Mapping) else []
+
+    def _conditions(self, schema: Mapping[str, Any], seen: tuple[str, ...]) -> Iterator[str]:
+        """What decides on an object's properties beside their types, a line each."""
+        for part in (schema, *schema.get(_MORE, ())):
+            for key, words in (("oneOf", "exactly one of"), ("anyOf", "at least one of")):
+                variants = [v["required"] for v in _list(part.get(key)) if _only_requires(v)]
+                if variants:
+                    yield _one_line(f"{words}: " + " | ".join(" and ".join(map(str, names)) for names in variants))
+            if "if" in part:
+                types = {k: _one_line(self.type_of(part[k], "", seen)) for k in ("if", "then", "else") if k in part}
+                yield " ".join(f"{word} {text}" for word, text in types.items())
 
     def _property(self, key: str, value: Any, required: bool, indent: str, seen: tuple[str, ...]) -> Iterator[str]:
         name = (key if _IDENTIFIER.match(key) else literal(key)) + ("" if required else "?")
@@ -202,7 +237,10 @@ class _Writer:
         before = set(self.recursive)
         self.recursive = set()
         lines = list(self._typed(name, schema, indent, inner))
-        comments = list(self._comments(key, schema))
+        comments = [
+            *self._comments(key, schema),
+            *(f"Items: {line}" for line in self._described(schema.get("items"), inner)),
+        ]
         comments += [f"{self._name(ref)} is this type" for ref in sorted(self.recursive) if ref not in seen]
         self.recursive = before | {ref for ref in self.recursive if ref in seen}
         yield from (f"{indent}// {line}".rstrip() for line in comments)
@@ -211,7 +249,8 @@ class _Writer:
     def _typed(self, name: str, schema: Mapping[str, Any], indent: str, seen: tuple[str, ...]) -> Iterator[str]:
         """The lines of a property after its comments."""
         default = _default(schema)
-        variants = self.variants(schema) if "$ref" not in schema else []
+        unions = self.unions(schema) if "$ref" not in schema and not self.has_members(schema) else []
+        variants = unions[0] if len(unions) == 1 else []
         plain = [self.resolve(v, seen)[0] if isinstance(v, Mapping) else {} for v in variants]
         # OpenAI's renderer lists `oneOf` one variant a line; `anyOf` reads better inline unless a variant has remarks.
         if not variants or ("oneOf" not in schema and not any(self._remark(v, schema) for v in plain)):
@@ -223,7 +262,7 @@ class _Writer:
         yield f"{indent}{name}:"
         for variant, resolved in zip(variants, plain, strict=True):
             remark = self._remark(resolved, schema)
-            text = self.type_of(variant, indent + "   ", seen)
+            text = self._variant(variant, schema, indent + "   ", seen)
             yield f"{indent} | {text}" + (f" // {remark}" if remark else "")
         yield f"{indent},"
 
@@ -255,12 +294,20 @@ def _default(schema: Mapping[str, Any]) -> str:
     return f"default: {value if bare else literal(value)}"
 
 
+def _only_requires(variant: Any) -> bool:
+    return isinstance(variant, Mapping) and set(variant) == {"required"} and bool(_list(variant["required"]))
+
+
 def _merge(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
     """Both schemas at once: members are united, everything else is taken from the later one."""
     merged = {**left, **right}
     for key in ("properties", "patternProperties"):
-        if both := {**_mapping(left.get(key)), **_mapping(right.get(key))}:
-            merged[key] = both
+        first, second = _mapping(left.get(key)), _mapping(right.get(key))
+        if first or second:
+            twice = {k: {"allOf": [first[k], second[k]]} for k in second if k in first and first[k] != second[k]}
+            merged[key] = {**first, **second, **twice}
     if both_required := [*_list(left.get("required")), *_list(right.get("required"))]:
         merged["required"] = both_required
+    kept = {key: left[key] for key in (*_UNIONS, "if", "then", "else") if key in left and key in right}
+    merged[_MORE] = [*left.get(_MORE, ()), *right.get(_MORE, ()), *([kept] if kept else [])]
     return merged

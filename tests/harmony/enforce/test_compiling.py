@@ -151,6 +151,21 @@ def test_what_cannot_be_enforced_names_its_keyword(schema: Any, keyword: str) ->
     assert found.value.keyword == keyword
 
 
+TAGGED = [{"properties": {"mode": {"const": mode}, mode: {"type": "string"}}, "required": [mode]} for mode in "ab"]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "required": ["mode"], "oneOf": TAGGED},
+        {"type": "object", "required": ["mode"], "properties": {"mode": {"type": "string"}}, "oneOf": TAGGED},
+        {"type": "object", "required": None, "properties": {"a": {"$ref": "#/$defs/L%3Ci%3E"}, "b": {"$ref": "#T"}}},
+    ],
+)
+def test_a_union_by_a_tag_and_every_reference_of_the_schema_have_a_grammar(schema: Any) -> None:
+    write(json.dumps({"$defs": {"L<i>": {"$anchor": "T", "type": "integer"}}, **schema}), 32)
+
+
 def test_depth_is_bounded_not_the_stack() -> None:
     schema: Any = {"type": "string"}
     for _ in range(300):

@@ -12,6 +12,7 @@ from itertools import combinations
 from typing import Any
 
 from vllm_gptoss.harmony.enforce.errors import NotEnforceableError
+from vllm_gptoss.harmony.references import References
 
 Schema = Mapping[str, Any]
 TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")
@@ -36,7 +37,7 @@ class Alternatives:
     """Multiplies out schemas of one root."""
 
     def __init__(self, root: Any) -> None:
-        self._root = root
+        self._references = References(root)
         self._steps = 0
 
     def of(self, schema: Any, seen: tuple[str, ...] = ()) -> list[dict[str, Any]]:
@@ -65,25 +66,17 @@ class Alternatives:
             if key in schema:
                 branches = [self.of(part, seen) for part in _list(schema, key)]
                 if key == "oneOf":
-                    _check_disjoint(branches)
+                    _check_disjoint([_both(found, branch) for branch in branches])
                 found = _both(found, [plain for branch in branches for plain in branch])
         if schema.get("nullable") is True:  # OpenAPI 3.0
             found.append({"type": ["null"]})
         return found
 
     def _target(self, ref: Any) -> Any:
-        if not isinstance(ref, str) or not ref.startswith("#") or ref[1:2] not in ("", "/"):
-            raise NotEnforceableError("$ref", f"{str(ref)[:80]!r} is not in this schema")
-        node = self._root
-        for part in ref[1:].split("/")[1:]:
-            key = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(node, Mapping) and key in node:
-                node = node[key]
-            elif isinstance(node, list) and key.isdecimal() and int(key) < len(node):
-                node = node[int(key)]
-            else:
-                raise NotEnforceableError("$ref", f"{ref[:80]!r} is not in this schema")
-        return node
+        try:
+            return self._references.target(ref)
+        except (LookupError, TypeError, AttributeError):
+            raise NotEnforceableError("$ref", f"{str(ref)[:80]!r} is not in this schema") from None
 
 
 def _list(schema: Schema, key: str) -> Sequence[Any]:
@@ -97,7 +90,7 @@ def _plain(schema: Schema) -> dict[str, Any]:
     """The keywords of one schema by themselves, older drafts' spellings as today's."""
     if unknown := sorted(REFUSED & set(schema)):
         raise NotEnforceableError(unknown[0], "has no grammar here")
-    plain = {key: schema[key] for key in (*_LARGEST, *_SMALLEST, *_KEPT) if key in schema}
+    plain = {key: schema[key] for key in (*_LARGEST, *_SMALLEST, *_KEPT) if schema.get(key) is not None}
     if "type" in schema:
         types = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
         if not isinstance(types, list) or not types or not all(kind in TYPES for kind in types):
@@ -256,5 +249,13 @@ def _is_tag(a: Any, b: Any) -> bool:
     """Whether a property has different constants in two branches."""
     if not isinstance(a, Mapping) or not isinstance(b, Mapping):
         return False
-    left, right = ([s["const"]] if "const" in s else s.get("enum") for s in (a, b))
+    left, right = _constants(a), _constants(b)
     return isinstance(left, list) and isinstance(right, list) and not _common(left, right)
+
+
+def _constants(schema: Any) -> Any:
+    """The values that a property may have, where it lists them."""
+    if not isinstance(schema, Mapping):
+        return None
+    parts = [[schema["const"]] if "const" in schema else schema.get("enum"), *map(_constants, schema.get("allOf", ()))]
+    return next((values for values in parts if values is not None), None)
