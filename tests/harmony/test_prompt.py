@@ -270,6 +270,15 @@ def test_chat_input_that_cannot_be_shown_names_its_field() -> None:
         effort_of("extreme")
 
 
+def test_what_a_tool_returned_and_cannot_be_shown_is_described() -> None:
+    """The client sends it again on every turn: a refusal would end the conversation."""
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+    calls = [{"id": "c", "function": {"name": "view", "arguments": "{}"}}]
+    answer = {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "p.png"}, image]}
+    shown = conversation([{"role": "assistant", "tool_calls": calls}, answer]).messages[-1].text
+    assert shown == "p.png\n[image, image/png, 8 bytes: not shown, because this model reads text only]"
+
+
 def test_tool_results_are_named_by_call_id_even_out_of_order() -> None:
     calls = [{"id": i, "function": {"name": n, "arguments": ""}} for i, n in (("a", "first"), ("b", "second"))]
     messages = [

@@ -9,6 +9,7 @@ from typing import Any
 from vllm_gptoss.harmony import messages as harmony
 from vllm_gptoss.harmony.messages import EFFORTS, FUNCTIONS, Conversation, Effort, Message, ResponseFormat, ToolSpec
 
+from vllm_gptoss.tools.unreadable import describe
 logger = logging.getLogger(__name__)
 
 MAX_NAME = 256
@@ -152,6 +153,8 @@ def _text(message: Mapping[str, Any], index: int) -> str:
     return "".join(parts)
 
 
+        if not isinstance(text, str) and message.get("role") == "tool":
+            text = ("\n" if parts else "") + describe(part)
 def _found(part: Mapping[str, Any]) -> str | None:
     """What a search for tools found, in words: the tool itself is among those of the request."""
     name = part.get("name")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import asyncio
+import base64
 from typing import Final
 
 from vllm_gptoss.tools.confined import Limit
@@ -25,16 +27,33 @@ class DocumentError(ValueError):
     """A document that cannot be read; the message says why."""
 
 
-async def pdf_text(data: bytes, name: str, caller: str) -> str:
-    """The text of a PDF with a heading for each page. `caller` is whose turn at the workers it is.
+MAX_TEXT: Final = 1 << 20
+"""Characters of a document's text; it goes into the prompt, and a megabyte is already more than the context window."""
+MAX_PDFS: Final = 8
+"""Of one request."""
+
+
+async def pdf_text(encoded: str, name: str, caller: str) -> str:
+    """The text of a PDF in base64, as `[file: name]` and a heading for each page, cut after 200 pages.
+
+    `caller` is whose turn at the workers it is.
 
     Raises:
         DocumentError: it is none, or takes too long or too much.
     """
     if _MISSING:
         raise DocumentError(_MISSING)
+    if len(encoded) > MAX_BYTES * 4 // 3:
+        raise DocumentError(f"PDF files are at most {MAX_BYTES >> 20} MiB")
+    try:
+        raw = await asyncio.to_thread(base64.b64decode, encoded, validate=True)
+    except ValueError:
+        raise DocumentError("only base64 can be read") from None
     CALLER.set(caller)
     try:
-        return (await Reader().pdf(data, name)).text
+        text = (await Reader().pdf(raw, name)).text
     except PageError as error:
         raise DocumentError(str(error)) from None
+    if len(text) > MAX_TEXT:
+        raise DocumentError(f"the text of a file is at most {MAX_TEXT} characters")
+    return f"[file: {name}]\n{text}"

@@ -52,3 +52,30 @@ def test_a_pdf_that_cannot_be_read_is_refused_by_name(start: Start, parts: list[
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["param"] == f"input[0].content[{where}].file_data"
         assert create(http, input="hi")["status"] == "completed"
+
+
+IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="}
+SHOWN = "[image, image/png, 8 bytes: not shown, because this model reads text only]"
+
+
+@pytest.mark.parametrize("kind", ["function_call", "custom_tool_call"])
+def test_a_tools_image_does_not_end_the_conversation(start: Start, kind: str) -> None:
+    """As Codex's `view_image`, whose history has it on every later turn; PDFs that cannot be read, too."""
+    server = start(HELLO)
+    made = {"call_id": "c", "name": "f", **({"arguments": "{}"} if kind == "function_call" else {"input": ""})}
+    broken = [file_part(b"%PDF-1.7 nothing"), *[file_part(pdf("a"))] * 8, {"type": "input_file", "file_id": "f"}]
+    output = [{"type": "input_text", "text": "p.png"}, IMAGE, {**IMAGE, "detail": "high"}, *broken]
+    items = [
+        {"role": "user", "content": "hi"},
+        {"type": kind, **made},
+        {"type": f"{kind}_output", "call_id": "c", "output": output},
+    ]
+    with server.http() as http:
+        first = create(http, input=items)
+        assert server.prompt().count(SHOWN) == 2
+        assert server.prompt().count("[file, ") == 3, "the broken one, the ninth, and the one that is not there"
+        create(http, input="And now?", previous_response_id=first["id"])
+        assert server.prompt().count(SHOWN) == 2
+        assert create(http, input=[*items, {"role": "user", "content": "More"}])["status"] == "completed"
+        output[0] = {"type": "input_text"}
+        assert http.post("/responses", json={"input": items}).json()["error"]["param"] == "input[2].output[0].text"

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from collections.abc import Iterator
 from typing import Any
 
 from vllm_gptoss.responses.errors import ApiError, unsupported
-from vllm_gptoss.responses.request.items import MAX_FILE_BYTES
-from vllm_gptoss.tools.documents import MAX_BYTES, DocumentError, pdf_text
-
-MAX_PDFS = 8
-"""Of one request."""
+from vllm_gptoss.tools.documents import MAX_PDFS, DocumentError, pdf_text
 
 _MAGIC = base64.b64encode(b"%PDF-")[:6].decode()
 _Place = tuple[Any, Any, str]
@@ -22,16 +17,24 @@ _Place = tuple[Any, Any, str]
 async def read_pdfs(body: Any, caller: str) -> None:
     """Makes every PDF in `body`, a request or what is meant to be one, the text part that an `input_file` becomes.
 
-    Text as `[file: name]`, a heading for each page, cut after 200 pages. `caller` is whose turn at the workers it is.
+    `caller` is whose turn at the workers it is. A PDF of a tool that cannot be read stays, and is described later.
 
     Raises:
-        ApiError: one cannot be read, or there are too many.
+        ApiError: one of the user cannot be read, or there are too many.
     """
-    found = list(_pdfs(body))
-    if len(found) > MAX_PDFS:
-        raise unsupported(found[MAX_PDFS][2], f"a request may have {MAX_PDFS} PDF files")
-    for parts, index, where in found:
-        parts[index] = await _as_text(parts[index], where, caller)
+    places = sorted(_pdfs(body), key=lambda place: _is_output(place[2]))  # the user's first
+    for number, (parts, index, where) in enumerate(places):
+        try:
+            if number >= MAX_PDFS:
+                raise unsupported(where, f"a request may have {MAX_PDFS} PDF files")
+            parts[index] = await _as_text(parts[index], where, caller)
+        except ApiError:
+            if not _is_output(where):
+                raise
+
+
+def _is_output(where: str) -> bool:
+    return ".output[" in where
 
 
 def _pdfs(body: Any) -> Iterator[_Place]:
@@ -63,18 +66,9 @@ def _is_pdf(part: Any) -> bool:
 async def _as_text(part: dict[str, Any], where: str, caller: str) -> dict[str, Any]:
     name = part.get("filename") if isinstance(part.get("filename"), str) else None
     head, _, data = part["file_data"].rpartition(",")
-    if len(data) > MAX_BYTES * 4 // 3:
-        raise unsupported(where, f"PDF files are at most {MAX_BYTES >> 20} MiB")
     try:
         if head and not head.endswith(";base64"):
-            raise ValueError
-        raw = await asyncio.to_thread(base64.b64decode, data, validate=True)
-    except ValueError:
-        raise unsupported(where, "only base64 can be read") from None
-    try:
-        text = await pdf_text(raw, name or "unnamed", caller)
+            raise DocumentError("only base64 can be read")
+        return {"type": "input_text", "text": await pdf_text(data, name or "unnamed", caller)}
     except DocumentError as error:
         raise ApiError(f"'{where}': {error}.", param=where, code="invalid_value") from None
-    if len(text) > MAX_FILE_BYTES:
-        raise unsupported(where, f"the text of a file is at most {MAX_FILE_BYTES} characters")
-    return {"type": "input_text", "text": f"[file: {name or 'unnamed'}]\n{text}"}

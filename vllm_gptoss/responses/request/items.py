@@ -27,11 +27,10 @@ from pydantic import BaseModel
 from vllm_gptoss.responses import ids
 from vllm_gptoss.responses.errors import ApiError, unsupported
 from vllm_gptoss.responses.request.validation import validate
+from vllm_gptoss.tools.documents import MAX_TEXT
+from vllm_gptoss.tools.unreadable import describe
 
 Item = dict[str, Any]
-
-MAX_FILE_BYTES = 1 << 20
-"""Text in an `input_file` goes into the prompt; a megabyte is already more than the context window."""
 
 ITEMS: Mapping[str, tuple[str, type[BaseModel]]] = {
     "reasoning": ("rs", ResponseReasoningItem),
@@ -97,10 +96,10 @@ def parse_item(raw: Any, where: str) -> Item:
         item.setdefault("id", ids.new(prefix))
     _DEFAULTS.get(kind, _no_defaults)(item)
     ours = {name: item.pop(name) for name in _UNTYPED.get(kind, ()) if name in item}
+    if isinstance(item.get("output"), list):
+        item["output"] = [_tool_part(part, f"{where}.output[{at}]") for at, part in enumerate(item["output"])]
     validate(model, item, where)
     item |= ours
-    if isinstance(item.get("output"), list):
-        item["output"] = _parse_parts(item["output"], f"{where}.output", _USER_PARTS)
     return item
 
 
@@ -191,6 +190,16 @@ def _parse_part(part: Any, where: str, kinds: Mapping[str, Callable[[Part, str],
     return kinds[kind](dict(part), where)
 
 
+def _tool_part(part: Any, where: str) -> Part:
+    """A part of what a tool answered. One that the model cannot read becomes a description."""
+    try:
+        return _parse_part(part, where, _USER_PARTS)
+    except ApiError:
+        if not isinstance(part, dict) or part.get("type") in (None, "input_text"):
+            raise
+        return {"type": "input_text", "text": describe(part)}
+
+
 def part_text(part: Any, where: str) -> str:
     """What the model reads of one `input_text` or `input_file`. Raises `ApiError` naming the place under `where`."""
     return str(_parse_part(part, where, _USER_PARTS)["text"])
@@ -213,8 +222,8 @@ def _input_file(part: Part, where: str) -> Part:
         text = base64.b64decode(data, validate=True).decode("utf-8")
     except ValueError:
         raise unsupported(f"{where}.file_data", "only base64 of UTF-8 text, or of a PDF, can be read") from None
-    if len(text) > MAX_FILE_BYTES:
-        raise unsupported(f"{where}.file_data", f"files are at most {MAX_FILE_BYTES} characters")
+    if len(text) > MAX_TEXT:
+        raise unsupported(f"{where}.file_data", f"files are at most {MAX_TEXT} characters")
     return {"type": "input_text", "text": f"[file: {file.filename or 'unnamed'}]\n{text}"}
 
 

@@ -16,8 +16,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from vllm_gptoss.responses.errors import ApiError
 from vllm_gptoss.responses.request.create import Filled, parse_create
-from vllm_gptoss.responses.request.items import MAX_FILE_BYTES, message_item, part_text
+from vllm_gptoss.responses.request.items import message_item, part_text
 from vllm_gptoss.responses.request.validation import validate
+from vllm_gptoss.tools.documents import MAX_TEXT
 from vllm_gptoss.yaml_file import YamlFileError, explained, files, line_of, read
 
 MAX_TEMPLATE_FILE = 1 << 20
@@ -204,8 +205,8 @@ def _values(given: Mapping[str, Any]) -> dict[str, str]:
     for name, value in given.items():
         where = f"prompt.variables.{name[:80]}"
         values[name] = value if isinstance(value, str) else part_text(value, where)
-        if len(values[name]) > MAX_FILE_BYTES:
-            raise ApiError(f"'{where}' has more than {MAX_FILE_BYTES} characters.", param=where)
+        if len(values[name]) > MAX_TEXT:
+            raise ApiError(f"'{where}' has more than {MAX_TEXT} characters.", param=where)
     return values
 
 

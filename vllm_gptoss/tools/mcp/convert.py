@@ -11,6 +11,7 @@ from typing import Any
 import mcp_types as types
 
 from vllm_gptoss.tools.protocol import Content, Image, Text, ToolError, ToolResult
+from vllm_gptoss.tools.unreadable import describe
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ def _block(block: Any) -> Iterator[Content]:
         case types.ImageContent():
             yield _image(block)
         case types.AudioContent():
-            yield Text(f"[audio, {block.mime_type}: not readable by this model]")
+            yield Text(describe({"type": "audio", "mimeType": block.mime_type, "data": block.data}))
         case types.ResourceLink():
             yield Text(f"[resource {block.name}: {block.uri}]")
         case types.EmbeddedResource(resource=types.TextResourceContents() as resource):
@@ -53,7 +54,7 @@ def _block(block: Any) -> Iterator[Content]:
         case types.EmbeddedResource():
             yield Text(f"[binary resource {block.resource.uri}, {block.resource.mime_type or 'unknown type'}]")
         case _:
-            yield Text(f"[content of type {getattr(block, 'type', '?')}: not readable by this model]")
+            yield Text(describe({"type": getattr(block, "type", "unknown")}))
 
 
 def _image(block: types.ImageContent) -> Content:
