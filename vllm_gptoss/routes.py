@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, create_model, model_validator
 from starlette.routing import BaseRoute
 
 
@@ -35,3 +36,14 @@ def put_back(app: FastAPI, ours: Sequence[BaseRoute], before: Sequence[BaseRoute
 
 def _answers_same(one: APIRoute, other: APIRoute) -> bool:
     return one.path == other.path and bool(one.methods & other.methods)
+
+
+def body_class(base: type[BaseModel], change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> type[BaseModel]:
+    """vLLM's `base` as the type of a body that `change` sees before it is validated."""
+
+    def before(cls: type[BaseModel], data: Any) -> Any:
+        del cls
+        return change(data) if isinstance(data, Mapping) else data
+
+    validators: Any = {"gptoss": model_validator(mode="before")(classmethod(before))}  # type: ignore[arg-type]
+    return create_model(base.__name__, __base__=base, __module__=__name__, __validators__=validators)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import anthropic
 import pytest
 
 from demo.server import NAME, Server
+from tests.support.responses.pdf import pdf
 
 pytestmark = [pytest.mark.vllm, pytest.mark.serve]
 
@@ -152,6 +154,27 @@ def test_a_tool_that_was_searched_for_can_be_called(ask: Ask) -> None:
     ]
     made = ask(messages=history, tools=[WEATHER], tool_choice={"type": "any"})
     assert blocks(made)["tool_use"].name == "get_weather"
+
+
+def test_what_a_tool_returned_is_read_or_described(ask: Ask, served: Server) -> None:
+    """As Claude Code reads an image or a PDF: its history has it on every later turn."""
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
+    document = {"type": "document", "title": "a", "source": {"type": "text", "media_type": "text/plain", "data": "one"}}
+    encoded = base64.b64encode(pdf("two")).decode()
+    read = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": encoded}}
+    found = {"type": "search_result", "source": "s", "title": "t", "content": [{"type": "text", "text": "three"}]}
+    parts = [{"type": "text", "text": "p.png"}, image, document, read, found, {"type": "document", "source": None}]
+    result = {"type": "tool_result", "tool_use_id": "t", "content": parts}
+    history = [
+        QUESTION,
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "Read", "input": {}}]},
+        {"role": "user", "content": [result, document, read, found]},
+    ]
+    made = ask(messages=history, max_tokens=9)
+    assert made.usage.output_tokens
+    with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0) as client:
+        counted = client.messages.count_tokens(model=NAME, messages=history)  # type: ignore[arg-type]
+    assert counted.input_tokens == made.usage.input_tokens
 
 
 def test_what_cannot_be_met_is_an_error_with_a_reason(served: Server) -> None:

@@ -35,6 +35,9 @@ _THREADS = ThreadPoolExecutor(AT_ONCE, "gptoss-render")
 
 _EARLY: ContextVar[tuple[Conversation, list[int]] | None] = ContextVar("gptoss_early_prompt", default=None)
 
+ONLY_COUNTED: ContextVar[bool] = ContextVar("gptoss_only_counted", default=False)
+"""Whether nothing follows a prompt, which may then be longer than the context window."""
+
 T = TypeVar("T")
 
 

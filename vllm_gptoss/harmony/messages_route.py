@@ -17,10 +17,11 @@ from fastapi.responses import JSONResponse
 from vllm_gptoss import routes
 from vllm_gptoss._vllm import messages
 from vllm_gptoss.harmony.chat_request import render_chat_early
-from vllm_gptoss.harmony.early import is_long, settle
+from vllm_gptoss.harmony.early import ONLY_COUNTED, is_long, settle
 from vllm_gptoss.harmony.enforce import compiling
 from vllm_gptoss.harmony.enforce.errors import NotEnforceableError, NotNowError
 from vllm_gptoss.harmony.messages import Effort
+from vllm_gptoss.harmony.messages_content import ContentReader, known_blocks
 from vllm_gptoss.harmony.vllm_parser import NEEDS_OBJECTS
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ def replace_route(app: FastAPI) -> bool:
 
     async def create_messages(request: Any, raw_request: Request) -> Any:
         try:
-            why = _impossible(request) or await _prepare(request)
+            why = _impossible(request) or await _read(request, raw_request) or await _prepare(request)
         except NotNowError as error:
             return _error("overloaded_error", str(error), 503, error.headers)
         if why:
@@ -58,12 +59,16 @@ def replace_route(app: FastAPI) -> bool:
         return await answers(request, raw_request)
 
     async def count_tokens(request: Any, raw_request: Request) -> Any:
+        if why := _impossible(request) or await _read(request, raw_request):
+            return _error("invalid_request_error", why, 400)
+        ONLY_COUNTED.set(True)  # for this request's task
         await _render_early(request, raw_request, counts=True)
         return await found[COUNT].endpoint(request, raw_request)
 
-    # FastAPI reads the bodies' types from here; they are vLLM's, which are there at run time only.
-    create_messages.__annotations__ |= {"request": messages.bodies().Request, "raw_request": Request}
-    count_tokens.__annotations__ |= {"request": messages.bodies().CountRequest, "raw_request": Request}
+    # FastAPI reads the bodies' types from here; their bases are vLLM's, which are there at run time only.
+    vllm = messages.bodies()
+    for ours, base in ((create_messages, vllm.Request), (count_tokens, vllm.CountRequest)):
+        ours.__annotations__ |= {"request": routes.body_class(base, known_blocks), "raw_request": Request}
     for path, ours in ((PATH, create_messages), (COUNT, count_tokens)):
         if core := found.get(path):
             routes.add_beside(app, core, ours)
@@ -72,6 +77,10 @@ def replace_route(app: FastAPI) -> bool:
 
 def _error(kind: str, message: str, status: int, headers: dict[str, str] | None = None) -> JSONResponse:
     return JSONResponse({"type": "error", "error": {"type": kind, "message": message}}, status, headers)
+
+
+async def _read(request: Any, raw_request: Request) -> str | None:
+    return await ContentReader(raw_request.headers.get("authorization", "")).read(request)
 
 
 async def _render_early(request: Any, raw_request: Request, *, counts: bool = False) -> None:
