@@ -25,6 +25,7 @@ ORDER = (
     "announce",
     "aside",
     "describe",
+    "error_format",
     "asgi",
     "routes",
     "direct",

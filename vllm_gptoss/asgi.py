@@ -21,6 +21,7 @@ HEAD_ONLY = frozenset(
             "prometheus_fastapi_instrumentator.middleware",
             "PrometheusInstrumentatorMiddleware.__call__.<locals>.send_wrapper",
         ),
+        ("vllm_gptoss.error_format", "ErrorFormat.__call__.<locals>.send_head"),
     }
 )
 """The `send` that they put before their own: module and qualified name. `tests/test_asgi.py` reads what they do."""

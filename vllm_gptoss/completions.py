@@ -16,10 +16,11 @@ from typing import Any, get_type_hints
 import msgspec
 from fastapi import FastAPI, Request
 
-from vllm_gptoss import routes
+from vllm_gptoss import _vllm, routes
 from vllm_gptoss._vllm import replaced
 from vllm_gptoss.ahead import Ahead, Frames, TextStream, go_straight
 from vllm_gptoss.direct import Direct, NextText
+from vllm_gptoss.error_format import overflow
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,15 @@ def replace_route(app: FastAPI) -> bool:
         return False
 
     async def create_completion(request: Any, raw_request: Request) -> Any:
-        return go_straight(await core.endpoint(request, raw_request))
+        invalid: type[Any] = _vllm.harmony().ValidationError
+        try:
+            return go_straight(await core.endpoint(request, raw_request))
+        except invalid as error:
+            if error.parameter != "max_tokens" or error.value != 0 or request.max_tokens == 0:
+                raise
+            # vLLM's words for a prompt that fills the context window to the last token.
+            window = raw_request.app.state.openai_serving_models.model_config.max_model_len
+            raise invalid(overflow(window, window, "prompt"), parameter="prompt") from None
 
     # FastAPI reads the body's type from here; it is vLLM's, which is there at run time only.
     create_completion.__annotations__ |= {

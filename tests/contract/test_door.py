@@ -25,7 +25,7 @@ OURS: Mapping[str, frozenset[str]] = {
     "runner/work.py": frozenset({"tables._num_dirty_rows"}),
     "completions.py": frozenset({"create_completion.__annotations__"}),
     "harmony/chat_route.py": frozenset({"create_chat_completion.__annotations__"}),
-    "harmony/messages_route.py": frozenset({"create_messages.__annotations__", "count_tokens.__annotations__"}),
+    "harmony/messages_route.py": frozenset({"ours.__annotations__"}),
     "harmony/vllm_parser.py": frozenset({"calls[-1].arguments"}),
 }
 """Attributes of objects that our own code made or copied, in files that also see vLLM's."""

@@ -58,7 +58,11 @@ def make_request(**fields: Any) -> Any:
 
 
 def started_renderer(upstream: Any, **settings: Any) -> Any:
-    renderer = SimpleNamespace(_make_request_with_harmony=upstream, reasoning_effort_map={"xhigh": "low"})
+    renderer = SimpleNamespace(
+        _make_request_with_harmony=upstream,
+        reasoning_effort_map={"xhigh": "low"},
+        model_config=SimpleNamespace(max_model_len=16_384),
+    )
     part = ChatCompletions()
     part.attach(FastAPI(), arguments(), Settings(**settings))
     asyncio.run(part.start(None, SimpleNamespace(online_renderer=renderer), Namespace()))
@@ -82,6 +86,18 @@ def test_the_renderer_shows_our_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Reasoning: high" in prompt
     assert prompt.endswith("<|start|>user<|message|>hi<|end|><|start|>assistant")
     assert "Reasoning: low" in prompt_of(renderer, make_request(reasoning_effort="xhigh"))  # --reasoning-effort-map
+
+
+def test_a_prompt_must_leave_room_for_one_token() -> None:
+    from vllm.exceptions import VLLMValidationError
+
+    renderer = started_renderer(lambda *_: pytest.fail("upstream's prompt was asked for"))
+    tokens = len(renderer._make_request_with_harmony(make_request(), True)[1][0]["prompt_token_ids"])
+    renderer.model_config.max_model_len = tokens + 1
+    prompt_of(renderer, make_request())
+    renderer.model_config.max_model_len = tokens
+    with pytest.raises(VLLMValidationError, match=f"However, your messages resulted in {tokens} tokens"):
+        prompt_of(renderer, make_request())
 
 
 @pytest.mark.parametrize("name", ["get weather", "a\nb", "", "x" * 300, "a<|message|>b", "a\u200bb"], ids=repr)

@@ -101,9 +101,11 @@ FILLED: Mapping[str, frozenset[str]] = {
             "args.enable_auto_tool_choice",
             "args.tool_call_parser",
             "args.tool_strict_level",
+            "args.middleware",
             "structured.reasoning_parser",
         }
     ),
+    "harmony/messages_content.py": frozenset({"block.text", "block.source", "block.content"}),
     "harmony/vllm_constraint.py": frozenset(
         {
             "request.structured_outputs",

@@ -13,11 +13,12 @@ from typing import Any
 
 from vllm_gptoss import _vllm
 from vllm_gptoss._vllm import replaced
+from vllm_gptoss.error_format import overflow
 from vllm_gptoss.harmony import chat_route, messages_route
 from vllm_gptoss.harmony.chat_prompt import ChatInputError
 from vllm_gptoss.harmony.chat_request import conversation_of, is_decode_side
 from vllm_gptoss.harmony.chat_stream import ChatStream
-from vllm_gptoss.harmony.early import tokens_of
+from vllm_gptoss.harmony.early import ONLY_COUNTED, tokens_of
 from vllm_gptoss.harmony.grammar import GRAMMAR_BACKENDS
 from vllm_gptoss.harmony.vllm_constraint import RESPONSE_FORMAT
 from vllm_gptoss.harmony.vllm_parser import install
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 TOOL_PARSER = "openai"
 REASONING_PARSER = "openai_gptoss"
+ERROR_FORMAT = "vllm_gptoss.error_format.ErrorFormat"
 
 
 class ChatCompletions:
@@ -45,6 +47,7 @@ class ChatCompletions:
                 self._attach(app, args, settings)
 
     def _attach(self, app: Any, args: Namespace, settings: Any) -> None:
+        args.middleware = [*args.middleware, ERROR_FORMAT]  # vLLM adds these last, around its authentication
         if not chat_route.replace_route(app):
             logger.warning("Chat completions refuse tool_choice allowed_tools: vLLM has no such route to replace.")
         if not messages_route.replace_route(app):
@@ -100,6 +103,10 @@ def chat_prompt_of(renderer: Any, upstream: Callable[..., Any]) -> Callable[...,
             prompt = conversation_of(renderer, request, should_include_tools, getattr(request, RESPONSE_FORMAT, None))
         except ChatInputError as error:
             raise _vllm.harmony().ValidationError(str(error), parameter=error.param) from None
-        return [], [_vllm.tokens_input(tokens_of(prompt), request.cache_salt)]
+        tokens = tokens_of(prompt)
+        if len(tokens) >= renderer.model_config.max_model_len and not ONLY_COUNTED.get():
+            why = overflow(renderer.model_config.max_model_len, len(tokens), "messages")
+            raise _vllm.harmony().ValidationError(why, parameter="messages")
+        return [], [_vllm.tokens_input(tokens, request.cache_salt)]
 
     return make_request

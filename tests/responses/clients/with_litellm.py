@@ -142,6 +142,31 @@ def chat(question: str, stream: bool) -> dict[str, Any]:
             messages.append({"role": "tool", "tool_call_id": call.id, "content": output})
 
 
+def overflow() -> dict[str, str]:
+    """What LiteLLM raises where the prompt is longer than the context window, by API: its fallbacks begin with that."""
+    text = " hello" * 20_000
+    said: list[Any] = [{"role": "user", "content": text}]
+    anthropic = {**SERVER, "model": f"anthropic/{given['model']}", "api_base": given["url"].removesuffix("/v1")}
+    calls = {
+        "chat": lambda: litellm.completion(messages=said, **SERVER),
+        "streamed": lambda: list(litellm.completion(messages=said, stream=True, **SERVER)),
+        "completions": lambda: litellm.text_completion(
+            prompt=text, **{**SERVER, "model": f"text-completion-{SERVER['model']}"}
+        ),
+        "responses": lambda: litellm.responses(input=text, **SERVER),
+        "messages": lambda: litellm.completion(messages=said, max_tokens=9, **anthropic),
+    }
+    return {name: raised(call) for name, call in calls.items()}
+
+
+def raised(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__
+    return "nothing"
+
+
 stateless = {"store": False, "include": ["reasoning.encrypted_content"]}
 scenes = {
     "read": read(),
@@ -156,5 +181,9 @@ scenes = {
     "conversation": conversation(),
 }
 if given["chat"]:
-    scenes |= {"chat": chat(ask["function"][0], stream=False), "chat_streamed": chat(ask["function"][0], stream=True)}
+    scenes |= {
+        "chat": chat(ask["function"][0], stream=False),
+        "chat_streamed": chat(ask["function"][0], stream=True),
+        "overflow": overflow(),
+    }
 print(json.dumps(scenes))

@@ -77,10 +77,13 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "chat": FUNCTION,
     "chat_streamed": FUNCTION,
+    "overflow": dict.fromkeys(
+        ("chat", "streamed", "completions", "responses", "messages"), "ContextWindowExceededError"
+    ),
 }
 """What the small model says by heart. Of each turn's python calls, the last one's code and what it printed."""
 
-CHAT = {"chat", "chat_streamed"}
+CHAT = {"chat", "chat_streamed", "overflow"}
 """Scenes of the one framework that is asked for chat completions, too, where the server has them."""
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
+from vllm_gptoss.error_format import overflow
 
 from vllm_gptoss.harmony import messages as harmony
 from vllm_gptoss.harmony.early import QUICK, in_renderer
@@ -71,8 +72,7 @@ def characters_of(messages: Sequence[Message]) -> int:
 
 def too_long(window: int) -> ApiError:
     """For an input that leaves no room for an answer."""
-    message = f"The input is longer than the model's context window of {window} tokens."
-    return ApiError(message, param="input", code="context_length_exceeded")
+    return ApiError(overflow(window, window, "input"), param="input", code="context_length_exceeded")
 
 
 def fit(request: CreateRequest, conversation: Conversation, window: int) -> tuple[list[int], Conversation]:

@@ -1,0 +1,129 @@
+"""Errors in the format of the API that was asked: a middleware around the whole app, authentication included.
+
+`/v1/messages` answers errors as Anthropic's API does. On every API, a prompt that is too long has the
+words and the code by which clients compact their history or choose another model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+MESSAGES = "/v1/messages"
+WITH_X_API_KEY = (MESSAGES, "/v1/models")
+"""Paths, with all below, that Anthropic's clients ask; their key may be in `x-api-key`."""
+
+TYPES = {
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+"""Anthropic's error types by HTTP status; of others `invalid_request_error` below 500, `api_error` from there on."""
+
+_OVERFLOW = re.compile(r"maximum (?:context|model) length")
+_COUNTED = re.compile(r"maximum context length is (\d+) tokens\. However, your \w+ resulted in (\d+) tokens")
+_FIELD = re.compile(r"""'loc': 'body\.?([^']*)', 'msg': (?:'([^']*)'|"([^"]*)")""")
+_PARAMETER = re.compile(r" \(parameter=[^)]*\)$")
+
+
+def overflow(window: int, tokens: int, what: str) -> str:
+    """OpenAI's words for a prompt of `tokens` that a context window of `window` tokens cannot hold."""
+    return (
+        f"This model's maximum context length is {window} tokens. However, your {what} resulted in {tokens} tokens."
+        f" Please reduce the length of the {what}."
+    )
+
+
+class ErrorFormat:
+    """ASGI middleware. `x-api-key` of Anthropic's clients becomes the Bearer token that vLLM's authentication reads."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Any, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+
+        async def send_head(message: MutableMapping[str, Any]) -> None:
+            nonlocal send
+            if message["type"] == "http.response.start":
+                send = _Error(send, path) if message["status"] >= 400 and _is_json(message) else send
+            await send(message)
+
+        await self._app(_with_bearer(scope) if _is_below(path, WITH_X_API_KEY) else scope, receive, send_head)
+
+
+class _Error:
+    """The `send` of an error: waits for all of it, and sends it as clients of `path` read it."""
+
+    def __init__(self, send: Send, path: str) -> None:
+        self._send = send
+        self._path = path
+        self._head: MutableMapping[str, Any] = {}
+        self._parts: list[bytes] = []
+
+    async def __call__(self, message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            self._head = message
+            return
+        self._parts.append(message.get("body", b""))
+        if not message.get("more_body"):
+            text = _formatted(b"".join(self._parts), self._head["status"], self._path)
+            kept = [pair for pair in self._head["headers"] if pair[0].lower() != b"content-length"]
+            await self._send({**self._head, "headers": [*kept, (b"content-length", str(len(text)).encode())]})
+            await self._send({"type": "http.response.body", "body": text})
+
+
+def _is_below(path: str, roots: tuple[str, ...]) -> bool:
+    return any(path == root or path.startswith(root + "/") for root in roots)
+
+
+def _is_json(head: MutableMapping[str, Any]) -> bool:
+    return any(k.lower() == b"content-type" and v.startswith(b"application/json") for k, v in head.get("headers", ()))
+
+
+def _with_bearer(scope: Scope) -> Scope:
+    headers = {name.lower(): value for name, value in scope["headers"]}
+    key = headers.get(b"x-api-key")
+    if not key or headers.get(b"authorization", b"").lower().startswith(b"bearer "):
+        return scope
+    others = [pair for pair in scope["headers"] if pair[0].lower() != b"authorization"]
+    return {**scope, "headers": [*others, (b"authorization", b"Bearer " + key)]}
+
+
+def _formatted(raw: bytes, status: int, path: str) -> bytes:
+    """The body of an error for a client that asked `path`; `raw` itself where nothing is to be changed."""
+    try:
+        body = json.loads(raw)
+    except ValueError:
+        return raw
+    said = body.get("error", body.get("detail")) if isinstance(body, dict) else None
+    error: dict[str, Any] = said if isinstance(said, dict) else {"message": str(said)}
+    message = str(error.get("message"))
+    does_not_fit = status == 400 and _OVERFLOW.search(message) is not None
+    if _is_below(path, (MESSAGES,)):
+        found = [(at, plain or quoted) for at, plain, quoted in _FIELD.findall(message)]
+        message = "; ".join(f"{at}: {why}" if at else why for at, why in found).replace("Value error, ", "") or message
+        counted = _COUNTED.search(message)
+        if does_not_fit:
+            more = f"{counted[2]} tokens > {counted[1]} maximum" if counted else message
+            message = f"prompt is too long: {more}"
+        kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+        return json.dumps({"type": "error", "error": {"type": kind, "message": message}}).encode()
+    if not does_not_fit:
+        return raw
+    named = {"type": "invalid_request_error", "code": "context_length_exceeded"}
+    return json.dumps({"error": {**error, "message": _PARAMETER.sub("", message), **named}}).encode()
