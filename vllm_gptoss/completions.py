@@ -48,7 +48,7 @@ class Completions:
         """Puts `CompletionStream` over vLLM's handler."""
         del engine_client, args
         if self._streams:
-            replaced.use_completion_stream(state, CompletionStream)
+            replaced.use_handler(state, "openai_serving_completion", CompletionStream)
 
 
 def replace_route(app: FastAPI) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,6 @@ def ask(server: Server, **fields: Any) -> tuple[Any, ...]:
 
 
 def streamed(server: Server, **fields: Any) -> tuple[Any, ...]:
-    import json
-
     reasoning, content, finish = "", "", None
     calls: dict[int, list[str]] = {}
     for line in post(server, stream=True, **fields).text.splitlines():
@@ -143,16 +142,57 @@ def test_allowed_tools_are_the_only_ones(served: Server) -> None:
     assert "get_time" in refused.text
 
 
-def test_logprobs_cover_every_token(served: Server) -> None:
-    choice = post(served, logprobs=True, top_logprobs=1).json()["choices"][0]
-    spelled = [entry["token"] for entry in choice["logprobs"]["content"]]
-    assert spelled[0] == "<|channel|>"
-    assert choice["message"]["content"] in "".join(spelled)
+THOUGHT = "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant"
+SAID = THOUGHT + "<|channel|>final<|message|>It is 👩‍🚀 blue.<|return|>"
+HIDDEN = {"include_reasoning": False}
+
+
+def logprobs_of(server: Server, stream: bool, **fields: Any) -> tuple[str, str]:
+    """The answer, and what the tokens of its logprobs spell."""
+    answer = post(server, logprobs=True, top_logprobs=1, stream=stream, **fields)
+    assert "Think" not in answer.text or fields.get("include_reasoning", True)
+    assert fields.get("include_reasoning", True) or '"token_ids":[' not in answer.text.replace(" ", "")
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")] if stream else [answer.text]
+    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    content = "".join(choice.get("delta", choice.get("message")).get("content") or "" for choice in choices)
+    entries = [entry for choice in choices for entry in (choice.get("logprobs") or {"content": []})["content"]]
+    assert all(len(entry["top_logprobs"]) == 1 for entry in entries)
+    return content, b"".join(bytes(entry["bytes"]) for entry in entries).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("hidden", [{}, HIDDEN, {**HIDDEN, "return_token_ids": True}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_cover_the_answer_alone(forced: Server, stream: bool, hidden: dict[str, Any]) -> None:
+    ids = tokens(SAID)
+    fields = {**hidden, "vllm_xargs": {"forced": " ".join(map(str, ids))}}
+    content, spelled = logprobs_of(forced, stream, **fields)
+    assert content == "It is 👩‍🚀 blue."
+    assert "".join(character for character in spelled if character.isascii()) == "It is  blue."
+    cut, spelled = logprobs_of(forced, stream, stop=["ue"], **fields)
+    assert cut == "It is 👩‍🚀 bl"
+    assert spelled.endswith(" blue"), "the token that the stop string cut"
+    asked = {**fields, "vllm_xargs": {"forced": " ".join(map(str, tokens(ASK)))}, "tools": [WEATHER]}
+    assert logprobs_of(forced, stream, **asked) == ("", "")
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_a_batch_hides_reasoning_in_every_field(forced: Server, shown: bool) -> None:
+    body = {
+        "model": NAME,
+        "messages": [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]],
+        "logprobs": True,
+        "return_token_ids": True,
+        "include_reasoning": shown,
+        "vllm_xargs": {"forced": " ".join(map(str, tokens(SAID)))},
+        "max_completion_tokens": len(tokens(SAID)),
+    }
+    for choice in httpx.post(f"{forced.api}/chat/completions/batch", json=body, timeout=120).json()["choices"]:
+        assert choice["message"]["reasoning"] == ("Think." if shown else None)
+        assert (choice["token_ids"] is not None) == shown
+        assert choice["logprobs"]["content"][0]["token"] == "It"
 
 
 def test_a_schema_is_followed(served: Server) -> None:
-    import json
-
     schema = {
         "type": "object",
         "properties": {"sunny": {"type": "boolean"}, "scale": {"enum": ["celsius"]}},

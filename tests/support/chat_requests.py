@@ -42,7 +42,7 @@ def chat_handlers() -> tuple[Any, Any]:
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.parser.parser_manager import ParserManager
 
-    from vllm_gptoss._vllm.replaced import use_chat_stream
+    from vllm_gptoss._vllm.replaced import use_handler
     from vllm_gptoss.harmony.chat_stream import ChatStream
     from vllm_gptoss.harmony.vllm_parser import install
 
@@ -59,5 +59,5 @@ def chat_handlers() -> tuple[Any, Any]:
         **HANDLER,
     )
     state = SimpleNamespace(openai_serving_chat=theirs)
-    use_chat_stream(state, ChatStream)
+    use_handler(state, "openai_serving_chat", ChatStream)
     return theirs, state.openai_serving_chat

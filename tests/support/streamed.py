@@ -38,13 +38,13 @@ def completion_handlers() -> tuple[Any, Any]:
     """vLLM's completions handler, and ours over it, without a server around them."""
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 
-    from vllm_gptoss._vllm.replaced import use_completion_stream
+    from vllm_gptoss._vllm.replaced import use_handler
     from vllm_gptoss.completions import CompletionStream
 
     theirs = object.__new__(OpenAIServingCompletion)
     vars(theirs).update(HANDLER)
     state = SimpleNamespace(openai_serving_completion=theirs)
-    use_completion_stream(state, CompletionStream)
+    use_handler(state, "openai_serving_completion", CompletionStream)
     return theirs, state.openai_serving_completion
 
 

@@ -49,18 +49,11 @@ REPLACED: tuple[Replaced, ...] = (
         "vLLM looks for stop strings in reasoning too, and offers no hook between engine and handler",
     ),
     Replaced(
-        "state.openai_serving_chat",
+        "state[name]",
         "_vllm/replaced.py",
-        "the chat handler in the app's state, by a copy of it whose class is a subclass of its own",
+        "three handlers in the app's state (chats, batches, completions), by copies with subclasses of their classes",
         "the API server of a gpt-oss model",
-        "vLLM makes the handler, and builds three models for each streamed token in it",
-    ),
-    Replaced(
-        "state.openai_serving_completion",
-        "_vllm/replaced.py",
-        "the completions handler in the app's state, in the same way",
-        "the API server of a gpt-oss model",
-        "as for chat: a server of one API process would stream completions half as fast as the engine gives them",
+        "vLLM makes the handlers, builds three models for each streamed token, and gives logprobs of all channels",
     ),
     Replaced(
         "request.make_request_output",
@@ -105,6 +98,7 @@ FILLED: Mapping[str, frozenset[str]] = {
             "structured.reasoning_parser",
         }
     ),
+    "harmony/chat_logprobs.py": frozenset({"choice.token_ids", "copy[HIDES_REASONING]"}),
     "harmony/messages_content.py": frozenset({"block.text", "block.source", "block.content"}),
     "harmony/vllm_constraint.py": frozenset(
         {
@@ -288,16 +282,10 @@ def use_request_output(
     return restore
 
 
-def use_chat_stream(state: Any, ours: type) -> None:
-    """Puts `ours` over the class of the chat handler in the app's `state`, if there is one."""
-    if (handler := getattr(state, "openai_serving_chat", None)) is not None:
-        state.openai_serving_chat = _under(ours, handler)
-
-
-def use_completion_stream(state: Any, ours: type) -> None:
-    """Puts `ours` over the class of the completions handler in the app's `state`, if there is one."""
-    if (handler := getattr(state, "openai_serving_completion", None)) is not None:
-        state.openai_serving_completion = _under(ours, handler)
+def use_handler(state: Any, name: str, ours: type) -> None:
+    """Puts `ours` over the class of the handler that is `name` in the app's `state`, if there is one."""
+    if (handler := getattr(state, name, None)) is not None:
+        setattr(state, name, _under(ours, handler))
 
 
 def _under(ours: type, handler: Any) -> Any:

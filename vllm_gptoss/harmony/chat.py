@@ -59,7 +59,8 @@ class ChatReader:
     is held back. `stopped` is the one that ended the answer; `min_tokens` tokens come before any is looked for.
     `counts`: whether repairs are counted, which a second reader of the same tokens must not do. `held`: what a grammar
     holds of the turn. `reads_on`: whether the engine was told to go on after the model's last word; otherwise what it
-    says beyond is no part of the turn, least of all a tool's answer that it makes up.
+    says beyond is no part of the turn, least of all a tool's answer that it makes up. `marks`: whether `take_answer`
+    will be asked.
     """
 
     def __init__(
@@ -72,8 +73,11 @@ class ChatReader:
         counts: bool = True,
         held: Held = NOTHING,
         reads_on: bool = False,
+        marks: bool = False,
     ) -> None:
         self.reasoning_tokens = 0
+        self._answer: list[int] | None = [] if marks else None
+        self._unmarked: list[tuple[range, int]] = []  # positions of tokens, and characters that were not told yet
         self._parser = HarmonyParser(tools, counts=counts, held=held)
         self._reads_on = reads_on
         self._is_over = False
@@ -100,6 +104,11 @@ class ChatReader:
             self._read(delta, self._parser.feed(first))
             self._unwatched -= len(first)
         return self._read(delta, self._parser.feed(token_ids))
+
+    def take_answer(self) -> list[int]:
+        """Positions, in all tokens fed, of those whose text was told as content since the last call."""
+        taken, self._answer = self._answer or [], []
+        return taken
 
     @property
     def is_reasoning(self) -> bool:
@@ -143,6 +152,8 @@ class ChatReader:
                 case ContentDelta(text=text, tokens=tokens):
                     if self._kind is _Kind.REASONING:
                         self.reasoning_tokens += tokens
+                    elif self._answer is not None and self._kind is _Kind.CONTENT:
+                        self._unmarked.append((range(event.first, event.first + tokens), len(text)))
                     self._text(delta, text)
                 case MessageStarted(channel=channel, recipient=recipient):
                     self._start(delta, channel, recipient)
@@ -170,6 +181,8 @@ class ChatReader:
         if self._kind is _Kind.CALL:
             delta.add_call(self._calls - 1, None, text)
             return
+        if self._answer is not None and self._kind is _Kind.CONTENT:
+            self._mark(self._answer, len(text))
         is_one_answer = self._kind is _Kind.CONTENT and self._channel is self._channel_said is Channel.FINAL
         if self._is_first_text and self._spoken[self._kind] and not is_one_answer:
             text = "\n" + text  # a second thought or remark starts a line of its own; an answer in two parts is one
@@ -181,3 +194,12 @@ class ChatReader:
             delta.reasoning += text
         else:
             delta.content += text
+
+    def _mark(self, answer: list[int], characters: int) -> None:
+        """Takes the tokens of the next `characters` of content as told; one of which a part is held back, too."""
+        while characters > 0 and self._unmarked:
+            positions, length = self._unmarked.pop(0)
+            answer += positions
+            if length > characters:
+                self._unmarked.insert(0, (range(0), length - characters))
+            characters -= length

@@ -15,6 +15,7 @@ from vllm_gptoss import _vllm
 from vllm_gptoss._vllm import replaced
 from vllm_gptoss.error_format import overflow
 from vllm_gptoss.harmony import chat_route, messages_route
+from vllm_gptoss.harmony.chat_logprobs import AnswerLogprobs
 from vllm_gptoss.harmony.chat_prompt import ChatInputError
 from vllm_gptoss.harmony.chat_request import conversation_of, is_decode_side
 from vllm_gptoss.harmony.chat_stream import ChatStream
@@ -80,8 +81,10 @@ class ChatCompletions:
     def _start(self, state: Any, args: Namespace) -> None:
         makes_text = not self._streams or getattr(args, "enable_log_outputs", False)
         replaced.watch_generation(state, partial(AnswerStops, makes_text=makes_text))
+        for name in ("openai_serving_chat", "openai_serving_chat_batch"):
+            replaced.use_handler(state, name, AnswerLogprobs)
         if self._streams:
-            replaced.use_chat_stream(state, ChatStream)
+            replaced.use_handler(state, "openai_serving_chat", ChatStream)
         if _vllm.harmony_environment()[1]:
             logger.warning("vLLM's chat prompt stays: VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS asks for its form.")
             return

@@ -40,8 +40,17 @@ class ReadTokens(list[int]):
         self.untold = ChatDelta()
 
 
-def chat_reader(request: Any, offered: OfferedTools) -> ChatReader:
-    """The reader of one choice of a chat request, whose tools are `offered`."""
+HIDES_REASONING = "gptoss_hides_reasoning"
+"""The request attribute of a client that asked for no reasoning, where vLLM is asked for it: it would drop logprobs."""
+
+
+def hides_reasoning(request: Any) -> bool:
+    """Whether the client asked for no reasoning."""
+    return not request.include_reasoning or getattr(request, HIDES_REASONING, False)
+
+
+def chat_reader(request: Any, offered: OfferedTools, *, marks: bool = False) -> ChatReader:
+    """The reader of one choice of a chat request, whose tools are `offered`. `marks`: beside the one that answers."""
     stop = getattr(request, "stop", None) or ()
     return ChatReader(
         NO_TOOLS if getattr(request, "tool_choice", None) == "none" else offered,
@@ -50,6 +59,8 @@ def chat_reader(request: Any, offered: OfferedTools) -> ChatReader:
         min_tokens=getattr(request, "min_tokens", 0) or 0,
         held=getattr(request, HELD, NOTHING),
         reads_on=bool(getattr(request, "ignore_eos", False)),
+        counts=not marks,
+        marks=marks,
     )
 
 
@@ -90,7 +101,8 @@ class GptOssParser:
                 calls.append(_vllm.harmony().FunctionCall(name=call.name, arguments=call.arguments))
         if NEEDS_OBJECTS.get():
             calls = _with_objects(calls, is_cut=CALL not in model_output_token_ids[-1:])
-        return delta.reasoning + end.reasoning or None, delta.content + end.content or None, calls or None
+        reasoning = "" if hides_reasoning(request) else delta.reasoning + end.reasoning
+        return reasoning or None, delta.content + end.content or None, calls or None
 
     def parse_delta(
         self,
@@ -112,7 +124,7 @@ class GptOssParser:
             deltas.append(reader.finish())
             self._chat = None
         self._count(reader, self._num_counted_tokens + len(delta_token_ids))
-        return _delta_message(deltas, request.include_reasoning)
+        return _delta_message(deltas, not hides_reasoning(request))
 
     def _reader(self, request: Any) -> ChatReader:
         return chat_reader(request, self._offered)
