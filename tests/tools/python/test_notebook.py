@@ -160,6 +160,15 @@ async def test_code_in_json_is_run(provider: PythonProvider) -> None:
     assert (await run_in(provider, '{"code": 1, "x": 2}')).text.strip() == "{'code': 1, 'x': 2}"
 
 
+@pytest.mark.parametrize(
+    "code",
+    ["```python\nprint(6 * 7)\n```", "\n```py\nprint(6 * 7)\n  ```\n", "```\nprint(6 * 7)"],
+)
+async def test_code_in_a_markdown_fence_runs(provider: PythonProvider, code: str) -> None:
+    assert (await run_in(provider, code)).text.strip() == "42"
+    assert (await run_in(provider, "print('''\n```\n'''.strip())")).text.strip() == "```"
+
+
 @pytest.mark.parametrize("code", ["", " \n", "#" * (1 << 20) + "#"])
 async def test_no_code_and_too_much_code_are_refused(provider: PythonProvider, code: str) -> None:
     result = await run_in(provider, code)

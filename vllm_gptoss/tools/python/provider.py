@@ -318,15 +318,23 @@ def _refused(reason: str) -> ToolResult:
 
 
 def _code_of(call: ToolCall) -> str:
-    """The code, also out of the JSON object `{"code": …}` that models write when they take python for a function."""
+    """The code, also out of a Markdown fence, or of the JSON object `{"code": …}` that models write when they take
+    python for a function."""
     text = call.arguments
-    if not text.lstrip().startswith("{"):
+    if text.lstrip().startswith("{"):
+        with contextlib.suppress(ValueError):
+            value = json.loads(text)
+            if isinstance(value, dict) and set(value) == {"code"} and isinstance(value["code"], str):
+                logger.info("python call %s carried JSON; running its `code`", call.id)
+                text = value["code"]
+    return _without_fence(text)
+
+
+def _without_fence(text: str) -> str:
+    """The code of a text that is one Markdown fence, closed or not; other text as it is."""
+    head, *lines = text.strip().split("\n")
+    if head.strip().lower() not in ("```", "```python", "```python3", "```py"):
         return text
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return text
-    if isinstance(value, dict) and set(value) == {"code"} and isinstance(value["code"], str):
-        logger.info("python call %s carried JSON; running its `code`", call.id)
-        return value["code"]
-    return text
+    if lines and lines[-1].strip() == "```":
+        lines.pop()
+    return text if any(line.lstrip().startswith("```") for line in lines) else "\n".join(lines)
