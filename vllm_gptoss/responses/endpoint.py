@@ -175,13 +175,12 @@ class ResponsesEndpoint:
 
 
 def served_models(serving: Any) -> Models:
-    """Looks a model up among those vLLM serves: the base model under its names, and LoRA adapters."""
+    """Looks a model up among those vLLM serves: the base model by any of its names, of which the first is the answer's,
+    and LoRA adapters."""
 
     def find(name: str | None) -> tuple[str, Any]:
-        if not name:
+        if not name or any(name == path.name for path in serving.base_model_paths):
             return serving.base_model_paths[0].name, None
-        if any(name == path.name for path in serving.base_model_paths):
-            return name, None
         if name in serving.lora_requests:
             return name, serving.lora_requests[name]
         message = f"The model '{name}' does not exist."
