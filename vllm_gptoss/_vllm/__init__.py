@@ -209,11 +209,11 @@ def without_stops(params: Any) -> tuple[Any, bool]:
     return streamed, params.output_kind == RequestOutputKind.DELTA
 
 
-def chat_request() -> Any:
-    """The class of the body of POST /v1/chat/completions."""
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+def chat_requests() -> tuple[Any, Any]:
+    """The classes of the bodies of POST /v1/chat/completions and .../batch."""
+    from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest, ChatCompletionRequest
 
-    return ChatCompletionRequest
+    return ChatCompletionRequest, BatchChatCompletionRequest
 
 
 def chat_text_chunk(identifier: str, created: int, model: str, text: str) -> str:
@@ -361,11 +361,11 @@ def harmony() -> Any:
     )
 
 
-def harmony_environment() -> tuple[str | None, bool]:
-    """vLLM's own variables for Harmony prompts: the pinned date, and whether instructions go to the system message."""
+def instructions_in_system() -> bool:
+    """Whether vLLM's variable asks for instructions in the system message."""
     import vllm.envs as envs
 
-    return envs.VLLM_SYSTEM_START_DATE, bool(envs.VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS)
+    return bool(envs.VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS)
 
 
 def tokens_input(prompt_token_ids: list[int], cache_salt: str | None) -> Any:

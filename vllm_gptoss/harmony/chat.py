@@ -60,7 +60,7 @@ class ChatReader:
     `counts`: whether repairs are counted, which a second reader of the same tokens must not do. `held`: what a grammar
     holds of the turn. `reads_on`: whether the engine was told to go on after the model's last word; otherwise what it
     says beyond is no part of the turn, least of all a tool's answer that it makes up. `marks`: whether `take_answer`
-    will be asked.
+    will be asked. `prefix`: the header of the message that the prompt leaves open.
     """
 
     def __init__(
@@ -74,11 +74,12 @@ class ChatReader:
         held: Held = NOTHING,
         reads_on: bool = False,
         marks: bool = False,
+        prefix: Sequence[int] = (),
     ) -> None:
         self.reasoning_tokens = 0
         self._answer: list[int] | None = [] if marks else None
         self._unmarked: list[tuple[range, int]] = []  # positions of tokens, and characters that were not told yet
-        self._parser = HarmonyParser(tools, counts=counts, held=held)
+        self._parser = HarmonyParser(tools, prefix, counts=counts, held=held)
         self._reads_on = reads_on
         self._is_over = False
         self._stops = StopFinder(stop, keeps_stop=keeps_stop)

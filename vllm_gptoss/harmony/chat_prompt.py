@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm_gptoss.harmony import messages as harmony
+from vllm_gptoss.harmony.events import Channel
 from vllm_gptoss.harmony.messages import EFFORTS, FUNCTIONS, Conversation, Effort, Message, ResponseFormat, ToolSpec
-
 from vllm_gptoss.tools.unreadable import describe
+
 logger = logging.getLogger(__name__)
 
 MAX_NAME = 256
@@ -52,6 +53,8 @@ def conversation(
     effort: str | None = None,
     date: str | None = None,
     response_format: ResponseFormat | None = None,
+    identity: str = harmony.IDENTITY,
+    continues: bool = False,
 ) -> Conversation:
     """The conversation of a chat request. `messages` are dicts as the API has them.
 
@@ -60,6 +63,8 @@ def conversation(
     Raises:
         ChatInputError: a role, content part, tool result or tool's name that has no place in a prompt.
     """
+    if not messages:
+        raise ChatInputError("at least one message is needed", "messages")
     for index, tool in enumerate(tools):
         _check_name(tool.name, f"tools[{index}].function.name")
     rest = list(enumerate(messages))
@@ -71,10 +76,13 @@ def conversation(
     names: dict[str, str] = {}
     for index, message in rest:
         history.extend(_messages(message, index, names))
+    if continues and not (history and history[-1].channel is Channel.FINAL):
+        raise ChatInputError("the last message must be what the assistant said", "continue_final_message")
     return Conversation(
-        harmony.System(date, effort_of(effort)),
+        harmony.System(date, effort_of(effort), identity=identity),
         harmony.Developer(instructions, (harmony.functions(tools),) if tools else (), response_format),
         history,
+        continues,
     )
 
 
@@ -121,7 +129,7 @@ def _assistant(message: Mapping[str, Any], index: int, names: dict[str, str]) ->
         if not (name := function.get("name")):
             raise ChatInputError("a tool call needs a function name", f"messages[{index}].tool_calls[{number}]")
         names[call.get("id") or _LAST] = names[_LAST] = name
-        yield harmony.call(f"{FUNCTIONS}.{name}", function.get("arguments") or "{}")
+        yield harmony.call(f"{FUNCTIONS}.{name}", function.get("arguments") or "")
 
 
 def _tool_name(message: Mapping[str, Any], index: int, names: Mapping[str, str]) -> str:
@@ -145,6 +153,8 @@ def _text(message: Mapping[str, Any], index: int) -> str:
             continue
         kind = part.get("type", "text")
         text = _found(part) if kind == "tool_reference" else part.get("refusal" if kind == "refusal" else "text")
+        if not isinstance(text, str) and message.get("role") == "tool":
+            text = ("\n" if parts else "") + describe(part)
         if not isinstance(text, str):
             raise ChatInputError(
                 f"gpt-oss reads text only, not a part of type {kind!r}", f"messages[{index}].content[{number}]"
@@ -153,8 +163,6 @@ def _text(message: Mapping[str, Any], index: int) -> str:
     return "".join(parts)
 
 
-        if not isinstance(text, str) and message.get("role") == "tool":
-            text = ("\n" if parts else "") + describe(part)
 def _found(part: Mapping[str, Any]) -> str | None:
     """What a search for tools found, in words: the tool itself is among those of the request."""
     name = part.get("name")

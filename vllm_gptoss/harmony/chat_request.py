@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Mapping
 from typing import Any
 
 from fastapi import HTTPException, Request
 
-from vllm_gptoss import _vllm
 from vllm_gptoss.bodies import unless_gone
-from vllm_gptoss.harmony.chat_prompt import conversation
+from vllm_gptoss.error_format import overflow
+from vllm_gptoss.harmony.chat_options import TEMPLATE_OPTIONS
+from vllm_gptoss.harmony.chat_prompt import ChatInputError, conversation
 from vllm_gptoss.harmony.early import is_iterator, is_long, render_early
-from vllm_gptoss.harmony.messages import Conversation, ResponseFormat, ToolSpec
+from vllm_gptoss.harmony.messages import IDENTITY, Conversation, ResponseFormat, ToolSpec
+from vllm_gptoss.harmony.prompt import today
 from vllm_gptoss.harmony.tokens import TooManyTokensError
 from vllm_gptoss.harmony.vllm_constraint import response_format
 from vllm_gptoss.tools.confined import BusyError
@@ -31,15 +32,31 @@ def conversation_of(renderer: Any, request: Any, includes_tools: bool, answer: R
         ChatInputError: a part of it has no place in a prompt.
     """
     efforts = getattr(renderer, "reasoning_effort_map", None) or {}
-    effort = request.reasoning_effort
+    options = _template_options(renderer, request)
+    thinks = options.get("enable_thinking", options.get("thinking"))
+    effort = getattr(request, "reasoning_effort", None) or options.get("reasoning_effort")
+    effort = effort or ("none" if thinks is False else None)
     tools = request.tools if includes_tools else None
     return conversation(
         [_plain(message) for message in request.messages],
         tools=[ToolSpec(t.function.name, t.function.description or "", t.function.parameters) for t in tools or ()],
         effort=efforts.get(effort, effort),
-        date=_vllm.harmony_environment()[0] or datetime.date.today().isoformat(),
+        date=today(),
         response_format=answer,
+        identity=options.get("model_identity") or IDENTITY,
+        continues=request.continue_final_message,
     )
+
+
+def _template_options(renderer: Any, request: Any) -> dict[str, Any]:
+    """`chat_template_kwargs` of the request over the server's `--default-chat-template-kwargs`."""
+    given = request.chat_template_kwargs or {}
+    for name, value in given.items():
+        is_text = name in ("reasoning_effort", "model_identity")
+        if value and (name not in TEMPLATE_OPTIONS or (is_text and not isinstance(value, str))):
+            known = ", ".join(sorted(TEMPLATE_OPTIONS))
+            raise ChatInputError(f"{name!r} is not supported; there are {known}", f"chat_template_kwargs.{name}")
+    return {**(getattr(renderer, "default_chat_template_kwargs", None) or {}), **given}
 
 
 async def render_chat_early(request: Any, raw_request: Request, *, counts: bool = False) -> None:
@@ -63,7 +80,7 @@ async def render_chat_early(request: Any, raw_request: Request, *, counts: bool 
     try:
         await unless_gone(raw_request, work)
     except TooManyTokensError:
-        raise HTTPException(400, f"The prompt is longer than the model's context window of {window} tokens.") from None
+        raise HTTPException(400, overflow(window, window, "messages")) from None
     except BusyError as error:
         raise HTTPException(429, f"{error}.") from None
 

@@ -11,25 +11,24 @@ from typing import Any, cast
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, create_model, model_validator
 
 from vllm_gptoss import _vllm, routes
 from vllm_gptoss.ahead import go_straight
+from vllm_gptoss.harmony.chat_options import checked
 from vllm_gptoss.harmony.chat_request import render_chat_early
 from vllm_gptoss.harmony.early import settle
 from vllm_gptoss.harmony.enforce import compiling
 from vllm_gptoss.harmony.enforce.errors import NotNowError
 from vllm_gptoss.harmony.vllm_constraint import schemas
 
-PATH = "/v1/chat/completions"
+PATH, BATCH = "/v1/chat/completions", "/v1/chat/completions/batch"
 
 
 def replace_route(app: FastAPI) -> bool:
-    """Adds our route beside vLLM's, which vLLM then takes out. False if there is none to replace."""
-    core = routes.posts(app).get(PATH)
-    if core is None:
+    """Adds our routes beside vLLM's, which vLLM then takes out. False if there is none to replace."""
+    found = routes.posts(app)
+    if PATH not in found:
         return False
-    body = body_class()
 
     async def create_chat_completion(request: Any, raw_request: Request) -> Any:
         try:
@@ -39,24 +38,24 @@ def replace_route(app: FastAPI) -> bool:
             return JSONResponse({"error": body}, 503, error.headers)
         settle(request.messages)
         await render_chat_early(request, raw_request)
-        return go_straight(await core.endpoint(request, raw_request))
+        return go_straight(await found[PATH].endpoint(request, raw_request))
 
-    # FastAPI reads the body's type from here; it is made at run time, because its base is vLLM's.
-    create_chat_completion.__annotations__ |= {"request": body, "raw_request": Request}
-    routes.add_beside(app, core, create_chat_completion)
+    async def create_batch(request: Any, raw_request: Request) -> Any:
+        return await found[BATCH].endpoint(request, raw_request)
+
+    def with_allowed_tools(data: Mapping[str, Any]) -> Mapping[str, Any]:
+        return without_allowed_tools(checked(data))
+
+    chat, batch = _vllm.chat_requests()
+    for path, ours, base, change in (
+        (PATH, create_chat_completion, chat, with_allowed_tools),
+        (BATCH, create_batch, batch, checked),
+    ):
+        # FastAPI reads the body's type from here; it is made at run time, because its base is vLLM's.
+        ours.__annotations__ |= {"request": routes.body_class(base, change), "raw_request": Request}
+        if core := found.get(path):
+            routes.add_beside(app, core, ours)
     return True
-
-
-def body_class() -> type[BaseModel]:
-    """vLLM's `ChatCompletionRequest` that also takes `allowed_tools`."""
-
-    def narrow(cls: type[BaseModel], data: Any) -> Any:
-        del cls
-        return without_allowed_tools(data) if isinstance(data, Mapping) else data
-
-    base: type[BaseModel] = _vllm.chat_request()
-    validators: Any = {"narrow": model_validator(mode="before")(classmethod(narrow))}  # type: ignore[arg-type]
-    return create_model(base.__name__, __base__=base, __module__=__name__, __validators__=validators)
 
 
 def without_allowed_tools(data: Mapping[str, Any]) -> Mapping[str, Any]:

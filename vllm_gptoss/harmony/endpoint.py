@@ -85,7 +85,7 @@ class ChatCompletions:
             replaced.use_handler(state, name, AnswerLogprobs)
         if self._streams:
             replaced.use_handler(state, "openai_serving_chat", ChatStream)
-        if _vllm.harmony_environment()[1]:
+        if _vllm.instructions_in_system():
             logger.warning("vLLM's chat prompt stays: VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS asks for its form.")
             return
         renderer = getattr(state, "online_renderer", None)

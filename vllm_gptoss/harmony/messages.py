@@ -113,11 +113,15 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A whole prompt: preamble, then history in the order it happened."""
+    """A whole prompt: preamble, then history in the order it happened.
+
+    `continues`: generation adds to the last message.
+    """
 
     system: System = field(default_factory=System)
     developer: Developer = field(default_factory=Developer)
     messages: Sequence[Message] = ()
+    continues: bool = False
 
 
 def user(text: str) -> Message:
@@ -150,7 +154,8 @@ def call(
     channel: Channel = Channel.COMMENTARY,
     content_type: str | None = "json",
 ) -> Message:
-    """A tool call to `recipient` (full name); `arguments` is the text as it was generated."""
+    """A tool call to `recipient` (full name); `arguments` is the text as it was generated, of JSON at least `{}`."""
+    arguments = arguments or ("{}" if content_type == "json" else "")
     return Message(Role.ASSISTANT, arguments, channel, recipient, content_type)
 
 

@@ -7,7 +7,9 @@ where these sources disagree and which one is followed.
 
 from __future__ import annotations
 
+import datetime
 import json
+import os
 from collections.abc import Sequence
 
 from vllm_gptoss.harmony.events import Channel
@@ -24,17 +26,30 @@ from vllm_gptoss.harmony.tokens import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, S
 
 _CONSTRAIN = "<|constrain|>"
 
+FINAL_HEADER = (CHANNEL, *encode(Channel.FINAL.value), MESSAGE)
+"""The header of an answer, as generated: `<|channel|>final<|message|>`."""
+
+
+def today() -> str:
+    """The date of system messages, YYYY-MM-DD: vLLM's VLLM_SYSTEM_START_DATE, else that of the server's time zone."""
+    return os.environ.get("VLLM_SYSTEM_START_DATE") or datetime.date.today().isoformat()
+
 
 def render(conversation: Conversation, most: int | None = None) -> list[int]:
-    """Prompt token ids, ending in `<|start|>assistant`: generation continues with the first header.
+    """Prompt token ids, ending in `<|start|>assistant`: generation continues with the first header. Or they end in the
+    text of the last message, where the conversation continues that.
 
     Analysis before the last final message is left out, built-in tool calls and their results on that channel too.
     Raises `TooManyTokensError` as soon as there are more than `most`.
     """
     ids = _preamble(conversation, most)
-    for message in without_spent_analysis(conversation.messages):
+    before = conversation.messages[:-1] if conversation.continues else conversation.messages
+    for message in without_spent_analysis(before):
         ids += render_message(message, _left(ids, most))
-    ids += [START, *encode(Role.ASSISTANT.value)]
+    if conversation.continues:
+        ids += render_message(conversation.messages[-1], _left(ids, most))[:-1]
+    else:
+        ids += [START, *encode(Role.ASSISTANT.value)]
     _left(ids, most)
     return ids
 

@@ -54,6 +54,8 @@ def constrain(request: Any, level: Any) -> Any:
 
     `level` is vLLM's `ToolStrictLevel`; AUTO leaves calls of non-strict tools unconstrained under tool choice "auto".
     """
+    if getattr(request, "continue_final_message", False):
+        return request  # a tag begins with a header, which is in the prompt
     vllm = _vllm.harmony()
     level = level or vllm.ToolStrictLevel.AUTO
     params = request.extract_structured_outputs()

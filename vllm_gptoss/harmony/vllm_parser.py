@@ -22,6 +22,7 @@ from vllm_gptoss.harmony.events import Channel, ContentDelta, HarmonyEvent, Mess
 from vllm_gptoss.harmony.held import NOTHING
 from vllm_gptoss.harmony.offered import NO_TOOLS, OfferedTools
 from vllm_gptoss.harmony.parser import HarmonyParser
+from vllm_gptoss.harmony.prompt import FINAL_HEADER
 from vllm_gptoss.harmony.tokens import CALL
 from vllm_gptoss.harmony.vllm_constraint import HELD, constrain, offered_tools
 
@@ -61,6 +62,7 @@ def chat_reader(request: Any, offered: OfferedTools, *, marks: bool = False) -> 
         reads_on=bool(getattr(request, "ignore_eos", False)),
         counts=not marks,
         marks=marks,
+        prefix=FINAL_HEADER if getattr(request, "continue_final_message", False) else (),
     )
 
 

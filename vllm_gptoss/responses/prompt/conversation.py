@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import datetime
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
-from vllm_gptoss.error_format import overflow
 
+from vllm_gptoss.error_format import overflow
 from vllm_gptoss.harmony import messages as harmony
 from vllm_gptoss.harmony.early import QUICK, in_renderer
 from vllm_gptoss.harmony.messages import Conversation, Message
-from vllm_gptoss.harmony.prompt import render, render_message, without_spent_analysis
+from vllm_gptoss.harmony.prompt import render, render_message, today, without_spent_analysis
 from vllm_gptoss.harmony.tokens import LONGEST, TooManyTokensError
 from vllm_gptoss.responses.errors import ApiError
 from vllm_gptoss.responses.prompt.developer import extra_words, response_format
@@ -33,9 +32,8 @@ TRUNCATION_RESERVE = 1024
 def build_conversation(request: CreateRequest, history: History, toolset: Toolset) -> Conversation:
     """System and developer message of this request, whatever the turns before it had, then the history."""
     words = [request.instructions or "", *history.instructions, *extra_words(request)]
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
     return Conversation(
-        harmony.System(date=today, effort=request.effort, tools=tuple(toolset.system)),
+        harmony.System(date=today(), effort=request.effort, tools=tuple(toolset.system)),
         harmony.Developer(
             "\n\n".join(word for word in words if word) or None,
             tuple(toolset.developer),
