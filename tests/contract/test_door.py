@@ -25,6 +25,7 @@ OURS: Mapping[str, frozenset[str]] = {
     "runner/work.py": frozenset({"tables._num_dirty_rows"}),
     "completions.py": frozenset({"create_completion.__annotations__"}),
     "harmony/chat_route.py": frozenset({"ours.__annotations__"}),
+    "harmony/small_routes.py": frozenset({"tokenize.__annotations__"}),
     "harmony/messages_route.py": frozenset({"ours.__annotations__"}),
     "harmony/vllm_parser.py": frozenset({"calls[-1].arguments"}),
 }

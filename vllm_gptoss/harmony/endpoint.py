@@ -14,7 +14,7 @@ from typing import Any
 from vllm_gptoss import _vllm
 from vllm_gptoss._vllm import replaced
 from vllm_gptoss.error_format import overflow
-from vllm_gptoss.harmony import chat_route, messages_route
+from vllm_gptoss.harmony import chat_route, messages_route, small_routes
 from vllm_gptoss.harmony.chat_logprobs import AnswerLogprobs
 from vllm_gptoss.harmony.chat_prompt import ChatInputError
 from vllm_gptoss.harmony.chat_request import conversation_of, is_decode_side
@@ -53,6 +53,8 @@ class ChatCompletions:
             logger.warning("Chat completions refuse tool_choice allowed_tools: vLLM has no such route to replace.")
         if not messages_route.replace_route(app):
             logger.warning("/v1/messages refuses thinking budgets: vLLM has no such route to replace.")
+        if not small_routes.add_routes(app):
+            logger.warning("/tokenize renders vLLM's chat template: vLLM has no such route to replace.")
         if not args.enable_auto_tool_choice or not args.tool_call_parser:
             logger.info("Tool calls are read without --enable-auto-tool-choice --tool-call-parser %s.", TOOL_PARSER)
             args.enable_auto_tool_choice = True
