@@ -72,7 +72,7 @@ async def render_chat_early(request: Any, raw_request: Request, *, counts: bool 
     answer = response_format(request)
     hides = request.tool_choice == "none" and getattr(renderer, "exclude_tools_when_tool_choice_none", False)
     shows_tools = request.tools is not None and not hides
-    window = getattr(getattr(renderer, "model_config", None), "max_model_len", None)
+    window: Any = getattr(getattr(renderer, "model_config", None), "max_model_len", None)
     is_cut = getattr(request, "truncate_prompt_tokens", None) is not None
     work = render_early(
         lambda: conversation_of(renderer, request, shows_tools, answer), None if is_cut or counts else window

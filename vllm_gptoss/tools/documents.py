@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import asyncio
 import base64
+import logging
 from typing import Final
 
 from vllm_gptoss.tools.confined import Limit
