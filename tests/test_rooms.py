@@ -39,6 +39,7 @@ ORDER = (
     "model",
     "runner",
     "callers",
+    "flood",
     "tools",
     "bodies",
     "harmony",

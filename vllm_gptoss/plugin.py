@@ -211,8 +211,9 @@ class GptOssEndpoint:
 
 def _bound(app: Any, args: Namespace, settings: Settings) -> None:
     """What one client may send; the routes of all parts are there now."""
-    from vllm_gptoss import bodies, callers
+    from vllm_gptoss import bodies, callers, flood
 
+    flood.read_in_slices()
     callers.set_keys_are_checked(app, settings.checked_keys or _vllm.checks_keys(args))
     sizes = (settings.max_body_bytes, settings.max_body_values, settings.caller_body_bytes, settings.total_body_bytes)
     bodies.bound(app, bodies.BodyLimits(*sizes))

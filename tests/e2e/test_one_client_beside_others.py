@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -119,29 +120,62 @@ async def test_references_to_a_long_item_are_not_rendered_beyond_the_window(
     await harmless(server, alice, attack)
 
 
-async def harmless(server: tuple[str, int], alice: httpx.AsyncClient, attack: Attack) -> None:
+async def test_a_flood_of_pings_is_read_in_slices(server: tuple[str, int], alice: httpx.AsyncClient) -> None:
+    """A megabyte of pings stopped the event loop for 1.6 s at a time."""
+    head = "GET /v1/responses HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    head += f"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {'A' * 22}==\r\nAuthorization: Bearer alice\r\n\r\n"
+
+    async def attack(http: httpx.AsyncClient) -> None:
+        del http
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(server[0].rpartition(":")[2]))
+        writer.write(head.encode())
+        assert b" 101 " in await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"\x89\x80\0\0\0\0" * 200_000)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(5):
+                while await reader.read(1 << 16):
+                    pass
+        writer.transport.abort()
+
+    await harmless(server, alice, attack)
+
+
+async def test_background_responses_are_limited_by_key(server: tuple[str, int], alice: httpx.AsyncClient) -> None:
+    """400 of them made another key's stored request 2.4 s slower."""
+
+    async def attack(http: httpx.AsyncClient) -> None:
+        wanted = {"model": MODEL, "input": "hi", "background": True}
+        answers = await asyncio.gather(*(http.post("/v1/responses", json=wanted) for _ in range(400)))
+        assert {answer.status_code for answer in answers} <= {200, 429}
+
+    await harmless(server, alice, attack, stores=True)
+
+
+async def harmless(server: tuple[str, int], alice: httpx.AsyncClient, attack: Attack, *, stores: bool = False) -> None:
     """Asserts that `attack` neither stops the event loop, nor another key's requests, nor fills the memory."""
     tried = []
     for _ in range(TRIES):
-        tried.append(await measured(server, alice, attack))
+        tried.append(await measured(server, alice, attack, stores))
         print("pause {:.3f} s, slower by {:.3f} s, grown by {} MiB".format(*tried[-1][:2], tried[-1][2] >> 20))
         if all(found <= most for found, most in zip(tried[-1], (PAUSE_S, SLOWER_S, GROWN), strict=True)):
             return
     pytest.fail(f"{tried}")
 
 
-async def measured(server: tuple[str, int], alice: httpx.AsyncClient, attack: Attack) -> tuple[float, float, int]:
+async def measured(
+    server: tuple[str, int], alice: httpx.AsyncClient, attack: Attack, stores: bool = False
+) -> tuple[float, float, int]:
     """The longest pause, by how much another key's requests were slower, and the growth of the memory's peak."""
     url, pid = server
     async with client(url, "bob") as bob:
-        alone = max([await asked(bob) for _ in range(10)])
+        alone = max([await asked(bob, stores) for _ in range(10)])
         before = psutil.Process(pid).memory_info().rss
         Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak begins anew
         await bob.get("/pause")
         attacking = asyncio.create_task(attack(alice))
-        beside = [await asked(bob)]
+        beside = [await asked(bob, stores)]
         while not attacking.done():
-            beside.append(await asked(bob))
+            beside.append(await asked(bob, stores))
             await asyncio.sleep(0.01)
         await attacking
         pause = float((await bob.get("/pause")).text)
@@ -150,9 +184,9 @@ async def measured(server: tuple[str, int], alice: httpx.AsyncClient, attack: At
     return pause, max(beside) - alone, peak - before
 
 
-async def asked(http: httpx.AsyncClient) -> float:
+async def asked(http: httpx.AsyncClient, stores: bool) -> float:
     """Seconds that a short request takes."""
     began = time.monotonic()
-    answer = await http.post("/v1/responses", json={"model": MODEL, "input": LONG, "store": False})
+    answer = await http.post("/v1/responses", json={"model": MODEL, "input": LONG, "store": stores})
     assert answer.status_code == 200, answer.text
     return time.monotonic() - began

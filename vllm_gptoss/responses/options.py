@@ -31,6 +31,8 @@ class ResponsesOptions(BaseSettings):
     max_input_items: of one request
     max_background: background responses of one API key that have not ended, on one server
     total_background: the same, of all keys
+    max_sockets: WebSockets of one API key, on one server
+    total_sockets: the same, of all keys
     strict_tools: the engine keeps calls to the offered tools and their schemas
     prompts: a YAML file of prompt templates, or a folder of them; empty for none
     """
@@ -55,6 +57,8 @@ class ResponsesOptions(BaseSettings):
     max_input_items: int = 10_000
     max_background: int = 64
     total_background: int = 512
+    max_sockets: int = 64
+    total_sockets: int = 1024
     strict_tools: bool = True
     prompts: str = ""
 

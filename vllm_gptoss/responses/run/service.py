@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from vllm_gptoss.callers import Places
 from vllm_gptoss.responses import ids
 from vllm_gptoss.responses.errors import not_found
 from vllm_gptoss.responses.prompt.conversation import too_long
@@ -33,6 +34,7 @@ class Service:
 
     def __init__(self, context: ServerContext) -> None:
         self.context = context
+        self.sockets = Places(context.options.max_sockets, context.options.total_sockets)
 
     async def read(
         self, body: Any, caller: Caller, parse: Parse = parse_create, *, is_long: bool = True

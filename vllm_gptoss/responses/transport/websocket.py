@@ -17,7 +17,8 @@ from pydantic_core import to_json
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from vllm_gptoss.bodies import Bodies, BodyError, bodies_of
-from vllm_gptoss.responses.errors import ApiError, internal, store_failed
+from vllm_gptoss.callers import FullError
+from vllm_gptoss.responses.errors import ApiError, full, internal, store_failed
 from vllm_gptoss.responses.request.create import CreateRequest
 from vllm_gptoss.responses.request.files import read_pdfs
 from vllm_gptoss.responses.run.events import Event
@@ -35,6 +36,9 @@ MAX_WAITING = 16
 MAX_STREAMS = 8
 """Responses at once on one connection; further streams wait."""
 
+SEND_S = 60.0
+"""Seconds that a client may leave an event unread: until then the response's tokens wait in memory."""
+
 MAX_STREAM_ID = 128
 """Characters; it is in every event, one a token."""
 
@@ -43,10 +47,16 @@ async def serve_websocket(service: Service, socket: WebSocket) -> None:
     """Answers one client until it goes away, or can no longer be written to."""
     await socket.accept()
     connection = _Connection(service, socket)
+    try:
+        leave = service.sockets.take(connection.caller.owner)
+    except FullError as error:
+        await connection.refuse(full(error, "WebSockets are open"))
+        return
     tasks = [asyncio.create_task(connection.read()), asyncio.create_task(connection.work())]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
+        leave()
         for task in tasks:
             task.cancel()
         for result in await asyncio.gather(*tasks, return_exceptions=True):
@@ -65,7 +75,7 @@ class _Connection:
         self._socket = socket
         self._names = names_of(socket)
         self._bodies = bodies_of(socket)
-        self._caller = replace(caller_of(socket), memory=UnstoredResponses())
+        self.caller = replace(caller_of(socket), memory=UnstoredResponses())
         self._writing = asyncio.Lock()
         self._at_once = asyncio.Semaphore(MAX_STREAMS)
         self._room = asyncio.Semaphore(MAX_WAITING)
@@ -76,6 +86,11 @@ class _Connection:
         """Returns when the client has gone. A binary message is read as the text that it should have been."""
         while (message := await self._socket.receive())["type"] != "websocket.disconnect":
             await self.waiting.put(message.get("text") or message.get("bytes") or "")
+
+    async def refuse(self, error: ApiError) -> None:
+        """Ends the connection, for the reason in `error`."""
+        await self._send_error(error, None)
+        await self._socket.close(1013)  # "try again later", RFC 6455's registry of close codes
 
     async def work(self) -> None:
         try:
@@ -123,13 +138,13 @@ class _Connection:
         stream_id = message.get("stream_id")
         previous = message.get("previous_response_id")
         try:
-            await read_pdfs(message, self._caller.owner)
+            await read_pdfs(message, self.caller.owner)
             # A WebSocket always streams; `stream` and its options may be there, and mean nothing.
-            request = await self._service.read({**message, "stream": True}, self._caller)
+            request = await self._service.read({**message, "stream": True}, self.caller)
             if request.generate is False:
                 await self._warm(request, stream_id)
                 return
-            loop = await self._service.prepare(request, self._caller)
+            loop = await self._service.prepare(request, self.caller)
             async with aclosing(loop.run()) as batches:
                 async for batch in batches:
                     for event in batch:
@@ -142,19 +157,22 @@ class _Connection:
 
     async def _warm(self, request: CreateRequest, stream_id: str | None) -> None:
         """`generate: false`: keeps the input under an id and generates nothing."""
-        for event in await self._service.warm(request, self._caller):
+        for event in await self._service.warm(request, self.caller):
             await self._send(event, stream_id)
 
     def _forget(self, previous: Any) -> None:
-        if isinstance(previous, str) and self._caller.memory is not None:
-            self._caller.memory.forget(previous)
+        if isinstance(previous, str) and self.caller.memory is not None:
+            self.caller.memory.forget(previous)
 
     async def _send(self, event: Event, stream_id: str | None) -> None:
         if stream_id is not None:
             event = {**event, "stream_id": stream_id}
         text = to_json(named(event, self._names)).decode()
-        async with self._writing:
-            await self._socket.send_text(text)
+        try:
+            async with self._writing, asyncio.timeout(SEND_S):
+                await self._socket.send_text(text)
+        except TimeoutError:
+            raise RuntimeError(f"nothing was read for {SEND_S:.0f} s") from None
 
     async def _send_error(self, error: ApiError, stream_id: str | None) -> None:
         event = {"type": "error", "status": error.status, "error": error.body()["error"]}
