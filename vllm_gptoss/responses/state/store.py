@@ -41,8 +41,13 @@ from vllm_gptoss.responses.state.stored import (
 )
 from vllm_gptoss.responses.state.tables import item_index, responses, settings
 from vllm_gptoss.responses.state.upgrade import upgrade
+from vllm_gptoss.tools.protocol import CALLER
+from vllm_gptoss.tools.slots import Slots
 
 logger = logging.getLogger(__name__)
+
+AT_ONCE = {True: 1, False: 15}
+"""Transactions, by whether the database is SQLite, for whose one writer others poll: here callers have their turns."""
 
 T = TypeVar("T")
 
@@ -61,7 +66,7 @@ class Store:
         self.conversations = ConversationStore(self._begin, self.quotas)
         self.background = EventStore(self._begin)
         self.containers = ContainerStore(self._begin)
-        self._turns = Turns(AT_ONCE.get(self._url.get_backend_name(), 10), WAITING, 8 * WAITING)
+        self._slots = Slots(AT_ONCE[self._url.get_backend_name() == "sqlite"])
         self._swept = 0.0
         self._sweeping: asyncio.Task[None] | None = None
         self._closing = False
@@ -98,21 +103,10 @@ class Store:
         await self._db.dispose()
 
     @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
-        """SQLite has one writer, which others poll for; here callers have their turns at it."""
-        await self._turns.enter(CALLER.get())
-        try:
-            yield
-        finally:
-            self._turns.leave()
-
-    @asynccontextmanager
     async def _begin(self) -> AsyncIterator[AsyncConnection]:
         try:
-            async with self._turn(), self._db.begin() as connection:
+            async with self._slots.one(CALLER.get()), self._db.begin() as connection:
                 yield connection
-        except BusyError:
-            raise StoreError("The response store is busy: too many of this API key's requests wait for it.") from None
         except IntegrityError as error:
             raise TakenError("There is a row of this id already.") from error
         except (SQLAlchemyError, OSError) as error:
