@@ -358,3 +358,17 @@ def test_who_cancels_twice_cancels_once(start: Start) -> None:
             events = follow(http, made["id"])
             check_stream(events)
             assert events[-1]["response"]["status"] == "cancelled"
+
+
+def test_each_key_has_so_many_background_responses_at_most(start: Start) -> None:
+    server = start(LONG, rate=20.0, config={"max_background": 2, "total_background": 3})
+    body = {"model": MODEL, "input": "hi", "background": True}
+    with server.http("alice") as alice, server.http("bob") as bob:
+        first = alice.post("/responses", json=body).raise_for_status().json()["id"]
+        alice.post("/responses", json=body).raise_for_status()
+        refused = alice.post("/responses", json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (429, "background")
+        bob.post("/responses", json=body).raise_for_status()
+        assert bob.post("/responses", json=body).status_code == 503
+        alice.post(f"/responses/{first}/cancel").raise_for_status()
+        soon(lambda: alice.post("/responses", json=body).status_code == 200)

@@ -175,3 +175,29 @@ def test_a_connection_keeps_what_is_gone_on_from_and_not_everything(
         assert "first word" in server.prompt(-2), "a chain that is used is kept"
         (error,) = ask(socket, input="x", store=False, previous_response_id=beside)
         assert error["error"]["code"] == "previous_response_not_found"
+
+
+def test_each_key_has_so_many_connections_at_most(start: Start) -> None:
+    server = start(HELLO, config={"max_sockets": 1, "total_sockets": 2})
+    with dial(server) as socket, dial(server) as second:
+        ask(socket, input="hi")
+        error = json.loads(second.recv(10))
+        assert (error["type"], error["status"]) == ("error", 429)
+        with dial(server, "bob") as other, dial(server, "carol") as third:
+            ask(other, input="hi")
+            assert json.loads(third.recv(10))["status"] == 503
+    with dial(server) as again:
+        ask(again, input="hi")
+
+
+def frame_of(message: dict[str, Any]) -> bytes:
+    text = json.dumps(message).encode()
+    return bytes([0x81, 0x80 | len(text)]) + bytes(4) + text
+
+
+def test_a_client_that_reads_nothing_is_left(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(websocket, "SEND_S", 0.2)
+    server = start("<|channel|>final<|message|>" + "word " * 200_000)
+    with dial(server) as socket, socket.protocol_mutex:  # its thread takes nothing more from the connection
+        socket.socket.sendall(frame_of({"type": "response.create", "model": MODEL, "input": "hi"}))
+        soon(lambda: server.engine.aborted == 1)
