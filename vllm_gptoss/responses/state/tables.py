@@ -69,7 +69,7 @@ conversations = sa.Table(
     sa.Column("metadata", sa.Text, nullable=False),
     sa.Column("held_by", sa.String(128)),
     sa.Column("held_until", sa.Float),  # when the last response on it ended, where none holds it
-    sa.Index("ix_gptoss_conversations_tenant", "tenant"),
+    sa.Index("ix_gptoss_conversations_usage", "tenant"),
 )
 conversation_items = sa.Table(
     "gptoss_conversation_items",
