@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -21,6 +24,7 @@ from tests.support.servers import running
 from vllm_gptoss.tools.confined import pool
 from vllm_gptoss.tools.confined.json_tree import json_problem
 from vllm_gptoss.tools.mcp import bounds, relay
+from vllm_gptoss.tools.mcp.pace import Pace
 from vllm_gptoss.tools.mcp.provider import McpProvider
 from vllm_gptoss.tools.mcp.settings import McpServerConfig
 from vllm_gptoss.tools.protocol import SessionOptions, ToolCall, ToolResult
@@ -80,6 +84,66 @@ async def test_a_line_that_must_not_be_parsed_is_an_error_and_nothing_is_lost(
         assert (await call(provider, "hello")).text == "hello"
     finally:
         await provider.aclose()
+
+
+FLOOD = """
+import json, sys, threading, time
+kind = sys.argv[1]
+def say(message): sys.stdout.write(json.dumps({"jsonrpc": "2.0", **message}) + chr(10)); sys.stdout.flush()
+FORM = {"message": "m", "requestedSchema": {"type": "object", "properties": {}}}
+SENT = {
+    "pings": {"id": "p", "method": "ping"},
+    "forms": {"id": "f", "method": "elicitation/create", "params": FORM},
+    "changes": {"method": "notifications/tools/list_changed"},
+    "logs": {"method": "notifications/message", "params": {"level": "info", "data": "x"}},
+    "large": {"method": "notifications/message", "params": {"level": "info", "data": [[]] * 20000}},
+}
+def flood():
+    end = time.monotonic() + 20
+    while time.monotonic() < end: say(SENT[kind])
+TOOLS = [{"name": f"t{n}", "description": "d" * 100, "inputSchema": {"type": "object"}} for n in range(2000)]
+for line in sys.stdin:
+    asked = json.loads(line)
+    if asked.get("method") == "initialize":
+        say({"id": asked["id"], "result": {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}},
+                                           "serverInfo": {"name": "odd", "version": "1"}}})
+    elif asked.get("method") == "tools/list":
+        say({"id": asked["id"], "result": {"tools": TOOLS if kind == "changes" else TOOLS[:1]}})
+        threading.Thread(target=flood, daemon=True).start()
+    elif "id" in asked and "method" in asked:
+        say({"id": asked["id"], "error": {"code": -32601, "message": "no"}})
+"""
+
+
+@pytest.mark.parametrize("kind", ["pings", "forms", "changes", "logs", "large"])
+async def test_a_server_that_sends_without_end_is_slowed_and_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """Pings took half of a core for good, and 2,000 tools that changed all the time stopped the loop for 1.3 s."""
+    monkeypatch.setattr("vllm_gptoss.tools.mcp.transport._PATIENCE_S", 2.0)
+    (tmp_path / "server.py").write_text(FLOOD)
+    command: dict[str, Any] = {"command": sys.executable, "args": [str(tmp_path / "server.py"), kind]}
+    provider = McpProvider("odd", McpServerConfig(**command, max_unasked_per_s=20.0, connect_timeout_s=30.0))
+    began = time.process_time()
+    async with watched() as loop, asyncio.timeout(60):
+        await provider.start()
+        while "sends more than 20 messages a second unasked" not in caplog.text:
+            await asyncio.sleep(0.1)
+    used = time.process_time() - began
+    await provider.aclose()
+    assert loop.longest < PAUSE_S, loop.longest
+    assert used < 3.0, used
+
+
+@pytest.mark.parametrize(("sent", "waits"), [(99, False), (100, False), (101, True)])
+async def test_ten_seconds_worth_of_messages_may_come_at_once(sent: int, waits: bool) -> None:
+    pace = Pace(10.0, 60.0)
+    message = SimpleNamespace(message=SimpleNamespace(method="notifications/message", params=None))
+    async with asyncio.timeout(20):
+        began = time.monotonic()
+        for _ in range(sent):
+            await pace.take(message)
+        assert (time.monotonic() - began > 0.05) is waits
 
 
 def test_the_relay_keeps_lines_whole_whatever_their_pieces(tmp_path: Path) -> None:

@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 HTTP_ERROR = -32050
 """The JSON-RPC code of the errors made here; `data.http_status` has the number."""
 
+MAX_TOOLS = 500
+"""Of one page of a listing: each is validated twice on the event loop, 0.1 ms."""
+
 _HURRY = re.compile(rb"(^|[\r\n])retry:[ ]?0*\d{0,3}(?=[\r\n])")
 
 _ADVICE = {
@@ -77,7 +80,10 @@ def without_broken_tools(message: Any) -> Any:
     result = getattr(answer, "result", None)
     if not isinstance(result, dict) or not isinstance(result.get("tools"), list):
         return message
-    kept = [{k: v for k, v in tool.items() if k != "outputSchema"} for tool in result["tools"] if _is_tool(tool)]
+    listed = result["tools"][:MAX_TOOLS]
+    if len(listed) < len(result["tools"]):
+        logger.warning("mcp: only the first %d of %d tools of a page are read", MAX_TOOLS, len(result["tools"]))
+    kept = [{k: v for k, v in tool.items() if k != "outputSchema"} for tool in listed if _is_tool(tool)]
     if kept == result["tools"]:
         return message
     return replace(message, message=answer.model_copy(update={"result": {**result, "tools": kept}}))

@@ -6,6 +6,7 @@ Bytes are counted as the content they are once decompressed; a JSON tree is coun
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 from collections.abc import AsyncIterator
 from typing import Any
@@ -77,7 +78,9 @@ class _Events(_Content):
             if ends:
                 whole, event = bytes(event[: ends[-1]]), event[ends[-1] :]
                 await _check(whole)
-                yield whole
+                for start, end in itertools.pairwise([0, *ends]):  # so that others run between two of them
+                    yield whole[start:end]
+                    await asyncio.sleep(0)
             if len(event) > MAX_ANSWER_BYTES + SMALL:
                 raise httpx2.ReadError(f"the event is larger than {MAX_ANSWER_BYTES} bytes")
         if event:

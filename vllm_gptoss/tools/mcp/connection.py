@@ -31,7 +31,8 @@ _FIRST_DELAY_S = 0.5
 _LAST_DELAY_S = 60.0
 _CLOSE_S = 8.0  # the stdio transport alone may take 3 x 2 s to end a stubborn process
 _MAX_PAGES = 100
-_LISTING_EVERY_S = 1.0
+_LISTING_EVERY_S, _LISTING_SHARE = 1.0, 20  # listing takes at most a twentieth of the time
+_MAX_TOOLS = 1_000
 _UNANSWERED = 2
 """Timeouts in a row after which a stdio process counts as stuck: unlike HTTP, one blocked pipe blocks every call."""
 
@@ -95,6 +96,8 @@ class Connection:
         self._listed_at = 0.0
         self._unanswered = 0
         self._closing = False
+        self._floods = ""  # why the last connection was ended, where it sent too much
+        self._listing_s = 0.0
         self._reported: str | None = None  # the last problem logged; the same one is not logged again
 
     @property
@@ -209,7 +212,7 @@ class Connection:
         self._ended.clear()
         self._changed.clear()
         self._dialer.refused.clear()
-        was_up = False
+        self._floods, was_up = "", False
         try:
             async with contextlib.AsyncExitStack() as stack:
                 async with asyncio.timeout(self._dialer.config.connect_timeout_s):
@@ -220,16 +223,15 @@ class Connection:
                 self._settle()
                 await self._stay(client)
         except TimeoutError:
-            self.problem = f"no connection within {self._dialer.config.connect_timeout_s:.0f} s"
+            self.problem = self._floods or f"no connection within {self._dialer.config.connect_timeout_s:.0f} s"
         except Exception as error:
-            self.problem = describe(error)
-            self.problem += "" if was_up else self._hint()
+            self.problem = self._floods or describe(error) + ("" if was_up else self._hint())
         finally:
             self._client = None
         self._report(was_up)
         if not was_up:  # after a loss, callers wait for the next attempt
             self._settle()
-        return was_up
+        return was_up and not self._floods
 
     def _hint(self) -> str:
         if not self._dialer.refused or "HTTP" in str(self.problem):
@@ -248,15 +250,17 @@ class Connection:
         then = "; trying again" if self._reconnect else ""
         logger.log(level, "mcp %s: %s: %s%s", self.label, what, self.problem, then)
 
-    def _closed(self) -> None:
-        self._end("the server closed the connection")
+    def _closed(self, reason: str) -> None:
+        self._floods = reason
+        self._end(reason or "the server closed the connection")
 
     async def _stay(self, client: Client) -> None:
         listening = asyncio.create_task(self._listen(client))
         try:
             while not self._ended.is_set():
                 await self._changed.wait()
-                if (early := _LISTING_EVERY_S - (time.monotonic() - self._listed_at)) > 0:
+                every = min(max(_LISTING_EVERY_S, _LISTING_SHARE * self._listing_s), _LAST_DELAY_S)
+                if (early := every - (time.monotonic() - self._listed_at)) > 0:
                     with contextlib.suppress(TimeoutError):  # a server may say so a thousand times a second
                         await asyncio.wait_for(self._ended.wait(), early)
                 self._changed.clear()
@@ -287,17 +291,19 @@ class Connection:
         tools: list[types.Tool] = []
         hidden: set[str] = set()
         cursor: str | None = None
+        began = time.monotonic()
         for _ in range(_MAX_PAGES):
             page = await client.list_tools(cursor=cursor)
             tools += page.tools
             if any(tool.annotations for tool in page.tools):
                 hidden |= await self._hidden(client, cursor)
             cursor = page.next_cursor
-            if not cursor:
+            if not cursor or len(tools) >= _MAX_TOOLS:
                 break
         else:
             logger.warning("mcp %s: only the first %d pages of tools are read", self.label, _MAX_PAGES)
         self._listed_at = time.monotonic()
+        self._listing_s = self._listed_at - began
         info = client.server_info
         self.listing = Listing(
             (info.name if info else "") or self.label,

@@ -97,6 +97,9 @@ class McpServerConfig(BaseModel):
     timeout_s: float = Field(default=120.0, gt=0)
     refresh_s: float = Field(default=300.0, gt=0, description="how old a list of tools may be before it is asked again")
     max_output_chars: int = Field(default=60_000, gt=0)
+    max_unasked_per_s: float = Field(
+        default=50.0, gt=0, description="notifications a second, a request counting five; more wait, then it ends"
+    )
     check: dict[str, Any] | None = Field(default=None, description="`{tool, arguments}` that `tools check` may call")
 
     @model_validator(mode="after")

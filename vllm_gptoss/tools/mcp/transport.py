@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httpx2
 from mcp import Client, StdioServerParameters
 from mcp.client.sse import sse_client
@@ -27,11 +28,15 @@ from vllm_gptoss.tools.mcp.answers import explained, patient, without_broken_too
 from vllm_gptoss.tools.mcp.bounds import MAX_ANSWER_BYTES, bound
 from vllm_gptoss.tools.mcp.events import EventsClient
 from vllm_gptoss.tools.mcp.oauth import Tokens, authentication
+from vllm_gptoss.tools.mcp.pace import FloodError, Pace
 from vllm_gptoss.tools.mcp.settings import McpServerConfig, bearer, expand
 from vllm_gptoss.tools.version import NAME, VERSION
 
 _INFO = Implementation(name=NAME, version=VERSION)
 _UNREACHABLE = (httpx2.ConnectError, httpx2.ConnectTimeout)
+_PATIENCE_S = 5.0
+"""Seconds that a server may send more than its pace in a row."""
+
 _READ_S = 300.0
 """Seconds an event stream may be silent."""
 
@@ -84,14 +89,14 @@ class Dialer:
     refused: list[int] = field(default_factory=list, repr=False)
     """HTTP error statuses since it was last cleared: the `mcp` package's errors leave them out."""
 
-    def client(self, on_message: Callable[[Any], Any], on_end: Callable[[], None]) -> Client:
-        """A client, not yet connected; `on_end` is told when the server's side of the connection ends.
+    def client(self, on_message: Callable[[Any], Any], on_end: Callable[[str], None]) -> Client:
+        """A client, not yet connected; `on_end` gets the reason, or "", when the server's side of it ends.
 
         Raises:
             MissingVariableError: the configuration names a variable that is not set.
         """
         return Client(
-            _ended(self._transport(), on_end),
+            _ended(self._transport(), on_end, Pace(self.config.max_unasked_per_s, _PATIENCE_S)),
             mode=self.config.protocol,
             message_handler=on_message,
             client_info=_INFO,
@@ -212,11 +217,12 @@ def _context(ca_file: Path | None, read_from: tuple[tuple[str, int], ...]) -> ss
 
 
 class _Watched:
-    """A read stream that says when it ends, and whose listings of tools hold only those that are well-formed."""
+    """A read stream at a bounded pace that reports its end, and whose listings hold only well-formed tools."""
 
-    def __init__(self, stream: Any, on_end: Callable[[], None]) -> None:
+    def __init__(self, stream: Any, on_end: Callable[[str], None], pace: Pace) -> None:
         self._stream = stream
         self._on_end = on_end
+        self._pace = pace
 
     @property
     def last_context(self) -> Any:
@@ -224,9 +230,14 @@ class _Watched:
 
     async def receive(self) -> Any:
         try:
-            return without_broken_tools(await self._stream.receive())
+            message = await self._stream.receive()
+            await self._pace.take(message)
+            return without_broken_tools(message)
+        except FloodError as error:
+            self._on_end(str(error))
+            raise anyio.EndOfStream from None
         except Exception:
-            self._on_end()
+            self._on_end("")
             raise
 
     def __aiter__(self) -> _Watched:
@@ -234,10 +245,9 @@ class _Watched:
 
     async def __anext__(self) -> Any:
         try:
-            return without_broken_tools(await self._stream.__anext__())
-        except StopAsyncIteration:
-            self._on_end()
-            raise
+            return await self.receive()
+        except anyio.EndOfStream:
+            raise StopAsyncIteration from None
 
     async def aclose(self) -> None:
         await self._stream.aclose()
@@ -251,6 +261,6 @@ class _Watched:
 
 
 @asynccontextmanager
-async def _ended(transport: Any, on_end: Callable[[], None]) -> AsyncIterator[tuple[Any, Any]]:
+async def _ended(transport: Any, on_end: Callable[[str], None], pace: Pace) -> AsyncIterator[tuple[Any, Any]]:
     async with transport as (read, write):
-        yield _Watched(read, on_end), write
+        yield _Watched(read, on_end, pace), write
