@@ -8,7 +8,6 @@ import httpx
 import pytest
 
 from demo.server import NAME, Server
-from tests.harmony.streams import tokens
 from vllm_gptoss.harmony.tokens import encoding
 
 pytestmark = [pytest.mark.vllm, pytest.mark.serve]
@@ -72,7 +71,7 @@ def test_thoughts_are_shown_whatever_the_client_calls_them(served: Server, thoug
 def test_an_answer_is_gone_on_with(forced: Server, stream: bool) -> None:
     goes_on = {"messages": ONCE, "continue_final_message": True, "add_generation_prompt": False}
     assert prompt(forced, **goes_on).endswith("<|start|>assistant<|channel|>final<|message|>Once upon")
-    ids = " ".join(map(str, tokens(" a time.<|return|>")))
+    ids = " ".join(map(str, encoding().encode(" a time.<|return|>", allowed_special="all")))
     answer = post(forced, "/v1/chat/completions", stream=stream, vllm_xargs={"forced": ids}, **goes_on)
     assert '"content":" a' in answer.text
     assert '"reasoning":"' not in answer.text
