@@ -116,3 +116,17 @@ async def test_a_storage_that_is_gone_costs_the_file_and_is_said(
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     with pytest.raises(OSError, match="cannot be kept at s3://files/other"):
         await opened("s3://files/other")
+
+
+async def test_a_hole_in_a_file_takes_no_room_where_it_is_kept(tmp_path: Path) -> None:
+    store = await opened(str(tmp_path / "kept"), max_bytes=128 * MIB)
+    path = tmp_path / "source"
+    with path.open("wb") as file:
+        file.write(b"head")
+        file.truncate(64 * MIB)
+    file_id = (await store.put(CONTAINER, "sparse", os.open(path, os.O_RDONLY), 64 * MIB, "alice")).file_id
+    kept = tmp_path / "kept" / CONTAINER / file_id
+    assert kept.stat().st_blocks * 512 < 4 * MIB
+    found = await store.read(CONTAINER, file_id)
+    assert found is not None
+    assert (found.size, found.data[:4], found.data.count(0)) == (64 * MIB, b"head", 64 * MIB - 4)

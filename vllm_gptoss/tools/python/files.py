@@ -21,12 +21,11 @@ from typing import IO
 
 from vllm_gptoss.tools.protocol import File, StoredFile
 
-from .kept import KeptFiles
+from .kept import KeptFiles, copy_sparse
 from .quotas import Quotas, account
 
 logger = logging.getLogger(__name__)
 
-_CHUNK = 1 << 20
 _PAUSE_S = 10.0  # for which a place that failed is not tried again
 
 MEDIA_TYPES = {
@@ -197,15 +196,8 @@ def _copy(fd: int, max_bytes: int) -> tuple[IO[bytes], int]:
         if status.st_size > max_bytes:
             raise ValueError(f"{status.st_size} bytes are over the limit of {max_bytes}")
         handle = tempfile.TemporaryFile()  # noqa: SIM115 - outlives this call
-        size = 0
-        while size < max_bytes and (chunk := os.pread(fd, min(_CHUNK, max_bytes - size), size)):
-            if chunk.count(0) == len(chunk):
-                handle.seek(len(chunk), os.SEEK_CUR)  # a hole, or as good as one: it takes no room on the disk
-            else:
-                handle.write(chunk)
-            size += len(chunk)
-        handle.truncate(size)
-        handle.flush()
+        with open(fd, "rb", closefd=False) as source:
+            size = copy_sparse(source, handle, max_bytes)
         return handle, size
     finally:
         os.close(fd)

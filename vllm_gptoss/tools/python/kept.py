@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import re
 import shutil
 import time
@@ -29,6 +30,8 @@ _CONTAINER, _FILE = re.compile(r"cntr_[0-9a-f]{32}"), re.compile(r"cfile_[0-9a-f
 _HEAD = 16 << 10  # bytes that the line has at most: a file's name has 4,096 characters
 _FIELDS = ("container_id", "file_id", "filename", "media_type", "size", "created_at", "owner")
 
+_CHUNK = 1 << 20
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -46,6 +49,20 @@ def _storage(method: Callable[P, T]) -> Callable[P, T]:
             raise OSError(f"the file store failed: {type(error).__name__}") from error
 
     return wrapped
+
+
+def copy_sparse(source: IO[bytes], target: IO[bytes], limit: int = 1 << 62) -> int:
+    """Copies up to `limit` bytes to the end of `target`, zeros as holes that take no room; how many."""
+    size = 0
+    while chunk := source.read(min(_CHUNK, limit - size)):
+        if chunk.count(0) == len(chunk):
+            target.seek(len(chunk), os.SEEK_CUR)
+        else:
+            target.write(chunk)
+        size += len(chunk)
+    target.truncate()
+    target.flush()
+    return size
 
 
 class KeptFiles:
@@ -86,9 +103,13 @@ class KeptFiles:
         head = json.dumps({name: value for name, value in asdict(info).items() if name in _FIELDS})
         self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         source.seek(0)
-        with self._fs.open(path, "wb") as target:
+        is_local = "file" in _protocols(self._fs)
+        with open(path, "wb") if is_local else self._fs.open(path, "wb") as target:
             target.write(head.encode() + b"\n")
-            shutil.copyfileobj(source, target, 1 << 20)
+            if is_local:
+                copy_sparse(source, target)
+            else:
+                shutil.copyfileobj(source, target, _CHUNK)
 
     @_storage
     def read(self, container_id: str, file_id: str) -> StoredFile | None:

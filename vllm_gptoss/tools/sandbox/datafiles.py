@@ -11,12 +11,16 @@ _LIMIT = 1000
 _DEPTH = 8
 
 
-def regular_files(base: str) -> list[tuple[str, int, int, int]]:
-    """The first 1,000 regular files: (path relative to `base`, bytes, mtime in ns, inode); none of hidden folders."""
+Found = tuple[str, int, int, int]
+"""A file: its path relative to the base, bytes, mtime in ns, inode."""
+
+
+def regular_files(base: str) -> list[Found]:
+    """The first 1,000 regular files; none of hidden folders."""
     return sorted(_walk(base, base, 0))[:_LIMIT]
 
 
-def _walk(base: str, directory: str, depth: int) -> Iterator[tuple[str, int, int, int]]:
+def _walk(base: str, directory: str, depth: int) -> Iterator[Found]:
     """Skips folders that the program closed to everybody (mode 0), and what vanishes meanwhile."""
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
@@ -25,7 +29,7 @@ def _walk(base: str, directory: str, depth: int) -> Iterator[tuple[str, int, int
             elif entry.is_file(follow_symlinks=False):
                 with contextlib.suppress(OSError):
                     s = entry.stat(follow_symlinks=False)
-                    yield os.path.relpath(entry.path, base), s.st_size, s.st_mtime_ns, s.st_ino
+                    yield entry.path[len(base) + 1 :], s.st_size, s.st_mtime_ns, s.st_ino
 
 
 def open_regular(base: str, path: str) -> int:

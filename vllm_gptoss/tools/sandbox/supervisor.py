@@ -52,6 +52,7 @@ class Supervisor:
         self._settled = False
         self._baseline = 0
         self._own_files = 0
+        self._listed: list[datafiles.Found] = []
         self._census_at = 0.0
         self._processes = processes
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -138,7 +139,9 @@ class Supervisor:
             case "kill":
                 self._kill_all(message.get("reason", "killed"))
             case "list":
-                return list_files(int(message["offset"]))
+                if not message["offset"]:  # one walk for all pages: 15,000 files take 0.2 s
+                    self._listed = datafiles.regular_files(DATA)
+                return page_of(self._listed, int(message["offset"]))
             case "usage":
                 return {"memory": max(0, self._memory() - self._baseline), "processes": len(self._processes.others())}
             case _:
@@ -303,10 +306,9 @@ def _tail(path: str, size: int = 8000) -> str:
     return ""
 
 
-def list_files(offset: int) -> dict[str, Any]:
+def page_of(found: list[datafiles.Found], offset: int) -> dict[str, Any]:
     """A page of the files in /mnt/data; `more` if another follows."""
-    found = datafiles.regular_files(DATA)
-    page: list[tuple[str, int, int, int]] = []
+    page: list[datafiles.Found] = []
     size = 0
     for file in found[offset : offset + _LIST_PAGE]:
         size += len(json.dumps(file))
