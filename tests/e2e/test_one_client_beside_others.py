@@ -48,8 +48,10 @@ async def alice(server: tuple[str, int]) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def client(url: str, key: str) -> httpx.AsyncClient:
-    limits = httpx.Limits(max_connections=None)
-    return httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=60, limits=limits)
+    limits = httpx.Limits(max_connections=100)
+    return httpx.AsyncClient(
+        base_url=url, headers={"Authorization": f"Bearer {key}", "Connection": "close"}, timeout=60, limits=limits
+    )
 
 
 def lists(count: int) -> str:

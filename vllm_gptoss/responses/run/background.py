@@ -16,13 +16,14 @@ from collections import deque
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakValueDictionary
 
 from pydantic_core import to_json
 
 from vllm_gptoss.callers import FullError, Places
 from vllm_gptoss.responses.errors import ApiError, full, id_taken, not_found
 from vllm_gptoss.responses.request.create import CreateRequest
-from vllm_gptoss.responses.run.events import TERMINAL, Event
+from vllm_gptoss.responses.run.events import TERMINAL, Event, has_ended
 from vllm_gptoss.responses.run.loop import Loop
 from vllm_gptoss.responses.run.service import Service
 from vllm_gptoss.responses.state.caller import Caller
@@ -124,6 +125,7 @@ class Background:
         self._store = store
         self._runs: dict[str, _BackgroundRun] = {}
         options = service.context.options
+        self._beginning: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._places = Places(options.max_background, options.total_background)
         self._closing = False
 
@@ -151,7 +153,9 @@ class Background:
         except FullError as error:
             raise full(error, "background responses have not ended yet", "background") from None
         try:
-            run, stored = await self._begin(request, caller)
+            # One by one: hundreds that begin together fill the event loop's every turn.
+            async with self._beginning.setdefault(caller.owner, asyncio.Lock()):
+                run, stored = await self._begin(request, caller)
         except BaseException:
             leave()
             raise
@@ -190,7 +194,7 @@ class Background:
                     if stored.status == "queued":
                         stored.body["status"] = "in_progress"
                         await self._save(stored)
-            if writer.done() and not _ended(pending):
+            if writer.done() and not has_ended(pending):
                 pending += await loop.cancel()
         except asyncio.CancelledError:
             pending += await (loop.fail(STOPPED) if self._closing else loop.cancel())
@@ -301,7 +305,7 @@ class Background:
             if batch:
                 after = batch[-1]["sequence_number"]
                 yield batch
-                if _ended(batch):
+                if has_ended(batch):
                     return
                 continue
             if run is None or run.ended:
@@ -388,10 +392,6 @@ async def _pause(run: _BackgroundRun) -> None:
     except TimeoutError:
         pass
     await asyncio.sleep(FLUSH)
-
-
-def _ended(batch: list[Event]) -> bool:
-    return bool(batch) and batch[-1]["type"] in TERMINAL
 
 
 def _last_event(stored: Stored, number: int) -> Event:

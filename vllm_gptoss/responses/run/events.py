@@ -49,6 +49,11 @@ TERMINAL = frozenset({"response.completed", "response.incomplete", "response.fai
 """The last event of a stream has one of these types (`response.cancelled` is ours: OpenAI's stream just ends)."""
 
 
+def has_ended(batch: Sequence[Event]) -> bool:
+    """Whether the last of these events is the stream's last."""
+    return bool(batch) and batch[-1]["type"] in TERMINAL
+
+
 class Output:
     """Numbers events and places items. An item is added once, keeps its index and id, and is updated in place."""
 
