@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 
 from demo.server import Server, on_gpu, serve
 from tests.support import caged_lines, durations, warm_vllm
-from tests.support.machine import without_namespaces
+from tests.support.machine import SAME_EVERYWHERE, without_namespaces
 from tests.support.mcp_servers import McpServers
 from tests.support.places import CACHE, PYTHON, ROOT
 from tests.support.turns import turn
@@ -124,11 +124,6 @@ def model_dir() -> Path:
     from demo.expand import model_dir
 
     return model_dir(CACHE, wide=on_gpu())
-
-
-SAME_EVERYWHERE = {} if on_gpu() else {"GPTOSS_EXPERTS": "dequantize"}
-"""Experts of the shared servers. A CPU with AMX has another kernel by default, whose roundings are others: what the
-model does not know by heart then goes on differently. That kernel is tested by itself."""
 
 
 @pytest.fixture(scope="session")

@@ -20,8 +20,8 @@ from packaging.utils import canonicalize_name
 
 from demo.server import NAME
 from demo.server import serve as start
-from tests.conftest import SAME_EVERYWHERE
 from tests.support import warm
+from tests.support.machine import SAME_EVERYWHERE
 from tests.support.places import ROOT
 from vllm_gptoss.tools.missing import DISTRIBUTIONS, reason, requirement
 
@@ -113,14 +113,14 @@ def test_an_error_of_ours_names_no_package() -> None:
 
 # A server's app without each package in turn
 
-RESPONSES = ("sqlalchemy", "aiosqlite", "greenlet", "cryptography", "jsonschema", "yaml", "httpx", "pydantic_settings")
+RESPONSES = ("sqlalchemy", "aiosqlite", "cryptography", "jsonschema", "yaml", "httpx", "pydantic_settings")
 BROWSER = ("bs4", "lxml", "markdownify", "markdown_it", "protego", "pypdf", "webencodings", "charset_normalizer")
 PYTHON = ("jupyter_client", "fsspec")
 MCP = ("mcp",)
 UNUSED = ("ipykernel", "packaging", "psutil", "rich", "socksio", "typer")
 """Used by the command line, inside the sandbox, or with a proxy alone."""
-EVERYTHING = ("msgspec", "openai_harmony", "prometheus_client", "pydantic")
-"""vLLM needs these too; they are hidden from the plugin alone here."""
+EVERYTHING = ("msgspec", "openai_harmony", "prometheus_client")
+"""vLLM needs these too; they are hidden from the plugin alone here. Without pydantic vLLM cannot build an app."""
 
 OURS = {
     "/v1/responses": "vllm_gptoss.responses.transport.response_routes",
@@ -144,22 +144,36 @@ CASES = {
 }
 
 
-def serve(model_dir: Path, home: Path, cases: Mapping[str, str], **environ: str) -> dict[str, dict[str, Any]]:
-    arguments = [f"{module}={spec}" for module, spec in cases.items()]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "XDG_STATE_HOME": str(home), **environ}
-    done = warm.run(["-m", "tests.support.hiding", str(model_dir), *arguments], environment, 800, vllm=True)
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"module"')]
-    assert len(found) == len(cases), done.stderr[-3000:]
-    return {each["module"]: each for each in found}
+REQUESTS: tuple[tuple[str, str, str], ...] = (
+    ("sqlalchemy", "GPTOSS_STORE", "/tmp/x.sqlite"),
+    ("sqlalchemy", "GPTOSS_TOOLS", "demo"),
+    ("sqlalchemy", "GPTOSS_RESPONSES_RETENTION", "60"),
+    ("openai_harmony", "GPTOSS_PARSER", "1"),
+    ("asyncpg", "GPTOSS_STORE", "postgresql://127.0.0.1:1/x"),
+)
 
 
 @pytest.fixture(scope="module")
-def served(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    return serve(model_dir, tmp_path_factory.mktemp("hidden"), CASES)
+def apps(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of CASES, then each of REQUESTS, came to."""
+    cases: list[tuple[str, str, dict[str, str]]] = [(module, spec, {}) for module, spec in CASES.items()]
+    cases += [(module, "", {name: value}) for module, name, value in REQUESTS]
+    home = str(tmp_path_factory.mktemp("hidden"))
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "XDG_STATE_HOME": home}
+    arguments = ["-m", "tests.support.hiding", str(model_dir), *map(json.dumps, cases)]
+    done = warm.run(arguments, environ, 850, vllm=True)
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"module"')]
+    assert len(found) == len(cases), done.stderr[-3000:]
+    return found
+
+
+@pytest.fixture
+def served(apps: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    return dict(zip(CASES, apps, strict=False))
 
 
 def test_each_dependency_is_hidden_once() -> None:
-    assert {distribution_of(module) for module in CASES} - {"", "greenlet"} == DECLARED
+    assert {distribution_of(module) for module in CASES} - {""} == DECLARED - {"pydantic"}
 
 
 def serving(app: Mapping[str, Any]) -> dict[str, str]:
@@ -215,29 +229,18 @@ def test_the_plugin_serves_everything(served: dict[str, dict[str, Any]], module:
 
 
 @pytest.mark.vllm
-def test_without_what_every_part_needs_all_is_vllms(served: dict[str, dict[str, Any]]) -> None:
-    assert serving(served["pydantic"]) == STOCK
+def test_without_harmony_chat_completions_and_responses_are_vllms(served: dict[str, dict[str, Any]]) -> None:
     assert serving(served["openai_harmony"]) == {**STOCK, "/v1/completions": OURS["/v1/completions"]}
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize(
-    ("module", "spec", "setting"),
-    [
-        ("sqlalchemy", "", {"GPTOSS_STORE": "/tmp/x.sqlite"}),
-        ("sqlalchemy", "", {"GPTOSS_TOOLS": "demo"}),
-        ("sqlalchemy", "", {"GPTOSS_RESPONSES_RETENTION": "60"}),
-        ("openai_harmony", "", {"GPTOSS_PARSER": "1"}),
-        ("asyncpg", "", {"GPTOSS_STORE": "postgresql://127.0.0.1:1/x"}),
-    ],
-)
-def test_a_setting_that_cannot_be_met_is_an_error(
-    model_dir: Path, tmp_path: Path, module: str, spec: str, setting: dict[str, str]
-) -> None:
-    (app,) = serve(model_dir, tmp_path, {module: spec}, **setting).values()
-    assert app["ended"].startswith("SettingsError: ")
-    assert next(iter(setting)) in app["ended"]
-    assert f"pip install '{requirement(module)}'" in app["ended"]
+@pytest.mark.parametrize("at", range(len(REQUESTS)), ids=[f"{name} without {module}" for module, name, _ in REQUESTS])
+def test_a_setting_that_cannot_be_met_is_an_error(apps: list[dict[str, Any]], at: int) -> None:
+    module, name, _ = REQUESTS[at]
+    error = apps[len(CASES) + at]["ended"]
+    assert error.startswith("SettingsError: ")
+    assert name in error
+    assert f"pip install '{requirement(module)}'" in error
 
 
 SITE = """
@@ -285,7 +288,7 @@ def test_a_command_that_cannot_run_names_the_package(tmp_path: Path, module: str
 def test_vllm_serve_with_its_tools_and_without_one_package(model_dir: Path, tmp_path: Path) -> None:
     environ = {**hiding(tmp_path, "webencodings"), **SAME_EVERYWHERE}
     with start(model_dir, tmp_path / "serve.log", ["--tool-server", "demo"], environ) as server:
-        body = {"model": NAME, "input": "Is it?", "max_output_tokens": 4, "tools": [{"type": "code_interpreter"}]}
+        body = {"model": NAME, "input": "Is it?", "max_output_tokens": 4, "store": True}
         answer = httpx.post(f"{server.api}/responses", json=body, timeout=120)
         assert answer.status_code == 200, answer.text
         log = server.log.read_text()

@@ -28,7 +28,7 @@ STEPS = {
 """The last function that each part calls in a step."""
 
 RUN = """
-import asyncio, importlib, json, os, sys
+import asyncio, copy, importlib, json, os, sys
 from tests.support import hiding
 from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -41,9 +41,9 @@ def fail(*_):
 
 def state(plugins, tool_server):
     os.environ["VLLM_PLUGINS"] = plugins
-    args = hiding.arguments(model)
-    args.tool_server = tool_server
-    done = asyncio.run(hiding.serve(args, client, hiding.QUESTIONS))
+    mine = copy.deepcopy(args)
+    mine.tool_server = tool_server
+    done = asyncio.run(hiding.serve(mine, client, hiding.QUESTIONS))
     done["parsers"] = sorted({
         f"{type(value).__name__}.{name}: {kind.__module__}"
         for value in done.pop("handlers") for name, kind in vars(value).items()

@@ -1,9 +1,9 @@
-"""`python -m tests.support.hiding MODEL MODULE=SPEC…`: vLLM's app of a gpt-oss server, each time without one module.
+"""`python -m tests.support.hiding MODEL CASE…`: vLLM's app of a gpt-oss server, each time without one module.
 
-The app is built and its state filled by vLLM's own functions; the engine is a stand-in that gives one answer. SPEC is
-the server's `--tool-server`; it may be empty. Prints a JSON line for each module: the log, the module that serves each
-route, the class of vLLM's tool server, and the answers to three requests, or the error that ended the start. vLLM is
-imported before a module is hidden, so that a module that vLLM needs is hidden from the plugin alone.
+The app is built and its state filled by vLLM's own functions; the engine is a stand-in that gives one answer. A case is
+a JSON list: the module, the server's `--tool-server`, environment variables. Prints a JSON line for each case: the log,
+the module that serves each route, the class of vLLM's tool server, and the answers to three requests, or the error that
+ended the start. vLLM is imported before a module is hidden, so that a module that vLLM needs is hidden from the plugin.
 """
 
 from __future__ import annotations
@@ -105,8 +105,7 @@ def without(module: str, args: Any, client: Engine) -> dict[str, Any]:
     if module:
         hide(module)
     said = io.StringIO()
-    for name in ("vllm", "vllm_gptoss"):
-        logging.getLogger(name).addHandler(logging.StreamHandler(said))
+    logging.getLogger("vllm").addHandler(logging.StreamHandler(said))  # our loggers get vLLM's handlers
     try:
         done = asyncio.run(serve(args, client, QUESTIONS))
         del done["handlers"]
@@ -126,7 +125,8 @@ def main(model: str, *cases: str) -> None:
     for case in cases:
         sys.stdout.flush()
         if (child := os.fork()) == 0:
-            module, _, args.tool_server = case.partition("=")
+            module, args.tool_server, environ = json.loads(case)
+            os.environ.update(environ)
             print(json.dumps(without(module, args, client)), flush=True)
             os._exit(0)
         os.waitpid(child, 0)

@@ -6,6 +6,12 @@ import subprocess
 import sys
 from functools import cache
 
+from demo.server import on_gpu
+
+SAME_EVERYWHERE = {} if on_gpu() else {"GPTOSS_EXPERTS": "dequantize"}
+"""Experts of the shared servers. A CPU with AMX has another kernel by default, whose roundings are others: what the
+model does not know by heart then goes on differently. That kernel is tested by itself."""
+
 OWN_NAMESPACES = """
 from vllm_gptoss.tools.sandbox import linux
 linux.unshare(linux.CLONE_NEWUSER | linux.CLONE_NEWNS | linux.CLONE_NEWPID | linux.CLONE_NEWNET)

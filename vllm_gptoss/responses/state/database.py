@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import stat
@@ -43,7 +42,6 @@ def connect(url: sa.URL) -> AsyncEngine:
 def check_driver(url: str) -> None:
     """Imports what connects to `url`: SQLAlchemy would only as the store opens. Raises ImportError."""
     sa.make_url(url).get_dialect().import_dbapi()
-    importlib.import_module("greenlet")  # SQLAlchemy's asyncio
 
 
 def keep_private(file: Path) -> None:
