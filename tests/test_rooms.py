@@ -26,7 +26,6 @@ ORDER = (
     "aside",
     "describe",
     "error_format",
-    "asgi",
     "routes",
     "direct",
     "ahead",

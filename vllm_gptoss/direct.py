@@ -18,7 +18,6 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequ
 from contextvars import Context, copy_context
 from typing import Any
 
-from vllm_gptoss import asgi
 from vllm_gptoss._vllm import replaced
 
 logger = logging.getLogger(__name__)
@@ -42,7 +41,7 @@ class Outlet:
     """
 
     def __init__(self, send: Callable[[Any], Any]) -> None:
-        self._send = asgi.for_body(send)
+        self._send = send
         self._context: Context = copy_context()
         self._rest: asyncio.Task[None] | None = None
         self.error: Exception | None = None
