@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from vllm_gptoss import _vllm
 from vllm_gptoss._vllm import compatibility, worker
-from vllm_gptoss.choose import ChoiceError
+from vllm_gptoss.settings import ChoiceError
 
 T = TypeVar("T")
 

@@ -32,6 +32,10 @@ class SettingsError(ValueError):
     """A plugin setting that does not exist or cannot have that value."""
 
 
+class ChoiceError(ValueError):
+    """An explicit wish that this device or configuration cannot meet; the message names what can."""
+
+
 class Settings(BaseModel):
     """Everything a user may wish of the plugin. Field names are the keys; `GPTOSS_<NAME>` the variables."""
 

@@ -7,7 +7,6 @@ ours, `bands` what runs a step of how many tokens, `conditions` every obstacle, 
 
 from vllm_gptoss.choose.decide import (
     Choice,
-    ChoiceError,
     attention,
     available,
     experts,
@@ -20,6 +19,7 @@ from vllm_gptoss.choose.decide import (
 from vllm_gptoss.choose.deployment import Cache, Deployment, RankExperts
 from vllm_gptoss.choose.families import FAMILIES, OTHER, Family, reads_sinks, unserved
 from vllm_gptoss.choose.families import of as family
+from vllm_gptoss.settings import ChoiceError
 
 __all__ = [
     "FAMILIES",

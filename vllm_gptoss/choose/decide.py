@@ -10,13 +10,10 @@ from vllm_gptoss.choose import families
 from vllm_gptoss.choose.deployment import Deployment
 from vllm_gptoss.choose.families import Row
 from vllm_gptoss.device import Device
+from vllm_gptoss.settings import ChoiceError
 from vllm_gptoss.spec import ModelSpec
 
 T = TypeVar("T")
-
-
-class ChoiceError(ValueError):
-    """An explicit wish that this device or configuration cannot meet; the message names what can."""
 
 
 @dataclass(frozen=True, slots=True)
