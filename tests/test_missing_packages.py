@@ -107,7 +107,9 @@ def test_what_to_install_is_the_declared_requirement(module: str, line: str) -> 
 
 
 def test_an_error_of_ours_names_no_package() -> None:
-    assert reason(ImportError("cannot import name 'x'", name="vllm_gptoss.settings")) == "ImportError: cannot import name 'x'"
+    assert reason(ImportError("cannot import name 'x'", name="vllm_gptoss.settings")) == (
+        "ImportError: cannot import name 'x'"
+    )
     assert reason(ValueError("bad")) == "ValueError: bad"
 
 

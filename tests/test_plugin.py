@@ -16,7 +16,7 @@ import pytest
 
 from tests.support import warm
 from tests.support.vllm_log import heard, lines
-from vllm_gptoss import _vllm, aside, plugin
+from vllm_gptoss import _vllm, fallback, plugin
 from vllm_gptoss._vllm import compatibility
 
 DISCOVER = "from vllm.plugins import load_general_plugins as load; load(); "
@@ -198,7 +198,7 @@ def test_streams_are_vllms_where_its_functions_are_not_known(
     monkeypatch.setattr(_vllm, "model_type", lambda args: "gpt_oss")
     monkeypatch.setattr(plugin, "_parts", lambda settings: [part])
     monkeypatch.setattr(compatibility, "why_not", lambda part: why)
-    monkeypatch.setattr(aside, "_said", set())
+    monkeypatch.setattr(fallback, "_said", set())
     with heard(caplog, logging.WARNING):
         plugin.GptOssEndpoint().attach_router(SimpleNamespace(state=SimpleNamespace(args=Namespace())))
     assert hosts == ["stock" if why else "auto"]

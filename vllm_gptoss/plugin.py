@@ -51,11 +51,11 @@ def _use_runner() -> None:
 
 def _wants_runner(config: Any) -> bool:
     """Called once, in the process that makes the `VllmConfig`; the engine and its worker read both classes from it."""
-    from vllm_gptoss import aside
+    from vllm_gptoss import fallback
     from vllm_gptoss._vllm import runner
 
     is_wanted = runner.suits(config) and Settings.load(config.additional_config).host != "stock"
-    return is_wanted and aside.fits("host", "runner")
+    return is_wanted and fallback.fits("host", "runner")
 
 
 REGISTRATIONS: tuple[tuple[str, Callable[[], None]], ...] = (
@@ -192,11 +192,11 @@ class GptOssEndpoint:
             _say(f"vLLM's own endpoints serve ({type(error).__name__}: {error}). Run `vllm-gptoss doctor`.")
 
     def _attach(self, app: Any, args: Namespace, settings: Settings) -> None:
-        from vllm_gptoss import aside
+        from vllm_gptoss import fallback
         from vllm_gptoss.parts import Parts
         from vllm_gptoss.tools.confined import Sizes, set_sizes
 
-        if settings.host != "stock" and not aside.fits("streams", "streams"):
+        if settings.host != "stock" and not fallback.fits("streams", "streams"):
             settings = settings.model_copy(update={"host": "stock"})
         set_sizes(Sizes(settings.workers, settings.caller_worker_queue, settings.worker_queue))
         self._parts = Parts(app, args, settings)

@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAt
 
 from tests.support.plans import Common, builder
 from tests.support.vllm_log import heard, lines
-from vllm_gptoss import aside
+from vllm_gptoss import fallback
 from vllm_gptoss.attention import sm90
 from vllm_gptoss.kernels import attention_many, nvrtc
 
@@ -43,7 +43,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
-    monkeypatch.setattr(aside, "_said", set())
+    monkeypatch.setattr(fallback, "_said", set())
     with heard(caplog, logging.WARNING):
         yield caplog
 

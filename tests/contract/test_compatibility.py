@@ -16,7 +16,7 @@ import pytest
 
 from tests.contract.source import ROOT, UNPACKED, Release, releases
 from tests.support.vllm_log import heard, lines
-from vllm_gptoss import _vllm, aside, plugin
+from vllm_gptoss import _vllm, fallback, plugin
 from vllm_gptoss._vllm import compatibility
 from vllm_gptoss._vllm.compatibility import WHOLE, Source, changed, digest
 
@@ -201,7 +201,7 @@ def next_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Re
     place = SimpleNamespace(origin=str(tmp_path / "vllm" / "__init__.py"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: place)
     monkeypatch.setattr(_vllm, "version", lambda: "0.33.1")
-    monkeypatch.setattr(aside, "_said", set())
+    monkeypatch.setattr(fallback, "_said", set())
     compatibility.why_not.cache_clear()
     yield Release("0.33.1", tmp_path)
     compatibility.why_not.cache_clear()

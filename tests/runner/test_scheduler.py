@@ -19,7 +19,7 @@ pytest.importorskip("vllm")
 from benchmarks import plans as planning
 from tests.support.places import CACHE
 from tests.support.vllm_log import heard, lines
-from vllm_gptoss import aside
+from vllm_gptoss import fallback
 from vllm_gptoss.bench import shapes
 from vllm_gptoss.recipes import probe
 
@@ -198,7 +198,7 @@ def test_a_failure_of_ours_leaves_planning_to_vllm(
             raise error
         return False
 
-    monkeypatch.setattr(aside, "_said", set())
+    monkeypatch.setattr(fallback, "_said", set())
     monkeypatch.setattr(GptOssScheduler, part, fails)
     counts = {"preempted": 0}
     with heard(caplog, logging.WARNING):

@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from tests.runner.host_engine import LIMIT, PARTS, PLAIN, SIZE, TOP_K, Engine, HostGraphs
 from tests.support.vllm_log import heard, lines
-from vllm_gptoss import aside
+from vllm_gptoss import fallback
 from vllm_gptoss.runner import admit, batch, model_runner, work
 from vllm_gptoss.runner.model_runner import GptOssModelRunner
 
@@ -141,7 +141,7 @@ def test_a_failure_before_any_launch_leaves_the_step_to_vllm(
     runner: Any = object.__new__(GptOssModelRunner)
     runner.short_way, by_vllm = engine.short_way, []
     monkeypatch.setattr(GPUModelRunner, "execute_model", lambda self, step: by_vllm.append(step) or "vLLM's")
-    monkeypatch.setattr(aside, "_said", set())
+    monkeypatch.setattr(fallback, "_said", set())
     engine.length |= dict.fromkeys(("a", "b", "c"), 4 * SIZE)
     broken(engine, monkeypatch)
     launched, held = list(engine.seen), copy.deepcopy(engine.runner.block_tables.held)

@@ -1,7 +1,7 @@
 """Where tests plant an exception: every step of ours between choosing and a replayed graph.
 
 Each is `module:attribute`, and the part of the plugin that must then be upstream's. CPU tests run them against
-stand-ins (`tests/test_aside.py`), GPU tests in a real engine (`tests/gpu/test_aside.py`).
+stand-ins (`tests/test_fallback.py`), GPU tests in a real engine (`tests/gpu/test_fallback.py`).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from vllm_gptoss import aside
+from vllm_gptoss import fallback
 from vllm_gptoss._vllm import worker
 from vllm_gptoss.choose.bands import ATTENTION_TOKENS, FUSED_TOKENS
 from vllm_gptoss.kernels import attention_many, nvrtc
@@ -47,7 +47,7 @@ class GptOssFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """As upstream's; the same size decides when a graph is captured and when it is replayed, padding included."""
         if self.aot_sliding_window is None:
-            self.aot_sliding_window = aside.attempt("attention plan", "auto", self._window)
+            self.aot_sliding_window = fallback.attempt("attention plan", "auto", self._window)
         tokens = common_attn_metadata.num_actual_tokens
         few = tokens <= FUSED_TOKENS
         common = common_attn_metadata if few else self._as_captured(common_attn_metadata)
@@ -94,7 +94,7 @@ class GptOssFlashAttentionImpl(FlashAttentionImpl):
         """As upstream's: query, output [T, H, 64]; kv_cache [blocks, K, block size, 128], where K and V are already."""
         plain = attn_metadata is not None and output_scale is None and output_block_scale is None
         if self.has_ours and plain and is_ours(attn_metadata.num_actual_tokens, attn_metadata.max_query_len):
-            done = aside.attempt("attention", "auto", lambda: self._attend(query, kv_cache, attn_metadata, output))
+            done = fallback.attempt("attention", "auto", lambda: self._attend(query, kv_cache, attn_metadata, output))
             if done is not None:
                 return done
             self.has_ours = False
@@ -113,7 +113,7 @@ class GptOssFlashAttentionImpl(FlashAttentionImpl):
         if why is None and step.causal is not True:
             why = "the step is not causal"
         if why is not None:
-            raise aside.NotHereError(why)
+            raise fallback.NotHereError(why)
         tokens = step.num_actual_tokens
         if tokens < query.shape[0]:
             query = query[:tokens]
@@ -150,7 +150,7 @@ def plan_once(model: Any) -> bool:
         return False
     attention = [layer.attn.attn for layer in model.model.layers if hasattr(layer, "attn")]
     theirs = [layer for layer in attention if layer.attn_backend is FlashAttentionBackend]
-    ours = aside.attempt("attention", "auto", lambda: made_for(theirs))
+    ours = fallback.attempt("attention", "auto", lambda: made_for(theirs))
     for index, layer in enumerate(theirs):
         layer.attn_backend = GptOssFlashAttentionBackend
         if ours is not None:
@@ -166,7 +166,7 @@ def made_for(layers: Sequence[Any]) -> list[GptOssFlashAttentionImpl]:
         NvrtcError: a kernel cannot be compiled or loaded.
     """
     for why in filter(None, map(obstacle, layers)):
-        raise aside.NotHereError(why)
+        raise fallback.NotHereError(why)
     made = [as_ours(layer.impl) for layer in layers]
     device = torch.cuda.current_device()
     nvrtc.at_once((attention_many.load, device, impl.num_kv_heads, impl.window) for impl in made)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from vllm_gptoss import aside
+from vllm_gptoss import fallback
 from vllm_gptoss.checkpoint.check import CheckpointError, T, Tables, check, checked
 from vllm_gptoss.checkpoint.config import Config
 
@@ -79,7 +79,7 @@ class LoadCheck:
             yield item
 
     def _check_headers(self) -> None:
-        aside.attempt("checkpoint check", "auto", self._check_files, meant=(CheckpointError,))
+        fallback.attempt("checkpoint check", "auto", self._check_files, meant=(CheckpointError,))
 
     def _check_files(self) -> None:
         directory = local_directory(self.model, self.revision, self.download_dir)

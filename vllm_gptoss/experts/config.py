@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
 
-from vllm_gptoss import _vllm, announce, aside, choose, describe, device
+from vllm_gptoss import _vllm, choose, describe, device, fallback, startup_line
 from vllm_gptoss.settings import Settings
 
 BACKENDS = {"flashinfer_trtllm_mxfp8": "flashinfer_trtllm_afp8"}
@@ -26,9 +26,9 @@ class GptOssQuantConfig(GptOssMxfp4Config):
 
     def _make_moe_method(self, moe: Any) -> Any:
         wish, asked = Settings.load(_vllm.current_config().additional_config).experts, moe.moe_backend
-        own = aside.attempt("experts", wish, lambda: _own_method(moe, wish))
+        own = fallback.attempt("experts", wish, lambda: _own_method(moe, wish))
         if own is not None and own[1] is not None:
-            announce.note("experts", own[0])
+            startup_line.note("experts", own[0])
             return own[1]
         if own is None:
             moe.moe_backend = asked
@@ -36,7 +36,7 @@ class GptOssQuantConfig(GptOssMxfp4Config):
             moe.moe_backend = BACKENDS.get(wish, wish)
         method = super()._make_moe_method(moe)
         # The table says what to expect; what vLLM's oracle took is what runs.
-        announce.note("experts", f"{own[0] if own else 'upstream'}, as vLLM's {method.mxfp4_backend.value}")
+        startup_line.note("experts", f"{own[0] if own else 'upstream'}, as vLLM's {method.mxfp4_backend.value}")
         return method
 
 

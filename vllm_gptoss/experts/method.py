@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4MoEMethod
 
-from vllm_gptoss import aside, choose, describe, device
+from vllm_gptoss import choose, describe, device, fallback
 from vllm_gptoss._vllm import worker
 from vllm_gptoss.choose import bands
 from vllm_gptoss.experts import sm90
@@ -36,7 +36,7 @@ class GptOssExpertsMethod(GptOssMxfp4MoEMethod):
         Raises:
             ValueError: a reload brought weights that the kernels of captured graphs cannot run.
         """
-        samples = aside.attempt("experts", self.wish, lambda: self._before(layer))
+        samples = fallback.attempt("experts", self.wish, lambda: self._before(layer))
         super().process_weights_after_loading(layer)
         fresh = LaidOut.of(self, layer)
         if self.laid_out is not None and fresh is not None:
@@ -44,7 +44,7 @@ class GptOssExpertsMethod(GptOssMxfp4MoEMethod):
             return
         self.laid_out = fresh
         if samples is not None:
-            self.ours = aside.attempt("experts", self.wish, lambda: self._after(layer, samples))
+            self.ours = fallback.attempt("experts", self.wish, lambda: self._after(layer, samples))
 
     def _reload(self, layer: Any, kept: LaidOut, fresh: LaidOut, *, accepted: bool) -> None:
         kept.overwrite(fresh)
@@ -66,7 +66,7 @@ class GptOssExpertsMethod(GptOssMxfp4MoEMethod):
         deployment = describe.built_experts(self.deployment, self, layer)
         choice = choose.experts(device.detect(), deployment, self.wish)
         if choice.value != "gptoss":
-            raise aside.NotHereError(choice.reason)
+            raise fallback.NotHereError(choice.reason)
         sm90.reserve(layer.w2_weight.data, self.moe.experts_per_token, bands.MANY_TOKENS)
         return (
             sm90.sample(layer.w13_weight.data, layer.w13_weight_scale.data),
@@ -101,7 +101,7 @@ class GptOssExpertsMethod(GptOssMxfp4MoEMethod):
         """x: [T, hidden] bf16; router_logits: [T, E]. Runs inside vLLM's opaque `moe_forward` op, so T is a number."""
         kernel = self.ours and self.ours.kernel(x.shape[0])
         if kernel is not None:
-            out = aside.attempt("experts", self.wish, lambda: sm90.apply(kernel, x, router_logits))
+            out = fallback.attempt("experts", self.wish, lambda: sm90.apply(kernel, x, router_logits))
             if out is not None:
                 return out
             self.ours = None

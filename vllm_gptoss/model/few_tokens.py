@@ -18,8 +18,8 @@ from torch import Tensor
 
 from vllm_gptoss import choose, describe, device
 from vllm_gptoss._vllm import worker
-from vllm_gptoss.aside import NotHereError
 from vllm_gptoss.choose import bands
+from vllm_gptoss.fallback import NotHereError
 from vllm_gptoss.kernels import attention, dense, nvrtc
 from vllm_gptoss.model import addresses, chain, many_tokens, one_token
 from vllm_gptoss.model.place import Place, transferred

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM as UpstreamGptOssForCausalLM
 
-from vllm_gptoss import announce, aside, choose, describe, device
+from vllm_gptoss import choose, describe, device, fallback, startup_line
 from vllm_gptoss.checkpoint.load import LoadCheck
 from vllm_gptoss.model.addresses import keep_scratch
 from vllm_gptoss.model.few_tokens import MAX_TOKENS, FewTokens
@@ -29,11 +29,11 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
     def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.layers_wish = Settings.load(vllm_config.additional_config).layers
-        self.load_check = aside.attempt("checkpoint check", "auto", lambda: LoadCheck(vllm_config))
-        few = aside.attempt("layers", self.layers_wish, lambda: set_up(self, vllm_config))
-        self.few_tokens = few if aside.together("layers", few is not None) else None
+        self.load_check = fallback.attempt("checkpoint check", "auto", lambda: LoadCheck(vllm_config))
+        few = fallback.attempt("layers", self.layers_wish, lambda: set_up(self, vllm_config))
+        self.few_tokens = few if fallback.together("layers", few is not None) else None
         self.is_prepared = False
-        aside.attempt("start-up line", "auto", announce.say)
+        fallback.attempt("start-up line", "auto", startup_line.say)
 
     def forward(
         self,
@@ -53,11 +53,11 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
         if few is None:
             return None
         if tokens > MAX_TOKENS:  # `layers=gptoss` asks for the others
-            out = aside.attempt("layers of many tokens", "auto", lambda: few(*step))
+            out = fallback.attempt("layers of many tokens", "auto", lambda: few(*step))
             if out is None:
                 few.leave_many()
             return out
-        out = aside.attempt("layers", self.layers_wish, lambda: few(*step))
+        out = fallback.attempt("layers", self.layers_wish, lambda: few(*step))
         if out is None:
             self.few_tokens = None
         return out
@@ -68,14 +68,14 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
         if few is None or not few.could_take(tokens):
             return None
         if not self.is_prepared:
-            choice = aside.attempt("layers", wish, lambda: few.prepare(wish))
-            if not aside.together("layers", choice is not None):
+            choice = fallback.attempt("layers", wish, lambda: few.prepare(wish))
+            if not fallback.together("layers", choice is not None):
                 self.few_tokens = None
                 return None
             self.is_prepared = True
             keep_scratch(self, few.places)
             return few if few.could_take(tokens) else None  # what is prepared may take less than was thought
-        if not aside.attempt("layers", wish, few.check_addresses):
+        if not fallback.attempt("layers", wish, few.check_addresses):
             self.few_tokens = None
         return self.few_tokens
 
@@ -98,11 +98,11 @@ def set_up(model: Any, config: Any) -> FewTokens | None:
     here = device.detect()
     deployment = describe.built_model(describe.configuration(config), model)
     choice = choose.layers(here, deployment, Settings.load(config.additional_config).layers)
-    announce.note("layers", choice)
+    startup_line.note("layers", choice)
     if choice.value == "gptoss":
-        announce.note("layers of many tokens", choose.many_tokens(here, deployment))
-    announce.note("attention", choose.attention(here, deployment))
-    announce.note("KV cache", choose.kv_cache_dtype(here, deployment.kv_cache_dtype))
+        startup_line.note("layers of many tokens", choose.many_tokens(here, deployment))
+    startup_line.note("attention", choose.attention(here, deployment))
+    startup_line.note("KV cache", choose.kv_cache_dtype(here, deployment.kv_cache_dtype))
     if choice.value != "gptoss":
         return None
     from vllm_gptoss.attention import sm90

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_gptoss import aside
+from vllm_gptoss import fallback
 
 KEPT = 512
 """Graphs of one kind that are kept, the least recently used go first: a batch size each, and some kilobytes."""
@@ -39,7 +39,7 @@ class Work:
         if self.graph is None:
             step = make()
             if self.is_warm and step.captures and not self.failed:
-                self.graph = aside.attempt("host: graph", "auto", lambda: graphs.capture(step.launch))
+                self.graph = fallback.attempt("host: graph", "auto", lambda: graphs.capture(step.launch))
                 self.failed = self.graph is None
             if self.graph is None:
                 step.launch()

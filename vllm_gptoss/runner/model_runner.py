@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from vllm_gptoss import _vllm, aside
+from vllm_gptoss import _vllm, fallback
 from vllm_gptoss._vllm import runner as vllm
 from vllm_gptoss.runner import admit, slices, work
 from vllm_gptoss.runner.batch import RING, Batch, Buffers, begin
@@ -60,7 +60,7 @@ class ShortWay:
             if self.has_begun:
                 raise
             self.has_failed = True
-            aside.log("host", error)
+            fallback.log("host", error)
             return None
 
     def _take(self, step: Any, is_dummy: bool) -> Taken | None:
@@ -143,7 +143,7 @@ class ShortWay:
 
 
 def _without_graphs() -> None:
-    raise aside.NotHereError("--enforce-eager leaves no graph to replay")
+    raise fallback.NotHereError("--enforce-eager leaves no graph to replay")
 
 
 class GptOssModelRunner(GPUModelRunner):
@@ -154,7 +154,7 @@ class GptOssModelRunner(GPUModelRunner):
         self.short_way: ShortWay | None = None
         self.taken: Taken | None = None
         if vllm_config.model_config.enforce_eager:
-            aside.attempt("host", "auto", _without_graphs)
+            fallback.attempt("host", "auto", _without_graphs)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream; what knew the tensors that are replaced is dropped."""
@@ -182,7 +182,7 @@ class GptOssModelRunner(GPUModelRunner):
         captured = super().capture_model(*args, **kwargs)
         if not kwargs.get("profile_only"):
             with torch.inference_mode():
-                self.short_way = aside.attempt("host", "auto", self._decide)
+                self.short_way = fallback.attempt("host", "auto", self._decide)
         return captured
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -202,7 +202,7 @@ class GptOssModelRunner(GPUModelRunner):
             NotHereError: this runner has none.
         """
         if why := admit.why_not(self):
-            raise aside.NotHereError(why)
+            raise fallback.NotHereError(why)
         say = _vllm.init_logger("vllm.gptoss").info
         say("host: decode steps are replayed (GPTOSS_HOST=stock turns it off)")
         if why := slices.ask_short():

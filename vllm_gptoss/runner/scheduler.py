@@ -16,7 +16,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from vllm_gptoss import aside
+from vllm_gptoss import fallback
 from vllm_gptoss._vllm import runner as vllm
 
 NEVER = 2**62
@@ -114,7 +114,7 @@ def quick(theirs: Any) -> QuickKVCacheManager:
     """
     groups = vllm.cache_groups(theirs)
     if groups is None:
-        raise aside.NotHereError("caches of other kinds than full attention and windows")
+        raise fallback.NotHereError("caches of other kinds than full attention and windows")
     ours = object.__new__(QuickKVCacheManager)
     ours.__dict__.update(vars(theirs))
     ours.groups = groups
@@ -140,7 +140,7 @@ class GptOssScheduler(AsyncScheduler):
         self.is_calm = False
         """Whether it was as the one before, and nobody has come since: until something happens, the next one is too."""
         if self.connector is None and self.aux_output_connector is None:  # both keep the manager they were given
-            aside.attempt("host: scheduler", "auto", self._use_short_way)
+            fallback.attempt("host: scheduler", "auto", self._use_short_way)
 
     def _use_short_way(self) -> None:
         """Takes the quick manager, and where nothing else is scheduled the short way.
@@ -173,7 +173,7 @@ class GptOssScheduler(AsyncScheduler):
                 found = self._decoding()
             except Exception as error:  # before anything is planned
                 self.has_short_way = False
-                aside.log("host: scheduler", error)
+                fallback.log("host: scheduler", error)
         self.is_calm &= found is not None and found[-1]
         return super().schedule(throttle_prefills) if found is None else self._schedule(throttle_prefills, *found)
 

@@ -12,7 +12,7 @@ import torch
 
 from tests.support import planted
 from tests.support.vllm_log import heard, lines
-from vllm_gptoss import announce, aside, choose, describe, device
+from vllm_gptoss import choose, describe, device, fallback, startup_line
 from vllm_gptoss.attention import sm90 as planned
 from vllm_gptoss.choose import ChoiceError, Deployment
 from vllm_gptoss.device import Device
@@ -30,7 +30,7 @@ FIRST = torch.zeros(1, dtype=torch.int64)
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
-    monkeypatch.setattr(aside, "_said", set())
+    monkeypatch.setattr(fallback, "_said", set())
     with heard(caplog, logging.WARNING):
         yield caplog
 
@@ -138,12 +138,12 @@ def test_a_cache_that_the_kernels_do_not_read_is_one_line(
     assert "the KV cache has shape [2, 4, 16, 8, 64]" in line
 
 
-@pytest.mark.parametrize("name", ["LoadCheck", "announce.say"])
+@pytest.mark.parametrize("name", ["LoadCheck", "startup_line.say"])
 def test_what_only_checks_or_tells_ends_no_start(
     vllm_model: None, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture, name: str
 ) -> None:
     owner, _, attribute = ("." + name).rpartition(".")
-    monkeypatch.setattr(announce if owner else gpt_oss, attribute, planted.fail)
+    monkeypatch.setattr(startup_line if owner else gpt_oss, attribute, planted.fail)
     assert serve("auto") == ["ours", "ours"]
     assert len(lines(said)) == 1
 
@@ -219,7 +219,7 @@ def test_experts_that_were_asked_for_by_name_end_in_an_error(
 
 def test_the_same_reason_in_every_layer_is_one_line(said: pytest.LogCaptureFixture) -> None:
     for _ in range(24):
-        assert aside.attempt("experts", "auto", planted.fail) is None
+        assert fallback.attempt("experts", "auto", planted.fail) is None
     assert len(lines(said)) == 1
 
 
@@ -228,17 +228,17 @@ def test_a_rank_whose_neighbour_stepped_aside_does_so_too(
 ) -> None:
     """Both at the start and when the first step has compiled: ranks on different paths would wait for ever."""
     for disagree in ([False], [True, False]):
-        aside._said.clear()
+        fallback._said.clear()
         said.clear()
         answers = iter(disagree)
-        monkeypatch.setattr(aside.worker, "all_ranks", lambda yes, answers=answers: next(answers))
+        monkeypatch.setattr(fallback.worker, "all_ranks", lambda yes, answers=answers: next(answers))
         assert serve("auto") == ["upstream", "upstream"]
         assert lines(said) == ["layers: upstream from here on (another rank stepped aside)"]
 
 
 def test_what_is_meant_to_end_the_start_does() -> None:
     with pytest.raises(RuntimeError, match=planted.MESSAGE):
-        aside.attempt("checkpoint check", "auto", planted.fail, meant=(RuntimeError,))
+        fallback.attempt("checkpoint check", "auto", planted.fail, meant=(RuntimeError,))
 
 
 def test_what_ends_the_process_is_not_caught() -> None:
@@ -246,4 +246,4 @@ def test_what_ends_the_process_is_not_caught() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        aside.attempt("layers", "auto", stop)
+        fallback.attempt("layers", "auto", stop)
