@@ -152,10 +152,9 @@ def active(probe: dict[str, Any]) -> Findings:
         )
     for part, name in (("runner and scheduler", "runner"), ("streams", "streams")):
         why = compatibility.why_not(name)
-        detail = f"vLLM's own: {why}" if why else "ours: vLLM has the functions that they were tested with"
+        detail = f"vLLM's own: {why}" if why else "ours: vLLM has the tested functions"
         yield Finding(Status.INFO if why else Status.OK, f"plugin: {part}", detail)
-    failed: dict[str, str] = probe.get("parts") or {}
-    for part, why in failed.items():
+    for part, why in (probe.get("parts") or {}).items():
         what = f"vLLM's own implementation is used: {why.partition('; ')[0]}"
         yield Finding(Status.PROBLEM, f"plugin: {part}", what, why.partition("; ")[2] or "reinstall vllm-gptoss")
     endpoint = "gptoss" in (probe.get("endpoint_plugins") or ())
@@ -164,7 +163,7 @@ def active(probe: dict[str, Any]) -> Findings:
         yield Finding(Status.WARNING, "Rust front end", what, "unset VLLM_USE_RUST_FRONTEND; kernels are ours anyway")
     if endpoint_is_off():
         yield Finding(Status.INFO, "plugin: endpoint", "/v1/responses is vLLM's own: GPTOSS_ENDPOINT is off")
-    elif endpoint and "Responses API" not in failed:
+    elif endpoint and "Responses API" not in probe.get("parts"):
         yield Finding(Status.OK, "plugin: endpoint", f"/v1/responses is ours (VLLM_PLUGINS={probe['VLLM_PLUGINS']})")
     elif not endpoint:
         yield Finding(Status.PROBLEM, "plugin: endpoint", "/v1/responses is vLLM's own", _inactive(probe))
