@@ -44,7 +44,7 @@ soak: environment-soak  ## the long tests in full: a million streams, thousands 
 
 lint: environment-test
 	@"$(BIN)/ruff" check . && "$(BIN)/ruff" format --check . && "$(BIN)/mypy"
-	@"$(BIN)/clang-format" --dry-run --Werror $$(find vllm_gptoss/kernels/cuda -name '*.cu*')
+	@"$(BIN)/clang-format" --dry-run --Werror $$(find vllm_gptoss/engine/kernels/cuda -name '*.cu*')
 
 environment:
 	@"$(PYTHON)" scripts/environment.py demo

@@ -22,8 +22,8 @@ from timing import BYTES_PER_SECOND, microseconds, on_hopper, write
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from vllm_gptoss import spec
-from vllm_gptoss.kernels import attention_many
+from vllm_gptoss.engine import spec
+from vllm_gptoss.engine.kernels import attention_many
 
 HEADS, KV_HEADS, HEAD, BLOCK = 64, 8, 64, 16
 BLOCKS = 270_000

@@ -27,12 +27,12 @@ import torch
 from timing import BYTES_PER_SECOND, hot_microseconds, microseconds, write
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from vllm_gptoss import spec
-from vllm_gptoss.experts import mxfp4, sm90
-from vllm_gptoss.kernels.experts import FewTokenExperts, Projection
-from vllm_gptoss.kernels.experts_many import ManyTokenExperts
-from vllm_gptoss.kernels.experts_plan import PARTIAL_TOKENS
-from vllm_gptoss.kernels.experts_prefill import PrefillExperts
+from vllm_gptoss.engine import spec
+from vllm_gptoss.engine.experts import mxfp4, sm90
+from vllm_gptoss.engine.kernels.experts import FewTokenExperts, Projection
+from vllm_gptoss.engine.kernels.experts_many import ManyTokenExperts
+from vllm_gptoss.engine.kernels.experts_plan import PARTIAL_TOKENS
+from vllm_gptoss.engine.kernels.experts_prefill import PrefillExperts
 
 LAUNCHES = 8
 FLOPS_PER_SECOND = 989.4e12
@@ -100,7 +100,7 @@ class Stock:
 
     def projections(self) -> tuple[Projection, Projection]:
         """The same bytes for our kernels, as the plugin takes them."""
-        from vllm_gptoss.experts import sm90
+        from vllm_gptoss.engine.experts import sm90
 
         up, down = (
             Projection(sm90.storage(w, "HOPPER_VALUE"), sm90.storage(p.weight_scale, "HOPPER_SCALE"), bias)

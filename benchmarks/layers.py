@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from vllm_gptoss import spec
-from vllm_gptoss.kernels import around, dense
-from vllm_gptoss.kernels.layer import LayerTensors, Requests
-from vllm_gptoss.model import chain
+from vllm_gptoss.engine import spec
+from vllm_gptoss.engine.kernels import around, dense
+from vllm_gptoss.engine.kernels.layer import LayerTensors, Requests
+from vllm_gptoss.engine.model import chain
 
 CHAIN = 24
 HIDDEN, HEAD, BLOCK = spec.GPT_OSS_20B.hidden, 64, 16

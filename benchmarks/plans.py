@@ -117,7 +117,7 @@ def measure(count: int, changing: bool, turns: int = 12, steps: int = 16) -> lis
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.serial_utils import MsgpackEncoder
 
-    from vllm_gptoss.runner.scheduler import GptOssScheduler
+    from vllm_gptoss.engine.runner.scheduler import GptOssScheduler
 
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shapes.model_config(shapes.TINY)))

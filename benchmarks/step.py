@@ -20,11 +20,11 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from timing import BYTES_PER_SECOND, microseconds, on_hopper, write
 
-from vllm_gptoss import spec
-from vllm_gptoss.kernels import dense, step
-from vllm_gptoss.kernels.experts import FewTokenExperts, Projection
-from vllm_gptoss.kernels.layer import LayerTensors, Requests
-from vllm_gptoss.model import chain
+from vllm_gptoss.engine import spec
+from vllm_gptoss.engine.kernels import dense, step
+from vllm_gptoss.engine.kernels.experts import FewTokenExperts, Projection
+from vllm_gptoss.engine.kernels.layer import LayerTensors, Requests
+from vllm_gptoss.engine.model import chain
 
 HEAD, BLOCK = 64, 16
 MODELS = {"20b": spec.GPT_OSS_20B, "120b": spec.GPT_OSS_120B}

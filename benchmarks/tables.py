@@ -5,7 +5,7 @@
 
 A table stands between two comments, `<!-- table: KIND [FILE ...] -->` and `<!-- /table -->`. FILE lies
 in benchmarks/results/. KIND is a function of `KINDS`; `hardware` and `bands` need no file, they ask
-`vllm_gptoss.choose`, and neither does `capacity`. Nothing else of a document is touched.
+`vllm_gptoss.engine.choose`, and neither does `capacity`. Nothing else of a document is touched.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_gptoss import choose, spec
-from vllm_gptoss.choose import bands as token_bands
-from vllm_gptoss.device import Device
+from vllm_gptoss.engine import choose, spec
+from vllm_gptoss.engine.choose import bands as token_bands
+from vllm_gptoss.engine.choose.device import Device
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

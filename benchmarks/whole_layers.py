@@ -18,10 +18,10 @@ from kernels import layer_of, projection, weights
 from layers import HIDDEN, Layer, draw
 from timing import microseconds, on_hopper, write
 
-from vllm_gptoss import spec
-from vllm_gptoss.experts.sm90 import LayerExperts
-from vllm_gptoss.kernels import product_many
-from vllm_gptoss.model import chain_many
+from vllm_gptoss.engine import spec
+from vllm_gptoss.engine.experts.sm90 import LayerExperts
+from vllm_gptoss.engine.kernels import product_many
+from vllm_gptoss.engine.model import chain_many
 
 LAYERS, ROUNDS = 8, 3
 

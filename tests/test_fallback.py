@@ -12,15 +12,17 @@ import torch
 
 from tests.support import planted
 from tests.support.vllm_log import heard, lines
-from vllm_gptoss import choose, describe, device, fallback, startup_line
-from vllm_gptoss.attention import sm90 as planned
-from vllm_gptoss.choose import ChoiceError, Deployment
-from vllm_gptoss.device import Device
-from vllm_gptoss.experts import config as quantization
-from vllm_gptoss.experts import method
-from vllm_gptoss.kernels import nvrtc, step
-from vllm_gptoss.model import addresses, chain, chain_many, few_tokens, gpt_oss, one_token
-from vllm_gptoss.spec import GPT_OSS_20B
+from vllm_gptoss import fallback, startup_line
+from vllm_gptoss.engine import choose
+from vllm_gptoss.engine.attention import sm90 as planned
+from vllm_gptoss.engine.choose import ChoiceError, Deployment, device
+from vllm_gptoss.engine.choose import vllm_config as describe
+from vllm_gptoss.engine.choose.device import Device
+from vllm_gptoss.engine.experts import config as quantization
+from vllm_gptoss.engine.experts import method
+from vllm_gptoss.engine.kernels import nvrtc, step
+from vllm_gptoss.engine.model import addresses, chain, chain_many, few_tokens, gpt_oss, one_token
+from vllm_gptoss.engine.spec import GPT_OSS_20B
 
 pytestmark = pytest.mark.vllm
 
@@ -110,7 +112,7 @@ def test_a_fault_of_the_layers_leaves_upstreams_and_one_line(
 def test_a_fault_of_many_tokens_leaves_the_few(
     vllm_model: None, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
 ) -> None:
-    planted.plant("vllm_gptoss.model.chain_many:layer", monkeypatch.setattr)
+    planted.plant("vllm_gptoss.engine.model.chain_many:layer", monkeypatch.setattr)
     model = gpt_oss.GptOssForCausalLM(vllm_config=wishing(layers="gptoss"))
     sizes = (17, 2, 17, 1)
     answers = [model.forward(FIRST.expand(tokens), FIRST.expand(tokens)) for tokens in sizes]

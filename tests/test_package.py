@@ -142,7 +142,14 @@ def test_what_works_without_vllm_works(installed: Path, tmp_path: Path) -> None:
     done = run(installed, ["vllm-gptoss", "--help"], tmp_path)
     assert done.returncode == 0, done.stderr
     assert {"doctor", "tools", "bench", "recipe"} <= set(done.stdout.split())
-    modules = ("harmony.parser", "harmony.prompt", "tools.check", "tools.serve", "tools.python", "checkpoint.check")
+    modules = (
+        "harmony.parser",
+        "harmony.prompt",
+        "tools.check",
+        "tools.serve",
+        "tools.python",
+        "engine.checkpoint.check",
+    )
     code = "".join(f"import vllm_gptoss.{module}\n" for module in modules)
     done = run(installed, ["python", "-c", code], tmp_path)
     assert done.returncode == 0, done.stderr

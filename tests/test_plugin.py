@@ -56,7 +56,7 @@ def test_registering_twice_is_the_same_as_once() -> None:
     )
     done = python(code)
     assert json.loads(done.stdout.splitlines()[-1]) == [
-        "vllm_gptoss.model.gpt_oss:GptOssForCausalLM",
+        "vllm_gptoss.engine.model.gpt_oss:GptOssForCausalLM",
         "vllm_gptoss._vllm",
     ]
     assert "not registered" not in done.stderr

@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "vllm_gptoss"
 NAME = PACKAGE.name
 
-PARTS = ()
+PARTS = ("engine",)
 """Folders that are several rooms, each folder and file of them one."""
 
 ORDER = (
@@ -22,18 +22,16 @@ ORDER = (
     "_vllm",
     "startup_line",
     "fallback",
-    "spec",
-    "device",
-    "kernels",
-    "choose",
-    "describe",
-    "parent_death",
-    "checkpoint",
-    "reference",
-    "experts",
-    "attention",
-    "model",
-    "runner",
+    "engine.spec",
+    "engine.kernels",
+    "engine.choose",
+    "engine.parent_death",
+    "engine.checkpoint",
+    "engine.reference",
+    "engine.experts",
+    "engine.attention",
+    "engine.model",
+    "engine.runner",
     "yaml_file",
     "tools",
     "routes",
@@ -63,6 +61,7 @@ SHARED = frozenset({"_vllm", "fallback", "settings", "startup_line", "version"})
 
 MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "tools": frozenset(),
+    "engine": SHARED,
 }
 """What each package may import of the rest: engine and server know nothing of each other, and nobody knows cli."""
 

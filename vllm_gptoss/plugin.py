@@ -15,7 +15,8 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from vllm_gptoss import _vllm, parent_death, spec
+from vllm_gptoss import _vllm
+from vllm_gptoss.engine import parent_death, spec
 from vllm_gptoss.settings import Settings, SettingsError
 from vllm_gptoss.version import __version__
 
@@ -34,13 +35,13 @@ FOR_WORKERS = ("GPTOSS_EXPERTS", "GPTOSS_LAYERS")
 
 
 def _quantization() -> type:
-    from vllm_gptoss.experts.config import GptOssQuantConfig
+    from vllm_gptoss.engine.experts.config import GptOssQuantConfig
 
     return GptOssQuantConfig
 
 
-WORKER = "vllm_gptoss.runner.worker.GptOssWorker"
-SCHEDULER = "vllm_gptoss.runner.scheduler.GptOssScheduler"
+WORKER = "vllm_gptoss.engine.runner.worker.GptOssWorker"
+SCHEDULER = "vllm_gptoss.engine.runner.scheduler.GptOssScheduler"
 
 
 def _use_runner() -> None:
@@ -62,7 +63,7 @@ REGISTRATIONS: tuple[tuple[str, Callable[[], None]], ...] = (
     ("logging", _vllm.share_logging),
     (
         f"model class {spec.ARCHITECTURE}",
-        lambda: _vllm.register_model(spec.ARCHITECTURE, "vllm_gptoss.model.gpt_oss:GptOssForCausalLM"),
+        lambda: _vllm.register_model(spec.ARCHITECTURE, "vllm_gptoss.engine.model.gpt_oss:GptOssForCausalLM"),
     ),
     (
         f"quantization {spec.QUANTIZATION}",

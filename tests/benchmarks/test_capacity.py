@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import capacity
 from benchmarks.capacity import Engine, Wishes, plan
-from vllm_gptoss.spec import GPT_OSS_20B
+from vllm_gptoss.engine.spec import GPT_OSS_20B
 
 SIMPLE = Engine(GPT_OSS_20B, "a GPU", 1, {1: 2.0, 11: 12.0}, prefill=10_000, per_token_ns=0.0, kv_gib=100.0)
 """A step is one ms, and one for each request."""

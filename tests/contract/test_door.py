@@ -20,9 +20,9 @@ OURS: Mapping[str, frozenset[str]] = {
     "_vllm/__init__.py": frozenset({"ours.handlers", "ours.propagate"}),
     "_vllm/runner.py": frozenset({"WithClasses.worker"}),
     "plugin.py": frozenset({"os.environ['VLLM_PLUGINS']", "os.environ[COPIED]"}),
-    "runner/batch.py": frozenset({"self.sampler.sampling_states[name]"}),
-    "runner/scheduler.py": frozenset({"ours.groups", "ours.size", "ours.quiet"}),
-    "runner/work.py": frozenset({"tables._num_dirty_rows"}),
+    "engine/runner/batch.py": frozenset({"self.sampler.sampling_states[name]"}),
+    "engine/runner/scheduler.py": frozenset({"ours.groups", "ours.size", "ours.quiet"}),
+    "engine/runner/work.py": frozenset({"tables._num_dirty_rows"}),
     "completions.py": frozenset({"create_completion.__annotations__"}),
     "harmony/chat_route.py": frozenset({"ours.__annotations__"}),
     "harmony/small_routes.py": frozenset({"tokenize.__annotations__"}),
@@ -109,7 +109,7 @@ def test_what_is_said_to_be_a_base_is_one(file: str) -> None:
         for base in node.bases
         if isinstance(base, ast.Name)
     }
-    borrowed = {"GptOssMxfp4MoEMethod"} if file == "experts/dequantize.py" else set()  # its `create_weights`
+    borrowed = {"GptOssMxfp4MoEMethod"} if file == "engine/experts/dequantize.py" else set()  # its `create_weights`
     assert SUBCLASSES[file] == (bases & set(names.values())) | borrowed
 
 

@@ -1,4 +1,4 @@
-"""Facts about vLLM's model runner and scheduler on which `vllm_gptoss/runner` is built.
+"""Facts about vLLM's model runner and scheduler on which `vllm_gptoss/engine/runner` is built.
 
 `test_compatibility.py` finds a changed function; these tests show what a changed one must keep.
 """
@@ -11,7 +11,7 @@ import re
 import pytest
 
 from tests.contract.source import ROOT, Release, find, parameters, releases
-from vllm_gptoss import spec
+from vllm_gptoss.engine import spec
 
 RELEASES = [release for release in releases() if release.version == "0.33.0"]
 GPU = "vllm.v1.worker.gpu"
@@ -24,7 +24,7 @@ def test_the_input_batch_needs_nothing_that_we_do_not_give(release: Release) -> 
     needed = {
         ast.unparse(field.target) for field in node.body if isinstance(field, ast.AnnAssign) and field.value is None
     }
-    begin = ast.parse((ROOT / "vllm_gptoss" / "runner" / "batch.py").read_text())
+    begin = ast.parse((ROOT / "vllm_gptoss" / "engine" / "runner" / "batch.py").read_text())
     calls = [
         node
         for node in ast.walk(begin)

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from demo import prompts
 from demo.conversation import by_id
 from demo.render import encode, encoding, target
-from vllm_gptoss import spec
+from vllm_gptoss.engine import spec
 
 
 @pytest.fixture(scope="module")

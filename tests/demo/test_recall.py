@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import warm_vllm
-from vllm_gptoss.device import detect
+from vllm_gptoss.engine.choose.device import detect
 
 
 @pytest.mark.vllm

@@ -16,9 +16,10 @@ from demo import checkpoint
 from demo.model import Shape, SmallGptOss
 from demo.widen import LIKE_20B, shifts, widen
 from tests.support import whole_model
-from vllm_gptoss import choose, describe
-from vllm_gptoss.choose.deployment import Deployment
-from vllm_gptoss.device import Device
+from vllm_gptoss.engine import choose
+from vllm_gptoss.engine.choose import vllm_config as describe
+from vllm_gptoss.engine.choose.deployment import Deployment
+from vllm_gptoss.engine.choose.device import Device
 
 SMALL = Shape(hidden=32, intermediate=64, layers=2, experts=4, heads=4, kv_heads=2)
 WIDE = replace(SMALL, hidden=96, intermediate=320, layers=4, experts=12, heads=32, kv_heads=4)

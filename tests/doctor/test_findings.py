@@ -11,8 +11,8 @@ import pytest
 
 from tests.support import warm
 from vllm_gptoss._vllm import compatibility
-from vllm_gptoss.choose import devices
 from vllm_gptoss.doctor import Finding, Status, findings
+from vllm_gptoss.engine.choose import devices
 from vllm_gptoss.recipes import variables
 
 pytestmark = pytest.mark.vllm
@@ -32,7 +32,7 @@ def of(found: list[dict[str, str]], check: str) -> dict[str, str]:
 def test_a_good_environment_passes_and_proves_the_plugin_active() -> None:
     code, found = doctor()
     assert code == 0, [finding for finding in found if finding["status"] == "problem"]
-    assert of(found, "plugin: model")["detail"].endswith("vllm_gptoss.model.gpt_oss:GptOssForCausalLM")
+    assert of(found, "plugin: model")["detail"].endswith("vllm_gptoss.engine.model.gpt_oss:GptOssForCausalLM")
     assert of(found, "plugin: endpoint")["status"] == "ok"
     assert of(found, "plugin: streams")["status"] == "ok"
     runner, why = of(found, "plugin: runner and scheduler"), compatibility.why_not("runner")
@@ -136,7 +136,7 @@ def test_what_a_serve_line_chooses_is_said_with_its_reason() -> None:
 def test_the_readme_shows_what_doctor_and_the_start_up_line_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """On one H200. `…` in the README stands for what it leaves out."""
     monkeypatch.setattr(findings, "detect", lambda: devices.named("H200"))
-    probe = {"model": "vllm_gptoss.model.gpt_oss:GptOssForCausalLM", "endpoint_plugins": ["gptoss"]}
+    probe = {"model": "vllm_gptoss.engine.model.gpt_oss:GptOssForCausalLM", "endpoint_plugins": ["gptoss"]}
     found = [*findings.settings_and_choices(), *findings.active({**probe, "VLLM_PLUGINS": "gptoss,others"})]
     found += findings.dead_variables({})
     said = {finding.check: finding.detail for finding in found}

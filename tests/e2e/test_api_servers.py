@@ -144,7 +144,8 @@ def test_a_background_response_is_followed_and_cancelled_at_the_other_api_server
 
 
 def test_everything_ends_with_the_killed_server(servers: Servers) -> None:
-    """Spawned, as vLLM does on a CPU whatever VLLM_WORKER_MULTIPROC_METHOD says; tests/test_parent_death.py forks."""
+    """Spawned, as vLLM does on a CPU whatever VLLM_WORKER_MULTIPROC_METHOD says; tests/engine/test_parent_death.py
+    forks."""
     main, *started = servers.processes()
     names = {child.pid: " ".join(child.cmdline()).strip() for child in started}
     for name, count in (("EngineCore", 1), ("Worker", 1), ("APIServer", 2)):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from demo import dataset, prompts
 from demo.render import encode, target
 from tests.support import jobs, tiny, warm
-from vllm_gptoss.device import detect
+from vllm_gptoss.engine.choose.device import detect
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(500)]
 
@@ -170,7 +170,7 @@ import inspect
 import json
 from vllm.model_executor.models import interfaces
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM as stock
-from vllm_gptoss.model.gpt_oss import GptOssForCausalLM as ours
+from vllm_gptoss.engine.model.gpt_oss import GptOssForCausalLM as ours
 names = sorted(n for n in vars(interfaces) if n.startswith(("supports_", "is_", "has_")))
 names = [n for n in names if inspect.isfunction(getattr(interfaces, n))]
 names = [n for n in names if len(inspect.signature(getattr(interfaces, n)).parameters) == 1]

@@ -17,7 +17,7 @@ import pytest
 from demo.server import NAME, Server, serve
 from tests.support import warm_vllm
 from tests.support.scale import SOAK
-from vllm_gptoss.device import detect
+from vllm_gptoss.engine.choose.device import detect
 from vllm_gptoss.recipes import load, render
 from vllm_gptoss.recipes.schema import Recipe
 

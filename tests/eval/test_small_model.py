@@ -18,7 +18,7 @@ from tests.eval.malformed import malformed, questions
 from tests.support import warm_vllm
 from tests.support.places import ROOT
 from vllm_gptoss.cli import app
-from vllm_gptoss.device import detect
+from vllm_gptoss.engine.choose.device import detect
 from vllm_gptoss.eval.compare import compare
 from vllm_gptoss.eval.data import load
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_gptoss import reference
-from vllm_gptoss.experts import mxfp4
-from vllm_gptoss.kernels import nvrtc
-from vllm_gptoss.kernels import step as steps
-from vllm_gptoss.kernels.experts import FewTokenExperts, Projection
-from vllm_gptoss.kernels.layer import LayerTensors, Requests
+from vllm_gptoss.engine import reference
+from vllm_gptoss.engine.experts import mxfp4
+from vllm_gptoss.engine.kernels import nvrtc
+from vllm_gptoss.engine.kernels import step as steps
+from vllm_gptoss.engine.kernels.experts import FewTokenExperts, Projection
+from vllm_gptoss.engine.kernels.layer import LayerTensors, Requests
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDING = 1.7e-3

@@ -27,7 +27,7 @@ def layers(parallel: list[int], experts: list[int]) -> None:
     import torch
 
     from tests.gpu import cases
-    from vllm_gptoss.kernels import attention, dense
+    from vllm_gptoss.engine.kernels import attention, dense
 
     for size in parallel:
         for tokens in (1, 8, 9, 16):
@@ -45,7 +45,7 @@ def layers(parallel: list[int], experts: list[int]) -> None:
 def attention(parallel: list[int], counts: list[int]) -> None:
     """Decode attention of many tokens: whole, split, padded; `counts` does not apply."""
     from tests.gpu import cases
-    from vllm_gptoss.kernels import attention_many
+    from vllm_gptoss.engine.kernels import attention_many
 
     for size in parallel:
         for lengths in ([1, 127, 128, 129, 576] * 4, [9000, 2500] + [100] * 20):
@@ -63,7 +63,7 @@ def around_products(parallel: list[int], counts: list[int]) -> None:
     import torch
 
     from tests.gpu import cases
-    from vllm_gptoss.kernels import around, product_many
+    from vllm_gptoss.engine.kernels import around, product_many
 
     for tokens in (17, 32):
         for rows, columns in ((5120, cases.C), (cases.C, 4096)):
@@ -89,10 +89,10 @@ def experts(parallel: list[int], counts: list[int]) -> None:
     import torch
 
     from tests.gpu import cases
-    from vllm_gptoss.kernels.experts import FewTokenExperts
-    from vllm_gptoss.kernels.experts_many import ManyTokenExperts
-    from vllm_gptoss.kernels.experts_plan import NARROW_TOKENS, WIDE_TOKENS
-    from vllm_gptoss.kernels.experts_prefill import PrefillExperts
+    from vllm_gptoss.engine.kernels.experts import FewTokenExperts
+    from vllm_gptoss.engine.kernels.experts_many import ManyTokenExperts
+    from vllm_gptoss.engine.kernels.experts_plan import NARROW_TOKENS, WIDE_TOKENS
+    from vllm_gptoss.engine.kernels.experts_prefill import PrefillExperts
 
     for count in counts:
         for size in parallel:
@@ -148,7 +148,7 @@ PARTS = {
 
 def let_every_lane_speak() -> None:
     """Compiles kernels as racecheck needs them; see the head of this file."""
-    from vllm_gptoss.kernels import nvrtc
+    from vllm_gptoss.engine.kernels import nvrtc
 
     whole = nvrtc.source
     nvrtc.source = lambda path: "#define SPEAKERS 32\n" + whole(path)

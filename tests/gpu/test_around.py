@@ -9,10 +9,10 @@ from torch import Tensor
 from tests.gpu import cases
 from tests.gpu.cases import BLOCK, HEAD, PARALLEL, C, draw, poison
 from tests.gpu.marks import SM90
-from vllm_gptoss.kernels import around
-from vllm_gptoss.kernels.experts_many import ManyTokenExperts
-from vllm_gptoss.kernels.layer import LayerTensors, Requests
-from vllm_gptoss.model import chain, chain_many
+from vllm_gptoss.engine.kernels import around
+from vllm_gptoss.engine.kernels.experts_many import ManyTokenExperts
+from vllm_gptoss.engine.kernels.layer import LayerTensors, Requests
+from vllm_gptoss.engine.model import chain, chain_many
 
 pytestmark = SM90
 TOKENS = (1, 15, 16, 17, 33, 64, 100, 256, 512)

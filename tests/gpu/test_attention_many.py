@@ -11,8 +11,8 @@ from torch import Tensor
 from tests.gpu import cases
 from tests.gpu.cases import BLOCK, DEVICE, HEAD, PARALLEL, draw, poison, same
 from tests.gpu.marks import SM90
-from vllm_gptoss import reference
-from vllm_gptoss.kernels import attention_many, nvrtc
+from vllm_gptoss.engine import reference
+from vllm_gptoss.engine.kernels import attention_many, nvrtc
 
 pytestmark = SM90
 EDGES = [1, 2, 15, 16, 17, 31, 32, 33, 64, 127, 128, 129, 130, 143, 144, 145, 255, 256, 257, 1000, 4001]

@@ -15,9 +15,9 @@ from torch import Tensor
 from tests.gpu import cases
 from tests.support import standins
 from tests.support.mxfp4 import hopper_scales_inverse, hopper_values_inverse
-from vllm_gptoss import reference
-from vllm_gptoss.experts import mxfp4
-from vllm_gptoss.kernels.layer import LayerTensors, Requests
+from vllm_gptoss.engine import reference
+from vllm_gptoss.engine.experts import mxfp4
+from vllm_gptoss.engine.kernels.layer import LayerTensors, Requests
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(),

@@ -1,4 +1,4 @@
-"""The sm90 expert kernels against `reference.py` in float64, all shapes of 20b and 120b at TP 1, 2, 4, 8."""
+"""The sm90 expert kernels against `engine/reference.py` in float64, all shapes of 20b and 120b at TP 1, 2, 4, 8."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from tests.gpu import cases
 from tests.gpu.cases import ACTIVE, ALPHA, LIMIT, C, Weights
 from tests.gpu.marks import SM90
-from vllm_gptoss.kernels import experts, experts_plan
+from vllm_gptoss.engine.kernels import experts, experts_plan
 
 pytestmark = SM90
 

@@ -1,4 +1,4 @@
-"""The sm90 kernel for many tokens, and the sparse ones for few each, against `reference.py` in float64."""
+"""The sm90 kernel for many tokens, and the sparse ones for few each, against `engine/reference.py` in float64."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from tests.gpu import cases
 from tests.gpu.cases import ALPHA, LIMIT, Kernels
 from tests.gpu.marks import SM90
-from vllm_gptoss.kernels import experts
-from vllm_gptoss.kernels.experts_many import ManyTokenExperts, counters
+from vllm_gptoss.engine.kernels import experts
+from vllm_gptoss.engine.kernels.experts_many import ManyTokenExperts, counters
 
 pytestmark = SM90
 

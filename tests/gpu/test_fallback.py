@@ -29,12 +29,12 @@ WHOLE = {"fused_layers": 2, "one_launch": 2, "many_tokens": 2, "own_experts": 2}
 SIDE_BY_SIDE = 5
 """Engines at once: two layers each, but all compile."""
 
-COMPILER = "vllm_gptoss.kernels.nvrtc:at_once"
+COMPILER = "vllm_gptoss.engine.kernels.nvrtc:at_once"
 EXPERTS = (*planted.EXPERTS, *planted.EXPERTS_ON_A_GPU)
 LAYERS = [where for where in planted.LAYERS if where != COMPILER]  # the experts compile by it too
 WISHES: list[tuple[str, dict[str, str]]] = [
-    ("vllm_gptoss.describe:built_model", {"layers": "gptoss"}),
-    ("vllm_gptoss.experts.sm90:sample", {"experts": "gptoss"}),
+    ("vllm_gptoss.engine.choose.vllm_config:built_model", {"layers": "gptoss"}),
+    ("vllm_gptoss.engine.experts.sm90:sample", {"experts": "gptoss"}),
 ]
 STARTS: list[tuple[str, dict[str, str]]] = [
     *((where, {}) for where in ("", COMPILER, *LAYERS, *planted.MANY, *EXPERTS, *planted.ATTENTION)),

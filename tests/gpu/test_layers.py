@@ -9,8 +9,8 @@ from torch import Tensor
 from tests.gpu import cases
 from tests.gpu.cases import BLOCK, HEAD, PARALLEL, C, draw, poison
 from tests.gpu.marks import SM90
-from vllm_gptoss.kernels import attention, dense
-from vllm_gptoss.model import chain
+from vllm_gptoss.engine.kernels import attention, dense
+from vllm_gptoss.engine.model import chain
 
 pytestmark = SM90
 TOKENS = range(1, dense.MAX_TOKENS + 1)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.gpu.marks import SM90
-from vllm_gptoss.kernels import nvrtc
+from vllm_gptoss.engine.kernels import nvrtc
 
 pytestmark = SM90
 

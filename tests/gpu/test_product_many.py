@@ -8,7 +8,7 @@ import torch
 from tests.gpu import cases
 from tests.gpu.cases import BLOCK, DEVICE, HEAD, PARALLEL, C, draw, poison, same
 from tests.gpu.marks import SM90
-from vllm_gptoss.kernels import around, attention_many, product_many
+from vllm_gptoss.engine.kernels import around, attention_many, product_many
 
 pytestmark = SM90
 QKV, OUT = (5120, C), (C, 4096)

@@ -11,10 +11,10 @@ from torch import Tensor
 from tests.gpu import cases
 from tests.gpu.cases import ACTIVE, EPS, HEAD, C, Weights, draw, run_step
 from tests.gpu.marks import SM90
-from vllm_gptoss import reference
-from vllm_gptoss.kernels import step
-from vllm_gptoss.kernels.layer import LayerTensors, Requests
-from vllm_gptoss.model import chain
+from vllm_gptoss.engine import reference
+from vllm_gptoss.engine.kernels import step
+from vllm_gptoss.engine.kernels.layer import LayerTensors, Requests
+from vllm_gptoss.engine.model import chain
 
 pytestmark = SM90
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.gpu.marks import SM90
-from vllm_gptoss.kernels.nvrtc import NvrtcError
-from vllm_gptoss.kernels.tensor_map import ALIGNMENT, tensor_map
+from vllm_gptoss.engine.kernels.nvrtc import NvrtcError
+from vllm_gptoss.engine.kernels.tensor_map import ALIGNMENT, tensor_map
 
 pytestmark = SM90
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from vllm_gptoss.choose import devices
+from vllm_gptoss.engine.choose import devices
+from vllm_gptoss.engine.spec import GPT_OSS_120B
 from vllm_gptoss.recipes import check, command, load
 from vllm_gptoss.recipes.check import Case, Trouble
 from vllm_gptoss.recipes.schema import Recipe
-from vllm_gptoss.spec import GPT_OSS_120B
 
 BY_ID = {recipe.id: recipe for recipe in load.shipped()}
 DAY = date(2026, 11, 23)
@@ -182,7 +182,7 @@ def test_a_backend_that_reads_no_sinks_there_is_found() -> None:
 def test_backends_that_read_sinks_nowhere_say_so_themselves() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from vllm_gptoss.choose import families
+    from vllm_gptoss.engine.choose import families
 
     for name in families.BLIND:
         assert not AttentionBackendEnum[name].get_class().supports_sink(), name

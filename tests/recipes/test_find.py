@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_gptoss.choose import devices, families
-from vllm_gptoss.device import Device
+from vllm_gptoss.engine.choose import devices, families
+from vllm_gptoss.engine.choose.device import Device
 from vllm_gptoss.recipes import find, load
 from vllm_gptoss.recipes.load import RecipeError
 

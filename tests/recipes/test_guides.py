@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from vllm_gptoss.choose import devices
+from vllm_gptoss.engine.choose import devices
+from vllm_gptoss.engine.spec import GPT_OSS_20B, GPT_OSS_120B, WINDOW
 from vllm_gptoss.recipes import load, render
 from vllm_gptoss.recipes.schema import Recipe
-from vllm_gptoss.spec import GPT_OSS_20B, GPT_OSS_120B, WINDOW
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from tests.support import warm
-from vllm_gptoss.choose import Deployment, devices
+from vllm_gptoss.engine.choose import Deployment, devices
+from vllm_gptoss.engine.spec import GPT_OSS_20B, GPT_OSS_120B
 from vllm_gptoss.recipes import check, load, memory
 from vllm_gptoss.recipes.memory import MEASURED, Cache, Start
 from vllm_gptoss.recipes.plan import Plan, PlanError, plan
 from vllm_gptoss.recipes.schema import SPECS
-from vllm_gptoss.spec import GPT_OSS_20B, GPT_OSS_120B
 
 BLOCK = {"20b": 393_216, "120b": 589_824}
 """Bytes of a block of 16 tokens on one GPU: 16 x 2 x 8 x 64 values of 2 bytes in each of half the layers."""

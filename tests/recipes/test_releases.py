@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from vllm_gptoss.choose import devices
+from vllm_gptoss.engine.choose import devices
+from vllm_gptoss.engine.spec import GPT_OSS_20B
 from vllm_gptoss.recipes import check, load, probe, render, variables
 from vllm_gptoss.recipes.check import Case
-from vllm_gptoss.spec import GPT_OSS_20B
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

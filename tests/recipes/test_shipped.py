@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from vllm_gptoss.choose import bands, devices, families
+from vllm_gptoss.engine.choose import bands, devices, families
 from vllm_gptoss.recipes import load, render
 from vllm_gptoss.recipes.schema import Goal, Recipe, Status
 

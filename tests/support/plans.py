@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.config import CUDAGraphMode
 
-from vllm_gptoss.attention import sm90
+from vllm_gptoss.engine.attention import sm90
 
 
 @dataclass

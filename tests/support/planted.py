@@ -11,43 +11,43 @@ from collections.abc import Callable
 from typing import Any
 
 LAYERS = (
-    "vllm_gptoss.describe:built_model",
-    "vllm_gptoss.choose:layers",
-    "vllm_gptoss.choose:attention",
-    "vllm_gptoss.model.few_tokens:FewTokens.__init__",
-    "vllm_gptoss.attention.sm90:plan_once",
-    "vllm_gptoss.model.addresses:look_up",
-    "vllm_gptoss.describe:first_step",
-    "vllm_gptoss.model.one_token:OneToken.__init__",
-    "vllm_gptoss.kernels.nvrtc:at_once",
-    "vllm_gptoss.model.one_token:OneToken.__call__",
-    "vllm_gptoss.model.chain:layer",
+    "vllm_gptoss.engine.choose.vllm_config:built_model",
+    "vllm_gptoss.engine.choose:layers",
+    "vllm_gptoss.engine.choose:attention",
+    "vllm_gptoss.engine.model.few_tokens:FewTokens.__init__",
+    "vllm_gptoss.engine.attention.sm90:plan_once",
+    "vllm_gptoss.engine.model.addresses:look_up",
+    "vllm_gptoss.engine.choose.vllm_config:first_step",
+    "vllm_gptoss.engine.model.one_token:OneToken.__init__",
+    "vllm_gptoss.engine.kernels.nvrtc:at_once",
+    "vllm_gptoss.engine.model.one_token:OneToken.__call__",
+    "vllm_gptoss.engine.model.chain:layer",
 )
 """Steps of the fused layers: choosing, setting up, looking up, compiling, running or capturing."""
 
 MANY = (
-    "vllm_gptoss.kernels.around:norm",
-    "vllm_gptoss.model.chain_many:layer",
+    "vllm_gptoss.engine.kernels.around:norm",
+    "vllm_gptoss.engine.model.chain_many:layer",
 )
 """Steps of the layers of decode steps of many tokens: running or capturing."""
 
 EXPERTS = (
-    "vllm_gptoss.choose:experts",
-    "vllm_gptoss.experts.method:GptOssExpertsMethod.__init__",
-    "vllm_gptoss.describe:built_experts",
-    "vllm_gptoss.experts.sm90:reserve",
-    "vllm_gptoss.experts.sm90:sample",
-    "vllm_gptoss.experts.sm90:prepare",
-    "vllm_gptoss.experts.sm90:apply",
+    "vllm_gptoss.engine.choose:experts",
+    "vllm_gptoss.engine.experts.method:GptOssExpertsMethod.__init__",
+    "vllm_gptoss.engine.choose.vllm_config:built_experts",
+    "vllm_gptoss.engine.experts.sm90:reserve",
+    "vllm_gptoss.engine.experts.sm90:sample",
+    "vllm_gptoss.engine.experts.sm90:prepare",
+    "vllm_gptoss.engine.experts.sm90:apply",
 )
 """Steps of the experts: choosing, sampling, laying out, compiling, running."""
 
-EXPERTS_ON_A_GPU = ("vllm_gptoss.kernels.experts_many:unit_maps",)
+EXPERTS_ON_A_GPU = ("vllm_gptoss.engine.kernels.experts_many:unit_maps",)
 """Steps that stand-ins have none of: what the driver must know of the weights."""
 
 ATTENTION = (
-    "vllm_gptoss.attention.sm90:made_for",
-    "vllm_gptoss.kernels.attention_many:attend",
+    "vllm_gptoss.engine.attention.sm90:made_for",
+    "vllm_gptoss.engine.kernels.attention_many:attend",
 )
 """Steps of attention for decode steps of many tokens: compiling, running or capturing."""
 

@@ -1,7 +1,7 @@
 """The few-token kernels' contracts in torch, by the oracle: what `FewTokens` calls where there is no GPU.
 
-Same arguments as `kernels/dense.py`, `kernels/attention.py` and `kernels/experts.py`, any float dtype: computed in at
-least float32, rounded once into the outputs.
+Same arguments as `engine/kernels/dense.py`, `engine/kernels/attention.py` and `engine/kernels/experts.py`, any float
+dtype: computed in at least float32, rounded once into the outputs.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_gptoss import reference
-from vllm_gptoss.experts import mxfp4
+from vllm_gptoss.engine import reference
+from vllm_gptoss.engine.experts import mxfp4
 
 HEAD = 64
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.support import mxfp4
-from vllm_gptoss import reference
+from vllm_gptoss.engine import reference
 
 Format = Literal["mxfp4", "bf16", "quark"]
 

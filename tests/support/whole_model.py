@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vllm_gptoss.checkpoint.config import Config
-from vllm_gptoss.reference import ReferenceLayer, block, layer_of, linear, read_tensors, rms_norm
+from vllm_gptoss.engine.checkpoint.config import Config
+from vllm_gptoss.engine.reference import ReferenceLayer, block, layer_of, linear, read_tensors, rms_norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def forward(model: Model, tokens: Tensor) -> Tensor:
 def load(directory: Path | str, dtype: torch.dtype = torch.float32) -> Model:
     """Read a checkpoint with OpenAI's key names, MXFP4 (`*_blocks`, `*_scales`) or BF16 (`gate_up_proj`).
 
-    Errors: KeyError names a tensor that is not there; use `vllm_gptoss.checkpoint` to check one properly.
+    Errors: KeyError names a tensor that is not there; use `vllm_gptoss.engine.checkpoint` to check one properly.
     """
     directory = Path(directory)
     config = Config.from_json(json.loads((directory / "config.json").read_text()))

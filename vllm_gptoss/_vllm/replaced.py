@@ -64,7 +64,7 @@ REPLACED: tuple[Replaced, ...] = (
     ),
     Replaced(
         "layer.attn_backend",
-        "attention/sm90.py",
+        "engine/attention/sm90.py",
         "FlashAttention 3's backend, by a subclass of it, on the attention layers of the model",
         "the workers of a gpt-oss model on sm90",
         "the metadata builder plans once a step only where all layers have one window",
@@ -78,7 +78,7 @@ REPLACED: tuple[Replaced, ...] = (
     ),
     Replaced(
         "layer.impl",
-        "attention/sm90.py",
+        "engine/attention/sm90.py",
         "FlashAttention 3's part of an attention layer, by a subclass of it made of the same arguments",
         "the workers of a gpt-oss model on sm90",
         "vLLM makes it with the layer, before the model can name a backend of its own",
@@ -127,7 +127,7 @@ FILLED: Mapping[str, frozenset[str]] = {
     "responses/endpoint.py": frozenset({"args.tool_server"}),
     "_vllm/replaced.py": frozenset({"theirs[name]", "args.tool_server", "state.tool_server", "handler.tool_server"}),
     "_vllm/runner.py": frozenset({"parallel.worker_cls", "scheduling.scheduler_cls"}),
-    "runner/scheduler.py": frozenset(
+    "engine/runner/scheduler.py": frozenset(
         {
             "step.num_scheduled_tokens",
             "step.total_num_scheduled_tokens",
@@ -148,23 +148,25 @@ FILLED: Mapping[str, frozenset[str]] = {
             "first.scheduler_stats",
         }
     ),
-    "runner/model_runner.py": frozenset({"states.num_computed_tokens_np[batch.rows]"}),
-    "experts/config.py": frozenset({"moe.moe_backend"}),
-    "experts/dequantize.py": frozenset({"layer[f'{name}_scale']"}),
-    "experts/method.py": frozenset({"moe.moe_backend"}),
+    "engine/runner/model_runner.py": frozenset({"states.num_computed_tokens_np[batch.rows]"}),
+    "engine/experts/config.py": frozenset({"moe.moe_backend"}),
+    "engine/experts/dequantize.py": frozenset({"layer[f'{name}_scale']"}),
+    "engine/experts/method.py": frozenset({"moe.moe_backend"}),
 }
 """Values that vLLM hands us and we fill in or change: arguments, one request, one output, one layer's configuration."""
 
 SUBCLASSES: Mapping[str, frozenset[str]] = {
-    "model/gpt_oss.py": frozenset({"GptOssForCausalLM"}),
-    "attention/sm90.py": frozenset({"FlashAttentionBackend", "FlashAttentionImpl", "FlashAttentionMetadataBuilder"}),
-    "experts/config.py": frozenset({"GptOssMxfp4Config"}),
-    "experts/dequantize.py": frozenset({"UnquantizedFusedMoEMethod", "GptOssMxfp4MoEMethod"}),
-    "experts/method.py": frozenset({"GptOssMxfp4MoEMethod"}),
-    "runner/worker.py": frozenset({"Worker"}),
-    "runner/model_runner.py": frozenset({"GPUModelRunner"}),
-    "runner/output.py": frozenset({"AsyncModelRunnerOutput"}),
-    "runner/scheduler.py": frozenset({"AsyncScheduler", "KVCacheManager"}),
+    "engine/model/gpt_oss.py": frozenset({"GptOssForCausalLM"}),
+    "engine/attention/sm90.py": frozenset(
+        {"FlashAttentionBackend", "FlashAttentionImpl", "FlashAttentionMetadataBuilder"}
+    ),
+    "engine/experts/config.py": frozenset({"GptOssMxfp4Config"}),
+    "engine/experts/dequantize.py": frozenset({"UnquantizedFusedMoEMethod", "GptOssMxfp4MoEMethod"}),
+    "engine/experts/method.py": frozenset({"GptOssMxfp4MoEMethod"}),
+    "engine/runner/worker.py": frozenset({"Worker"}),
+    "engine/runner/model_runner.py": frozenset({"GPUModelRunner"}),
+    "engine/runner/output.py": frozenset({"AsyncModelRunnerOutput"}),
+    "engine/runner/scheduler.py": frozenset({"AsyncScheduler", "KVCacheManager"}),
 }
 """Files that import from vLLM beside this package, and what: bases of their classes. vLLM's processes import these
 files only when they build a gpt-oss model."""

@@ -1,7 +1,7 @@
 """What our model runner takes from vLLM's, Model Runner V2 of 0.33 (`vllm/v1/worker/gpu/`), beside its base classes.
 
-Every function here is vLLM's: `runner/` calls them with tensors that stay where they are, so that a CUDA graph can
-replay what they launch. `compatibility.py` compares them with those that the suite has passed on.
+Every function here is vLLM's: `engine/runner/` calls them with tensors that stay where they are, so that a CUDA graph
+can replay what they launch. `compatibility.py` compares them with those that the suite has passed on.
 """
 
 from __future__ import annotations

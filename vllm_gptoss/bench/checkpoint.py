@@ -11,8 +11,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from vllm_gptoss import spec
 from vllm_gptoss.bench import shapes
+from vllm_gptoss.engine import spec
 
 E2M1_RMS = math.sqrt(2 * sum(value**2 for value in (0.5, 1, 1.5, 2, 3, 4, 6)) / 16)
 

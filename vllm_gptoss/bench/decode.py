@@ -193,7 +193,7 @@ def _open(out: Path) -> tuple[Path, Results]:
 
 def _machine() -> dict[str, Any]:
     """The head of the file, from a process of its own: this one must hold no GPU memory."""
-    code = "import torch; from vllm_gptoss import _vllm, device; "
+    code = "import torch; from vllm_gptoss import _vllm; from vllm_gptoss.engine.choose import device; "
     code += "print(device.detect().name, _vllm.version() or 'unknown', torch.__version__, sep='\\n')"
     said = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout
     gpu, vllm, torch = said.splitlines()[-3:]

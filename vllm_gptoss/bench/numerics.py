@@ -35,7 +35,7 @@ import typer
 
 from vllm_gptoss.bench import checkpoint, shapes, truth
 from vllm_gptoss.bench.worker import EngineRun, is_plugin, put, settings
-from vllm_gptoss.choose import bands
+from vllm_gptoss.engine.choose import bands
 
 TOP = 20
 """Log-probabilities per position, beside the token's own; vLLM's default limit."""
@@ -138,7 +138,7 @@ def cut(found: dict[str, dict[str, Any]], stream: Sequence[Sequence[int]], promp
 def paths(model: Any) -> dict[str, int]:
     """How many layers of a loaded model run our fused kernels, all in one launch, those of decode steps of many tokens,
     and our experts."""
-    from vllm_gptoss.experts import method
+    from vllm_gptoss.engine.experts import method
 
     few = getattr(model, "few_tokens", None)
     layers = [module for module in model.modules() if method.own(getattr(module, "quant_method", None))]

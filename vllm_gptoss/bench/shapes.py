@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from vllm_gptoss import spec
+from vllm_gptoss.engine import spec
 
 BANDWIDTHS = {"H200": 4.3e12, "H100": 3.05e12}
 """Bytes per second that one GPU reads (measured: H200 copy 4.21, read-only reduction 4.39 TB/s; H100 3.05)."""

@@ -1,4 +1,5 @@
-"""What float64 says of a token stream: `vllm_gptoss/reference.py`, a layer at a time, on a GPU where there is one.
+"""What float64 says of a token stream: `vllm_gptoss/engine/reference.py`, a layer at a time, on a GPU where there is
+one.
 
 Two backends that share a rounding are near to each other whatever it costs; how far each is from this does not depend
 on what it shares.
@@ -18,8 +19,8 @@ def read(
     piece, given those before it, and of the tokens `wanted` there."""
     import torch
 
-    from vllm_gptoss import reference
-    from vllm_gptoss.checkpoint.check import read_config
+    from vllm_gptoss.engine import reference
+    from vllm_gptoss.engine.checkpoint.check import read_config
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     likely: list[float] = []

@@ -186,7 +186,7 @@ def processor(worker: Any) -> float:
 def machine(worker: Any) -> dict[str, str]:
     import torch
 
-    from vllm_gptoss import device
+    from vllm_gptoss.engine.choose import device
 
     return {"gpu": device.detect().name, "torch": torch.__version__}
 

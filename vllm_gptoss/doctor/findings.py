@@ -15,9 +15,11 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from vllm_gptoss import _vllm, choose, describe, spec
+from vllm_gptoss import _vllm
 from vllm_gptoss._vllm import compatibility
-from vllm_gptoss.device import Device, detect
+from vllm_gptoss.engine import choose, spec
+from vllm_gptoss.engine.choose import vllm_config as describe
+from vllm_gptoss.engine.choose.device import Device, detect
 from vllm_gptoss.plugin import endpoint_is_off
 from vllm_gptoss.recipes import check as rules
 from vllm_gptoss.recipes import command as typed
@@ -163,7 +165,7 @@ def active(probe: dict[str, Any]) -> Findings:
         yield Finding(Status.WARNING, "Rust front end", what, "unset VLLM_USE_RUST_FRONTEND; kernels are ours anyway")
     if endpoint_is_off():
         yield Finding(Status.INFO, "plugin: endpoint", "/v1/responses is vLLM's own: GPTOSS_ENDPOINT is off")
-    elif endpoint and "Responses API" not in probe.get("parts"):
+    elif endpoint and "Responses API" not in (probe.get("parts") or {}):
         yield Finding(Status.OK, "plugin: endpoint", f"/v1/responses is ours (VLLM_PLUGINS={probe['VLLM_PLUGINS']})")
     elif not endpoint:
         yield Finding(Status.PROBLEM, "plugin: endpoint", "/v1/responses is vLLM's own", _inactive(probe))
@@ -380,8 +382,8 @@ def checkpoint(model: Path | None) -> Findings:
     """The headers of a local checkpoint, against what gpt-oss must have."""
     if model is None:
         return
-    from vllm_gptoss.checkpoint.check import CheckpointError
-    from vllm_gptoss.checkpoint.check import check as check_files
+    from vllm_gptoss.engine.checkpoint.check import CheckpointError
+    from vllm_gptoss.engine.checkpoint.check import check as check_files
 
     try:
         check_files(model)

@@ -11,7 +11,8 @@ import os
 import sys
 from typing import Any
 
-from vllm_gptoss import _vllm, spec
+from vllm_gptoss import _vllm
+from vllm_gptoss.engine import spec
 
 
 def main() -> None:

@@ -16,9 +16,11 @@ from typing import Any, Final
 
 import yaml
 
-from vllm_gptoss import _vllm, choose
-from vllm_gptoss.choose import ChoiceError, devices
-from vllm_gptoss.device import Device
+from vllm_gptoss import _vllm
+from vllm_gptoss.engine import choose
+from vllm_gptoss.engine.choose import ChoiceError, devices
+from vllm_gptoss.engine.choose.device import Device
+from vllm_gptoss.engine.spec import ModelSpec
 from vllm_gptoss.recipes import defaults, plan, variables
 from vllm_gptoss.recipes.deployment import MAY_BE_ZERO, NUMBERS, bounds, choices, deployment, gpus, no_numbers
 from vllm_gptoss.recipes.load import FOLDER
@@ -26,7 +28,6 @@ from vllm_gptoss.recipes.plan import PlanError
 from vllm_gptoss.recipes.probe import Parsed, Release
 from vllm_gptoss.recipes.schema import SPECS, Claim, Recipe
 from vllm_gptoss.settings import SettingsError
-from vllm_gptoss.spec import ModelSpec
 from vllm_gptoss.yaml_file import line_of
 
 RESULTS: Final = FOLDER.resolve().parent / "benchmarks" / "results"

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_gptoss import yaml_file
-from vllm_gptoss.choose import devices
-from vllm_gptoss.choose.devices import DeviceError
-from vllm_gptoss.device import Device, detect
+from vllm_gptoss.engine.choose import devices
+from vllm_gptoss.engine.choose.device import Device, detect
+from vllm_gptoss.engine.choose.devices import DeviceError
 from vllm_gptoss.recipes import check as rules
 from vllm_gptoss.recipes import command as typed
 from vllm_gptoss.recipes import draw, find, launch, load, plan, probe, render

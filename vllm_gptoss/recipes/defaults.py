@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from vllm_gptoss.choose import devices
-from vllm_gptoss.device import Device
-from vllm_gptoss.spec import MAX_POSITIONS
+from vllm_gptoss.engine.choose import devices
+from vllm_gptoss.engine.choose.device import Device
+from vllm_gptoss.engine.spec import MAX_POSITIONS
 
 UTILIZATION: Final = 0.92
 BLOCK_SIZE: Final = 16

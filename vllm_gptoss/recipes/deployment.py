@@ -1,4 +1,5 @@
-"""A configuration as the facts that `choose` reads, without vLLM: `describe.py` does the same from a running one."""
+"""A configuration as the facts that `choose` reads, without vLLM: `engine/choose/vllm_config.py` does the same from a
+running one."""
 
 from __future__ import annotations
 
@@ -6,11 +7,12 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-from vllm_gptoss import choose, describe
-from vllm_gptoss.choose import Choice, Deployment
-from vllm_gptoss.device import Device
+from vllm_gptoss.engine import choose
+from vllm_gptoss.engine.choose import Choice, Deployment
+from vllm_gptoss.engine.choose import vllm_config as describe
+from vllm_gptoss.engine.choose.device import Device
+from vllm_gptoss.engine.spec import ModelSpec
 from vllm_gptoss.settings import Settings
-from vllm_gptoss.spec import ModelSpec
 
 
 def deployment(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mapping[str, str]) -> Deployment:

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from vllm_gptoss.choose import devices
+from vllm_gptoss.engine.choose import devices
 from vllm_gptoss.recipes.plan import Plan
 
 COLOURS = ("cyan", "yellow", "magenta", "blue", "green")

@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from vllm_gptoss.choose import devices, families
-from vllm_gptoss.device import Device
+from vllm_gptoss.engine.choose import devices, families
+from vllm_gptoss.engine.choose.device import Device
 from vllm_gptoss.recipes.load import RecipeError
 from vllm_gptoss.recipes.schema import Recipe
 

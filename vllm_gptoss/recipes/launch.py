@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from vllm_gptoss.kernels.nvrtc import cache_directory
+from vllm_gptoss.engine.kernels.nvrtc import cache_directory
 from vllm_gptoss.recipes import render
 from vllm_gptoss.recipes.load import RecipeError
 from vllm_gptoss.recipes.schema import Recipe

@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from vllm_gptoss import yaml_file
-from vllm_gptoss.choose import families
+from vllm_gptoss.engine.choose import families
 from vllm_gptoss.recipes.schema import Family, Recipe, expand
 from vllm_gptoss.yaml_file import YamlFileError, explained, line_of
 

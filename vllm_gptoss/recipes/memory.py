@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from vllm_gptoss.choose import Deployment
-from vllm_gptoss.spec import MXFP4_GROUP, WINDOW, ModelSpec
+from vllm_gptoss.engine.choose import Deployment
+from vllm_gptoss.engine.spec import MXFP4_GROUP, WINDOW, ModelSpec
 
 GIB: Final = 2**30
 

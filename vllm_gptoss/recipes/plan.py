@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from vllm_gptoss import choose
-from vllm_gptoss.choose import devices
-from vllm_gptoss.device import Device
+from vllm_gptoss.engine import choose
+from vllm_gptoss.engine.choose import devices
+from vllm_gptoss.engine.choose.device import Device
+from vllm_gptoss.engine.spec import ModelSpec
 from vllm_gptoss.recipes import defaults, memory
 from vllm_gptoss.recipes.deployment import bounds, choices, deployment, gpus, no_numbers, size
 from vllm_gptoss.recipes.memory import Cache, Start
 from vllm_gptoss.recipes.schema import SPECS
-from vllm_gptoss.spec import ModelSpec
 
 MEASURED = "measured"
 ESTIMATED = "estimated"

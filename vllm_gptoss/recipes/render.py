@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from vllm_gptoss import _vllm
-from vllm_gptoss.choose import devices
-from vllm_gptoss.device import Vendor
+from vllm_gptoss.engine.choose import devices
+from vllm_gptoss.engine.choose.device import Vendor
 from vllm_gptoss.recipes.load import FOLDER
 from vllm_gptoss.recipes.schema import Recipe
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from vllm_gptoss.choose import devices
-from vllm_gptoss.device import Device
-from vllm_gptoss.spec import GPT_OSS_20B, GPT_OSS_120B, ModelSpec
+from vllm_gptoss.engine.choose import devices
+from vllm_gptoss.engine.choose.device import Device
+from vllm_gptoss.engine.spec import GPT_OSS_20B, GPT_OSS_120B, ModelSpec
 
 SPECS: Mapping[str, ModelSpec] = {"20b": GPT_OSS_20B, "120b": GPT_OSS_120B}
 

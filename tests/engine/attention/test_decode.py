@@ -1,0 +1,249 @@
+"""Which steps our attention takes from FlashAttention 3, and that FA3 has everything it needs for the others."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
+
+from tests.support.plans import Common, builder
+from tests.support.vllm_log import heard, lines
+from vllm_gptoss import fallback
+from vllm_gptoss.engine.attention import sm90
+from vllm_gptoss.engine.kernels import attention_many, nvrtc
+
+pytestmark = pytest.mark.vllm
+MADE = inspect.signature(FlashAttentionImpl.__init__)
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention 3 as a name: without a GPU vLLM has none and cannot make its attention."""
+
+    def built(self: Any, *arguments: Any, **named: Any) -> None:
+        given = MADE.bind(self, *arguments, **named)
+        given.apply_defaults()
+        vars(self).update({name: value for name, value in given.arguments.items() if name != "self"})
+        self.sliding_window = (-1, -1) if self.sliding_window is None else (self.sliding_window - 1, 0)
+        self.logits_soft_cap = self.logits_soft_cap or 0
+        self.vllm_flash_attn_version, self.dcp_world_size, self.batch_invariant_enabled = 3, 1, False
+
+    monkeypatch.setattr(FlashAttentionImpl, "__init__", built)
+    monkeypatch.setattr(FlashAttentionImpl, "forward", lambda *_: "upstream")
+    monkeypatch.setattr(sm90.worker, "flash_attention_version", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+    monkeypatch.setattr(fallback, "_said", set())
+    with heard(caplog, logging.WARNING):
+        yield caplog
+
+
+def impl(kind: type[FlashAttentionImpl], window: int | None = None, **other: Any) -> Any:
+    given = {"sinks": torch.zeros(64, dtype=torch.bfloat16), "kv_cache_dtype": "auto", **other}
+    return kind(64, 64, 0.125, 8, None, window, **given)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, float, int]]:
+    """What the kernel was given: tokens of queries and output, scale and window."""
+    calls: list[tuple[int, int, float, int]] = []
+
+    def attend(q: Any, cache: Any, sinks: Any, table: Any, lens: Any, starts: Any, out: Any, *rest: Any) -> None:
+        calls.append((q.shape[0], out.shape[0], *rest))
+
+    monkeypatch.setattr(attention_many, "attend", attend)
+    return calls
+
+
+def step(of: Any, tokens: int, longest: int = 1, padded: int | None = None, **other: Any) -> Any:
+    """What `of` answers to a step."""
+    rows = torch.zeros(padded or tokens, 64, 64, dtype=torch.bfloat16)
+    metadata = SimpleNamespace(
+        num_actual_tokens=tokens, max_query_len=longest, causal=True, block_table=None, seq_lens=None,
+        query_start_loc=None,
+    )  # fmt: skip
+    cache = torch.zeros(2, 8, 16, 128, dtype=torch.bfloat16)
+    given = {"metadata": metadata, "output_scale": None, **other}
+    return of.forward(None, rows, None, None, cache, given["metadata"], rows.clone(), given["output_scale"])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "longest", "ours"),
+    [(16, 1, False), (17, 1, True), (512, 1, True), (513, 1, False), (64, 2, False), (17, 17, False)],
+)
+def test_decode_steps_of_the_band_are_ours(
+    launched: list[tuple[int, int, float, int]], tokens: int, longest: int, ours: bool
+) -> None:
+    answer = step(impl(sm90.GptOssFlashAttentionImpl), tokens, longest)
+    assert bool(launched) is ours
+    assert isinstance(answer, torch.Tensor) is ours
+
+
+@pytest.mark.parametrize(("given", "window"), [(None, 0), (128, 128)])
+def test_the_kernel_gets_the_layers_window_and_scale(
+    launched: list[tuple[int, int, float, int]], given: int | None, window: int
+) -> None:
+    step(impl(sm90.GptOssFlashAttentionImpl, given), 30)
+    assert launched == [(30, 30, 0.125, window)]
+
+
+def test_rows_past_the_step_are_not_computed(launched: list[tuple[int, int, float, int]]) -> None:
+    step(impl(sm90.GptOssFlashAttentionImpl), 30, padded=32)
+    assert launched == [(30, 32, 0.125, 0)]
+
+
+def test_what_is_not_plain_is_upstreams(launched: list[tuple[int, int, float, int]]) -> None:
+    of = impl(sm90.GptOssFlashAttentionImpl)
+    assert step(of, 30, metadata=None) == "upstream"  # profiling
+    assert step(of, 30, output_scale=torch.ones(1)) == "upstream"
+    assert of.has_ours
+    assert not launched
+
+
+def test_a_fault_leaves_the_layer_to_upstream_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> None:
+        raise nvrtc.NvrtcError("no such kernel")
+
+    monkeypatch.setattr(attention_many, "attend", broken)
+    of = impl(sm90.GptOssFlashAttentionImpl)
+    assert [step(of, 30) for _ in range(2)] == ["upstream", "upstream"]
+    assert lines(said) == ["attention: upstream from here on (NvrtcError: no such kernel)"]
+    assert not of.has_ours
+
+
+def test_a_cache_that_it_cannot_read_leaves_the_layer_to_upstream(
+    launched: list[tuple[int, int, float, int]], said: pytest.LogCaptureFixture
+) -> None:
+    of, rows = impl(sm90.GptOssFlashAttentionImpl), torch.zeros(30, 64, 64, dtype=torch.bfloat16)
+    cache = torch.zeros(2, 8, 48, 128, dtype=torch.bfloat16)
+    metadata = SimpleNamespace(num_actual_tokens=30, max_query_len=1, causal=True)
+    assert of.forward(None, rows, None, None, cache, metadata, rows.clone()) == "upstream"
+    assert not launched
+    assert lines(said) == [
+        "attention: upstream from here on (cache blocks of 48 tokens, not a power of two from 16 on)"
+    ]
+
+
+# The plan
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether upstream's builder was to plan, of each step."""
+    calls: list[bool] = []
+    upstream = sm90.FlashAttentionMetadataBuilder
+    monkeypatch.setattr(upstream, "build", lambda self, prefix, common, fast: calls.append(not fast))
+    return calls
+
+
+def own(of: Any, *aside_now: str) -> Any:
+    """The builder `of`, its layers' attention ours, but for those that stepped aside."""
+    for name, layer in of.compilation_config.static_forward_context.items():
+        layer.impl.has_ours = name not in aside_now
+    return of
+
+
+@pytest.mark.parametrize(
+    ("tokens", "longest", "plans"),
+    [(16, 1, False), (17, 1, False), (512, 1, False), (513, 1, True), (30, 2, True), (512, 300, True)],
+)
+def test_what_the_kernel_takes_needs_no_plan(planned: list[bool], tokens: int, longest: int, plans: bool) -> None:
+    own(builder((127, 0), (127, 0), largest=512)).build(0, Common(tokens, longest))
+    assert planned == [plans]
+
+
+def test_one_layer_that_stepped_aside_has_its_plan(planned: list[bool]) -> None:
+    own(builder((127, 0), (127, 0)), "1").build(0, Common(30))
+    assert planned == [True]
+
+
+@pytest.mark.parametrize(
+    ("mode", "drafts"),
+    [(CUDAGraphMode.FULL, 0), (CUDAGraphMode.FULL_AND_PIECEWISE, 3), (CUDAGraphMode.FULL_DECODE_ONLY, 3)],
+)
+def test_graphs_that_also_serve_several_tokens_a_request_are_planned(
+    planned: list[bool], mode: CUDAGraphMode, drafts: int
+) -> None:
+    """FA3 is in them, whatever the step that replays one looks like."""
+    own(builder((-1, -1), mode=mode, drafts=drafts)).build(0, Common(64, 1))
+    assert planned == [True]
+
+
+# The layers
+
+
+def layers(*windows: int | None, **other: Any) -> list[Any]:
+    """As many of vLLM's `Attention`, built for FlashAttention 3."""
+    return [
+        SimpleNamespace(
+            attn_backend=FlashAttentionBackend, dtype=torch.bfloat16, impl=impl(FlashAttentionImpl, window, **other)
+        )
+        for window in windows
+    ]
+
+
+def model(attention: list[Any]) -> Any:
+    of = [SimpleNamespace(attn=SimpleNamespace(attn=layer)) for layer in attention]
+    return SimpleNamespace(model=SimpleNamespace(layers=of))
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    calls: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(attention_many, "load", lambda *arguments: calls.append(arguments))
+    return calls
+
+
+def test_layers_get_ours_as_theirs_was_made(loaded: list[tuple[int, int, int]]) -> None:
+    attention = layers(128, None, 128)
+    before = [dict(vars(layer.impl)) for layer in attention]
+    assert sm90.plan_once(model(attention))
+    assert sorted(loaded) == [(0, 8, 0), (0, 8, 128)]
+    for layer, was in zip(attention, before, strict=True):
+        assert layer.attn_backend is sm90.GptOssFlashAttentionBackend
+        assert type(layer.impl) is layer.attn_backend.get_impl_cls()
+        assert vars(layer.impl) == was
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ({"kv_cache_dtype": "fp8"}, "queries are torch.bfloat16, the KV cache fp8"),
+        ({"sinks": None}, "no sinks in bfloat16"),
+        ({"logits_soft_cap": 30.0}, "ALiBi, a soft cap, or an encoder"),
+        ({"attn_type": "encoder"}, "ALiBi, a soft cap, or an encoder"),
+    ],
+)
+def test_what_the_kernel_does_not_compute_stays_upstreams(
+    loaded: list[tuple[int, int, int]], said: pytest.LogCaptureFixture, other: dict[str, Any], why: str
+) -> None:
+    attention = layers(128, None, **other)
+    assert sm90.plan_once(model(attention))
+    assert {type(layer.impl) for layer in attention} == {FlashAttentionImpl}
+    assert {layer.attn_backend for layer in attention} == {sm90.GptOssFlashAttentionBackend}
+    assert lines(said) == [f"attention: upstream from here on ({why})"]
+
+
+def test_a_kernel_that_does_not_compile_leaves_upstreams(
+    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    def refused(*_: Any) -> None:
+        raise nvrtc.NvrtcError("NVRTC failed")
+
+    monkeypatch.setattr(attention_many, "load", refused)
+    attention = layers(128, None)
+    assert sm90.plan_once(model(attention))
+    assert {type(layer.impl) for layer in attention} == {FlashAttentionImpl}
+    assert lines(said) == ["attention: upstream from here on (NvrtcError: NVRTC failed)"]

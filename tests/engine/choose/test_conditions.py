@@ -1,0 +1,228 @@
+"""Every obstacle as a row: what of a device or a deployment stands against what, and the words that say so."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from vllm_gptoss.engine import choose
+from vllm_gptoss.engine.choose import Cache, Deployment, RankExperts
+from vllm_gptoss.engine.choose.device import Device
+from vllm_gptoss.engine.spec import GPT_OSS_20B, GPT_OSS_120B
+
+H200 = Device("nvidia", "NVIDIA H200", "sm90", 139.8)
+OTHERS = {
+    "CPU": (Device("cpu", "Xeon", "x86_64", 24), "the kernels are CUDA kernels"),
+    "MI300X": (Device("amd", "AMD Instinct MI300X", "gfx942", 191.5), "the kernels are CUDA kernels"),
+    "A100": (Device("nvidia", "NVIDIA A100", "sm80", 79.3), "made for sm_90, this GPU is sm_80"),
+    "B200": (Device("nvidia", "NVIDIA B200", "sm100", 178.0), "made for sm_90, this GPU is sm_100"),
+}
+USUAL = Cache((4, 8, 16, 128), "bfloat16", 1)
+
+
+def of(**changes: Any) -> Deployment:
+    """The 20b on one GPU; names of `ModelSpec` change the model."""
+    model = {name: changes.pop(name) for name in list(changes) if name in ModelFields}
+    return Deployment(replace(GPT_OSS_20B, **model), **changes)
+
+
+ModelFields = GPT_OSS_20B.__dataclass_fields__
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_layers_are_upstreams_on_another_gpu(name: str) -> None:
+    device, why = OTHERS[name]
+    choice = choose.layers(device, of())
+    assert choice.value == "upstream"
+    assert why in choice.reason
+
+
+LAYERS = [
+    ({"device_type": "cpu"}, "the kernels are CUDA kernels"),
+    ({"dtype": "float16"}, "activations are float16, not bfloat16"),
+    ({"lora": True}, "LoRA is on"),
+    ({"kv_cache_dtype": "fp8"}, "the KV cache is not bfloat16"),
+    ({"data_parallel": 2}, "data parallelism is on"),
+    ({"expert_parallel": True}, "expert parallelism is on"),
+    ({"decode_context_parallel": 2}, "decode context parallelism is on"),
+    ({"prefill_context_parallel": 2}, "prefill context parallelism is on"),
+    ({"micro_batches": True}, "dual batch overlap is on"),
+    ({"batch_invariant": True}, "batch invariance is on"),
+    ({"piecewise_graphs": True}, "cudagraph_mode=PIECEWISE has no graph of a whole step"),
+    ({"compiled_whole": True}, "the whole model is compiled by torch.compile"),
+    ({"sequence_parallel": True}, "sequence-parallel experts are on"),
+    ({"offloaded": True}, "weights are offloaded to the host"),
+    ({"quantized_projections": True}, "a projection is quantized"),
+    ({"built_attention": "TRITON_ATTN"}, "the attention backend is TRITON_ATTN, not FLASH_ATTN"),
+    ({"head_size": 128}, "head size 128, not 64"),
+    ({"kv_heads": 16}, "64 query heads for 16 key/value heads, not 8 each"),
+    ({"tensor_parallel": 16}, "4 query heads for 0 key/value heads"),
+    ({"hidden": 2896}, "2896 columns are not a multiple of 64"),
+    ({"hidden": 1088}, "1088 columns do not divide among 8 to 16 warps"),
+    ({"experts": 24}, "24 experts are not a multiple of 32"),
+    ({"active_experts": 33}, "33 of 32 experts a token"),
+    ({"caches": (Cache((2, 4, 16, 8, 64), "bfloat16", 1),)}, "shape [2, 4, 16, 8, 64]"),
+    ({"caches": (USUAL, Cache((4, 16, 8, 128), "bfloat16", 1))}, "shape [4, 16, 8, 128]"),
+    ({"caches": (Cache((4, 8, 16, 128), "uint8", 1),)}, "the KV cache is uint8"),
+    ({"caches": (Cache((4, 8, 16, 128), "bfloat16", 2),)}, "with stride 2 in its last axis"),
+    ({"caches": (Cache((4, 8, 24, 128), "bfloat16", 1),)}, "cache blocks of 24 tokens, not a power of two"),
+]
+
+
+@pytest.mark.parametrize(("changes", "why"), LAYERS, ids=[why for _, why in LAYERS])
+def test_what_keeps_upstreams_layers_is_named_and_no_wish_overrides_it(changes: dict[str, Any], why: str) -> None:
+    deployment = of(**changes)
+    choice = choose.layers(H200, deployment)
+    assert choice.value == "upstream"
+    assert why in choice.reason
+    with pytest.raises(choose.ChoiceError) as refused:
+        choose.layers(H200, deployment, "gptoss")
+    assert why in str(refused.value)
+
+
+UNTRIED = [
+    ({"tensor_parallel": 4}, "more than 2 GPUs, or a pipeline"),
+    ({"pipeline_parallel": 2}, "more than 2 GPUs, or a pipeline"),
+    ({"drafts": "draft_model"}, "drafts by draft_model"),
+    ({"kv_connectors": ("OffloadingConnector", "NixlConnector")}, "the KV connector NixlConnector"),
+]
+
+
+@pytest.mark.parametrize(("changes", "why"), UNTRIED, ids=[str(changes) for changes, _ in UNTRIED])
+def test_what_was_never_run_is_only_done_when_asked_for(changes: dict[str, Any], why: str) -> None:
+    choice = choose.layers(H200, of(**changes))
+    assert choice.value == "upstream"
+    assert f"never run by us with {why}; layers=gptoss tries it" in choice.reason
+    asked = choose.layers(H200, of(**changes), "gptoss")
+    assert asked.value == "gptoss"
+    assert f"never run by us with {why}" in asked.reason
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tensor_parallel": 2},
+        {"drafts": "ngram"},
+        {"drafts": "eagle3"},
+        {"experts": 128, "layers": 36},
+        {"built_attention": "FLASH_ATTN", "quantized_projections": False, "caches": (USUAL,)},
+    ],
+    ids=str,
+)
+def test_what_was_run_on_a_gpu_is_the_default(changes: dict[str, Any]) -> None:
+    assert choose.layers(H200, of(**changes)).value == "gptoss"
+    assert choose.experts(H200, of(**changes)).value == "gptoss"
+
+
+ONE_TOKEN = [
+    ({"auxiliary_states": True}, "draft model"),
+    ({"tensor_parallel": 2}, "several GPUs"),
+    ({"pipeline_parallel": 2}, "several GPUs"),
+    ({"own_experts": False}, "another backend runs the experts, or maps them"),
+    ({"active_experts": 2}, "not 4 experts a token"),
+    ({"one_rotary_cache": False}, "rotary caches of their own"),
+    ({"caches": (Cache((4, 8, 8, 128), "bfloat16", 1),)}, "cache blocks of fewer than 16 tokens"),
+    ({"intermediate": 1440}, "intermediate size 1440"),
+    ({"experts": 96}, "96 experts, not 32, 64 or 128"),
+    ({"hidden": 4800, "intermediate": 4800}, "too large"),
+    ({"layers": 2000}, "leave a ring of"),
+]
+
+
+@pytest.mark.parametrize(("changes", "why"), ONE_TOKEN, ids=[why for _, why in ONE_TOKEN])
+def test_what_keeps_six_launches_is_named(changes: dict[str, Any], why: str) -> None:
+    choice = choose.one_token(H200, of(**changes))
+    assert choice.value == "six launches"
+    assert why in choice.reason
+
+
+@pytest.mark.parametrize("model", [GPT_OSS_20B, GPT_OSS_120B], ids=lambda model: model.name)
+def test_one_gpu_takes_one_launch(model: Any) -> None:
+    found = Deployment(model, own_experts=True, one_rotary_cache=True, auxiliary_states=False, caches=(USUAL,))
+    assert choose.one_token(H200, found).value == "one launch"
+
+
+MANY_TOKENS = [
+    ({"tensor_parallel": 2}, "several GPUs"),
+    ({"pipeline_parallel": 2}, "several GPUs"),
+    ({"own_experts": False}, "another backend runs the experts, or maps them"),
+    ({"hidden": 2900}, "2900 columns are not a multiple of 64"),
+    ({"hidden": 47 * 64}, "do not divide among clusters"),
+    ({"experts": 40}, "40 experts, not 32, 64, 96 or 128"),
+    ({"head_size": 128}, "head size 128"),
+]
+
+
+@pytest.mark.parametrize(("changes", "why"), MANY_TOKENS, ids=[why for _, why in MANY_TOKENS])
+def test_what_keeps_upstreams_layers_of_many_tokens_is_named(changes: dict[str, Any], why: str) -> None:
+    choice = choose.many_tokens(H200, of(**changes))
+    assert choice.value == "upstream"
+    assert why in choice.reason
+
+
+@pytest.mark.parametrize("model", [GPT_OSS_20B, GPT_OSS_120B], ids=lambda model: model.name)
+def test_one_gpu_takes_kernels_around_the_products(model: Any) -> None:
+    assert choose.many_tokens(H200, Deployment(model, own_experts=True, caches=(USUAL,))).value == "around cuBLAS"
+
+
+EXPERTS = [
+    ({"lora": True}, "has no LoRA path"),
+    ({"dtype": "float16"}, "activations are float16, not bfloat16"),
+    ({"micro_batches": True}, "two streams at once"),
+    ({"mps": True}, "MPS lets other processes"),
+    ({"built_experts": "MARLIN"}, "the backend is MARLIN, not TRITON"),
+    ({"monolithic": False}, "routes tokens between ranks"),
+    ({"weighs_input": True}, "the router's weight is applied on the input"),
+    ({"moves_experts": True}, "vLLM moves experts between ranks"),
+    ({"load_format": "sharded_state"}, "--load-format sharded_state loads experts in another layout"),
+    ({"expert_bias": False}, "the experts have no bias"),
+    ({"largest_scale": 193}, "a scale is larger than e8m0 code 192"),
+    ({"hidden": 32}, "32 x 2880 are not multiples of 64"),
+    ({"rank_experts": RankExperts(32, 2880, 96)}, "2880 x 96 are not multiples of 64"),
+    ({"experts": 160}, "160 experts on one rank"),
+    ({"active_experts": 8}, "8 experts a token"),
+    ({"hidden": 16384}, "bytes of shared memory"),
+]
+
+
+@pytest.mark.parametrize(("changes", "why"), EXPERTS, ids=[why for _, why in EXPERTS])
+def test_what_keeps_upstreams_experts_is_named_and_no_wish_overrides_it(changes: dict[str, Any], why: str) -> None:
+    deployment = of(**changes)
+    choice = choose.experts(H200, deployment)
+    assert choice.value == "triton"
+    assert why in choice.reason
+    with pytest.raises(choose.ChoiceError) as refused:
+        choose.experts(H200, deployment, "gptoss")
+    assert why in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"built_experts": "TRITON", "monolithic": True, "weighs_input": False, "expert_bias": True},
+        {"largest_scale": 192, "rank_experts": RankExperts(32, 2880, 1472), "tensor_parallel": 2},
+    ],
+    ids=str,
+)
+def test_what_a_start_finds_out_late_is_no_obstacle_where_it_is_usual(changes: dict[str, Any]) -> None:
+    assert choose.experts(H200, of(**changes)).value == "gptoss"
+
+
+@pytest.mark.parametrize("changes", [{"tensor_parallel": 4}, {"expert_parallel": True}, {"data_parallel": 4}], ids=str)
+def test_experts_never_run_on_so_many_gpus_are_taken_by_wish(changes: dict[str, Any]) -> None:
+    assert choose.experts(H200, of(**changes)).value == "triton"
+    assert choose.experts(H200, of(**changes), "gptoss").value == "gptoss"
+
+
+def test_choosing_imports_neither_torch_nor_vllm() -> None:
+    program = (
+        "import sys, vllm_gptoss.engine.choose, vllm_gptoss.engine.choose.vllm_config; "
+        "print({'torch', 'vllm'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

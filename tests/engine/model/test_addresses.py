@@ -1,0 +1,120 @@
+"""A weight that is no longer where the kernels read it must be found before the next launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from vllm_gptoss.engine.kernels import scratch
+from vllm_gptoss.engine.model import addresses
+
+
+class Linear(nn.Module):
+    def __init__(self, rows: int, columns: int, prefix: str = "") -> None:
+        super().__init__()
+        self.prefix = prefix
+        self.weight = nn.Parameter(torch.ones(rows, columns), requires_grad=False)
+        self.bias = nn.Parameter(torch.ones(rows), requires_grad=False)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.ones(2))
+        self.qkv_proj, self.o_proj = Linear(8, 4, "attn.qkv_proj"), Linear(4, 4)
+        self.rotary_emb = SimpleNamespace(cos_sin_cache=torch.ones(3, 4))
+        self.attn = SimpleNamespace(sliding_window=128, layer_name="layers.0.attn")
+
+
+def a_layer() -> Any:
+    runner = SimpleNamespace(
+        moe_config=SimpleNamespace(experts_per_token=4), routed_experts=SimpleNamespace(quant_method=object())
+    )
+    norm = lambda: Linear(4, 1)  # noqa: E731
+    return SimpleNamespace(
+        attn=Attention(),
+        mlp=SimpleNamespace(router=Linear(2, 4), experts=runner),
+        input_layernorm=norm(),
+        post_attention_layernorm=norm(),
+    )
+
+
+def rebind(parameter: nn.Parameter) -> None:
+    """As prefetch offloading points a parameter at its buffer."""
+    parameter.data = parameter.data.clone()
+
+
+MOVES: dict[str, Callable[[Any], Any]] = {
+    "qkv weight": lambda layer: rebind(layer.attn.qkv_proj.weight),
+    "qkv bias": lambda layer: rebind(layer.attn.qkv_proj.bias),
+    "out weight": lambda layer: rebind(layer.attn.o_proj.weight),
+    "out bias": lambda layer: rebind(layer.attn.o_proj.bias),
+    "router weight": lambda layer: rebind(layer.mlp.router.weight),
+    "router bias": lambda layer: rebind(layer.mlp.router.bias),
+    "sinks": lambda layer: rebind(layer.attn.sinks),
+    "norm": lambda layer: rebind(layer.input_layernorm.weight),
+    "second norm": lambda layer: rebind(layer.post_attention_layernorm.weight),
+    "another parameter": lambda layer: setattr(layer.attn.o_proj, "weight", nn.Parameter(torch.ones(4, 4))),
+    "no parameter": lambda layer: delattr(layer.attn.o_proj, "weight"),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_every_weight_that_moves_is_found(name: str) -> None:
+    layers = [a_layer(), a_layer()]
+    places = [addresses.look_up(layer, 0) for layer in layers]
+    assert addresses.moved(places) is None
+    MOVES[name](layers[1])
+    assert addresses.moved(places) is not None
+
+
+def test_a_weight_that_is_overwritten_has_not_moved() -> None:
+    """A reload copies into parameters."""
+    layer = a_layer()
+    places = [addresses.look_up(layer, 0)]
+    layer.attn.qkv_proj.weight.data.copy_(torch.zeros(8, 4))
+    assert addresses.moved(places) is None
+
+
+def test_the_message_names_module_and_parameter() -> None:
+    layer = a_layer()
+    places = [addresses.look_up(layer, 0)]
+    rebind(layer.attn.qkv_proj.bias)
+    assert addresses.moved(places) == "bias of attn.qkv_proj has moved in memory"
+
+
+def test_experts_that_became_upstreams_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, ours = a_layer(), SimpleNamespace(few=SimpleNamespace(up=SimpleNamespace(tiles=4)))
+    monkeypatch.setattr(addresses, "own_experts", lambda layer: ours)
+    places = [addresses.look_up(layer, 0)]
+    assert addresses.moved(places) is None
+    monkeypatch.setattr(addresses, "own_experts", lambda layer: None)
+    assert addresses.moved(places) == "the kernels for the experts beside layers.0.attn have changed"
+
+
+def test_scratch_survives_what_discards_everything_but_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's worker copies the buffers to the host before it sleeps at level 2, and back when it wakes."""
+    monkeypatch.setattr(scratch, "_tensors", {})
+
+    @scratch.keep
+    def sums(device: int, rows: int) -> torch.Tensor:
+        return torch.full((rows,), -1)
+
+    with torch.inference_mode():
+        kept = sums(0, 3)
+    assert sums(0, 3) is kept
+    model, layer = nn.Module(), a_layer()
+    addresses.keep_scratch(model, [addresses.look_up(layer, 0)])
+    saved = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    for _, buffer in model.named_buffers():
+        buffer.data.fill_(99)
+    for name, buffer in model.named_buffers():  # refused for tensors made in inference mode
+        buffer.data.copy_(saved[name])
+    assert kept.tolist() == [-1, -1, -1]
+    assert layer.attn.rotary_emb.cos_sin_cache.unique().tolist() == [1.0]
+    assert model.state_dict() == {}, "a checkpoint of the model has none of it"

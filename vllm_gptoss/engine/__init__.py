@@ -1,0 +1,1 @@
+"""What runs in vLLM's engine and worker processes."""

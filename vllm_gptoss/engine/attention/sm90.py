@@ -1,0 +1,209 @@
+"""FlashAttention 3's backend where it serves gpt-oss's layers (sm90): our attention for decode, FA3's planned once.
+
+Decode steps of up to `ATTENTION_TOKENS` tokens, one token a request, go to `engine/kernels/attention_many.py`, which
+needs no plan. What decides is the step's longest request, as FA3 is told of it. A graph of decode steps alone is
+captured with one token a request, and no other step replays it. With `cudagraph_mode` FULL, or with drafts, a graph
+also serves steps with more; it is captured as such, and FA3 is in it. Up to `FUSED_TOKENS` tokens the fused layers have
+their own.
+
+FA3 plans how it splits keys over the GPU. vLLM makes that plan ahead of a step, for all layers at once, only where
+every layer of the model has the same window (`_get_sliding_window_configs` of 0.33.0); gpt-oss alternates two, so each
+of its 24 or 36 layers launches the planner again. A metadata builder serves one group of the KV cache, though, and the
+layers of a group have one window: that is all this backend tells it.
+
+A plan's layout follows from the window, from the longest sequence and from whether any request has several tokens
+(`mha_fwd_get_scheduler_metadata` of vLLM's flash-attention, hopper/flash_api.cpp). A FULL graph keeps what was true
+when it was captured. So every step that one may replay is planned as the capture was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadataBuilder,
+)
+
+from vllm_gptoss import fallback
+from vllm_gptoss._vllm import worker
+from vllm_gptoss.engine.choose.bands import ATTENTION_TOKENS, FUSED_TOKENS
+from vllm_gptoss.engine.kernels import attention_many, nvrtc
+
+
+def is_ours(tokens: int, longest: int) -> bool:
+    """Whether a step is one for our kernel. longest: tokens of the request that has most, as FA3 is told of it."""
+    return longest == 1 and FUSED_TOKENS < tokens <= ATTENTION_TOKENS
+
+
+class GptOssFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
+    """Upstream's builder, planning for the window of its own layers."""
+
+    aot_sliding_window: tuple[int, int] | None
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        """As upstream's; the same size decides when a graph is captured and when it is replayed, padding included."""
+        if self.aot_sliding_window is None:
+            self.aot_sliding_window = fallback.attempt("attention plan", "auto", self._window)
+        tokens = common_attn_metadata.num_actual_tokens
+        few = tokens <= FUSED_TOKENS
+        common = common_attn_metadata if few else self._as_captured(common_attn_metadata)
+        ours = is_ours(tokens, common.max_query_len) and self._every_layer_is_ours()
+        return super().build(common_prefix_len, common, fast_build or few or ours)
+
+    def _as_captured(self, common: Any) -> Any:
+        """`common` with the bounds of a captured graph, which hold for every step that may replay it."""
+        if not self.use_full_cuda_graph or common.num_actual_tokens > (self.max_cudagraph_size or 0):
+            return common
+        decode_alone = self.compilation_config.cudagraph_mode.separate_routine()
+        several = not decode_alone or self.vllm_config.num_speculative_tokens > 0
+        longest = common.num_actual_tokens if several else common.max_query_len
+        return common.replace(max_seq_len=self.model_config.max_model_len, max_query_len=longest)
+
+    def _every_layer_is_ours(self) -> bool:
+        layers = self.vllm_config.compilation_config.static_forward_context
+        return all(getattr(layers[name].impl, "has_ours", False) for name in self.layer_names)
+
+    def _window(self) -> tuple[int, int] | None:
+        """The window that all layers of this group share; None where they differ, and upstream then makes no plan."""
+        layers = self.vllm_config.compilation_config.static_forward_context
+        windows = {layers[name].impl.sliding_window for name in self.layer_names}
+        return windows.pop() if len(windows) == 1 else None
+
+
+class GptOssFlashAttentionImpl(FlashAttentionImpl):
+    """Upstream's attention of one layer, with ours for the steps of `is_ours` while `has_ours`."""
+
+    has_ours = True
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Any:
+        """As upstream's: query, output [T, H, 64]; kv_cache [blocks, K, block size, 128], where K and V are already."""
+        plain = attn_metadata is not None and output_scale is None and output_block_scale is None
+        if self.has_ours and plain and is_ours(attn_metadata.num_actual_tokens, attn_metadata.max_query_len):
+            done = fallback.attempt("attention", "auto", lambda: self._attend(query, kv_cache, attn_metadata, output))
+            if done is not None:
+                return done
+            self.has_ours = False
+        return super().forward(
+            layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+        )
+
+    def _attend(self, query: Tensor, kv_cache: Tensor, step: Any, output: Tensor) -> Tensor:
+        """Ours.
+
+        Raises:
+            NotHereError: a tensor or the step is not what the kernel reads.
+            NvrtcError: the kernel cannot be launched.
+        """
+        why = attention_many.unreadable(query, kv_cache, output)
+        if why is None and step.causal is not True:
+            why = "the step is not causal"
+        if why is not None:
+            raise fallback.NotHereError(why)
+        tokens = step.num_actual_tokens
+        if tokens < query.shape[0]:
+            query = query[:tokens]
+        attention_many.attend(
+            query, kv_cache, self.sinks, step.block_table, step.seq_lens, step.query_start_loc, output,
+            self.scale, self.window,
+        )  # fmt: skip
+        return output
+
+    @property
+    def window(self) -> int:
+        """Keys a token sees, itself included; 0: all."""
+        left: int = self.sliding_window[0]
+        return left + 1
+
+
+class GptOssFlashAttentionBackend(FlashAttentionBackend):
+    """Upstream's backend with our builder and our attention, under upstream's name."""
+
+    @staticmethod
+    def get_builder_cls() -> type[GptOssFlashAttentionMetadataBuilder]:
+        """The builder above."""
+        return GptOssFlashAttentionMetadataBuilder
+
+    @staticmethod
+    def get_impl_cls() -> type[GptOssFlashAttentionImpl]:
+        """The attention above."""
+        return GptOssFlashAttentionImpl
+
+
+def plan_once(model: Any) -> bool:
+    """Gives this backend to the layers of `model` that vLLM built for FlashAttention 3; whether there are any."""
+    if worker.flash_attention_version() != 3:
+        return False
+    attention = [layer.attn.attn for layer in model.model.layers if hasattr(layer, "attn")]
+    theirs = [layer for layer in attention if layer.attn_backend is FlashAttentionBackend]
+    ours = fallback.attempt("attention", "auto", lambda: made_for(theirs))
+    for index, layer in enumerate(theirs):
+        layer.attn_backend = GptOssFlashAttentionBackend
+        if ours is not None:
+            layer.impl = ours[index]
+    return bool(theirs)
+
+
+def made_for(layers: Sequence[Any]) -> list[GptOssFlashAttentionImpl]:
+    """What `layers` would have for their attention, had vLLM built them for this backend; kernels compiled.
+
+    Raises:
+        NotHereError: a layer is not what the kernel computes.
+        NvrtcError: a kernel cannot be compiled or loaded.
+    """
+    for why in filter(None, map(obstacle, layers)):
+        raise fallback.NotHereError(why)
+    made = [as_ours(layer.impl) for layer in layers]
+    device = torch.cuda.current_device()
+    nvrtc.at_once((attention_many.load, device, impl.num_kv_heads, impl.window) for impl in made)
+    return made
+
+
+def obstacle(layer: Any) -> str | None:
+    """Why the kernel cannot be this layer's attention, or None."""
+    impl = layer.impl
+    if type(impl) is not FlashAttentionImpl or impl.vllm_flash_attn_version != 3:
+        return f"a layer's attention is {type(impl).__name__}, not FlashAttention 3's"
+    if impl.kv_cache_dtype not in ("auto", "bfloat16") or layer.dtype != torch.bfloat16:
+        return f"queries are {layer.dtype}, the KV cache {impl.kv_cache_dtype}"
+    if impl.sinks is None or impl.sinks.dtype != torch.bfloat16:
+        return "no sinks in bfloat16"
+    if impl.alibi_slopes is not None or impl.logits_soft_cap or impl.attn_type != "decoder":
+        return "ALiBi, a soft cap, or an encoder"
+    if impl.dcp_world_size > 1 or impl.batch_invariant_enabled:
+        return "context parallelism or batch invariance is on"
+    window = impl.sliding_window[0] + 1
+    why: str | None = attention_many.unsupported(impl.num_heads, impl.num_kv_heads, impl.head_size, window)
+    return why
+
+
+def as_ours(impl: FlashAttentionImpl) -> GptOssFlashAttentionImpl:
+    """Our attention of what `impl` was made of."""
+    return GptOssFlashAttentionImpl(
+        impl.num_heads,
+        impl.head_size,
+        impl.scale,
+        impl.num_kv_heads,
+        None,
+        impl.sliding_window[0] + 1 or None,
+        impl.kv_cache_dtype,
+        impl.logits_soft_cap,
+        impl.attn_type,
+        impl.kv_sharing_target_layer_name,
+        impl.sinks,
+    )

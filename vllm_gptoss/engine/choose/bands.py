@@ -1,0 +1,69 @@
+"""What runs a step, by how many tokens it has.
+
+The one place that names the thresholds. A kernel's own limit is data of its host file; a band never exceeds it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+ONE_LAUNCH = "one launch"
+SIX_LAUNCHES = "six launches"
+GPTOSS = "gptoss"
+UPSTREAM = "upstream"
+PLANNED = "FLASH_ATTN, planned once a step"
+AROUND_CUBLAS = "around cuBLAS"
+AROUND = f"{AROUND_CUBLAS} where each request has one token, else {UPSTREAM}"
+ALL_OURS = f"seven launches where each request has one token, else {UPSTREAM}"
+DECODE = f"gptoss where each request has one token, else {PLANNED}"
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """Steps of up to `most` tokens, more than the band before; None: any number.
+
+    layers: `one launch` for all, `six launches` or `seven launches` each, kernels `around cuBLAS`'s products, or
+    `upstream`'s compiled model; attention, experts: the `gptoss` kernels or what `upstream` runs. Layers and attention
+    may be either, by what the step is.
+    """
+
+    most: int | None
+    layers: str
+    attention: str
+    experts: str
+
+
+SM90: Final = (
+    Band(1, ONE_LAUNCH, GPTOSS, GPTOSS),
+    Band(16, SIX_LAUNCHES, GPTOSS, GPTOSS),
+    Band(32, ALL_OURS, DECODE, GPTOSS),
+    Band(512, AROUND, DECODE, GPTOSS),
+    Band(None, UPSTREAM, PLANNED, GPTOSS),
+)
+"""docs/kernels/ has the measurements behind the numbers."""
+
+
+def of(tokens: int, bands: tuple[Band, ...] = SM90) -> Band:
+    """The band of a step."""
+    return next(band for band in bands if band.most is None or tokens <= band.most)
+
+
+def most(part: str, value: str, bands: tuple[Band, ...] = SM90) -> int:
+    """Tokens of the largest step whose `part` (`layers`, `attention` or `experts`) is `value`."""
+    return max(band.most or 0 for band in bands if getattr(band, part) == value)
+
+
+ONE_TOKEN: Final = most("layers", ONE_LAUNCH)
+FUSED_TOKENS: Final = most("layers", SIX_LAUNCHES)
+PRODUCT_TOKENS: Final = most("layers", ALL_OURS)
+ATTENTION_TOKENS: Final = most("attention", DECODE)
+MANY_TOKENS: Final = ATTENTION_TOKENS
+"""Of the largest step of decoding. What runs the experts of larger ones is `engine/kernels/experts_many.py`'s to
+say."""
+MANY_PAIRS: Final = 3
+"""Pairs (a token and one of its experts) for each routed expert, above which a step of more than
+`experts_plan.NARROW_TOKENS` tokens runs `engine/kernels/experts_many.py`: more than 24 tokens of the 20b, and 96 of the
+120b. Both take as long there where routing is even and the GPU is hot, and this one takes less where it is not even
+(docs/kernels/experiments.md).
+"""

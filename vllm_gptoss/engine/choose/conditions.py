@@ -1,0 +1,201 @@
+"""Every obstacle there is, each a condition on the device and the deployment.
+
+A condition answers why something cannot run, or None. The limits of a kernel's shape are its host file's own functions
+of plain integers (`unsupported`), asked here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from vllm_gptoss.engine.choose.deployment import Cache, Deployment
+from vllm_gptoss.engine.choose.device import Device
+from vllm_gptoss.engine.choose.measured import Measured
+from vllm_gptoss.engine.kernels import around, attention, attention_many, dense, experts_plan, step
+from vllm_gptoss.engine.spec import WINDOW
+
+Condition = Callable[[Device, Deployment], str | None]
+
+
+def when(found: Callable[[Deployment], object], reason: str) -> Condition:
+    """A condition on the deployment alone. reason: may name its fields, as `{d.dtype}`."""
+
+    def condition(device: Device, deployment: Deployment) -> str | None:
+        return reason.format(d=deployment) if found(deployment) else None
+
+    return condition
+
+
+def needs(feature: str) -> Condition:
+    """A condition on a feature of the device."""
+    return lambda device, deployment: None if feature in device.features else f"needs {feature}"
+
+
+def sm90(device: Device, deployment: Deployment) -> str | None:
+    """The kernels of `engine/kernels/cuda` and their GPU."""
+    if device.vendor != "nvidia" or deployment.device_type != "cuda":
+        return "the kernels are CUDA kernels"
+    return None if device.arch == "sm90" else f"the kernels are made for sm_90, this GPU is sm_{device.arch[2:]}"
+
+
+# The layers
+
+
+def projections(device: Device, deployment: Deployment) -> str | None:
+    """Shapes of one rank's projections, as `QKVParallelLinear` and `RowParallelLinear` cut them."""
+    model, (heads, kv_heads) = deployment.model, deployment.heads
+    size = model.head_size
+    why: str | None = (
+        attention.unsupported(heads, kv_heads, size, attention.LEAST_BLOCK)
+        or dense.unsupported(dense.Mode.QKV, (heads + 2 * kv_heads) * size, model.hidden)
+        or dense.unsupported(dense.Mode.OUT, model.hidden, heads * size)
+        or dense.unsupported(dense.Mode.ROUTER, model.experts, model.hidden, model.active_experts)
+    )
+    return why
+
+
+def paged_cache(device: Device, deployment: Deployment) -> str | None:
+    """The caches that vLLM made, once they are there: [blocks, K, block size, K's and V's 64]."""
+    return next(filter(None, (_unread(cache, deployment) for cache in deployment.caches)), None)
+
+
+def _unread(cache: Cache, deployment: Deployment) -> str | None:
+    heads, kv_heads = deployment.heads
+    if len(cache.shape) != 4 or cache.shape[1] != kv_heads or cache.shape[3] != 2 * attention.HEAD:
+        return f"the KV cache has shape {list(cache.shape)}, not [blocks, heads, block size, {2 * attention.HEAD}]"
+    if cache.dtype != "bfloat16" or cache.stride != 1:
+        return f"the KV cache is {cache.dtype} with stride {cache.stride} in its last axis"
+    why: str | None = attention.unsupported(heads, kv_heads, deployment.model.head_size, cache.shape[2])
+    return why
+
+
+LAYERS: tuple[Condition, ...] = (
+    sm90,
+    when(lambda d: d.dtype != "bfloat16", "activations are {d.dtype}, not bfloat16"),
+    when(lambda d: d.lora, "LoRA is on"),
+    when(lambda d: d.kv_cache_dtype not in ("auto", "bfloat16"), "the KV cache is not bfloat16"),
+    when(lambda d: d.data_parallel > 1, "data parallelism is on"),
+    when(lambda d: d.expert_parallel, "expert parallelism is on"),
+    when(lambda d: d.decode_context_parallel > 1, "decode context parallelism is on"),
+    when(lambda d: d.prefill_context_parallel > 1, "prefill context parallelism is on"),
+    when(lambda d: d.micro_batches, "dual batch overlap is on"),
+    when(lambda d: d.batch_invariant, "batch invariance is on"),
+    when(lambda d: d.piecewise_graphs, "cudagraph_mode=PIECEWISE has no graph of a whole step"),
+    when(lambda d: d.compiled_whole, "the whole model is compiled by torch.compile"),
+    when(lambda d: d.sequence_parallel, "sequence-parallel experts are on"),
+    when(lambda d: d.offloaded, "weights are offloaded to the host"),
+    when(lambda d: d.quantized_projections, "a projection is quantized"),
+    when(
+        lambda d: d.built_attention not in (None, "FLASH_ATTN"),
+        "the attention backend is {d.built_attention}, not FLASH_ATTN",
+    ),
+    projections,
+    paged_cache,
+)
+"""The fused layers, `engine/model/few_tokens.py`."""
+
+
+# One token in one launch
+
+
+def whole_step(device: Device, deployment: Deployment) -> str | None:
+    """The shape that `step.cu` is made for."""
+    model = deployment.model
+    shape = step.Shape(model.layers, model.hidden, model.query_heads, model.intermediate, model.experts, (0, 0))
+    why: str | None = step.unsupported(shape)
+    return why
+
+
+ONE_LAUNCH: tuple[Condition, ...] = (
+    when(lambda d: d.auxiliary_states, "a draft model reads states between layers"),
+    when(lambda d: d.tensor_parallel > 1 or d.pipeline_parallel > 1, "several GPUs share the model"),
+    when(lambda d: d.own_experts is False, "another backend runs the experts, or maps them"),
+    when(lambda d: d.model.active_experts != step.ACTIVE, f"not {step.ACTIVE} experts a token"),
+    when(lambda d: d.one_rotary_cache is False, "layers have rotary caches of their own"),
+    when(
+        lambda d: any(cache.shape[2] < step.MIN_BLOCK for cache in d.caches),
+        f"cache blocks of fewer than {step.MIN_BLOCK} tokens",
+    ),
+    whole_step,
+)
+"""A step of one token, `engine/model/one_token.py`, where the fused layers run."""
+
+
+# Decode steps of many tokens
+
+
+def around_products(device: Device, deployment: Deployment) -> str | None:
+    """The shape of one rank's layers, as the kernels around the products read it."""
+    model, (heads, kv_heads) = deployment.model, deployment.heads
+    why: str | None = around.unsupported(
+        model.hidden, model.experts, model.active_experts
+    ) or attention_many.unsupported(heads, kv_heads, model.head_size, WINDOW)
+    return why
+
+
+AROUND: tuple[Condition, ...] = (
+    when(lambda d: d.tensor_parallel > 1 or d.pipeline_parallel > 1, "several GPUs share the model: never run by us"),
+    when(lambda d: d.own_experts is False, "another backend runs the experts, or maps them"),
+    around_products,
+)
+"""Decode steps of many tokens, `engine/model/many_tokens.py`, where the fused layers run."""
+
+
+# The experts
+
+
+def expert_shapes(device: Device, deployment: Deployment) -> str | None:
+    """Sizes of one rank's experts."""
+    mine = deployment.experts_of_a_rank
+    active = deployment.model.active_experts
+    why: str | None = experts_plan.unsupported(mine.hidden, mine.intermediate, mine.count, active)
+    return why
+
+
+NO_LORA = when(lambda d: d.lora, "has no LoRA path")
+NO_AITER = when(lambda d: not d.aiter, "VLLM_ROCM_USE_AITER is not set to 1")
+
+EXPERTS: tuple[Condition, ...] = (
+    sm90,
+    NO_LORA,
+    when(lambda d: d.dtype != "bfloat16", "activations are {d.dtype}, not bfloat16"),
+    when(lambda d: d.micro_batches, "may not run on two streams at once, which dual-batch overlap does"),
+    when(lambda d: d.mps, "MPS lets other processes' kernels run beside ours, whose blocks wait for one another"),
+    expert_shapes,
+    when(lambda d: d.built_experts not in (None, "TRITON"), "the backend is {d.built_experts}, not TRITON"),
+    when(lambda d: d.monolithic is False, "this parallel configuration routes tokens between ranks"),
+    when(lambda d: d.weighs_input, "the router's weight is applied on the input"),
+    when(lambda d: d.moves_experts, "vLLM moves experts between ranks"),
+    when(lambda d: d.load_format == "sharded_state", "--load-format sharded_state loads experts in another layout"),
+    when(lambda d: d.expert_bias is False, "the experts have no bias"),
+    when(
+        lambda d: d.largest_scale is not None and d.largest_scale > experts_plan.MAX_SCALE,
+        f"a scale is larger than e8m0 code {experts_plan.MAX_SCALE}",
+    ),
+)
+"""The kernels for few tokens over `triton`'s weights, `engine/experts/method.py`."""
+
+
+# What has run on a GPU of ours
+
+
+def beyond(measured: Measured, *, whole: bool) -> tuple[Condition, ...]:
+    """What was never run, and is done when asked for only. whole: the layers, not the experts alone."""
+    sizes = measured.tensor_parallel
+    ranks = when(lambda d: d.expert_ranks not in sizes or d.expert_parallel, f"more than {max(sizes)} GPUs")
+    if not whole:
+        return (ranks,)
+
+    def never_connected(device: Device, deployment: Deployment) -> str | None:
+        del device
+        others = [name for name in deployment.kv_connectors if name not in measured.kv_connectors]
+        return f"the KV connector {', '.join(others)}" if others else None
+
+    return (
+        when(
+            lambda d: d.tensor_parallel not in sizes or d.pipeline_parallel not in measured.pipeline_parallel,
+            f"more than {max(sizes)} GPUs, or a pipeline",
+        ),
+        when(lambda d: d.drafts not in (None, *measured.drafts), "drafts by {d.drafts}"),
+        never_connected,
+    )

@@ -1,0 +1,114 @@
+"""What is to be served and how: plain facts, known before anything is touched.
+
+`vllm_gptoss/engine/choose/vllm_config.py` fills them in from vLLM's configuration; tests write them by hand. Facts that
+a start learns late (scale codes, what vLLM built, the cache) are None until then, and None is never an obstacle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_gptoss.engine.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Cache:
+    """The paged KV cache of one layer. shape: of the tensor; stride: of its last axis, in values."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankExperts:
+    """One rank's experts as their parameters lie in memory, vLLM's padding included."""
+
+    count: int
+    hidden: int
+    intermediate: int
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """A model, its configuration, and what of both a start has found out so far. Dtypes and names are vLLM's own.
+
+    `kv_cache_dtype`: `auto`, `bfloat16`, `fp8`, …; `kv_connectors`: those of `kv_transfer_config`; `drafts`: the method
+    of speculative decoding; `micro_batches`: dual-batch overlap, two steps on two streams at once;
+    `attention_backend`, `moe_backend`: what the user asked for.
+    """
+
+    model: ModelSpec
+    device_type: str = "cuda"
+    dtype: str = "bfloat16"
+
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    data_parallel: int = 1
+    decode_context_parallel: int = 1
+    prefill_context_parallel: int = 1
+    expert_parallel: bool = False
+    sequence_parallel: bool = False
+    micro_batches: bool = False
+
+    kv_cache_dtype: str = "auto"
+    kv_connectors: tuple[str, ...] = ()
+    lora: bool = False
+    drafts: str | None = None
+    piecewise_graphs: bool = False
+    compiled_whole: bool = False
+    batch_invariant: bool = False
+    graphs: bool = True
+    """CUDA graphs are captured."""
+    offloaded: bool = False
+    """Weights lie in the host's memory, or move between it and the GPU."""
+    moves_experts: bool = False
+    """Expert load balancing or elastic expert parallelism."""
+    load_format: str = "auto"
+    aiter: bool = False
+    """VLLM_ROCM_USE_AITER: without it vLLM takes nothing of AITER."""
+    mps: bool = False
+    """CUDA's Multi-Process Service lets other processes' kernels run beside ours."""
+    attention_backend: str | None = None
+    moe_backend: str = "auto"
+
+    # Known once vLLM has built the model.
+    built_attention: str | None = None
+    quantized_projections: bool | None = None
+    built_experts: str | None = None
+    monolithic: bool | None = None
+    expert_bias: bool | None = None
+    weighs_input: bool | None = None
+    """The router's weight is applied on the experts' input."""
+
+    # Known once the weights are there.
+    rank_experts: RankExperts | None = None
+    largest_scale: int | None = None
+    own_experts: bool | None = None
+    """Our kernels run every layer's experts, none of them mapped."""
+
+    # Known at the first step.
+    caches: tuple[Cache, ...] = ()
+    """One of each kind."""
+    one_rotary_cache: bool | None = None
+    auxiliary_states: bool | None = None
+    """A draft model reads states between layers."""
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that cut each expert's rows; with expert parallelism each expert is whole."""
+        ranks = self.tensor_parallel * self.data_parallel * self.prefill_context_parallel
+        return 1 if self.expert_parallel else ranks
+
+    @property
+    def experts_of_a_rank(self) -> RankExperts:
+        """As found, else as vLLM's `triton` experts will lay them out: rows rounded up to 64."""
+        if self.rank_experts is not None:
+            return self.rank_experts
+        intermediate = -(-self.model.intermediate // self.expert_ranks // 64) * 64
+        return RankExperts(self.model.experts, self.model.hidden, intermediate)
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Query and key/value heads of one rank."""
+        return self.model.query_heads // self.tensor_parallel, self.model.kv_heads // self.tensor_parallel

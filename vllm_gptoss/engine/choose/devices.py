@@ -1,0 +1,170 @@
+"""The GPUs that have a name: one table for recipes, the memory planner and doctor.
+
+Memory is what `torch.cuda.get_device_properties` reports, in GiB, which is less than what is sold; 0: the host's.
+`measured` rows were read from a GPU by us. The others are the makers' data sheets less what the driver keeps.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from vllm_gptoss.engine.choose.device import Device, Vendor
+
+
+class DeviceError(ValueError):
+    """A device that the table does not know; the message names near ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One GPU as it is called. most: how many one host has; also: other spellings, matched within a longer name."""
+
+    name: str
+    vendor: Vendor
+    arch: str
+    memory_gib: float
+    most: int = 8
+    also: tuple[str, ...] = ()
+    features: frozenset[str] = frozenset()
+    measured: bool = False
+
+    def device(self, count: int = 1) -> Device:
+        """So many of them in one host."""
+        return Device(self.vendor, self.name, self.arch, self.memory_gib, count, self.features)
+
+
+MODELS: Final = (
+    Model("H100", "nvidia", "sm90", 79.2, measured=True),
+    Model("H200", "nvidia", "sm90", 139.8, measured=True),
+    Model("A100", "nvidia", "sm80", 79.2, also=("A100-SXM4-80GB", "A100-80GB")),
+    Model("L40S", "nvidia", "sm89", 44.4),
+    Model("RTX-4090", "nvidia", "sm89", 23.5, also=("4090",)),
+    Model("RTX-5090", "nvidia", "sm120", 31.3, also=("5090",)),
+    Model("RTX-PRO-6000", "nvidia", "sm120", 94.9, also=("PRO-6000",)),
+    Model("DGX-Spark", "nvidia", "sm121", 119.6, most=1, also=("GB10", "Spark")),
+    Model("B200", "nvidia", "sm100", 178.3),
+    Model("GB200", "nvidia", "sm100", 184.0, most=4),
+    Model("B300", "nvidia", "sm103", 267.6),
+    Model("MI300X", "amd", "gfx942", 191.9),
+    Model("MI325X", "amd", "gfx942", 255.9),
+    Model("MI355X", "amd", "gfx950", 287.9),
+    Model("R9700", "amd", "gfx1201", 31.8, also=("AI-PRO-R9700",)),
+    Model("CPU", "cpu", "x86_64", 0.0, most=1, features=frozenset({"avx512"})),
+    Model("CPU-AMX", "cpu", "x86_64", 0.0, most=1, features=frozenset({"amx", "avx512"})),
+)
+
+NEIGHBOURS: Final = (
+    Model("H20", "nvidia", "sm90", 95.1),
+    Model("H800", "nvidia", "sm90", 79.2),
+    Model("H100-NVL", "nvidia", "sm90", 93.1),
+    Model("GH200", "nvidia", "sm90", 94.5, most=4),
+    Model("A100-40GB", "nvidia", "sm80", 39.4, also=("A100-SXM4-40GB", "A100-PCIE-40GB")),
+    Model("A800", "nvidia", "sm80", 79.2),
+    Model("A10", "nvidia", "sm86", 22.1, also=("A10G",)),
+    Model("A40", "nvidia", "sm86", 44.4),
+    Model("RTX-A6000", "nvidia", "sm86", 47.4, also=("A6000",)),
+    Model("RTX-3090", "nvidia", "sm86", 23.6, also=("3090",)),
+    Model("L4", "nvidia", "sm89", 22.0),
+    Model("RTX-A5000", "nvidia", "sm86", 23.6, also=("A5000",)),
+    Model("A30", "nvidia", "sm80", 23.5),
+    Model("RTX-3080", "nvidia", "sm86", 9.6, also=("3080",)),
+    Model("RTX-3060", "nvidia", "sm86", 11.6, also=("3060",)),
+    Model("L20", "nvidia", "sm89", 44.4),
+    Model("L40", "nvidia", "sm89", 44.4),
+    Model("RTX-6000-Ada", "nvidia", "sm89", 47.4),
+    Model("RTX-4080", "nvidia", "sm89", 15.6, also=("4080",)),
+    Model("RTX-4070", "nvidia", "sm89", 11.6, also=("4070",)),
+    Model("RTX-4070-Ti-SUPER", "nvidia", "sm89", 15.6, also=("4070-Ti-SUPER",)),
+    Model("RTX-4060-Ti", "nvidia", "sm89", 15.6, also=("4060-Ti",)),
+    Model("RTX-PRO-5000", "nvidia", "sm120", 47.4),
+    Model("RTX-PRO-4500", "nvidia", "sm120", 31.4),
+    Model("RTX-5070-Ti", "nvidia", "sm120", 15.5, also=("5070-Ti",)),
+    Model("RTX-5060-Ti", "nvidia", "sm120", 15.5, also=("5060-Ti",)),
+    Model("RTX-5080", "nvidia", "sm120", 15.5, also=("5080",)),
+    Model("RTX-5070", "nvidia", "sm120", 11.6, also=("5070",)),
+    Model("GB300", "nvidia", "sm103", 267.6, most=4),
+    Model("MI300A", "amd", "gfx942", 127.5, most=4),
+    Model("MI308X", "amd", "gfx942", 191.9),
+    Model("MI350X", "amd", "gfx950", 287.9),
+    Model("RX-9070-XT", "amd", "gfx1201", 15.9, also=("9070-XT",)),
+    Model("V100", "nvidia", "sm70", 31.7),
+    Model("T4", "nvidia", "sm75", 14.6),
+)
+"""GPUs that no recipe is of. Whoever names one gets the recipes of its family, and a plan for its memory."""
+
+_COUNTED = re.compile(r"(?:(\d+)\s*[x*×]\s*)?(.+)", re.IGNORECASE)
+
+
+def named(text: str) -> Device:
+    """`H100`, `8xH100`, `2 x rtx 4090`, or as the driver says it (`NVIDIA H100 80GB HBM3`), as a device.
+
+    Raises:
+        DeviceError: no row is called that, or no host has so many.
+    """
+    found = _COUNTED.fullmatch(text.strip())
+    count, name = (int(found[1] or 1), found[2]) if found else (1, text)
+    known = (*MODELS, *NEIGHBOURS)
+    same = (model for model in known if _plain(name) in {_plain(each) for each in (model.name, *model.also)})
+    model = next(same, None) or _within(name, known)
+    if model is None:
+        near = difflib.get_close_matches(_plain(name), [_plain(each.name) for each in MODELS], n=3, cutoff=0.5)
+        names = [each.name for each in MODELS if _plain(each.name) in near] or [each.name for each in MODELS]
+        raise DeviceError(
+            f"no device is called {name!r}; there {'is' if len(names) == 1 else 'are'} {', '.join(names)}"
+        )
+    if not 1 <= count <= model.most:
+        raise DeviceError(f"{text}: one host has 1 to {model.most} {model.name}")
+    return model.device(count)
+
+
+def _within(name: str, known: Iterable[Model]) -> Model | None:
+    """The row whose spelling stands, word by word, in a driver's name; of several the longest. Not laptops' chips."""
+    said = _words(name)
+    if "laptop" in said:
+        return None
+    found = [
+        (len(spelt), model)
+        for model in known
+        for spelt in map(_words, (model.name, *model.also))
+        if _stands(spelt, said)
+    ]
+    return max(found, key=lambda each: each[0])[1] if found else None
+
+
+def _stands(spelt: list[str], said: list[str]) -> bool:
+    return any(said[start : start + len(spelt)] == spelt for start in range(len(said)))
+
+
+def of(device: Device) -> Model | None:
+    """The row of a detected device: its name is within the driver's (`NVIDIA H100 80GB HBM3`), or its only arch."""
+    if device.vendor == "cpu":
+        return next(
+            model
+            for model in MODELS
+            if model.vendor == "cpu" and ("amx" in model.features) == ("amx" in device.features)
+        )
+    said = _words(device.name)
+    named_so = [
+        model
+        for model in MODELS
+        if model.arch == device.arch and any(_stands(_words(each), said) for each in (model.name, *model.also))
+    ]
+    alike = [model for model in named_so if abs(model.memory_gib - device.memory_gib) < 0.1 * model.memory_gib]
+    return max(alike, key=lambda model: len(model.name), default=None)
+
+
+def label(device: Device) -> str:
+    """`8xH100`, as `named` reads it."""
+    return f"{device.count}x{device.name}" if device.count > 1 else device.name
+
+
+def _words(name: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", name.lower())
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower()).removeprefix("nvidia").removeprefix("amd")

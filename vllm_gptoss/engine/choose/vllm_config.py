@@ -1,0 +1,130 @@
+"""vLLM's configuration and what it built, as the plain facts that `choose` reads. Nothing is changed or touched."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from vllm_gptoss import _vllm
+from vllm_gptoss.engine.choose import Cache, Deployment, RankExperts
+from vllm_gptoss.engine.spec import ModelSpec
+
+
+def configuration(config: Any) -> Deployment:
+    """What a `VllmConfig` says, before a model is built of it."""
+    parallel, speculative = config.parallel_config, config.speculative_config
+    backend, transfer = config.attention_config.backend, config.kv_transfer_config
+    return Deployment(
+        model=model_spec(config.model_config),
+        device_type=config.device_config.device_type,
+        dtype=_name(config.model_config.dtype),
+        tensor_parallel=parallel.tensor_parallel_size,
+        pipeline_parallel=parallel.pipeline_parallel_size,
+        data_parallel=parallel.data_parallel_size,
+        decode_context_parallel=parallel.decode_context_parallel_size,
+        prefill_context_parallel=parallel.prefill_context_parallel_size,
+        expert_parallel=parallel.enable_expert_parallel,
+        sequence_parallel=parallel.use_sequence_parallel_moe and config.lora_config is None,
+        micro_batches=parallel.use_ubatching,
+        kv_cache_dtype=config.cache_config.cache_dtype,
+        kv_connectors=() if transfer is None else connectors(vars(transfer)),
+        lora=config.lora_config is not None,
+        drafts=None if speculative is None else speculative.method,
+        piecewise_graphs=_vllm.only_piecewise_graphs(config),
+        compiled_whole=_vllm.compiles_outer_model(config),
+        batch_invariant=_vllm.batch_invariant(),
+        graphs=_vllm.uses_graphs(config),
+        offloaded=_vllm.offloads_weights(config),
+        moves_experts=parallel.enable_eplb or parallel.enable_elastic_ep,
+        load_format=str(getattr(config.load_config.load_format, "value", config.load_config.load_format)),
+        aiter=uses_aiter(),
+        attention_backend=None if backend is None else str(getattr(backend, "name", backend)),
+    )
+
+
+def model_spec(model_config: Any) -> ModelSpec:
+    """The sizes that a checkpoint's config.json names."""
+    sizes = model_config.hf_config
+    return ModelSpec(
+        str(model_config.model),
+        sizes.num_hidden_layers,
+        sizes.hidden_size,
+        sizes.intermediate_size,
+        sizes.num_local_experts,
+        sizes.num_experts_per_tok,
+        sizes.num_attention_heads,
+        sizes.num_key_value_heads,
+        sizes.head_dim,
+        sizes.vocab_size,
+    )
+
+
+def built_model(deployment: Deployment, model: Any) -> Deployment:
+    """With what vLLM built of it: attention backends and projections of this rank's layers."""
+    layers = [layer for layer in model.model.layers if hasattr(layer, "attn")]  # other stages' have no attention
+    backends = [layer.attn.attn.attn_backend.get_name() for layer in layers]
+    linears = [linear for layer in layers for linear in (layer.attn.qkv_proj, layer.attn.o_proj, layer.mlp.router)]
+    return replace(
+        deployment,
+        built_attention=next((name for name in backends if name != "FLASH_ATTN"), backends[0] if backends else None),
+        quantized_projections=not all(_is_plain(getattr(linear, "weight", None)) for linear in linears),
+    )
+
+
+def built_experts(deployment: Deployment, method: Any, layer: Any) -> Deployment:
+    """With one layer's experts as loaded. method: the `GptOssMxfp4MoEMethod`; layer: its `RoutedExperts`."""
+    from vllm_gptoss.engine.kernels import nvrtc
+
+    count, hidden, packed = layer.w2_weight.shape
+    scales = (layer.w13_weight_scale.data, layer.w2_weight_scale.data)
+    return replace(
+        deployment,
+        built_experts=method.mxfp4_backend.value,
+        monolithic=method.is_monolithic,
+        weighs_input=layer.apply_router_weight_on_input,
+        mps=nvrtc.shared_by_mps(layer.w13_weight.device.index or 0),
+        expert_bias=method.moe.has_bias,
+        rank_experts=RankExperts(count, hidden, 2 * packed),
+        largest_scale=max(int(scale.max()) for scale in scales),
+    )
+
+
+def first_step(deployment: Deployment, places: Sequence[Any], auxiliary: Sequence[int]) -> Deployment:
+    """With what only the first step shows. places: `model.place.Place` of this rank; auxiliary: layers EAGLE3 reads."""
+    caches = (place.attention.kv_cache for place in places)
+    kinds = dict.fromkeys(Cache(tuple(cache.shape), _name(cache.dtype), cache.stride(-1)) for cache in caches)
+    tensors = [place.tensors for place in places]
+    owned = (each.experts is not None and each.experts.expert_map is None for each in tensors)
+    return replace(
+        deployment,
+        caches=tuple(kinds),
+        own_experts=all(owned),
+        one_rotary_cache=len({each.cos_sin.data_ptr() for each in tensors}) <= 1,
+        auxiliary_states=bool(auxiliary),
+    )
+
+
+def connectors(transfer: Mapping[str, Any]) -> tuple[str, ...]:
+    """The KV connectors of a `kv_transfer_config`: MultiConnector's own where it puts several together."""
+    name, extra = transfer.get("kv_connector"), transfer.get("kv_connector_extra_config")
+    inner = extra.get("connectors") if isinstance(extra, Mapping) else None
+    if name == "MultiConnector" and isinstance(inner, list):
+        return tuple(found for each in inner if isinstance(each, Mapping) for found in connectors(each))
+    return () if name is None else (str(name),)
+
+
+def uses_aiter(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether vLLM may take AITER's experts: both of its variables say so; the second does unless it is set."""
+    environ = os.environ if environ is None else environ
+    both = (("VLLM_ROCM_USE_AITER", "0"), ("VLLM_ROCM_USE_AITER_MOE", "1"))
+    return all(environ.get(name, default).lower() in ("true", "1") for name, default in both)
+
+
+def _is_plain(weight: Any) -> bool:
+    return weight is not None and _name(weight.dtype) == "bfloat16" and weight.dim() == 2
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

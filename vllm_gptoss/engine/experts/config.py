@@ -1,0 +1,60 @@
+"""The quantisation config that vLLM builds for a gpt-oss MXFP4 checkpoint.
+
+A subclass under upstream's own name: `RoutedExperts.weight_loader` tests the literal `gpt_oss_mxfp4`. Everything but
+the experts is upstream's; `_make_moe_method` asks `choose` which experts run and answers with the method for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
+
+from vllm_gptoss import _vllm, fallback, startup_line
+from vllm_gptoss.engine import choose
+from vllm_gptoss.engine.choose import device
+from vllm_gptoss.engine.choose import vllm_config as describe
+from vllm_gptoss.settings import Settings
+
+BACKENDS = {"flashinfer_trtllm_mxfp8": "flashinfer_trtllm_afp8"}
+"""Our names that differ from `--moe-backend`'s. vLLM's oracle knows the alias, its command line does not."""
+
+PLUGINS = ("gptoss", "native", "dequantize")
+"""Values of `experts` that are no backend of vLLM's command line."""
+
+
+class GptOssQuantConfig(GptOssMxfp4Config):
+    """MXFP4 experts of gpt-oss, kernel chosen by `vllm_gptoss.engine.choose`."""
+
+    def _make_moe_method(self, moe: Any) -> Any:
+        wish, asked = Settings.load(_vllm.current_config().additional_config).experts, moe.moe_backend
+        own = fallback.attempt("experts", wish, lambda: _own_method(moe, wish))
+        if own is not None and own[1] is not None:
+            startup_line.note("experts", own[0])
+            return own[1]
+        if own is None:
+            moe.moe_backend = asked
+        elif wish not in ("auto", "upstream", *PLUGINS):
+            moe.moe_backend = BACKENDS.get(wish, wish)
+        method = super()._make_moe_method(moe)
+        # The table says what to expect; what vLLM's oracle took is what runs.
+        startup_line.note("experts", f"{own[0] if own else 'upstream'}, as vLLM's {method.mxfp4_backend.value}")
+        return method
+
+
+def _own_method(moe: Any, wish: str) -> tuple[choose.Choice[str], Any]:
+    """The choice for one layer's `FusedMoEConfig`, and our method for it; None where it is one of vLLM's."""
+    deployment = replace(
+        describe.configuration(_vllm.current_config()), moe_backend=moe.moe_backend, lora=moe.is_lora_enabled
+    )
+    choice = choose.experts(device.detect(), deployment, wish)
+    if choice.value == "gptoss":
+        from vllm_gptoss.engine.experts.method import GptOssExpertsMethod
+
+        return choice, GptOssExpertsMethod(moe, deployment, wish)
+    if choice.value == "dequantize":
+        from vllm_gptoss.engine.experts.dequantize import DequantizedExpertsMethod
+
+        return choice, DequantizedExpertsMethod(moe)
+    return choice, None

@@ -1,0 +1,86 @@
+"""One layer of a decode step of many tokens: two products, cuBLAS's or ours, and kernels of ours around them.
+
+`norm` (residual, RMSNorm), the q/k/v product, `rope` (RoPE, cache write), attention (sinks, window), the output
+product, `router` (residual, RMSNorm, product, top-k, softmax), then the experts. Our q/k/v product ends with what
+`rope` does. As in `chain`, a launch of ours may start while the one before ends. Nothing here knows vLLM.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from vllm_gptoss.engine.choose import bands
+from vllm_gptoss.engine.kernels import around, attention_many, product_many
+from vllm_gptoss.engine.kernels.layer import LayerTensors, Requests
+from vllm_gptoss.engine.model import chain
+from vllm_gptoss.engine.spec import RMS_NORM_EPS
+
+Experts = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""(normed [T, C] bf16, ids [T, A] int32, weights [T, A] f32, out [T, C] bf16): the weighted sum of the chosen."""
+
+
+def layer(
+    tensors: LayerTensors,
+    experts: Experts,
+    cache: Tensor,
+    requests: Requests,
+    positions: Tensor,
+    x: Tensor,
+    residual: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """(the experts' output, the sum they are to be added to), both [T, C] bf16.
+
+    x, residual: [T, C] bf16, one token of each request, added up first; cache: [blocks, K, block size, 128] bf16;
+    positions: [T] int64.
+    """
+    own = x.shape[0] <= bands.PRODUCT_TOKENS and product_many.fits(tensors.qkv_weight, tensors.out_weight)
+    q, summed = project(tensors, cache, requests, positions, x, residual, own=own)
+    product = attend(tensors, cache, requests, q, own=own)
+    total = torch.empty_like(product)
+    normed, ids, weights, _ = chain.route(tensors, product, summed, False, total, around.router)
+    out = torch.empty_like(normed)
+    experts(normed, ids, weights, out)
+    return out, total
+
+
+def project(
+    tensors: LayerTensors,
+    cache: Tensor,
+    requests: Requests,
+    positions: Tensor,
+    x: Tensor,
+    residual: Tensor | None,
+    *,
+    own: bool,
+) -> tuple[Tensor, Tensor]:
+    """(queries, [T, H * 64] bf16 of rows that are longer, x + residual [T, C] bf16); keys and values go into the
+    cache."""
+    summed = None if residual is None else torch.empty_like(x)
+    weight, bias = tensors.qkv_weight, tensors.qkv_bias
+    normed = product_many.tiled(x, x.shape[1]) if own else torch.empty_like(x)
+    around.norm(x, residual, tensors.norm, normed, summed, RMS_NORM_EPS, normed.shape[1] if own else 0)
+    where = (positions, tensors.cos_sin, requests.slots, cache)
+    if own:
+        qkv = x.new_empty((x.shape[0], weight.shape[0]))
+        product_many.rotated(normed, weight, bias, qkv, *where)
+    else:
+        qkv = linear(normed, weight, bias)
+        around.rope(qkv, *where)
+    return qkv[:, : tensors.out_weight.shape[1]], x if summed is None else summed
+
+
+def attend(tensors: LayerTensors, cache: Tensor, requests: Requests, q: Tensor, *, own: bool) -> Tensor:
+    """Attention and the output product, [T, C] bf16."""
+    if not own:
+        attended = chain.attend(tensors, cache, requests, q, attention_many.attend)
+        return linear(attended, tensors.out_weight, tensors.out_bias)
+    tiled, out = product_many.tiled(q, q.shape[1]), q.new_empty((q.shape[0], tensors.out_weight.shape[0]))
+    kernel = functools.partial(attention_many.attend, padded=tiled.shape[1])
+    attended = chain.attend(tensors, cache, requests, q, kernel, tiled)
+    product_many.product(attended, tensors.out_weight, tensors.out_bias, out)
+    return out

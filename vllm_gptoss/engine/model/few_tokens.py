@@ -1,0 +1,154 @@
+"""The fused path of a step with few tokens: six launches a layer, or one for all layers (`one_token`).
+
+It also takes decode steps of many tokens, to which `many_tokens` gives kernels around cuBLAS's products.
+
+It runs outside torch.compile: `GptOssForCausalLM.forward` is not compiled, only the inner model is, and that one keeps
+serving prefill, mixed batches in piecewise graphs and everything this path does not take. The launches are captured in
+vLLM's FULL CUDA graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_gptoss._vllm import worker
+from vllm_gptoss.engine import choose
+from vllm_gptoss.engine.choose import bands, device
+from vllm_gptoss.engine.choose import vllm_config as describe
+from vllm_gptoss.engine.kernels import attention, dense, nvrtc
+from vllm_gptoss.engine.model import addresses, chain, many_tokens, one_token
+from vllm_gptoss.engine.model.place import Place, transferred
+from vllm_gptoss.fallback import NotHereError
+
+MAX_TOKENS = bands.FUSED_TOKENS
+
+
+def loads(place: Place) -> Iterator[tuple[Any, ...]]:
+    """The calls that load the kernels of a layer for steps of 1 to `MAX_TOKENS` tokens; many are alike."""
+    tensors = place.tensors
+    index = tensors.qkv_weight.device.index or 0
+    sms, kv_heads = dense.multiprocessors(index), place.attention.num_kv_heads
+    router = tensors.router_weight.shape
+    for tokens in range(1, MAX_TOKENS + 1):
+        yield dense.kernel, index, dense.plan(dense.Mode.QKV, *tensors.qkv_weight.shape, tokens, sms)
+        yield dense.kernel, index, dense.plan(dense.Mode.OUT, *tensors.out_weight.shape, tokens, sms)
+        yield dense.kernel, index, dense.plan(dense.Mode.ROUTER, *router, tokens, sms, tensors.active)
+        yield attention.kernel, index, attention.plan(tokens, kv_heads, tensors.window)
+    if tensors.experts is not None:
+        yield from tensors.experts.loads(torch.int32, MAX_TOKENS)
+
+
+class FewTokens:
+    """Runs the model for at most `MAX_TOKENS` tokens, and decode steps of at most `most`.
+
+    `prepare` at the first step, when weights and cache are there.
+    """
+
+    def __init__(self, model: Any, deployment: choose.Deployment) -> None:
+        self.model, self.deployment = model.model, deployment
+        self.places: list[Place] = []
+        self.one_token: one_token.OneToken | None = None
+        self.most = many_tokens.most(deployment)
+
+    def could_take(self, tokens: int) -> bool:
+        """Whether the step about to run fits: few tokens, or one of each request; real attention metadata, not inside
+        piecewise graphs."""
+        if tokens > self.most:
+            return False
+        context = worker.forward_context()
+        if context is None or not isinstance(context.attn_metadata, dict) or not context.attn_metadata:
+            return False
+        if worker.in_piecewise_graph(context) or torch.compiler.is_compiling():
+            return False
+        return tokens <= MAX_TOKENS or worker.longest_query(context) == 1
+
+    def check_addresses(self) -> bool:
+        """True: kernels may read the addresses of `prepare`.
+
+        Raises:
+            NotHereError: a weight has moved since `prepare`; the message names it.
+        """
+        if why := addresses.moved(self.places):
+            raise NotHereError(why)
+        return True
+
+    def leave_many(self) -> None:
+        """Steps of many tokens are upstream's from here on."""
+        self.most = MAX_TOKENS
+
+    def prepare(self, wish: str) -> choose.Choice[str]:
+        """Looks the layers up, asks again now that the cache is there, and compiles every kernel that a step may need.
+
+        Raises:
+            NotHereError: the cache is not what the kernels read.
+            NvrtcError: a kernel cannot be compiled.
+        """
+        model, rank = self.model, worker.tensor_parallel_rank()
+        places = [addresses.look_up(model.layers[i], rank) for i in range(model.start_layer, model.end_layer)]
+        self.deployment = describe.first_step(self.deployment, places, model.aux_hidden_state_layers)
+        choice = choose.layers(device.detect(), self.deployment, wish)
+        if choice.value != "gptoss":
+            raise NotHereError(choice.reason)
+        with ThreadPoolExecutor(2) as beside:  # the one launch's kernel takes as long as five of the others
+            path = beside.submit(one_token.build, places, self.deployment)
+            most = beside.submit(many_tokens.prepared, places, self.deployment)
+            nvrtc.at_once(load for place in places for load in loads(place))
+        self.places, self.one_token, self.most = places, path.result(), most.result()
+        return choice
+
+    def __call__(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate: Any = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Any:
+        """Same arguments and result as vLLM's `GptOssModel.forward`."""
+        model = self.model
+        if intermediate is None:
+            x = model.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+            residual = None
+        else:
+            x, residual = intermediate["hidden_states"], intermediate["residual"]
+        x, residual, aux = self._all_layers(x, residual, positions, worker.forward_context())
+        if not worker.is_last_pipeline_rank():
+            return worker.intermediate_tensors({"hidden_states": x, "residual": residual})
+        x, _ = model.norm(x, residual)
+        return (x, aux) if aux else x
+
+    def _all_layers(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, context: Any
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        model = self.model
+        one = self.one_token if x.shape[0] <= bands.ONE_TOKEN else None
+        if one and (done := one(x, residual, positions, context)):
+            return *done, []
+        aux = model._maybe_add_hidden_state([], model.start_layer, x, residual)
+        for index, place in enumerate(self.places, model.start_layer):
+            x, residual = self._layer(place, x, residual, positions, context)
+            model._maybe_add_hidden_state(aux, index + 1, x, residual)
+        assert residual is not None
+        return x, residual, aux
+
+    def _layer(
+        self, place: Place, x: Tensor, residual: Tensor | None, positions: Tensor, context: Any
+    ) -> tuple[Tensor, Tensor]:
+        """One block. x: [T, C] bf16 is added to residual [T, C] bf16; returns the experts' output and that sum."""
+        with transferred([place], context):
+            if x.shape[0] > MAX_TOKENS:
+                return many_tokens.layer(place, x, residual, positions, context)
+            return chain.layer(
+                place.tensors,
+                place.attention.kv_cache,
+                place.requests(context),
+                positions,
+                x,
+                residual,
+                reduce=worker.all_reduce if self.deployment.tensor_parallel > 1 else None,
+                others=place.others if place.tensors.experts is None else None,
+            )

@@ -1,0 +1,115 @@
+"""`GptOssForCausalLM`: vLLM's own model with a fused path for steps of few tokens.
+
+The class keeps upstream's name, modules, weight names and loader, so LoRA, EAGLE3, pipeline parallelism and every
+quantization stay upstream's. Only `forward` differs: a step of few tokens, or of one token of each request, goes to
+`FewTokens` when that path can serve it, everything else to upstream's compiled model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from vllm.model_executor.models.gpt_oss import GptOssForCausalLM as UpstreamGptOssForCausalLM
+
+from vllm_gptoss import fallback, startup_line
+from vllm_gptoss.engine import choose
+from vllm_gptoss.engine.checkpoint.load import LoadCheck
+from vllm_gptoss.engine.choose import device
+from vllm_gptoss.engine.choose import vllm_config as describe
+from vllm_gptoss.engine.model.addresses import keep_scratch
+from vllm_gptoss.engine.model.few_tokens import MAX_TOKENS, FewTokens
+from vllm_gptoss.settings import Settings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from vllm.config import VllmConfig
+
+
+class GptOssForCausalLM(UpstreamGptOssForCausalLM):
+    """gpt-oss as vLLM builds it; registered under the same architecture name."""
+
+    def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.layers_wish = Settings.load(vllm_config.additional_config).layers
+        self.load_check = fallback.attempt("checkpoint check", "auto", lambda: LoadCheck(vllm_config))
+        few = fallback.attempt("layers", self.layers_wish, lambda: set_up(self, vllm_config))
+        self.few_tokens = few if fallback.together("layers", few is not None) else None
+        self.is_prepared = False
+        fallback.attempt("start-up line", "auto", startup_line.say)
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Any:
+        """Hidden states [T, C] bf16 (or intermediate tensors, or with EAGLE3's auxiliary states), as upstream."""
+        step = (input_ids, positions, intermediate_tensors, inputs_embeds)
+        out = self._ours(positions.shape[0], *step)
+        return super().forward(*step) if out is None else out
+
+    def _ours(self, tokens: int, *step: Any) -> Any:
+        """The fused path's answer; None where the step is upstream's, or a fault makes it and its like upstream's."""
+        few = self._few_for(tokens)
+        if few is None:
+            return None
+        if tokens > MAX_TOKENS:  # `layers=gptoss` asks for the others
+            out = fallback.attempt("layers of many tokens", "auto", lambda: few(*step))
+            if out is None:
+                few.leave_many()
+            return out
+        out = fallback.attempt("layers", self.layers_wish, lambda: few(*step))
+        if out is None:
+            self.few_tokens = None
+        return out
+
+    def _few_for(self, tokens: int) -> FewTokens | None:
+        """The fused path where it takes the step about to run; it steps aside for good where it cannot be prepared."""
+        few, wish = self.few_tokens, self.layers_wish
+        if few is None or not few.could_take(tokens):
+            return None
+        if not self.is_prepared:
+            choice = fallback.attempt("layers", wish, lambda: few.prepare(wish))
+            if not fallback.together("layers", choice is not None):
+                self.few_tokens = None
+                return None
+            self.is_prepared = True
+            keep_scratch(self, few.places)
+            return few if few.could_take(tokens) else None  # what is prepared may take less than was thought
+        if not fallback.attempt("layers", wish, few.check_addresses):
+            self.few_tokens = None
+        return self.few_tokens
+
+    def process_weights_after_loading(self) -> None:
+        """vLLM's hook after it has processed the weights of every layer."""
+        keep_scratch(self)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Loads as upstream does; a missing, cut or wrongly shaped tensor is a `CheckpointError` with its name."""
+        loaded: set[str] = super().load_weights(self.load_check(weights) if self.load_check else weights)
+        return loaded
+
+
+def set_up(model: Any, config: Any) -> FewTokens | None:
+    """The fused path, where it is chosen. Notes what was chosen for the start-up line.
+
+    Raises:
+        ChoiceError: `layers=gptoss` was asked for where it cannot run.
+    """
+    here = device.detect()
+    deployment = describe.built_model(describe.configuration(config), model)
+    choice = choose.layers(here, deployment, Settings.load(config.additional_config).layers)
+    startup_line.note("layers", choice)
+    if choice.value == "gptoss":
+        startup_line.note("layers of many tokens", choose.many_tokens(here, deployment))
+    startup_line.note("attention", choose.attention(here, deployment))
+    startup_line.note("KV cache", choose.kv_cache_dtype(here, deployment.kv_cache_dtype))
+    if choice.value != "gptoss":
+        return None
+    from vllm_gptoss.engine.attention import sm90
+
+    few = FewTokens(model, deployment)
+    sm90.plan_once(model)
+    return few

@@ -1,0 +1,75 @@
+"""Decode steps of more tokens than the fused layers take: `chain_many`, over what `place` finds in vLLM.
+
+`FewTokens` uses it where it can. Such a step has one token of each request, as attention's kernel for many tokens
+wants it; every other step of that size is vLLM's compiled model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_gptoss import _vllm
+from vllm_gptoss.engine import choose
+from vllm_gptoss.engine.choose import bands, device
+from vllm_gptoss.engine.kernels import around, attention_many, nvrtc, product_many
+from vllm_gptoss.engine.model import chain_many
+from vllm_gptoss.engine.model.place import Place
+
+
+def most(deployment: choose.Deployment) -> int:
+    """Tokens of the largest step that may be ours, as far as is known before the first."""
+    return bands.FUSED_TOKENS if obstacle(deployment) else bands.MANY_TOKENS
+
+
+def prepared(places: Sequence[Place], deployment: choose.Deployment) -> int:
+    """As `most`, with all kernels compiled, once layers and cache are there; one line where the steps are not ours."""
+    why = obstacle(deployment) or obstacle_at_hand(places)
+    if why is None:
+        return bands.MANY_TOKENS
+    few = bands.FUSED_TOKENS
+    say = _vllm.init_logger("vllm.gptoss").info
+    say("layers: upstream for decode steps of more than %d tokens (%s)", few, why)
+    return few
+
+
+def obstacle(deployment: choose.Deployment) -> str | None:
+    """Why these steps are not ours, or None."""
+    choice = choose.many_tokens(device.detect(), deployment)
+    return None if choice.value == bands.AROUND_CUBLAS else choice.reason
+
+
+def obstacle_at_hand(places: Sequence[Place]) -> str | None:
+    """Why the kernels cannot run on these layers, or None: all are compiled then."""
+    if not all(place.experts is not None and place.experts.many is not None for place in places):
+        return "no kernels of ours for the experts of many tokens"
+    try:
+        nvrtc.at_once(load for place in places for load in loads(place))
+    except nvrtc.NvrtcError as error:
+        return f"a kernel cannot be compiled: {error}"
+    return None
+
+
+def loads(place: Place) -> Iterator[tuple[Any, ...]]:
+    """The calls that load the kernels of a layer; many are alike."""
+    tensors = place.tensors
+    index, (experts, hidden) = tensors.qkv_weight.device.index or 0, tensors.router_weight.shape
+    yield around.norm_kernel, index, hidden
+    yield around.rope_kernel, index
+    yield around.route_kernel, index, around.plan(hidden, experts, tensors.active)
+    yield attention_many.load, index, place.attention.num_kv_heads, tensors.window
+    yield from product_many.loads(tensors.qkv_weight, tensors.out_weight)
+    assert place.experts is not None
+    yield from place.experts.loads(torch.int32, bands.MANY_TOKENS)
+
+
+def layer(place: Place, x: Tensor, residual: Tensor | None, positions: Tensor, context: Any) -> tuple[Tensor, Tensor]:
+    """One block. x: [T, C] bf16 is added to residual [T, C] bf16; returns the experts' output and that sum."""
+    assert place.experts is not None
+    experts = place.experts.kernel(x.shape[0])
+    assert experts is not None
+    cache = place.attention.kv_cache
+    return chain_many.layer(place.tensors, experts, cache, place.requests(context), positions, x, residual)

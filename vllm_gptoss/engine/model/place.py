@@ -1,0 +1,64 @@
+"""A layer's tensors, and where vLLM keeps what changes from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from vllm_gptoss._vllm import worker
+from vllm_gptoss.engine.kernels.layer import LayerTensors, Requests
+
+if TYPE_CHECKING:
+    from vllm_gptoss.engine.experts.sm90 import LayerExperts
+
+
+@dataclass(slots=True)
+class Place:
+    """One layer in vLLM. name: its key in the forward context."""
+
+    name: str
+    tensors: LayerTensors
+    attention: Any
+    """vLLM's `Attention`: holds `kv_cache`, which vLLM makes anew after profiling its graphs with a small one."""
+    runner: Any
+    """vLLM's MoE runner."""
+    experts: LayerExperts | None = None
+    """Our kernels for the experts of steps of any size, where they are ours."""
+    weights: tuple[tuple[nn.Module, str, int], ...] = ()
+    """Module, name and address of each parameter that `tensors` refers to."""
+    layer: Any = None
+    """vLLM's `TransformerBlock`."""
+
+    def requests(self, context: Any) -> Requests:
+        """The step's requests, of a `ForwardContext`."""
+        metadata = context.attn_metadata[self.name]
+        return Requests(
+            metadata.block_table, metadata.seq_lens, metadata.query_start_loc, context.slot_mapping[self.name]
+        )
+
+    def others(self, normed: Tensor, logits: Tensor) -> Tensor:
+        """vLLM's experts of this layer: normed [T, C] bf16, logits [T, E] f32; [T, C] bf16, summed over ranks."""
+        return self.runner(hidden_states=normed, router_logits=logits.to(normed.dtype))  # type: ignore[no-any-return]
+
+
+@contextmanager
+def transferred(places: Sequence[Place], context: Any) -> Iterator[None]:
+    """What runs inside reads and writes the caches of `places`; a KV connector hears of it.
+
+    As vLLM's `maybe_transfer_kv_layer` (`model_executor/layers/attention/kv_transfer_utils.py`) does around its own
+    attention. The replay of a graph tells nobody, there as here: connectors that must hear of each layer ask vLLM for
+    PIECEWISE graphs, whose steps are not ours.
+    """
+    connector = worker.kv_connector()
+    if connector is None:
+        yield
+        return
+    for place in places:
+        connector.wait_for_layer_load(place.name)
+    yield
+    for place in places:
+        connector.save_kv_layer(place.name, place.attention.kv_cache, context.attn_metadata[place.name])

@@ -1,0 +1,72 @@
+"""An engine that ends with the server that started it, also when that one is killed.
+
+A server that dies by a signal tells nobody. vLLM's workers notice that their engine is gone (a pipe reads end of file),
+the engine does not notice its server: it keeps the GPU's memory, and the next start fails.
+
+Only `multiprocessing`'s children watch, spawned or forked: vLLM starts engines and workers that way. What is forked or
+started otherwise (the tools' fork servers, compilers) has ends of its own and is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.util
+import os
+import signal
+import sys
+import threading
+import time
+from multiprocessing.process import BaseProcess
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 10.0
+"""Between asking this process to end and killing it."""
+
+_OF_GPT_OSS = ("vllm_gptoss.engine.experts.config", "vllm_gptoss.engine.model.gpt_oss")
+"""Modules that are loaded only where gpt-oss is: engines of other models are left to vLLM."""
+
+_watched_by = 0
+_follows_forks = False
+
+
+def watch() -> None:
+    """Watches the process that started this one, if it is `multiprocessing`'s child, and so in every child that
+    `multiprocessing` forks from it: vLLM loads plugins once, and a forked engine has them already. Idempotent."""
+    global _watched_by, _follows_forks
+    if not _follows_forks:
+        _follows_forks = True
+        # Not os.register_at_fork, which every fork runs, and before `parent_process` is known.
+        multiprocessing.util.register_after_fork(watch, lambda watch: watch())
+    parent = multiprocessing.parent_process()
+    if parent is None or _watched_by == os.getpid():
+        return
+    _watched_by = os.getpid()
+    threading.Thread(target=_wait, args=(parent,), name="gptoss-parent-watch", daemon=True).start()
+
+
+def _wait(parent: BaseProcess) -> None:
+    _until_gone(parent)
+    if not any(name in sys.modules for name in _OF_GPT_OSS):
+        return
+    with contextlib.suppress(Exception):  # standard error may have ended with the parent
+        logger.error("The server (process %s) is gone; its process %d ends too.", parent.pid, os.getpid())
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(GRACE_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _until_gone(parent: BaseProcess) -> None:
+    """The sentinel alone is a pipe whose other end every child that was forked after this one holds open too."""
+    is_direct = multiprocessing.get_start_method() != "forkserver"
+    signs = [parent.sentinel]
+    if is_direct and parent.pid is not None:
+        with contextlib.suppress(OSError, AttributeError):  # gone, or a kernel before Linux 5.3, or no Linux
+            signs.append(os.pidfd_open(parent.pid))
+        # Asked after opening: the number may have been a stranger's by then.
+        if os.getppid() != parent.pid:
+            return
+    multiprocessing.connection.wait(signs)
