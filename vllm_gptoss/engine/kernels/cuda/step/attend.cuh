@@ -64,6 +64,17 @@ __device__ __forceinline__ void load_fresh(
     if (base + 2 * b.j + (n & 1) + (n >> 1) * 8 >= fresh) c.v[n] = v;
 }
 
+// Asks L2 for a chunk: memory would rest while the queries are waited for.
+__device__ __forceinline__ void prefetch_keys(
+    const Block& b, const Layer& y, const Keys& k, int i) {
+  const int base = (k.chunk + i * WARPS) * 16, block = __shfl_sync(~0u, k.blocks, i);
+  if (base >= k.end) return;
+  const int row = (base & ((1 << y.block_shift) - 1)) + (b.lane >> 1);  // 128 bytes a lane
+  const bf16* at = y.kv + k.head * y.kv_head + (long long)block * y.kv_block + row * y.kv_token +
+                   (b.lane & 1) * 64;
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+}
+
 // Once a step: the request that the token is of, the first that has one, in each group of layers.
 // One warp a group.
 __device__ __forceinline__ void find_request(const Args& a, const Block& b) {
@@ -215,6 +226,7 @@ __device__ __forceinline__ void attend(const Args& a, Block& b, const Layer& y, 
     Chunk now;
     k.blocks = b.blocks;
     load_keys(now, b, y, k, 0);
+    if (k.splits > 1) prefetch_keys(b, y, k, 1);
     u32 q[8];
     {
       const bf16* p = early.q + (k.head * 8 + b.g) * 64 + b.j * 16;
