@@ -9,7 +9,7 @@ that went through r roundings stays below r times that, one that was rounded onc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,15 @@ BATCHES = (
     ([300, 9], [8, 7]),
 )
 """Keys and queries of the requests of a step; more than one query is speculative verification."""
+LONG_BATCHES = (
+    ([128_000], [1]),
+    ([16_389], [1]),
+    ([30_000, 17, 9_000, 0, 2_000], [4, 1, 2, 0, 3]),
+    ([30_000] + [200] * 15, [1] * 15 + [0]),
+    ([4_100] * 15, [1] * 15),
+    ([70_000, 300] + [40] * 38, [1] * 13 + [0] * 27),
+)
+"""Of which tokens become several pieces."""
 
 
 def draw(*shape: int, scale: float = 1.0) -> Tensor:
@@ -296,6 +305,47 @@ def attention(
     assert error(out, wanted.flatten(1)) < 2 * ROUNDING
     assert not out[-1].any()
     assert same(out, again)
+
+
+def attention_in_a_graph(
+    kernel: Callable[..., None], kv_heads: int, window: int, steps: Sequence[Sequence[int]]
+) -> None:
+    """A graph captured with 576 keys a request, replayed with the lengths of each step; 0: no request."""
+    tokens, heads, blocks = len(steps[0]), kv_heads * 8, 4096
+    cache = draw(blocks, kv_heads, BLOCK, 2 * HEAD)
+    table = torch.randint(0, blocks, (tokens, 20_000 // BLOCK), device=DEVICE, dtype=torch.int32)
+    q, sinks, out = draw(tokens, heads * HEAD, scale=2.0), draw(heads), poison(tokens, heads * HEAD)
+    lens = torch.full((tokens,), 576, device=DEVICE, dtype=torch.int32)
+    starts = torch.arange(tokens + 1, device=DEVICE, dtype=torch.int32)
+
+    def run(to: Tensor) -> None:
+        kernel(q, cache, sinks, table, lens, starts, to, HEAD**-0.5, window)
+
+    run(out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(out)
+    for now in steps:
+        present = sum(length > 0 for length in now)
+        lens.copy_(torch.tensor(now))
+        starts.copy_(torch.arange(tokens + 1).clamp_max(present))
+        out.fill_(float("nan"))
+        graph.replay()
+        wanted = torch.zeros(tokens, heads, HEAD, device=DEVICE, dtype=torch.float64)
+        for token, length in enumerate(now[:present]):
+            at = torch.arange(length, device=DEVICE)
+            rows = cache[table[token, at // BLOCK].long(), :, at % BLOCK].double()
+            mine = q[token : token + 1].double().unflatten(-1, (heads, HEAD))
+            wanted[token] = reference.sink_attention(
+                mine, rows[..., :HEAD], rows[..., HEAD:], sinks.double(), window=window or None
+            )[0]
+        assert error(out, wanted.flatten(1)) < 2 * ROUNDING
+        assert not out[present:].any()
+        for _ in range(5):
+            again = poison(tokens, heads * HEAD)
+            run(again)
+            assert same(out, again)
 
 
 class Weights:

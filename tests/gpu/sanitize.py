@@ -33,7 +33,7 @@ def layers(parallel: list[int], experts: list[int]) -> None:
         for tokens in (1, 8, 9, 16):
             cases.qkv_rope(dense.qkv_rope, size, tokens, torch.float32)
             cases.out_proj(dense.out_proj, size, tokens)
-        for lengths, queries in cases.BATCHES:
+        for lengths, queries in (*cases.BATCHES, ([9_000, 100], [1, 2])):
             for window in (0, 128):
                 cases.attention(attention.attend, 8 // size, window, lengths, queries, strided=False)
         print(f"TP {size}: projections and attention", flush=True)

@@ -6,12 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.gpu import cases
-from tests.gpu.cases import BLOCK, DEVICE, HEAD, PARALLEL, draw, poison, same
+from tests.gpu.cases import PARALLEL
 from tests.gpu.marks import SM90
-from vllm_gptoss.engine import reference
 from vllm_gptoss.engine.kernels import attention_many, nvrtc
 
 pytestmark = SM90
@@ -66,48 +64,11 @@ def test_requests_of_several_tokens_or_none(lengths: list[int], queries: list[in
     cases.attention(attention_many.attend, 8, window, [*lengths, 5000], [*queries, 3], strided=False)
 
 
-def oracle(q: Tensor, cache: Tensor, sinks: Tensor, table: Tensor, lens: list[int], window: int) -> Tensor:
-    wanted = torch.zeros(len(lens), 64, HEAD, device=DEVICE, dtype=torch.float64)
-    for token, length in enumerate(lens):
-        at = torch.arange(length, device=DEVICE)
-        rows = cache[table[token, at // BLOCK].long(), :, at % BLOCK].double()
-        mine = q[token : token + 1].double().unflatten(-1, (64, HEAD))
-        if length:
-            wanted[token] = reference.sink_attention(
-                mine, rows[..., :HEAD], rows[..., HEAD:], sinks.double(), window=window or None
-            )[0]
-    return wanted.flatten(1)
-
-
 @pytest.mark.parametrize("window", [0, 128])
 def test_a_graph_serves_lengths_that_it_was_not_captured_with(window: int) -> None:
     """Of a step of one length each: one long request, then all short, then fewer requests than tokens."""
-    tokens, width = 48, 20_000 // BLOCK
-    cache, table = draw(4096, 8, BLOCK, 128), torch.randint(0, 4096, (tokens, width), device=DEVICE, dtype=torch.int32)
-    q, sinks, out = draw(tokens, 64 * HEAD, scale=2.0), draw(64), poison(tokens, 64 * HEAD)
-    lens = torch.full((tokens,), 576, device=DEVICE, dtype=torch.int32)
-    starts = torch.arange(tokens + 1, device=DEVICE, dtype=torch.int32)
-
-    def run(to: Tensor) -> None:
-        attention_many.attend(q, cache, sinks, table, lens, starts, to, HEAD**-0.5, window)
-
-    run(out)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run(out)
-    for now in ([19_000] + [100] * 47, ragged(48, 300), [7_000] * 24 + [0] * 24, [576] * 48):
-        present = sum(length > 0 for length in now)
-        lens.copy_(torch.tensor(now))
-        starts.copy_(torch.arange(tokens + 1).clamp_max(present))
-        out.fill_(float("nan"))
-        graph.replay()
-        assert cases.error(out, oracle(q, cache, sinks, table, now, window)) < 2 * cases.ROUNDING
-        assert not out[present:].any()
-        for _ in range(5):
-            again = poison(tokens, 64 * HEAD)
-            run(again)
-            assert same(out, again)
+    steps = ([19_000] + [100] * 47, ragged(48, 300), [7_000] * 24 + [0] * 24, [576] * 48)
+    cases.attention_in_a_graph(attention_many.attend, 8, window, steps)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.gpu import cases
 from tests.gpu.cases import BLOCK, HEAD, PARALLEL, C, draw, poison
 from tests.gpu.marks import SM90
-from vllm_gptoss.engine.kernels import attention, dense
+from vllm_gptoss.engine.kernels import attention, dense, nvrtc
 from vllm_gptoss.engine.model import chain
 
 pytestmark = SM90
@@ -53,6 +53,42 @@ def test_attention_with_sinks(
     window: int, parallel: int, lengths: list[int], queries: list[int], strided: bool
 ) -> None:
     cases.attention(attention.attend, 8 // parallel, window, lengths, queries, strided)
+
+
+@pytest.mark.parametrize("parallel", PARALLEL)
+@pytest.mark.parametrize(("lengths", "queries"), cases.LONG_BATCHES)
+def test_attention_with_long_contexts(parallel: int, lengths: list[int], queries: list[int]) -> None:
+    cases.attention(attention.attend, 8 // parallel, 0, lengths, queries, strided=parallel == 1)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2, 1])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        ([19_999], [576], [3_071], [3_072], [1]),
+        ([19_000, 100, 100, 100], [576] * 4, [5, 0, 0, 0], [100, 19_000, 18_000, 0], [20_000] * 4),
+        ([19_000] + [100] * 15, [576] * 16, [100] * 15 + [19_999], [7_000] * 8 + [0] * 8, [20_000] * 16),
+    ],
+    ids=lambda steps: str(len(steps[0])),
+)
+def test_a_graph_serves_lengths_that_it_was_not_captured_with(steps: tuple[list[int], ...], kv_heads: int) -> None:
+    cases.attention_in_a_graph(attention.attend, kv_heads, 0, steps)
+
+
+PIECES = {
+    "a piece is left out": ("from + n * SHARES < s.pieces ?", "from + n * SHARES < s.pieces - 1 ?"),
+    "a piece is taken twice": ("s.piece = 1 + of_request % each;", "s.piece = 1;"),
+}
+
+
+@pytest.mark.parametrize("fault", PIECES)
+def test_a_planted_fault_of_pieces_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, (there, instead) = nvrtc.source(attention.SOURCE), PIECES[fault]
+    assert whole.count(there) == 1
+    monkeypatch.setattr(nvrtc, "source", lambda path: whole.replace(there, instead))
+    monkeypatch.setattr(attention, "kernel", attention.kernel.__wrapped__)
+    with pytest.raises(AssertionError):
+        cases.attention(attention.attend, 8, 0, [30_000, 200], [1, 1], strided=False)
 
 
 def test_a_chain_in_a_graph_equals_the_same_calls_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

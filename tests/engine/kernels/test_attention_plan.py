@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.kernels.cubins import compiled
+from tests.engine.kernels.structs import declared
 from vllm_gptoss.engine.kernels import attention, nvrtc
 from vllm_gptoss.engine.kernels.attention import AttentionPlan, plan
 
@@ -33,7 +34,23 @@ def test_shapes_without_a_kernel_say_why() -> None:
     assert attention.unsupported(8, 1, 64, 64) is None
     assert attention.unsupported(64, 8, 128, 16) == "head size 128, not 64"
     assert attention.unsupported(64, 4, 64, 16) == "64 query heads for 4 key/value heads, not 8 each"
-    assert attention.unsupported(64, 8, 64, 48) == "cache blocks of 48 tokens, not a power of two"
+    for block in (8, 48):
+        said = f"cache blocks of {block} tokens, not a power of two from 16 on"
+        assert attention.unsupported(64, 8, 64, block) == said
+
+
+def test_the_kernels_arguments_are_the_hosts() -> None:
+    assert attention.Args._fields_ == declared(attention.SOURCE)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("tokens", range(1, 17))
+def test_a_long_context_is_shared_and_every_block_of_a_token_has_a_counter(tokens: int, heads: int) -> None:
+    of = plan(tokens, heads, 0)
+    assert of.shares >= 2
+    assert of.shares * of.splits * heads >= 64
+    assert tokens * heads * of.splits <= attention.MAX_TOKENS * heads
+    assert plan(tokens, heads, 128).shares == plan(tokens, heads, 256).shares == 1
 
 
 def test_it_compiles_for_sm90_without_a_gpu() -> None:

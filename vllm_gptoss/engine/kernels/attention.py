@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_gptoss.engine.kernels import nvrtc
+from vllm_gptoss.engine.kernels import nvrtc, scratch
 from vllm_gptoss.engine.kernels.dense import cache_described
 
 if TYPE_CHECKING:
@@ -22,27 +22,36 @@ SOURCE = Path(__file__).parent / "cuda" / "attention_few.cu"
 GROUP = 8
 """Query heads per key/value head."""
 HEAD = 64
+LEAST_KEYS = 2048
+"""Keys of a share at least: merging pieces costs as much as a few chunks of each warp."""
 LEAST_BLOCK = 16
 """Tokens of the smallest cache block that vLLM makes for FlashAttention."""
 MAX_SPLITS = 8
 """Blocks of one cluster at most (the portable limit)."""
+SHARED_BLOCKS = 128
+"""Blocks that share the keys of a step. With more, some multiprocessors have two blocks and others one."""
+MAX_TOKENS = 512
+"""Rows of the counters; a step of more tokens is not for these kernels."""
+PART = GROUP * HEAD + 2 * GROUP
+"""Floats that a piece of a split token leaves."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Compile-time macros of one launch. window: keys a token sees, itself included; 0: all."""
+    """Compile-time macros of one launch, and how small a share of the keys may be.
+
+    splits: blocks of a cluster; window: keys a token sees, itself included, 0: all; shares: clusters that share the
+    keys of one head at most, 1: no token is cut.
+    """
 
     splits: int
     warps: int
     window: int
+    shares: int = 1
 
     @property
     def macros(self) -> dict[str, int]:
-        return {
-            "SPLITS": self.splits,
-            "WARPS": self.warps,
-            "WINDOW": self.window,
-        }
+        return {"SPLITS": self.splits, "WARPS": self.warps, "WINDOW": self.window}
 
 
 def unsupported(query_heads: int, kv_heads: int, head: int, block_size: int) -> str | None:
@@ -51,8 +60,8 @@ def unsupported(query_heads: int, kv_heads: int, head: int, block_size: int) -> 
         return f"head size {head}, not {HEAD}"
     if query_heads != GROUP * kv_heads or not kv_heads:
         return f"{query_heads} query heads for {kv_heads} key/value heads, not {GROUP} each"
-    if block_size & (block_size - 1):
-        return f"cache blocks of {block_size} tokens, not a power of two"
+    if block_size & (block_size - 1) or block_size < LEAST_BLOCK:
+        return f"cache blocks of {block_size} tokens, not a power of two from {LEAST_BLOCK} on"
     return None
 
 
@@ -60,14 +69,19 @@ def unsupported(query_heads: int, kv_heads: int, head: int, block_size: int) -> 
 def plan(tokens: int, kv_heads: int, window: int) -> AttentionPlan:
     """How the keys are shared out: enough blocks to cover the multiprocessors, not so many that they queue.
 
-    A window of at most 128 keys is one chunk of 16 for each of 8 warps, so it is never split.
+    A window of at most 128 keys is one chunk of 16 for each of 8 warps, so it is never split. Blocks for further pieces
+    end at once in a step of short contexts. Where they queue behind the others, `out` starts later: 3 us a layer with
+    16 tokens of 2,000 keys and 112 such blocks (H100), so there are half as many.
     """
     if 0 < window <= 128:
         return AttentionPlan(1, 8, window)
     splits = MAX_SPLITS
     while splits > 2 and splits * tokens * kv_heads > 128:
         splits //= 2
-    return AttentionPlan(splits, 8, window)
+    if window:
+        return AttentionPlan(splits, 8, window)
+    shared = SHARED_BLOCKS if splits * tokens * kv_heads <= 128 else SHARED_BLOCKS // 2
+    return AttentionPlan(splits, 8, window, max(1, shared // splits // kv_heads))
 
 
 class Args(ctypes.Structure):
@@ -75,11 +89,10 @@ class Args(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("q", "kv", "out", "sinks", "block_table", "seq_lens", "query_start")),
+        *((name, ctypes.c_void_p) for name in ("parts", "arrived")),
         *((name, ctypes.c_longlong) for name in ("kv_block", "kv_head", "kv_token")),
-        *(
-            (name, ctypes.c_int)
-            for name in ("kv_heads", "requests", "table_stride", "block_shift", "q_stride", "out_stride")
-        ),
+        *((name, ctypes.c_int) for name in ("tokens", "kv_heads", "requests", "table_stride", "block_shift")),
+        *((name, ctypes.c_int) for name in ("q_stride", "out_stride", "shares", "least")),
         ("scale", ctypes.c_float),
     ]
 
@@ -92,6 +105,29 @@ def kernel(device: int, plan: AttentionPlan) -> nvrtc.Kernel:
         NvrtcError: the compiler or the driver refused.
     """
     return nvrtc.load(device, SOURCE, "sm_90", plan.macros).kernel("attention_few", 0)
+
+
+@functools.cache
+def parts(device: int, slots: int) -> Tensor:
+    """[2 * slots, PART] f32: sums of the pieces of split tokens. One for all layers and steps of a stream."""
+    import torch
+
+    return torch.empty(2 * slots, PART, device=f"cuda:{device}", dtype=torch.float32)
+
+
+@scratch.keep
+def arrived(device: int, kv_heads: int) -> Tensor:
+    """[MAX_TOKENS * K] int32: how much of each token and head has arrived, zero between launches."""
+    import torch
+
+    return torch.zeros(MAX_TOKENS * kv_heads, device=f"cuda:{device}", dtype=torch.int32)
+
+
+def allocate(device: int, kv_heads: int) -> None:
+    """Allocates all that `attend` of at most 16 tokens needs, so that a captured graph finds it there."""
+    arrived(device, kv_heads)
+    for shares in {plan(tokens, kv_heads, 0).shares for tokens in range(1, 17)}:
+        parts(device, shares * kv_heads)
 
 
 def described(
@@ -142,6 +178,15 @@ def attend(
     Tokens past query_start[R] are padding: their output is 0.
     """
     tokens, kv_heads = q.shape[0], kv_cache.shape[1]
+    device = q.device.index or 0
     tuned = tuned or plan(tokens, kv_heads, window)
-    args = Args(**described(q, kv_cache, sinks, block_table, seq_lens, query_start, out, scale))
-    kernel(q.device.index or 0, tuned)(tokens * kv_heads * tuned.splits, tuned.warps * 32, [args])
+    args = Args(
+        **described(q, kv_cache, sinks, block_table, seq_lens, query_start, out, scale),
+        parts=parts(device, tuned.shares * kv_heads).data_ptr(),
+        arrived=arrived(device, kv_heads).data_ptr(),
+        tokens=tokens,
+        shares=tuned.shares,
+        least=LEAST_KEYS,
+    )
+    clusters = (tokens + tuned.shares - 1) * kv_heads
+    kernel(device, tuned)(clusters * tuned.splits, tuned.warps * 32, [args])

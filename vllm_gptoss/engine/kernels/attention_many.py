@@ -11,22 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_gptoss.engine.kernels import attention, nvrtc, scratch
-from vllm_gptoss.engine.kernels.attention import GROUP, HEAD
+from vllm_gptoss.engine.kernels import attention, nvrtc
+from vllm_gptoss.engine.kernels.attention import HEAD, MAX_TOKENS, arrived, parts
 from vllm_gptoss.engine.kernels.dense import multiprocessors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SOURCE = Path(__file__).parent / "cuda" / "attention_many.cu"
-MAX_TOKENS = 512
-"""Rows of the counters; a step of more tokens is not for this kernel."""
 MAX_WINDOW = 128
 """Keys of the largest window: a token's are then never split."""
 CHUNK_BYTES = 16 * 2 * HEAD * 2
 """Keys and values of 16 tokens, one head: a place of a warp's ring."""
-PART = GROUP * HEAD + 2 * GROUP
-"""Floats that a piece of a split token leaves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,22 +107,6 @@ def kernel(device: int, plan: ManyPlan) -> nvrtc.Kernel:
         NvrtcError: the compiler or the driver refused.
     """
     return nvrtc.load(device, SOURCE, "sm_90", plan.macros).kernel("attention_many", plan.shared_bytes)
-
-
-@functools.cache
-def parts(device: int, slots: int) -> Tensor:
-    """[2 * slots, PART] f32: sums of the pieces of split tokens. One for all layers and steps of a stream."""
-    import torch
-
-    return torch.empty(2 * slots, PART, device=f"cuda:{device}", dtype=torch.float32)
-
-
-@scratch.keep
-def arrived(device: int, kv_heads: int) -> Tensor:
-    """[MAX_TOKENS * K] int32: pieces of each token and head that have arrived, zero between launches."""
-    import torch
-
-    return torch.zeros(MAX_TOKENS * kv_heads, device=f"cuda:{device}", dtype=torch.int32)
 
 
 def load(device: int, kv_heads: int, window: int) -> None:

@@ -94,6 +94,7 @@ class FewTokens:
         choice = choose.layers(device.detect(), self.deployment, wish)
         if choice.value != "gptoss":
             raise NotHereError(choice.reason)
+        attention.allocate(places[0].tensors.qkv_weight.device.index or 0, places[0].attention.num_kv_heads)
         with ThreadPoolExecutor(2) as beside:  # the one launch's kernel takes as long as five of the others
             path = beside.submit(one_token.build, places, self.deployment)
             most = beside.submit(many_tokens.prepared, places, self.deployment)
