@@ -96,7 +96,10 @@ def test_every_kernel_of_the_path_is_compiled_before_the_first_step(monkeypatch:
     monkeypatch.setattr(few_tokens.dense, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(few_tokens.dense, "kernel", lambda device, plan: compiled.add(plan))
     monkeypatch.setattr(few_tokens.attention, "kernel", lambda device, plan: compiled.add(plan))
+    allocated: list[tuple[int, int]] = []
+    monkeypatch.setattr(few_tokens.attention, "allocate", lambda *sizes: allocated.append(sizes))
     few_tokens.nvrtc.at_once(few_tokens.loads(a_place()))
+    assert allocated == [(0, 8)], "nothing can be allocated while a graph is captured"
     for tokens in range(1, few_tokens.MAX_TOKENS + 1):
         for mode, rows, columns, top_k in (
             (few_tokens.dense.Mode.QKV, 5120, 2880, 0),

@@ -29,11 +29,15 @@ MAX_TOKENS = bands.FUSED_TOKENS
 
 
 def loads(place: Place) -> Iterator[tuple[Any, ...]]:
-    """The calls that load the kernels of a layer for steps of 1 to `MAX_TOKENS` tokens; many are alike."""
+    """The calls that load the kernels of a layer for steps of 1 to `MAX_TOKENS` tokens, and allocate what those keep.
+
+    Many are alike.
+    """
     tensors = place.tensors
     index = tensors.qkv_weight.device.index or 0
     sms, kv_heads = dense.multiprocessors(index), place.attention.num_kv_heads
     router = tensors.router_weight.shape
+    yield attention.allocate, index, kv_heads
     for tokens in range(1, MAX_TOKENS + 1):
         yield dense.kernel, index, dense.plan(dense.Mode.QKV, *tensors.qkv_weight.shape, tokens, sms)
         yield dense.kernel, index, dense.plan(dense.Mode.OUT, *tensors.out_weight.shape, tokens, sms)
@@ -94,7 +98,6 @@ class FewTokens:
         choice = choose.layers(device.detect(), self.deployment, wish)
         if choice.value != "gptoss":
             raise NotHereError(choice.reason)
-        attention.allocate(places[0].tensors.qkv_weight.device.index or 0, places[0].attention.num_kv_heads)
         with ThreadPoolExecutor(2) as beside:  # the one launch's kernel takes as long as five of the others
             path = beside.submit(one_token.build, places, self.deployment)
             most = beside.submit(many_tokens.prepared, places, self.deployment)
