@@ -28,8 +28,8 @@ LEAST_BLOCK = 16
 """Tokens of the smallest cache block that vLLM makes for FlashAttention."""
 MAX_SPLITS = 8
 """Blocks of one cluster at most (the portable limit)."""
-SHARED_BLOCKS = 128
-"""Blocks that share the keys of a step. With more, some multiprocessors have two blocks and others one."""
+RESIDENT = 256
+"""Blocks that are resident at once, two a multiprocessor, with room for clusters that fit nowhere."""
 MAX_TOKENS = 512
 """Rows of the counters; a step of more tokens is not for these kernels."""
 PART = GROUP * HEAD + 2 * GROUP
@@ -70,8 +70,8 @@ def plan(tokens: int, kv_heads: int, window: int) -> AttentionPlan:
     """How the keys are shared out: enough blocks to cover the multiprocessors, not so many that they queue.
 
     A window of at most 128 keys is one chunk of 16 for each of 8 warps, so it is never split. Blocks for further pieces
-    end at once in a step of short contexts. Where they queue behind the others, `out` starts later: 3 us a layer with
-    16 tokens of 2,000 keys and 112 such blocks (H100), so there are half as many.
+    end at once in a step of short contexts, so there are few where they queue behind the others and `out` starts later:
+    3 us a full layer with 16 tokens of 2,000 keys and 112 such blocks (H100).
     """
     if 0 < window <= 128:
         return AttentionPlan(1, 8, window)
@@ -80,7 +80,7 @@ def plan(tokens: int, kv_heads: int, window: int) -> AttentionPlan:
         splits //= 2
     if window:
         return AttentionPlan(splits, 8, window)
-    shared = SHARED_BLOCKS if splits * tokens * kv_heads <= 128 else SHARED_BLOCKS // 2
+    shared = min(192, max(64, RESIDENT - splits * tokens * kv_heads))
     return AttentionPlan(splits, 8, window, max(1, shared // splits // kv_heads))
 
 
