@@ -9,10 +9,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from vllm_gptoss.settings import SettingsError
 
-
-class YamlFileError(SettingsError):
+class YamlFileError(ValueError):
     """A file that cannot be used; the message has `file:line: …` for each reason."""
 
 
