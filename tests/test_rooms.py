@@ -32,7 +32,6 @@ ORDER = (
     "engine.attention",
     "engine.model",
     "engine.runner",
-    "yaml_file",
     "tools",
     "routes",
     "direct",

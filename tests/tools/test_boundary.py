@@ -23,6 +23,9 @@ CONFINED = "vllm_gptoss.tools.confined"
 DOCUMENTS = "vllm_gptoss.tools.documents"
 """Reads a client's PDF in such a worker: a face of its own too."""
 
+YAML_FILE = "vllm_gptoss.tools.yaml_file"
+"""Reads an operator's YAML: not about tools either."""
+
 ROOTS = {"endpoint.py"}
 """Where the parts are put together."""
 
@@ -60,7 +63,7 @@ def test_the_serving_core_knows_tools_by_the_protocol_alone() -> None:
         for path in (PACKAGE / folder).rglob("*.py"):
             names = {name for name in imported(path) if name.startswith("vllm_gptoss.tools")}
             names -= {PARENT, CONFINED, *(f"{CONFINED}.{name}" for name in confined.__all__)}
-            names = {name for name in names if not f"{name}.".startswith(f"{DOCUMENTS}.")}
+            names = {name for name in names if not f"{name}.".startswith((f"{DOCUMENTS}.", f"{YAML_FILE}."))}
             if path.name not in ROOTS and any(not f"{n}.".startswith(f"{PROTOCOL}.") for n in names):
                 wrong.add(f"{path.relative_to(PACKAGE)}: {sorted(names)}")
     assert wrong == set()

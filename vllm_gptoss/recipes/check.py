@@ -28,7 +28,7 @@ from vllm_gptoss.recipes.plan import PlanError
 from vllm_gptoss.recipes.probe import Parsed, Release
 from vllm_gptoss.recipes.schema import SPECS, Claim, Recipe
 from vllm_gptoss.settings import SettingsError
-from vllm_gptoss.yaml_file import line_of
+from vllm_gptoss.tools.yaml_file import line_of
 
 RESULTS: Final = FOLDER.resolve().parent / "benchmarks" / "results"
 """Where claims are proven; a wheel has none."""

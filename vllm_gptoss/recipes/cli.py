@@ -14,7 +14,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_gptoss import yaml_file
 from vllm_gptoss.engine.choose import devices
 from vllm_gptoss.engine.choose.device import Device, detect
 from vllm_gptoss.engine.choose.devices import DeviceError
@@ -26,6 +25,7 @@ from vllm_gptoss.recipes.load import RecipeError
 from vllm_gptoss.recipes.plan import PlanError
 from vllm_gptoss.recipes.probe import Parsed, ProbeError
 from vllm_gptoss.recipes.schema import Family, Recipe
+from vllm_gptoss.tools import yaml_file
 
 app = typer.Typer(no_args_is_help=True, help="Which command for which machine, held against vLLM's own parser.")
 

@@ -9,10 +9,10 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from vllm_gptoss import yaml_file
 from vllm_gptoss.engine.choose import families
 from vllm_gptoss.recipes.schema import Family, Recipe, expand
-from vllm_gptoss.yaml_file import YamlFileError, explained, line_of
+from vllm_gptoss.tools import yaml_file
+from vllm_gptoss.tools.yaml_file import YamlFileError, explained, line_of
 
 INSTALLED = Path(__file__).parent / "data"
 FOLDER = INSTALLED if INSTALLED.is_dir() else Path(__file__).parents[2] / "recipes"

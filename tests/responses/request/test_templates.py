@@ -15,7 +15,7 @@ from tests.support.responses.pdf import file_part, pdf
 from tests.support.responses.server import MODEL, Running, Start
 from tests.support.responses.websocket import ask, dial
 from vllm_gptoss.responses.request.templates import MAX_FILLED, Templates
-from vllm_gptoss.yaml_file import YamlFileError
+from vllm_gptoss.tools.yaml_file import YamlFileError
 
 SAID = "<|channel|>final<|message|>Done.<|return|>"
 ALICE = hashlib.sha256(b"alice").hexdigest()

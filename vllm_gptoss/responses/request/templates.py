@@ -19,7 +19,7 @@ from vllm_gptoss.responses.request.create import Filled, parse_create
 from vllm_gptoss.responses.request.items import message_item, part_text
 from vllm_gptoss.responses.request.validation import validate
 from vllm_gptoss.tools.documents import MAX_TEXT
-from vllm_gptoss.yaml_file import YamlFileError, explained, files, line_of, read
+from vllm_gptoss.tools.yaml_file import YamlFileError, explained, files, line_of, read
 
 MAX_TEMPLATE_FILE = 1 << 20
 MAX_TEMPLATES = 1_000
