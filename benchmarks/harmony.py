@@ -21,9 +21,9 @@ from typing import Any
 
 from openai_harmony import Role, StreamableParser
 
-from vllm_gptoss.harmony.offered import OfferedTools
-from vllm_gptoss.harmony.parser import HarmonyParser
-from vllm_gptoss.harmony.tokens import encode, encoding
+from vllm_gptoss.server.harmony.offered import OfferedTools
+from vllm_gptoss.server.harmony.parser import HarmonyParser
+from vllm_gptoss.server.harmony.tokens import encode, encoding
 
 TOOLS = OfferedTools({"functions": frozenset({"get_weather"}), "python": frozenset()})
 PROSE = "It rained for three days; on the fourth, the river — quiet until then — rose past the old mill. 雨が降った。 "

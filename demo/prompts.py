@@ -24,9 +24,9 @@ def raw(conversation: Conversation, turn: int) -> list[int]:
 
 
 def ours(conversation: Conversation, turn: int, step: int) -> list[int]:
-    """With `vllm_gptoss.harmony.prompt`."""
-    from vllm_gptoss.harmony import builtin, messages, prompt
-    from vllm_gptoss.harmony.events import Channel
+    """With `vllm_gptoss.server.harmony.prompt`."""
+    from vllm_gptoss.server.harmony import builtin, messages, prompt
+    from vllm_gptoss.server.harmony.events import Channel
 
     known = {"python": builtin.PYTHON, "browser": builtin.BROWSER}
     system = messages.System(

@@ -28,13 +28,13 @@ STAMP = VENV / "gptoss-environment.json"
 UNDERWAY = VENV.with_name(VENV.name + ".underway")
 """There while a step runs. pip does not notice what a killed pip left half installed: that environment is made anew."""
 
-CLIENTS = ROOT / "tests" / "responses" / "js"
+CLIENTS = ROOT / "tests" / "server" / "responses" / "js"
 """package.json and package-lock.json of the npm clients that tests run: Codex CLI, Claude Code, openai-node, OpenAI's
 Agents SDK, Vercel's AI SDK, tsc."""
 
 CACHE = Path(os.environ.get("GPTOSS_CACHE", ROOT / ".cache"))
 CLIENTS_CACHE = CACHE / "clients"
-PYTHON_CLIENTS = ROOT / "tests" / "responses" / "clients"
+PYTHON_CLIENTS = ROOT / "tests" / "server" / "responses" / "clients"
 """All pins of each Python client, in a file of its name. They agree neither with each other nor with ours."""
 
 NODE = 20

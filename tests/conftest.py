@@ -154,7 +154,7 @@ def served(model_dir: Path, mcp_servers: McpServers, tmp_path_factory: pytest.Te
 def forced(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that generates what a request forces it to, with calls unconstrained so that anything can come."""
     home = tmp_path_factory.mktemp("forced")
-    arguments = ["--logits-processors", "tests.harmony.forced:ForcedTokens"]
+    arguments = ["--logits-processors", "tests.server.harmony.forced:ForcedTokens"]
     environment = {"PYTHONPATH": str(ROOT), "GPTOSS_STRICT_TOOLS": "0", "XDG_STATE_HOME": str(home), **SAME_EVERYWHERE}
     with serve(model_dir, home / "serve.log", arguments, environment, popen=warm_vllm.popen) as server:
         yield server

@@ -125,9 +125,9 @@ EVERYTHING = ("msgspec", "openai_harmony", "prometheus_client")
 """vLLM needs these too; they are hidden from the plugin alone here. Without pydantic vLLM cannot build an app."""
 
 OURS = {
-    "/v1/responses": "vllm_gptoss.responses.transport.response_routes",
-    "/v1/chat/completions": "vllm_gptoss.harmony.chat_route",
-    "/v1/completions": "vllm_gptoss.completions",
+    "/v1/responses": "vllm_gptoss.server.responses.transport.response_routes",
+    "/v1/chat/completions": "vllm_gptoss.server.chat.chat_route",
+    "/v1/completions": "vllm_gptoss.server.chat.completions",
 }
 STOCK = {
     "/v1/responses": "vllm.entrypoints.openai.responses.api_router",

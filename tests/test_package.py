@@ -143,8 +143,8 @@ def test_what_works_without_vllm_works(installed: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert {"doctor", "tools", "bench", "recipe"} <= set(done.stdout.split())
     modules = (
-        "harmony.parser",
-        "harmony.prompt",
+        "server.harmony.parser",
+        "server.harmony.prompt",
         "tools.check",
         "tools.serve",
         "tools.python",

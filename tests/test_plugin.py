@@ -98,8 +98,8 @@ def test_without_our_responses_the_parser_still_loads() -> None:
     show = "from vllm_gptoss import _vllm as v; print(v.allowed_endpoint_plugins())"
     assert "gptoss" in python(DISCOVER + show, VLLM_PLUGINS=None, GPTOSS_ENDPOINT="0").stdout.splitlines()[-1]
     parts = (
-        "from fastapi import FastAPI; from tests.harmony.arguments import arguments;"
-        "from vllm_gptoss import parts, settings;"
+        "from fastapi import FastAPI; from tests.server.chat.arguments import arguments;"
+        "from vllm_gptoss.server import parts; from vllm_gptoss import settings;"
         "made = parts.Parts(FastAPI(), arguments(), settings.Settings(endpoint=False));"
         "print([each.kind.name for each in made.installed])"
     )
@@ -113,7 +113,7 @@ def test_batches_are_read_by_our_parser(command: str) -> None:
     code = f"import sys; sys.argv = ['vllm', '{command}'];" + DISCOVER
     code += "import vllm.parser.harmony as h; print(h.HarmonyParser.__module__)"
     done = fresh(code, VLLM_PLUGINS=None)
-    is_ours = done.stdout.splitlines()[-1] == "vllm_gptoss.harmony.vllm_parser"
+    is_ours = done.stdout.splitlines()[-1] == "vllm_gptoss.server.chat.vllm_parser"
     assert is_ours == (command == "run-batch"), done.stderr
     assert ("read by our parser" in done.stderr) == is_ours
 

@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "vllm_gptoss"
 NAME = PACKAGE.name
 
-PARTS = ("engine",)
+PARTS = ("engine", "server")
 """Folders that are several rooms, each folder and file of them one."""
 
 ORDER = (
@@ -33,19 +33,12 @@ ORDER = (
     "engine.model",
     "engine.runner",
     "tools",
-    "routes",
-    "direct",
-    "ahead",
-    "callers",
-    "bodies",
-    "flood",
-    "error_format",
-    "completions",
-    "harmony",
-    "responses",
-    "loop_watch",
-    "front",
-    "parts",
+    "server.harmony",
+    "server.http",
+    "server.streaming",
+    "server.chat",
+    "server.responses",
+    "server.parts",
     "plugin",
     "recipes",
     "doctor",
@@ -61,6 +54,7 @@ SHARED = frozenset({"_vllm", "fallback", "settings", "startup_line", "version"})
 MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "tools": frozenset(),
     "engine": SHARED,
+    "server": SHARED | {"tools"},
 }
 """What each package may import of the rest: engine and server know nothing of each other, and nobody knows cli."""
 
@@ -155,6 +149,19 @@ def test_no_files_import_each_other_around() -> None:
 def test_a_package_imports_only_what_it_may(package: str) -> None:
     assert (PACKAGE / package).is_dir()
     assert not strangers(graph(), package)
+
+
+def test_the_format_imports_neither_vllm_nor_fastapi() -> None:
+    """Nor does anything of ours that it imports."""
+    seen: set[str] = set()
+    ahead = {name for name in modules() if name.startswith("server.harmony.")}
+    assert len(ahead) > 20
+    while ahead:
+        seen |= ahead
+        ahead = {target for name in ahead for target in graph()[name]} - seen
+    assert not {name for name in seen if room(name) not in ("server.harmony", "tools", "")} - {"version"}
+    wrong = ("vllm", "fastapi", "starlette")
+    assert not [(n, base) for n in seen for base, _ in named(n, modules()[n]) if base.split(".")[0] in wrong]
 
 
 def test_the_package_can_be_read_without_importing_it() -> None:

@@ -53,14 +53,14 @@ def test_folders_mirror_the_package() -> None:
 def test_a_stray_import_would_be_seen(tmp_path: Path) -> None:
     written = tmp_path / "test_made_up.py"
     written.write_text(
-        "from tests.responses.test_create import HELLO\n"
-        "from tests.harmony import streams\n"
-        "from tests.responses import helpers\n"
+        "from tests.server.responses.test_create import HELLO\n"
+        "from tests.server.harmony import streams\n"
+        "from tests.server.responses import helpers\n"
         "from tests.support.waiting import soon\n"
         "from .conftest import run\n"
     )
-    assert strays(written, "tests.responses") == [
-        "test_made_up.py:1 imports tests.responses.test_create",
-        "test_made_up.py:2 imports tests.harmony.streams",
+    assert strays(written, "tests.server.responses") == [
+        "test_made_up.py:1 imports tests.server.responses.test_create",
+        "test_made_up.py:2 imports tests.server.harmony.streams",
         "test_made_up.py:5 imports .conftest",
     ]

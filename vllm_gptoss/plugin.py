@@ -106,7 +106,7 @@ def _read_batches() -> None:
     """Installs the parser where vLLM loads no endpoint plugin: `vllm run-batch` builds its handlers without an app."""
     if not _is_run_batch() or _is_off("parser"):
         return
-    from vllm_gptoss.harmony.vllm_parser import install
+    from vllm_gptoss.server.chat.vllm_parser import install
 
     if install():
         _say(
@@ -194,7 +194,7 @@ class GptOssEndpoint:
 
     def _attach(self, app: Any, args: Namespace, settings: Settings) -> None:
         from vllm_gptoss import fallback
-        from vllm_gptoss.parts import Parts
+        from vllm_gptoss.server.parts import Parts
         from vllm_gptoss.tools.confined import Sizes, set_sizes
 
         if settings.host != "stock" and not fallback.fits("streams", "streams"):
@@ -212,7 +212,7 @@ class GptOssEndpoint:
 
 def _bound(app: Any, args: Namespace, settings: Settings) -> None:
     """What one client may send; the routes of all parts are there now."""
-    from vllm_gptoss import bodies, callers, flood
+    from vllm_gptoss.server.http import bodies, callers, flood
 
     flood.read_in_slices()
     callers.set_keys_are_checked(app, settings.checked_keys or _vllm.checks_keys(args))

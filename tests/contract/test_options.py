@@ -8,8 +8,8 @@ import re
 import pytest
 
 from tests.contract.source import ROOT, Release, releases, top_level
-from vllm_gptoss.harmony import chat_options
-from vllm_gptoss.responses.request import create
+from vllm_gptoss.server.chat import chat_options
+from vllm_gptoss.server.responses.request import create
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 
 from tests.contract.source import Release, find, parameters, releases
-from vllm_gptoss import direct
 from vllm_gptoss._vllm.replaced import CHAT_HANDLERS
+from vllm_gptoss.server.streaming import direct_send
 
 RELEASES = releases()
 
@@ -207,13 +207,13 @@ def test_a_chat_stream_begins_before_the_first_tokens_are_read(release: Release)
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
 def test_what_is_said_beside_tokens_is_five_values_and_an_error(release: Release) -> None:
-    """As direct.py compares it; one more, and no text would be taken any more."""
+    """As server/streaming/direct_send.py compares it; one more, and no text would be taken any more."""
     process = find(release, "vllm.v1.engine.output_processor", "OutputProcessor.process_outputs")
     assert process is not None
     calls = [node for node in ast.walk(process) if isinstance(node, ast.Call)]
     (call,) = [call for call in calls if ast.unparse(call.func) == "req_state.make_request_output"]
-    assert len(call.args) == 1 + len(direct._NOTHING_ELSE)
-    assert {keyword.arg for keyword in call.keywords} == set(direct._NO_ERROR)
+    assert len(call.args) == 1 + len(direct_send._NOTHING_ELSE)
+    assert {keyword.arg for keyword in call.keywords} == set(direct_send._NO_ERROR)
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)

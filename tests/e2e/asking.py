@@ -11,9 +11,9 @@ import httpx
 
 from demo.server import NAME
 from tests.support.responses.events import check_response, stream
-from vllm_gptoss.harmony import messages as harmony
-from vllm_gptoss.harmony.events import Channel
-from vllm_gptoss.harmony.prompt import render_message
+from vllm_gptoss.server.harmony import messages as harmony
+from vllm_gptoss.server.harmony.events import Channel
+from vllm_gptoss.server.harmony.prompt import render_message
 
 PYTHON = {"type": "code_interpreter", "container": {"type": "auto"}}
 SEARCH = {"type": "web_search"}

@@ -20,10 +20,10 @@ from tests.support.responses.postgres import Postgres
 from tests.support.s3 import storage
 from tests.support.tools_nodes import ToolsNode
 from tests.support.watched import Watch
-from vllm_gptoss.responses.options import ResponsesOptions
-from vllm_gptoss.responses.state.database import connect
-from vllm_gptoss.responses.state.store import Store
-from vllm_gptoss.responses.state.upgrade import VERSION
+from vllm_gptoss.server.responses.options import ResponsesOptions
+from vllm_gptoss.server.responses.state.database import connect
+from vllm_gptoss.server.responses.state.store import Store
+from vllm_gptoss.server.responses.state.upgrade import VERSION
 
 KERNELS = 16
 KEY = "key of these replicas"

@@ -23,10 +23,10 @@ from tests.support.loop_watch import watched
 from tests.support.responses.replay import ReplayEngine
 from tests.support.responses.upgrading import be_later
 from tests.support.sockets import listening
-from vllm_gptoss.harmony.tokens import END, encoding
-from vllm_gptoss.responses.endpoint import ResponsesEndpoint
-from vllm_gptoss.responses.options import ResponsesOptions
-from vllm_gptoss.responses.prompt.toolset import Providers
+from vllm_gptoss.server.harmony.tokens import END, encoding
+from vllm_gptoss.server.responses.endpoint import ResponsesEndpoint
+from vllm_gptoss.server.responses.options import ResponsesOptions
+from vllm_gptoss.server.responses.prompt.toolset import Providers
 from vllm_gptoss.tools.server import ToolServer
 
 USER = encoding().encode("<|start|>user<|message|>", allowed_special="all")

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from demo.server import NAME, Server
-from vllm_gptoss.harmony.tokens import encoding
+from vllm_gptoss.server.harmony.tokens import encoding
 
 pytestmark = [pytest.mark.vllm, pytest.mark.serve]
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vllm_gptoss.harmony.tokens import encoding
+from vllm_gptoss.server.harmony.tokens import encoding
 
 WEATHER = {
     "type": "function",

@@ -28,7 +28,7 @@ LOST_BY_STOCK = {"final json", "no channel", "no header", "no message", "no star
 """What does not arrive whole from stock vLLM 0.32.0, over either API."""
 
 STOCK = ["--enable-auto-tool-choice", "--tool-call-parser", "openai", "--logits-processors"]
-STOCK += ["tests.harmony.forced:ForcedTokens"]
+STOCK += ["tests.server.harmony.forced:ForcedTokens"]
 """Without the first flags stock chat completions lose every call; the last lets a request force its tokens."""
 
 

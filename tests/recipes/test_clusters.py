@@ -107,7 +107,7 @@ def paths_to(ingress: dict[str, Any], service: str) -> set[str]:
 
 
 def test_our_paths_are_those_that_the_endpoint_has() -> None:
-    routes = Path(__file__).resolve().parents[2] / "vllm_gptoss" / "responses" / "transport"
+    routes = Path(__file__).resolve().parents[2] / "vllm_gptoss" / "server" / "responses" / "transport"
     text = "".join(path.read_text() for path in routes.glob("*.py"))
     assert not {path for path in OURS if path not in text}
 

@@ -16,9 +16,9 @@ import uvicorn
 from tests.support.loop_watch import watched
 from tests.support.responses.replay import ReplayEngine
 from tests.support.sockets import listening
-from vllm_gptoss.harmony.tokens import encoding
-from vllm_gptoss.responses.endpoint import ResponsesEndpoint
-from vllm_gptoss.responses.prompt.toolset import Providers
+from vllm_gptoss.server.harmony.tokens import encoding
+from vllm_gptoss.server.responses.endpoint import ResponsesEndpoint
+from vllm_gptoss.server.responses.prompt.toolset import Providers
 
 MODEL, KEYS = "gpt-oss", ("alice", "bob")
 SAID = "<|channel|>final<|message|>Hi.<|return|>"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.support.forcing import Forcing
-from vllm_gptoss.harmony.tokens import encoding
+from vllm_gptoss.server.harmony.tokens import encoding
 
 CALL = "<|channel|>analysis to=python code<|message|>print(6 * 7)<|call|>"
 ANSWER = "<|channel|>final<|message|>It is 42.<|return|>"

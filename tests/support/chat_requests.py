@@ -43,8 +43,8 @@ def chat_handlers() -> tuple[Any, Any]:
     from vllm.parser.parser_manager import ParserManager
 
     from vllm_gptoss._vllm.replaced import use_handler
-    from vllm_gptoss.harmony.chat_stream import ChatStream
-    from vllm_gptoss.harmony.vllm_parser import install
+    from vllm_gptoss.server.chat.chat_stream import ChatStream
+    from vllm_gptoss.server.chat.vllm_parser import install
 
     assert install()
     theirs = object.__new__(OpenAIServingChat)

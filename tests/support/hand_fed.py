@@ -13,7 +13,7 @@ from typing import Any
 
 from demo.tokenizer import alphabet
 from tests.support.servers import running
-from vllm_gptoss.harmony.tokens import FIRST_CONTROL, VOCABULARY, control_name, token_bytes
+from vllm_gptoss.server.harmony.tokens import FIRST_CONTROL, VOCABULARY, control_name, token_bytes
 
 
 def client() -> Any:

@@ -15,4 +15,4 @@ OPEN_RESPONSES = Path(
     os.environ.get("GPTOSS_OPENRESPONSES")
     or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-gptoss" / "openresponses"
 )
-"""Where tests/responses/openresponses.sh puts openresponses/openresponses at 92c12d96d7b6, with zod and bun."""
+"""Where tests/server/responses/openresponses.sh puts openresponses/openresponses at 92c12d96d7b6, with zod and bun."""

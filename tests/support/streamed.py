@@ -19,11 +19,11 @@ from starlette.responses import StreamingResponse
 
 from tests.support.chat_requests import HANDLER, chat_handlers, request_of
 from tests.support.responses.server import models
-from vllm_gptoss.ahead import go_straight
-from vllm_gptoss.responses.endpoint import ResponsesEndpoint
-from vllm_gptoss.responses.options import ResponsesOptions
-from vllm_gptoss.responses.prompt.toolset import Providers
-from vllm_gptoss.responses.run.engine import VllmEngine
+from vllm_gptoss.server.responses.endpoint import ResponsesEndpoint
+from vllm_gptoss.server.responses.options import ResponsesOptions
+from vllm_gptoss.server.responses.prompt.toolset import Providers
+from vllm_gptoss.server.responses.run.engine import VllmEngine
+from vllm_gptoss.server.streaming.fast_frames import go_straight
 
 CHAT, RESPONSES, COMPLETIONS = "/v1/chat/completions", "/v1/responses", "/v1/completions"
 
@@ -39,7 +39,7 @@ def completion_handlers() -> tuple[Any, Any]:
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 
     from vllm_gptoss._vllm.replaced import use_handler
-    from vllm_gptoss.completions import CompletionStream
+    from vllm_gptoss.server.chat.completions import CompletionStream
 
     theirs = object.__new__(OpenAIServingCompletion)
     vars(theirs).update(HANDLER)

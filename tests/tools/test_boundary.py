@@ -59,7 +59,7 @@ def test_tools_import_nothing_from_the_rest() -> None:
 
 def test_the_serving_core_knows_tools_by_the_protocol_alone() -> None:
     wrong = set()
-    for folder in ("responses", "harmony"):
+    for folder in ("server",):
         for path in (PACKAGE / folder).rglob("*.py"):
             names = {name for name in imported(path) if name.startswith("vllm_gptoss.tools")}
             names -= {PARENT, CONFINED, *(f"{CONFINED}.{name}" for name in confined.__all__)}
@@ -70,7 +70,7 @@ def test_the_serving_core_knows_tools_by_the_protocol_alone() -> None:
 
 
 def test_nobody_looks_inside_a_wrapper() -> None:
-    users = [*(PACKAGE / "responses").rglob("*.py"), *TOOLS.glob("*.py")]
+    users = [*(PACKAGE / "server" / "responses").rglob("*.py"), *TOOLS.glob("*.py")]
     inner = {
         path.name
         for path in users

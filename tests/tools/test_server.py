@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from tests.support.servers import EXAMPLE, example, running, session_of
 from tests.support.waiting import until
-from vllm_gptoss.responses.prompt.toolset import Providers
+from vllm_gptoss.server.responses.prompt.toolset import Providers
 from vllm_gptoss.tools.browser.backends import API_BACKENDS
 from vllm_gptoss.tools.check import check_tools
 from vllm_gptoss.tools.mcp.provider import McpProvider

@@ -324,7 +324,7 @@ def batch_invariant() -> bool:
 
 @functools.cache
 def harmony() -> Any:
-    """What `harmony/vllm_parser.py` subclasses and builds: vLLM's Harmony parser and the values it exchanges.
+    """What `server/chat/vllm_parser.py` subclasses and builds: vLLM's Harmony parser and the values it exchanges.
 
     0.32 and 0.33 have all of it in the same places.
     """

@@ -89,7 +89,7 @@ FILLED: Mapping[str, frozenset[str]] = {
     "_vllm/__init__.py": frozenset(
         {"streamed.stop", "streamed.output_text_buffer_length", "streamed.output_kind", "params.detokenize"}
     ),
-    "harmony/endpoint.py": frozenset(
+    "server/chat/endpoint.py": frozenset(
         {
             "args.enable_auto_tool_choice",
             "args.tool_call_parser",
@@ -98,9 +98,9 @@ FILLED: Mapping[str, frozenset[str]] = {
             "structured.reasoning_parser",
         }
     ),
-    "harmony/chat_logprobs.py": frozenset({"choice.token_ids", "copy[HIDES_REASONING]"}),
-    "harmony/messages_content.py": frozenset({"block.text", "block.source", "block.content"}),
-    "harmony/vllm_constraint.py": frozenset(
+    "server/chat/chat_logprobs.py": frozenset({"choice.token_ids", "copy[HIDES_REASONING]"}),
+    "server/chat/messages_content.py": frozenset({"block.text", "block.source", "block.content"}),
+    "server/chat/vllm_constraint.py": frozenset(
         {
             "request.structured_outputs",
             "request.response_format",
@@ -109,11 +109,11 @@ FILLED: Mapping[str, frozenset[str]] = {
             "request[HELD]",
         }
     ),
-    "ahead.py": frozenset({"response.stream_response"}),
-    "completions.py": frozenset({"choice.token_ids"}),
-    "harmony/chat_stream.py": frozenset({"choice.token_ids"}),
-    "harmony/vllm_parser.py": frozenset({"message.content", "message.reasoning", "message.tool_calls"}),
-    "harmony/vllm_stops.py": frozenset(
+    "server/streaming/fast_frames.py": frozenset({"response.stream_response"}),
+    "server/chat/completions.py": frozenset({"choice.token_ids"}),
+    "server/chat/chat_stream.py": frozenset({"choice.token_ids"}),
+    "server/chat/vllm_parser.py": frozenset({"message.content", "message.reasoning", "message.tool_calls"}),
+    "server/chat/vllm_stops.py": frozenset(
         {
             "output.outputs",
             "output.finished",
@@ -124,7 +124,7 @@ FILLED: Mapping[str, frozenset[str]] = {
             "choice.stop_reason",
         }
     ),
-    "responses/endpoint.py": frozenset({"args.tool_server"}),
+    "server/responses/endpoint.py": frozenset({"args.tool_server"}),
     "_vllm/replaced.py": frozenset({"theirs[name]", "args.tool_server", "state.tool_server", "handler.tool_server"}),
     "_vllm/runner.py": frozenset({"parallel.worker_cls", "scheduling.scheduler_cls"}),
     "engine/runner/scheduler.py": frozenset(

@@ -251,7 +251,7 @@ def _stream(path: Path | None, vocabulary: int, sequences: int, tokens: int, pro
     if path.suffix == ".json":
         ids = json.loads(path.read_text())
     else:
-        from vllm_gptoss.harmony.tokens import encode
+        from vllm_gptoss.server.harmony.tokens import encode
 
         ids = encode(path.read_text())
     whole = [ids[at : at + tokens] for at in range(0, min(len(ids), sequences * tokens), tokens)]

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_gptoss.bench.host import STEP_MS, TOKENS
-from vllm_gptoss.harmony.tokens import encoding
+from vllm_gptoss.server.harmony.tokens import encoding
 
 _CACHE_BYTES = 1 << 33
 """What the scheduler is told to have for KV blocks; nothing of it is allocated."""

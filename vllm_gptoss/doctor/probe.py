@@ -31,7 +31,7 @@ def discover() -> dict[str, Any]:
         answer["endpoint_plugins"] = _vllm.allowed_endpoint_plugins()
         answer["rust_frontend"] = _vllm.uses_rust_frontend()
         answer["variables"] = _vllm.environment_variables()
-        from vllm_gptoss import parts
+        from vllm_gptoss.server import parts
 
         answer["parts"] = parts.failures()
     except Exception as error:

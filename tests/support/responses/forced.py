@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.support.forcing import Forcing
-from vllm_gptoss.harmony.tokens import encoding
+from vllm_gptoss.server.harmony.tokens import encoding
 
 THINK = "<|channel|>analysis<|message|>Let me do it.<|end|><|start|>assistant"
 COMMAND = ' to=functions.exec_command<|channel|>commentary json<|message|>{"cmd":"echo hello > hello.txt"}<|call|>'

@@ -19,7 +19,7 @@ from tests.support.places import CACHE, ROOT
 from tests.support.responses import npm
 
 NAMES = ("langchain", "litellm", "pydantic_ai", "vercel", "agents")
-SCRIPTS = ROOT / "tests" / "responses"
+SCRIPTS = ROOT / "tests" / "server" / "responses"
 HOW = "scripts/environment.py test installs it, where there is a way to the registry"
 
 ASK = {

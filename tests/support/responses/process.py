@@ -16,10 +16,10 @@ import asyncio, sys
 from fastapi import FastAPI
 import uvicorn
 from tests.support.responses.server import Script, models
-from vllm_gptoss.responses.options import ResponsesOptions
-from vllm_gptoss.responses.endpoint import ResponsesEndpoint
+from vllm_gptoss.server.responses.options import ResponsesOptions
+from vllm_gptoss.server.responses.endpoint import ResponsesEndpoint
 from tests.support.responses.replay import ReplayEngine
-from vllm_gptoss.responses.prompt.toolset import Providers
+from vllm_gptoss.server.responses.prompt.toolset import Providers
 async def main():
     endpoint, app = ResponsesEndpoint(ResponsesOptions(store=sys.argv[1], heartbeat=0.5)), FastAPI()
     endpoint.attach_router(app)

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
-from vllm_gptoss.direct import Direct
-from vllm_gptoss.harmony.tokens import CALL, RETURN
-from vllm_gptoss.responses.errors import EngineError
-from vllm_gptoss.responses.run.engine import HAS_ENDED, Chunk, Engine, Sampling, TokenLogprob
+from vllm_gptoss.server.harmony.tokens import CALL, RETURN
+from vllm_gptoss.server.responses.errors import EngineError
+from vllm_gptoss.server.responses.run.engine import HAS_ENDED, Chunk, Engine, Sampling, TokenLogprob
+from vllm_gptoss.server.streaming.direct_send import Direct
 
 Script = Callable[[Sequence[int]], Sequence[int]]
 """From a prompt's token ids to what the model answers."""

@@ -8,7 +8,7 @@ from typing import Any
 from tests.support.responses import fakes
 from tests.support.responses.server import MODEL, harmony, text_of_prompt
 from tests.support.responses.turns import CALL, CITED, HELLO, INTERPRETER, MCP, PYTHON, SEARCH, WEATHER
-from vllm_gptoss.responses.errors import EngineError
+from vllm_gptoss.server.responses.errors import EngineError
 from vllm_gptoss.tools.protocol import Text, ToolCall, ToolError, ToolResult
 
 CUSTOM = " to=functions.note<|channel|>commentary<|message|>hello<|call|>"

@@ -17,12 +17,12 @@ from fastapi import FastAPI
 from tests.support.responses.fakes import FakeProvider
 from tests.support.responses.replay import ReplayEngine
 from tests.support.sockets import listening
-from vllm_gptoss import callers
-from vllm_gptoss.harmony.tokens import encoding
-from vllm_gptoss.responses.endpoint import ResponsesEndpoint
-from vllm_gptoss.responses.errors import ApiError
-from vllm_gptoss.responses.options import ResponsesOptions
-from vllm_gptoss.responses.prompt.toolset import Providers
+from vllm_gptoss.server.harmony.tokens import encoding
+from vllm_gptoss.server.http import callers
+from vllm_gptoss.server.responses.endpoint import ResponsesEndpoint
+from vllm_gptoss.server.responses.errors import ApiError
+from vllm_gptoss.server.responses.options import ResponsesOptions
+from vllm_gptoss.server.responses.prompt.toolset import Providers
 
 MODEL = "gpt-oss-20b"
 

@@ -14,10 +14,10 @@ from functools import partial
 
 import sqlalchemy as sa
 
-from vllm_gptoss.responses.state import store
-from vllm_gptoss.responses.state.database import connect
-from vllm_gptoss.responses.state.tables import responses
-from vllm_gptoss.responses.state.upgrade import STEPS, Step, add_column, upgrade
+from vllm_gptoss.server.responses.state import store
+from vllm_gptoss.server.responses.state.database import connect
+from vllm_gptoss.server.responses.state.tables import responses
+from vllm_gptoss.server.responses.state.upgrade import STEPS, Step, add_column, upgrade
 
 later = sa.MetaData()
 runs = sa.Table("gptoss_runs", later, sa.Column("id", sa.Integer, primary_key=True), sa.Column("by", sa.Integer))

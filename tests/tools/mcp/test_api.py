@@ -18,10 +18,10 @@ from mcp.server.mcpserver import MCPServer
 
 from tests.support.responses.replay import ReplayEngine
 from tests.support.servers import EXAMPLE, example, running, session_of
-from vllm_gptoss.harmony.tokens import encoding
-from vllm_gptoss.responses.endpoint import ResponsesEndpoint
-from vllm_gptoss.responses.options import ResponsesOptions
-from vllm_gptoss.responses.prompt.toolset import Providers, needs_approval
+from vllm_gptoss.server.harmony.tokens import encoding
+from vllm_gptoss.server.responses.endpoint import ResponsesEndpoint
+from vllm_gptoss.server.responses.options import ResponsesOptions
+from vllm_gptoss.server.responses.prompt.toolset import Providers, needs_approval
 from vllm_gptoss.tools.protocol import ToolCall
 from vllm_gptoss.tools.server import ToolServer, ToolServerOptions
 

@@ -1,0 +1,374 @@
+"""Responses without a listener: followed, resumed, cancelled, and told about when their server died."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import sqlalchemy as sa
+from httpx_sse import connect_sse
+
+from tests.support.responses import fakes
+from tests.support.responses.events import check_stream, kinds, read
+from tests.support.responses.postgres import ALSO_POSTGRES
+from tests.support.responses.replay import ReplayEngine
+from tests.support.responses.server import MODEL, Running, Script, Start, create, running
+from tests.support.responses.turns import HELLO, INTERPRETER, LONG, PYTHON
+from tests.support.waiting import soon
+from vllm_gptoss.server.http.callers import tenant_of
+from vllm_gptoss.server.responses.options import ResponsesOptions
+from vllm_gptoss.server.responses.run.background import QUIET, STOPPED
+from vllm_gptoss.server.responses.run.engine import HAS_ENDED, NOT_BEGUN
+from vllm_gptoss.server.responses.state.stored import Stored
+from vllm_gptoss.tools.protocol import Text, ToolCall, ToolResult
+
+pytestmark = ALSO_POSTGRES
+
+
+def follow(http: httpx.Client, identifier: str, after: int | None = None) -> list[dict[str, Any]]:
+    query = "?stream=true" + (f"&starting_after={after}" if after is not None else "")
+    with connect_sse(http, "GET", f"/responses/{identifier}{query}") as source:
+        return read(source.iter_sse())
+
+
+def test_a_background_response_is_queued_runs_and_ends(start: Start) -> None:
+    server = start(HELLO)
+    with server.http() as http:
+        made = http.post("/responses", json={"model": MODEL, "input": "hi", "background": True}).json()
+        assert made["status"] == "queued"
+        events = follow(http, made["id"])
+        check_stream(events)
+        assert kinds(events)[:3] == ["created", "queued", "in_progress"]
+        assert http.get(f"/responses/{made['id']}").json() == events[-1]["response"]
+
+
+def test_a_broken_stream_is_resumed_without_loss(start: Start) -> None:
+    server = start(LONG, rate=400.0)
+    with server.http() as http:
+        body = {"model": MODEL, "input": "hi", "background": True, "stream": True}
+        first = []
+        with connect_sse(http, "POST", "/responses", json=body) as source:
+            for sse in source.iter_sse():
+                first.append(sse.json())
+                if len(first) == 20:
+                    break  # the client goes; the response does not
+        identifier = first[0]["response"]["id"]
+        assert http.get(f"/responses/{identifier}").json()["status"] == "in_progress"
+        rest = follow(http, identifier, first[-1]["sequence_number"])
+        check_stream(first + rest)
+        assert server.engine.aborted == 0
+
+
+def test_cancel_stops_the_engine_and_ends_every_follower(start: Start) -> None:
+    server = start(LONG, rate=50.0)
+    with server.http() as http, server.http() as other:
+        made = http.post("/responses", json={"model": MODEL, "input": "hi", "background": True}).json()
+        followed: list[dict[str, Any]] = []
+        follower = threading.Thread(target=lambda: followed.extend(follow(other, made["id"])))
+        follower.start()
+        cancelled = http.post(f"/responses/{made['id']}/cancel").raise_for_status().json()
+        assert cancelled["status"] == "cancelled"
+        follower.join(10)
+        assert not follower.is_alive()
+        assert followed[-1]["response"]["status"] == "cancelled"
+        assert http.post(f"/responses/{made['id']}/cancel").json()["status"] == "cancelled"
+    assert server.engine.running == 0
+
+
+def test_a_tool_that_raises_does_not_hang_a_background_stream(start: Start) -> None:
+    """[ran] upstream leaves such a response `queued` for ever and its stream open."""
+
+    async def die(call: ToolCall) -> ToolResult:
+        raise RuntimeError("boom")
+
+    server = start(PYTHON, HELLO, providers=[fakes.python(die)])
+    with server.http() as http:
+        body = {"model": MODEL, "input": "hi", "background": True, "tools": [INTERPRETER]}
+        made = http.post("/responses", json=body).json()
+        assert follow(http, made["id"])[-1]["response"]["status"] == "completed"
+
+
+def test_engine_death_ends_a_background_stream(start: Start) -> None:
+    server = start(LONG)
+    server.engine.fail_after = 5
+    with server.http() as http:
+        made = http.post("/responses", json={"model": MODEL, "input": "hi", "background": True}).json()
+        events = follow(http, made["id"])
+        assert events[-1]["type"] == "response.failed"
+        assert http.get(f"/responses/{made['id']}").json()["status"] == "failed"
+
+
+def test_another_server_can_follow_and_cancel(start: Start) -> None:
+    first = start(LONG, rate=50.0)
+    second = start(HELLO)
+    with first.http() as http, second.http() as other:
+        made = http.post("/responses", json={"model": MODEL, "input": "hi", "background": True}).json()
+        cancelled = other.post(f"/responses/{made['id']}/cancel").raise_for_status().json()
+        assert cancelled["status"] == "cancelled"
+        assert follow(other, made["id"])[-1]["response"]["status"] == "cancelled"
+    assert first.engine.running == 0
+
+
+def test_foreground_responses_cannot_be_cancelled_or_streamed_again(start: Start) -> None:
+    server = start(HELLO)
+    with server.http() as http:
+        made = http.post("/responses", json={"model": MODEL, "input": "hi"}).json()
+        assert http.post(f"/responses/{made['id']}/cancel").status_code == 400
+        assert http.get(f"/responses/{made['id']}?stream=true").status_code == 400
+
+
+@pytest.mark.parametrize("key", ["bob"])
+def test_background_streams_are_private(start: Start, key: str) -> None:
+    server = start(HELLO)
+    with server.http() as http, server.http(key) as other:
+        made = http.post("/responses", json={"model": MODEL, "input": "hi", "background": True}).json()
+        assert other.get(f"/responses/{made['id']}?stream=true").status_code == 404
+
+
+def test_a_cancel_from_another_server_stops_a_hanging_tool(start: Start) -> None:
+    async def hang(call: ToolCall) -> ToolResult:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    tool = fakes.python(hang)
+    first = start(PYTHON, providers=[tool])
+    second = start(HELLO)
+    with first.http() as http, second.http() as other:
+        body = {"model": MODEL, "input": "hi", "background": True, "tools": [INTERPRETER]}
+        made = http.post("/responses", json=body).json()
+        assert other.post(f"/responses/{made['id']}/cancel").raise_for_status().json()["status"] == "cancelled"
+    assert tool.cancelled == 1
+
+
+def test_a_response_deleted_by_another_server_stays_deleted(start: Start) -> None:
+    first = start(LONG, rate=100.0)
+    second = start(HELLO)
+    with first.http() as http, second.http() as other:
+        made = http.post("/responses", json={"model": MODEL, "input": "hi", "background": True}).json()
+        soon(lambda: first.engine.running == 1)
+        assert other.delete(f"/responses/{made['id']}").json()["deleted"] is True
+        soon(lambda: first.engine.running == 0)
+        time.sleep(0.5)
+        assert http.get(f"/responses/{made['id']}").status_code == 404
+        assert first.call(first.endpoint.service.context.store.background.since(made["id"], -1)) == []
+
+
+def test_of_two_servers_that_end_a_response_one_wins(start: Start) -> None:
+    """A server that was paused for longer than the heartbeat comes back to a response that has been failed."""
+    first = start(LONG, rate=40.0)
+    second = start(HELLO, config={"heartbeat": 0.0})
+    with first.http() as http, second.http() as other:
+        made = http.post("/responses", json={"model": MODEL, "input": "hi", "background": True}).json()
+        soon(lambda: first.engine.running == 1)
+        soon(lambda: other.get(f"/responses/{made['id']}").json()["status"] == "failed")
+        soon(lambda: first.engine.running == 0)
+        time.sleep(0.5)
+        assert http.get(f"/responses/{made['id']}").json()["status"] == "failed"
+        events = follow(http, made["id"])
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert events[-1]["type"] == "response.failed"
+
+
+def test_many_that_look_at_a_dead_response_hear_the_same(start: Start) -> None:
+    server = start(HELLO)
+    store = server.endpoint.service.context.store
+    with server.http() as http:
+        made = create(http, input="hi")
+        dead = Stored(
+            "resp_dead",
+            tenant_of("Bearer alice"),
+            {**made, "id": "resp_dead", "status": "in_progress", "background": True},
+            beat=1.0,
+        )
+        server.call(store.save(dead))
+        with ThreadPoolExecutor(16) as pool:
+            answers = list(pool.map(lambda _: http.get("/responses/resp_dead"), range(16)))
+        assert [answer.status_code for answer in answers] == [200] * 16
+        assert {answer.json()["status"] for answer in answers} == {"failed"}
+        assert [event["type"] for event in follow(http, "resp_dead")] == ["response.failed"]
+
+
+def test_cancelling_what_has_ended_gives_what_it_ended_as(start: Start) -> None:
+    """OpenAI's API reference: cancelling again returns the final response."""
+    server = start(HELLO)
+    with server.http() as http:
+        made = http.post("/responses", json={"model": MODEL, "input": "hi", "background": True}).json()
+        ended = follow(http, made["id"])[-1]["response"]
+        assert http.post(f"/responses/{made['id']}/cancel").raise_for_status().json() == ended
+
+
+def counted(server: Running) -> list[str]:
+    """The beginning of every statement that the server's store is given from now on."""
+    found: list[str] = []
+    store = server.endpoint.service.context.store
+    assert store is not None
+
+    @sa.event.listens_for(store._db.sync_engine, "before_cursor_execute")
+    def count(connection: Any, cursor: Any, statement: str, *rest: Any) -> None:
+        del connection, cursor, rest
+        found.append(" ".join(statement.split()))
+
+    return found
+
+
+def reads_of_events(statements: list[str]) -> int:
+    return sum(statement.startswith("SELECT gptoss_events.sequence, gptoss_events.data") for statement in statements)
+
+
+def test_a_follower_beside_the_response_reads_what_is_written_from_memory(start: Start) -> None:
+    server = start(LONG, rate=200.0)
+    statements = counted(server)
+    with server.http() as http:
+        fields = {"model": MODEL, "input": "hi", "background": True, "stream": True}
+        with connect_sse(http, "POST", "/responses", json=fields) as source:
+            events = read(source.iter_sse())
+        check_stream(events)
+        writes = sum(statement.startswith("INSERT INTO gptoss_events") for statement in statements)
+        assert writes >= 3, "as they come"
+        assert reads_of_events(statements) <= 5, "before it is followed, and when it has gone from memory"
+        assert follow(http, events[-1]["response"]["id"]) == events
+
+
+def test_who_comes_back_late_reads_the_store_and_then_goes_on_from_memory(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_gptoss.server.responses.run.background.RECENT", 5)
+    server = start(LONG, rate=100.0)
+    with server.http() as http, ThreadPoolExecutor(3) as pool:
+        made = http.post("/responses", json={"model": MODEL, "input": "hi", "background": True}).json()
+        followers = []
+        for after in (None, 3, 40):
+            soon(lambda: len(server.call(server.endpoint.background._store.background.since(key(made), -1))) > 60)
+            followers.append(pool.submit(follow, http, made["id"], after))
+        whole, *parts = [follower.result() for follower in followers]
+    check_stream(whole)
+    assert [part == whole[after + 1 :] for part, after in zip(parts, (3, 40), strict=True)] == [True, True]
+
+
+def key(made: dict[str, Any]) -> str:
+    return Stored(made["id"], tenant_of("Bearer alice"), made, [], {}).key
+
+
+def test_events_that_nobody_follows_are_written_less_often(start: Start) -> None:
+    server = start(LONG, rate=200.0)
+    statements, began = counted(server), time.monotonic()
+    with server.http() as http:
+        made = http.post("/responses", json={"model": MODEL, "input": "hi", "background": True}).json()
+        soon(lambda: http.get(f"/responses/{made['id']}").json()["status"] == "completed")
+        check_stream(follow(http, made["id"]))
+    writes = sum(statement.startswith("INSERT INTO gptoss_events") for statement in statements)
+    assert 2 <= writes <= (time.monotonic() - began) / QUIET + 3
+
+
+@pytest.mark.parametrize("patience", [0.0, 300.0])
+def test_a_server_that_is_stopped_lets_responses_end_or_fails_them_by_name(tmp_path: Path, patience: float) -> None:
+    """SIGTERM, or Ray Serve that scales down: nobody follows them, so nobody's connection keeps the server."""
+    options = ResponsesOptions(store=str(tmp_path / "store.sqlite"))
+    hanging = asyncio.Event()
+    tool = fakes.python(lambda call: hang(call, hanging) if not patience else ran(call))
+    engine = ReplayEngine(Script(PYTHON, LONG), rate=200.0)
+    body = {"model": MODEL, "input": "hi", "background": True, "tools": [INTERPRETER]}
+    with running(engine, options, [tool]) as server, server.http() as http:
+        server.endpoint.patience = patience
+        made = http.post("/responses", json=body).raise_for_status().json()
+        soon(lambda: len(tool.calls) == 1)
+    with running(ReplayEngine(Script(HELLO)), options) as server, server.http() as http:
+        found = http.get(f"/responses/{made['id']}").json()
+        assert found["status"] == ("completed" if patience else "failed")
+        assert (found["error"] or {}).get("message") == (None if patience else STOPPED)
+        events = follow(http, made["id"])
+        check_stream(events)
+        assert events[-1]["response"] == found
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_tool_that_answers_while_the_engine_stops_ends_a_response_that_says_why(
+    start: Start, has_ended: bool
+) -> None:
+    """vLLM's engine takes no request from SIGTERM on, not even the next one of a response that has begun."""
+    answers = threading.Event()
+
+    async def slow(call: ToolCall) -> ToolResult:
+        await asyncio.to_thread(answers.wait)
+        return await ran(call)
+
+    tool = fakes.python(slow)
+    server = start(PYTHON, providers=[tool])
+    with server.http() as http:
+        made = create(http, input="hi", background=True, tools=[INTERPRETER])
+        soon(lambda: len(tool.calls) == 1)
+        server.engine.ended, server.engine.drains = has_ended, True
+        answers.set()
+        events = follow(http, made["id"])
+        check_stream(events)
+        found = http.get(f"/responses/{made['id']}").json()
+    assert events[-1]["response"] == found
+    assert found["status"] == "failed"
+    assert found["error"]["message"] == (HAS_ENDED if has_ended else NOT_BEGUN)
+    assert [item["type"] for item in found["output"]][-1] == "code_interpreter_call", "what was done is kept"
+
+
+def test_who_waits_for_a_tool_when_the_engine_has_ended_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    """Under `vllm serve` the engine ends before the plugin is closed: its patience would be waited out in vain."""
+    options = ResponsesOptions(store=str(tmp_path / "store.sqlite"))
+    tool = fakes.python(lambda call: hang(call, asyncio.Event()))
+    with running(ReplayEngine(Script(PYTHON)), options, [tool]) as server, server.http() as http:
+        server.endpoint.patience = 300.0
+        made = create(http, input="hi", background=True, tools=[INTERPRETER])
+        soon(lambda: len(tool.calls) == 1)
+        server.engine.ended = True
+    with running(ReplayEngine(Script(HELLO)), options) as server, server.http() as http:
+        assert http.get(f"/responses/{made['id']}").json()["error"]["message"] == STOPPED
+
+
+async def ran(call: ToolCall) -> ToolResult:
+    return ToolResult([Text(call.arguments)])
+
+
+async def hang(call: ToolCall, until: asyncio.Event) -> ToolResult:
+    await until.wait()
+    return await ran(call)
+
+
+def test_who_cancels_twice_cancels_once(start: Start) -> None:
+    """A second cancel broke off the first one's last words: the response hung until it was taken for dead."""
+
+    async def slow_to_stop(call: ToolCall) -> ToolResult:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.3)
+        raise AssertionError
+
+    tool = fakes.python(slow_to_stop)
+    server = start(PYTHON, providers=[tool], config={"heartbeat": 600.0})
+    with server.http() as http, ThreadPoolExecutor(5) as pool:
+        body = {"model": MODEL, "input": "hi", "background": True, "tools": [INTERPRETER]}
+        for _ in range(3):
+            made = http.post("/responses", json=body).json()
+            soon(lambda: len(tool.calls) > tool.cancelled)
+            cancelled = list(pool.map(lambda _, made=made: http.post(f"/responses/{made['id']}/cancel"), range(5)))
+            assert [answer.json()["status"] for answer in cancelled] == ["cancelled"] * 5
+            events = follow(http, made["id"])
+            check_stream(events)
+            assert events[-1]["response"]["status"] == "cancelled"
+
+
+def test_each_key_has_so_many_background_responses_at_most(start: Start) -> None:
+    server = start(LONG, rate=20.0, config={"max_background": 2, "total_background": 3})
+    body = {"model": MODEL, "input": "hi", "background": True}
+    with server.http("alice") as alice, server.http("bob") as bob:
+        first = alice.post("/responses", json=body).raise_for_status().json()["id"]
+        alice.post("/responses", json=body).raise_for_status()
+        refused = alice.post("/responses", json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (429, "background")
+        bob.post("/responses", json=body).raise_for_status()
+        assert bob.post("/responses", json=body).status_code == 503
+        alice.post(f"/responses/{first}/cancel").raise_for_status()
+        soon(lambda: alice.post("/responses", json=body).status_code == 200)

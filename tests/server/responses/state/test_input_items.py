@@ -1,0 +1,105 @@
+"""Clients that send the whole conversation with every request: each item is stored once, and gone with its last use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from tests.support.responses.postgres import ALSO_POSTGRES
+from tests.support.responses.server import Running, Start, create
+from tests.support.responses.turns import HELLO
+from vllm_gptoss.server.responses.state.tables import input_items, input_uses, item_index, responses
+
+pytestmark = ALSO_POSTGRES
+
+TURNS = 40
+
+
+def words(number: int) -> str:
+    return f"turn {number} " + "word " * 150
+
+
+def rows(server: Running, table: sa.Table) -> int:
+    async def count() -> int:
+        async with server.endpoint.service.context.store._begin() as db:  # type: ignore[union-attr]
+            return int(await db.scalar(sa.select(sa.func.count()).select_from(table)) or 0)
+
+    return int(server.call(count()))
+
+
+def stored_bytes(server: Running) -> int:
+    async def measured() -> int:
+        async with server.endpoint.service.context.store._begin() as db:  # type: ignore[union-attr]
+            own = await db.scalar(sa.select(sa.func.sum(sa.func.length(responses.c.input))))
+            items = await db.scalar(sa.select(sa.func.sum(sa.func.length(input_items.c.item))))
+        return int(own or 0) + int(items or 0)
+
+    return int(server.call(measured()))
+
+
+@pytest.mark.parametrize("with_ids", [True, False])
+def test_an_echoed_history_grows_by_what_is_new(start: Start, with_ids: bool) -> None:
+    server = start(*(f"<|channel|>final<|message|>Answer {n}.<|return|>" for n in range(TURNS)))
+    history: list[dict[str, Any]] = []
+    whole = 0
+    with server.http() as http:
+        for number in range(TURNS):
+            history.append({"role": "user", "content": words(number)})
+            made = create(http, input=history)
+            whole += sum(len(words(n)) for n in range(number + 1))
+            said = made["output"][-1]
+            history.append(said if with_ids else {"role": "assistant", "content": said["content"][0]["text"]})
+            items = http.get(f"/responses/{made['id']}/input_items", params={"order": "asc", "limit": 100}).json()[
+                "data"
+            ]
+            texts = [item["content"][0]["text"] for item in items]
+            expected = [words(n) if k == 0 else f"Answer {n}." for n in range(number + 1) for k in (0, 1)][:-1]
+            assert texts == expected
+            assert len({item["id"] for item in items}) == len(items)
+            assert [item["id"] for item in items[1::2]] == [h["id"] for h in history[1:-1:2]] if with_ids else True
+    assert stored_bytes(server) < whole / 8
+    assert rows(server, item_index) <= 6 * TURNS
+
+
+def test_an_item_goes_with_the_last_response_that_used_it(start: Start) -> None:
+    server = start(HELLO)
+    history = [{"role": "user", "content": words(n)} for n in range(3)]
+    with server.http() as http, server.http("bob") as bob:
+        first, second = create(http, input=history[:2]), create(http, input=history)
+        others = create(bob, input=history)
+        assert rows(server, input_items) == 6, "another key's items are its own"
+        http.delete(f"/responses/{first['id']}")
+        assert rows(server, input_items) == 6
+        items = http.get(f"/responses/{second['id']}/input_items").json()["data"]
+        assert len(items) == 3
+        http.delete(f"/responses/{second['id']}")
+        assert rows(server, input_items) == 3
+        bob.delete(f"/responses/{others['id']}")
+    assert rows(server, input_items) == rows(server, input_uses) == 0
+
+
+def test_the_size_limit_counts_items_and_frees_them(start: Start) -> None:
+    server = start(HELLO, config={"key_bytes": 60_000})
+    with server.http() as http:
+        made = [create(http, input=[{"role": "user", "content": f"{n} " + "word " * 2000}]) for n in range(10)]
+        left = [one["id"] for one in made if http.get(f"/responses/{one['id']}").status_code == 200]
+        assert 2 <= len(left) <= 4, "about 13,000 bytes each"
+        assert http.get(f"/responses/{made[-1]['id']}").status_code == 200
+        assert http.get(f"/responses/{made[0]['id']}").status_code == 404
+    assert rows(server, input_items) == len(left)
+
+
+def test_a_background_response_keeps_its_input(start: Start) -> None:
+    server = start(HELLO)
+    with server.http() as http:
+        body = {"model": "gpt-oss-20b", "input": [{"role": "user", "content": words(1)}] * 3, "background": True}
+        made = http.post("/responses", json=body).json()
+        with http.stream("GET", f"/responses/{made['id']}?stream=true") as followed:
+            followed.read()
+        items = http.get(f"/responses/{made['id']}/input_items").json()["data"]
+        assert [item["content"][0]["text"] for item in items] == [words(1)] * 3
+        create(http, input="go on", previous_response_id=made["id"])
+    assert server.prompt().count("turn 1 word") == 3
+    assert rows(server, input_items) == 1

@@ -1,0 +1,31 @@
+"""What the API server's process sets for itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.vllm
+def test_the_collector_waits_and_variables_are_read_once() -> None:
+    """In a process of its own: both are set for good."""
+    pytest.importorskip("vllm")
+    code = """
+import gc, os
+from vllm import envs
+from vllm_gptoss.server.streaming import process_tuning as front
+before = gc.get_threshold()
+front.settle()
+front.settle()
+assert gc.get_threshold() == (front.YOUNG, *before[1:]), gc.get_threshold()
+interval = envs.VLLM_LOG_STATS_INTERVAL
+os.environ["VLLM_LOG_STATS_INTERVAL"] = "77"
+assert envs.VLLM_LOG_STATS_INTERVAL == interval != 77
+gc.set_threshold(50_000, *before[1:])
+front.settle()
+assert gc.get_threshold()[0] == 50_000, "what a user set higher stays"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,6 +1,0 @@
-"""OpenAI's Harmony format on both sides of the model, and vLLM's chat and messages APIs by it.
-
-In: messages and tools, or the model's tokens. Out: tokens of a prompt, or text, reasoning and calls, none lost.
-`prompt` writes, `parser` reads, `enforce` and `grammar` hold calls to their schemas; `endpoint`, `chat…`, `messages…`
-and `vllm_…` are vLLM's seams.
-"""

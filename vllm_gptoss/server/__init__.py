@@ -1,0 +1,1 @@
+"""What runs in the API server's process."""

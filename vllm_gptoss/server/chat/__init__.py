@@ -1,0 +1,1 @@
+"""Chat completions, completions and messages: our parser, prompt and constraints behind vLLM's routes."""

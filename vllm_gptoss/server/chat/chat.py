@@ -1,0 +1,206 @@
+"""What chat completions makes of a turn: reasoning, content and tool calls, whole or as they come.
+
+Analysis is reasoning; a message to an offered tool is a call; everything else is content. Streaming and not give the
+same: this reader is the only way, and what has no stream is read in one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from vllm_gptoss.server.harmony.events import Channel, ContentDelta, MessageEnded, MessageStarted
+from vllm_gptoss.server.harmony.held import NOTHING, Held
+from vllm_gptoss.server.harmony.messages import FUNCTIONS
+from vllm_gptoss.server.harmony.offered import OfferedTools
+from vllm_gptoss.server.harmony.parser import HarmonyParser
+from vllm_gptoss.server.harmony.stops import StopFinder
+from vllm_gptoss.server.harmony.tokens import CALL, RETURN
+
+
+@dataclass(slots=True)
+class CallDelta:
+    """More of call `index`; its `name` comes once, first."""
+
+    index: int
+    name: str | None
+    arguments: str
+
+
+@dataclass(slots=True)
+class ChatDelta:
+    """What new tokens added."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+
+    def add_call(self, index: int, name: str | None, arguments: str) -> None:
+        if name is None and self.calls and self.calls[-1].index == index:
+            self.calls[-1].arguments += arguments
+        else:
+            self.calls.append(CallDelta(index, name, arguments))
+
+
+_LAST = (RETURN, CALL)
+
+
+class _Kind(Enum):
+    REASONING = auto()
+    CONTENT = auto()
+    CALL = auto()
+
+
+class ChatReader:
+    """One choice of one request.
+
+    `stop` are the stop strings of the answer: reasoning and calls may contain them. What may be the beginning of one
+    is held back. `stopped` is the one that ended the answer; `min_tokens` tokens come before any is looked for.
+    `counts`: whether repairs are counted, which a second reader of the same tokens must not do. `held`: what a grammar
+    holds of the turn. `reads_on`: whether the engine was told to go on after the model's last word; otherwise what it
+    says beyond is no part of the turn, least of all a tool's answer that it makes up. `marks`: whether `take_answer`
+    will be asked. `prefix`: the header of the message that the prompt leaves open.
+    """
+
+    def __init__(
+        self,
+        tools: OfferedTools,
+        stop: Sequence[str] = (),
+        *,
+        keeps_stop: bool = False,
+        min_tokens: int = 0,
+        counts: bool = True,
+        held: Held = NOTHING,
+        reads_on: bool = False,
+        marks: bool = False,
+        prefix: Sequence[int] = (),
+    ) -> None:
+        self.reasoning_tokens = 0
+        self._answer: list[int] | None = [] if marks else None
+        self._unmarked: list[tuple[range, int]] = []  # positions of tokens, and characters that were not told yet
+        self._parser = HarmonyParser(tools, prefix, counts=counts, held=held)
+        self._reads_on = reads_on
+        self._is_over = False
+        self._stops = StopFinder(stop, keeps_stop=keeps_stop)
+        self._unwatched = min_tokens if any(stop) else 0
+        self._kind = _Kind.CONTENT
+        self._calls = 0
+        self._spoken = {_Kind.REASONING: False, _Kind.CONTENT: False}
+        self._is_first_text = True
+        self._is_searched = any(stop)
+        self._goes_on = False  # with text that needs nothing but to be told
+        self._channel = self._channel_said = Channel.FINAL
+
+    @property
+    def stopped(self) -> str | None:
+        return self._stops.found
+
+    def feed(self, token_ids: Sequence[int]) -> ChatDelta:
+        delta = ChatDelta()
+        if not self._reads_on:
+            token_ids = self._until_end(token_ids)
+        if self._unwatched:
+            first, token_ids = token_ids[: self._unwatched], token_ids[self._unwatched :]
+            self._read(delta, self._parser.feed(first))
+            self._unwatched -= len(first)
+        return self._read(delta, self._parser.feed(token_ids))
+
+    def take_answer(self) -> list[int]:
+        """Positions, in all tokens fed, of those whose text was told as content since the last call."""
+        taken, self._answer = self._answer or [], []
+        return taken
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the message that is being read is."""
+        return self._kind is _Kind.REASONING
+
+    def next_text(self, token: int) -> str | None:
+        """As `feed` of one token that goes on with reasoning or content, the usual case; else reads nothing.
+
+        It costs a quarter of `feed`.
+        """
+        if not self._goes_on or (text := self._parser.next_text(token)) is None:
+            return None
+        if self._kind is _Kind.REASONING:
+            self.reasoning_tokens += 1
+        return text
+
+    def feed_text(self, token_ids: Sequence[int]) -> ChatDelta | None:
+        """As `feed` for tokens that can only add to reasoning or content; None, and nothing read, for others."""
+        if self._is_over or self._unwatched or self._kind is _Kind.CALL:
+            return None
+        events = self._parser.feed_text(token_ids)
+        return None if events is None else self._read(ChatDelta(), events)
+
+    def _until_end(self, token_ids: Sequence[int]) -> Sequence[int]:
+        if self._is_over:
+            return ()
+        for at, token in enumerate(token_ids, 1):
+            if token in _LAST:
+                self._is_over, self._goes_on = True, False
+                return token_ids[:at]
+        return token_ids
+
+    def finish(self) -> ChatDelta:
+        """The end of generation. A message that no token ended was cut; its text is kept, without a stop string."""
+        return self._read(ChatDelta(), self._parser.finish(cut=True))
+
+    def _read(self, delta: ChatDelta, events: Sequence[object]) -> ChatDelta:
+        for event in events:
+            match event:
+                case ContentDelta(text=text, tokens=tokens):
+                    if self._kind is _Kind.REASONING:
+                        self.reasoning_tokens += tokens
+                    elif self._answer is not None and self._kind is _Kind.CONTENT:
+                        self._unmarked.append((range(event.first, event.first + tokens), len(text)))
+                    self._text(delta, text)
+                case MessageStarted(channel=channel, recipient=recipient):
+                    self._start(delta, channel, recipient)
+                case MessageEnded():
+                    self._emit(delta, self._stops.flush())
+        return delta
+
+    def _start(self, delta: ChatDelta, channel: Channel, recipient: str | None) -> None:
+        self._is_first_text, self._goes_on = True, False
+        self._channel = channel
+        if recipient is not None:
+            self._kind = _Kind.CALL
+            delta.add_call(self._calls, recipient.removeprefix(FUNCTIONS + "."), "")
+            self._calls += 1
+        else:
+            self._kind = _Kind.REASONING if channel is Channel.ANALYSIS else _Kind.CONTENT
+
+    def _text(self, delta: ChatDelta, text: str) -> None:
+        is_watched = self._kind is _Kind.CONTENT and not self._unwatched
+        self._emit(delta, self._stops.feed(text) if is_watched else text)
+
+    def _emit(self, delta: ChatDelta, text: str) -> None:
+        if not text:
+            return
+        if self._kind is _Kind.CALL:
+            delta.add_call(self._calls - 1, None, text)
+            return
+        if self._answer is not None and self._kind is _Kind.CONTENT:
+            self._mark(self._answer, len(text))
+        is_one_answer = self._kind is _Kind.CONTENT and self._channel is self._channel_said is Channel.FINAL
+        if self._is_first_text and self._spoken[self._kind] and not is_one_answer:
+            text = "\n" + text  # a second thought or remark starts a line of its own; an answer in two parts is one
+        self._is_first_text, self._goes_on = False, not self._is_searched
+        if self._kind is _Kind.CONTENT:
+            self._channel_said = self._channel
+        self._spoken[self._kind] = True
+        if self._kind is _Kind.REASONING:
+            delta.reasoning += text
+        else:
+            delta.content += text
+
+    def _mark(self, answer: list[int], characters: int) -> None:
+        """Takes the tokens of the next `characters` of content as told; one of which a part is held back, too."""
+        while characters > 0 and self._unmarked:
+            positions, length = self._unmarked.pop(0)
+            answer += positions
+            if length > characters:
+                self._unmarked.insert(0, (range(0), length - characters))
+            characters -= length

@@ -1,0 +1,160 @@
+"""/v1/completions of a gpt-oss model, whose streams cost the API server less for each token than vLLM's handler.
+
+The text is vLLM's own, raw: no Harmony is read here. vLLM makes three models of every token and wakes the request's
+task; text of one prompt goes `ahead` of its generator. Both give the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from argparse import Namespace
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any, get_type_hints
+
+import msgspec
+from fastapi import FastAPI, Request
+
+from vllm_gptoss import _vllm
+from vllm_gptoss._vllm import replaced
+from vllm_gptoss.server.http import routes
+from vllm_gptoss.server.http.error_format import overflow
+from vllm_gptoss.server.streaming.direct_send import Direct, NextText
+from vllm_gptoss.server.streaming.fast_frames import Ahead, Frames, TextStream, go_straight
+
+logger = logging.getLogger(__name__)
+
+PATH = "/v1/completions"
+
+_encode = msgspec.json.Encoder().encode
+_TEXT = '"text":'
+
+
+class Completions:
+    """A part of the endpoint plugin: `attach` before vLLM builds its handlers, `start` after."""
+
+    def __init__(self) -> None:
+        self._streams = False
+
+    def attach(self, app: FastAPI, args: Namespace, settings: Any) -> None:
+        """Adds our route, unless `GPTOSS_HOST=stock`."""
+        del args
+        self._streams = settings.host != "stock"
+        if self._streams and not replace_route(app):
+            self._streams = False
+            logger.warning("Completions are streamed as vLLM does it, which has no such route to replace.")
+
+    async def start(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Puts `CompletionStream` over vLLM's handler."""
+        del engine_client, args
+        if self._streams:
+            replaced.use_handler(state, "openai_serving_completion", CompletionStream)
+
+
+def replace_route(app: FastAPI) -> bool:
+    """Adds our route beside vLLM's, which vLLM then takes out. False if there is none to replace."""
+    core = routes.posts(app).get(PATH)
+    if core is None:
+        return False
+
+    async def create_completion(request: Any, raw_request: Request) -> Any:
+        invalid: type[Any] = _vllm.harmony().ValidationError
+        try:
+            return go_straight(await core.endpoint(request, raw_request))
+        except invalid as error:
+            if error.parameter != "max_tokens" or error.value != 0 or request.max_tokens == 0:
+                raise
+            # vLLM's words for a prompt that fills the context window to the last token.
+            window = raw_request.app.state.openai_serving_models.model_config.max_model_len
+            raise invalid(overflow(window, window, "prompt"), parameter="prompt") from None
+
+    # FastAPI reads the body's type from here; it is vLLM's, which is there at run time only.
+    create_completion.__annotations__ |= {
+        "request": get_type_hints(core.endpoint)["request"],
+        "raw_request": Request,
+    }
+    routes.add_beside(app, core, create_completion)
+    return True
+
+
+class CompletionStream(TextStream):
+    """What we put over vLLM's completions handler."""
+
+    def completion_stream_generator(
+        self,
+        request: Any,
+        engine_inputs: Sequence[Any],
+        result_generator: AsyncGenerator[tuple[int, Any], None],
+        request_id: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> AsyncIterator[str | bytes]:
+        """vLLM's method of this name: server-sent events of one request."""
+        theirs = super().completion_stream_generator  # type: ignore[misc]  # vLLM's
+        if len(engine_inputs) != 1 or not self._is_plain(request):
+            return theirs(request, engine_inputs, result_generator, request_id, *args, **kwargs)  # type: ignore[no-any-return]
+
+        def attach(direct: Direct) -> None:
+            direct.attach(self.engine_client, f"{request_id}-0")  # type: ignore[attr-defined]  # vLLM's
+
+        ahead = Ahead(_of_the_prompt(result_generator), attach)
+        frames = theirs(request, engine_inputs, _Numbered(ahead), request_id, *args, **kwargs)
+        return Frames(frames, ahead, _teller)
+
+
+async def _of_the_prompt(numbered: AsyncGenerator[tuple[int, Any], None]) -> AsyncGenerator[Any, None]:
+    """The results of a request of one prompt, without its number."""
+    async with aclosing(numbered):
+        async for _, result in numbered:
+            yield result
+
+
+class _Numbered:
+    """The other way round."""
+
+    def __init__(self, results: Ahead) -> None:
+        self._results = results
+
+    def __aiter__(self) -> _Numbered:
+        return self
+
+    async def __anext__(self) -> tuple[int, Any]:
+        return 0, await anext(self._results)
+
+
+class _Told:
+    """What tells a stream's text: `Teller`. The generator has told the first result's, and counts the tokens."""
+
+    def __init__(self, before: str, after: str) -> None:
+        self._before = before.encode()
+        self._after = after.encode()
+        self._uncounted: list[int] = []
+
+    def begin(self, choice: Any) -> bytes:
+        del choice
+        return b""
+
+    def read(self, choice: Any) -> bytes:
+        self._uncounted += choice.token_ids
+        return self._frame(choice.text)
+
+    def take(self, token_ids: Sequence[int], text: NextText) -> bytes:
+        """A token that is no whole character yet, or may be the beginning of a stop string, has a frame as well."""
+        self._uncounted += token_ids
+        return self._frame(text())
+
+    def _frame(self, text: str) -> bytes:
+        return b"%b%b%b" % (self._before, _encode(text), self._after)
+
+    def hand_on(self, choice: Any) -> None:
+        choice.token_ids = [*self._uncounted, *choice.token_ids]
+
+
+def _teller(head: str) -> _Told | None:
+    """Of the first frame, whose only text begins a stream; None for an error, which has none."""
+    at = head.find(_TEXT) + len(_TEXT)
+    if at < len(_TEXT):
+        return None
+    _, end = json.JSONDecoder().raw_decode(head, at)
+    return _Told(head[:at], head[end:])

@@ -1,0 +1,117 @@
+"""Chat completions for gpt-oss, as a part of the API server's endpoint plugin.
+
+`attach` runs before vLLM builds its handlers, and only sets arguments that a user may set too; `start` runs after.
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from vllm_gptoss import _vllm
+from vllm_gptoss._vllm import replaced
+from vllm_gptoss.server.chat import chat_route, messages_route, small_routes
+from vllm_gptoss.server.chat.chat_logprobs import AnswerLogprobs
+from vllm_gptoss.server.chat.chat_prompt import ChatInputError
+from vllm_gptoss.server.chat.chat_request import conversation_of, is_decode_side
+from vllm_gptoss.server.chat.chat_stream import ChatStream
+from vllm_gptoss.server.chat.early import ONLY_COUNTED, tokens_of
+from vllm_gptoss.server.chat.vllm_constraint import RESPONSE_FORMAT
+from vllm_gptoss.server.chat.vllm_parser import install
+from vllm_gptoss.server.chat.vllm_stops import AnswerStops
+from vllm_gptoss.server.harmony.grammar import GRAMMAR_BACKENDS
+from vllm_gptoss.server.http.error_format import overflow
+
+logger = logging.getLogger(__name__)
+
+TOOL_PARSER = "openai"
+REASONING_PARSER = "openai_gptoss"
+ERROR_FORMAT = "vllm_gptoss.server.http.error_format.ErrorFormat"
+
+
+class ChatCompletions:
+    """Our parser, prompt and constraints behind `/v1/chat/completions` and what else vLLM builds on its renderer."""
+
+    def __init__(self) -> None:
+        self._is_on = False
+        self._streams = False
+
+    def attach(self, app: Any, args: Namespace, settings: Any) -> None:
+        """Installs the parser and fills in the arguments without which vLLM would drop tool calls."""
+        self._is_on = bool(settings.parser and install())
+        self._streams = settings.host != "stock"
+        if self._is_on:
+            with replaced.own_parser_on_error(app.state):
+                self._attach(app, args, settings)
+
+    def _attach(self, app: Any, args: Namespace, settings: Any) -> None:
+        args.middleware = [*args.middleware, ERROR_FORMAT]  # vLLM adds these last, around its authentication
+        if not chat_route.replace_route(app):
+            logger.warning("Chat completions refuse tool_choice allowed_tools: vLLM has no such route to replace.")
+        if not messages_route.replace_route(app):
+            logger.warning("/v1/messages refuses thinking budgets: vLLM has no such route to replace.")
+        if not small_routes.add_routes(app):
+            logger.warning("/tokenize renders vLLM's chat template: vLLM has no such route to replace.")
+        if not args.enable_auto_tool_choice or not args.tool_call_parser:
+            logger.info("Tool calls are read without --enable-auto-tool-choice --tool-call-parser %s.", TOOL_PARSER)
+            args.enable_auto_tool_choice = True
+            args.tool_call_parser = args.tool_call_parser or TOOL_PARSER
+        structured = args.structured_outputs_config
+        structured.reasoning_parser = structured.reasoning_parser or REASONING_PARSER
+        if settings.strict_tools and args.tool_strict_level in (None, "auto"):
+            self._constrain_calls(args, structured.backend)
+
+    @staticmethod
+    def _constrain_calls(args: Namespace, backend: str) -> None:
+        if backend in GRAMMAR_BACKENDS:
+            args.tool_strict_level = "function"
+        else:
+            logger.warning(
+                "Tool calls are not constrained: structured output backend %r has no token-level tags; use xgrammar.",
+                backend,
+            )
+
+    async def start(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Gives vLLM's renderer our prompt, and its chat handlers our stop strings; see `_vllm/replaced.py`."""
+        if self._is_on:
+            with replaced.own_parser_on_error(state):
+                self._start(state, args)
+
+    def _start(self, state: Any, args: Namespace) -> None:
+        makes_text = not self._streams or getattr(args, "enable_log_outputs", False)
+        replaced.watch_generation(state, partial(AnswerStops, makes_text=makes_text))
+        for name in ("openai_serving_chat", "openai_serving_chat_batch"):
+            replaced.use_handler(state, name, AnswerLogprobs)
+        if self._streams:
+            replaced.use_handler(state, "openai_serving_chat", ChatStream)
+        if _vllm.instructions_in_system():
+            logger.warning("vLLM's chat prompt stays: VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS asks for its form.")
+            return
+        renderer = getattr(state, "online_renderer", None)
+        if not replaced.use_chat_prompt(renderer, lambda upstream: chat_prompt_of(renderer, upstream)):
+            logger.warning("vLLM's chat prompt stays: its renderer has no seam for ours.")
+
+
+def chat_prompt_of(renderer: Any, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """The renderer's step from a chat request to prompt tokens, with our prompt; same signature as `upstream`.
+
+    0.32 and 0.33 look the step up on the renderer at every request.
+    """
+
+    def make_request(request: Any, should_include_tools: bool = True) -> tuple[list[Any], list[Any]]:
+        if is_decode_side(request):
+            return upstream(request, should_include_tools)  # type: ignore[no-any-return]
+        try:
+            prompt = conversation_of(renderer, request, should_include_tools, getattr(request, RESPONSE_FORMAT, None))
+        except ChatInputError as error:
+            raise _vllm.harmony().ValidationError(str(error), parameter=error.param) from None
+        tokens = tokens_of(prompt)
+        if len(tokens) >= renderer.model_config.max_model_len and not ONLY_COUNTED.get():
+            why = overflow(renderer.model_config.max_model_len, len(tokens), "messages")
+            raise _vllm.harmony().ValidationError(why, parameter="messages")
+        return [], [_vllm.tokens_input(tokens, request.cache_salt)]
+
+    return make_request

@@ -1,0 +1,169 @@
+"""POST /v1/messages as vLLM answers it, with what its handler has no seam for done before.
+
+A thinking budget becomes a reasoning effort, and grammars of large schemas are written in a confined worker. What this
+API promises and vLLM's handler passes over is a 400: a call of a tool that is not there, an answer of a schema that has
+no grammar.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
+
+from vllm_gptoss._vllm import messages
+from vllm_gptoss.server.chat.chat_request import render_chat_early
+from vllm_gptoss.server.chat.early import ONLY_COUNTED, is_long, settle
+from vllm_gptoss.server.chat.messages_content import ContentReader, known_blocks
+from vllm_gptoss.server.chat.vllm_parser import NEEDS_OBJECTS
+from vllm_gptoss.server.harmony.enforce import compiling
+from vllm_gptoss.server.harmony.enforce.errors import NotEnforceableError, NotNowError
+from vllm_gptoss.server.harmony.messages import Effort
+from vllm_gptoss.server.http import routes
+
+logger = logging.getLogger(__name__)
+
+PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+
+BUDGETS = ((4_096, Effort.LOW), (16_384, Effort.MEDIUM))
+"""Tokens of thinking below which an effort is meant; from the last on it is high."""
+
+_told: set[Effort] = set()
+
+
+def replace_route(app: FastAPI) -> bool:
+    """Adds our routes beside vLLM's, which vLLM then takes out. False if there is none to replace."""
+    found = routes.posts(app)
+    if PATH not in found:
+        return False
+    answers = found[PATH].endpoint
+
+    async def create_messages(request: Any, raw_request: Request) -> Any:
+        try:
+            why = _impossible(request) or await _read(request, raw_request) or await _prepare(request)
+        except NotNowError as error:
+            return _error("overloaded_error", str(error), 503, error.headers)
+        if why:
+            return _error("invalid_request_error", why, 400)
+        if not _has_budgets(raw_request):
+            request = with_effort(request)
+        NEEDS_OBJECTS.set(True)  # for this request's task
+        try:
+            await _render_early(request, raw_request)
+        except HTTPException as error:
+            kind = "rate_limit_error" if error.status_code == 429 else "invalid_request_error"
+            return _error(kind, error.detail, error.status_code)
+        return await answers(request, raw_request)
+
+    async def count_tokens(request: Any, raw_request: Request) -> Any:
+        if why := _impossible(request) or await _read(request, raw_request):
+            return _error("invalid_request_error", why, 400)
+        ONLY_COUNTED.set(True)  # for this request's task
+        await _render_early(request, raw_request, counts=True)
+        return await found[COUNT].endpoint(request, raw_request)
+
+    # FastAPI reads the bodies' types from here; their bases are vLLM's, which are there at run time only.
+    vllm = messages.bodies()
+    for ours, base in ((create_messages, vllm.Request), (count_tokens, vllm.CountRequest)):
+        ours.__annotations__ |= {"request": routes.body_class(base, known_blocks), "raw_request": Request}
+    for path, ours in ((PATH, create_messages), (COUNT, count_tokens)):
+        if core := found.get(path):
+            routes.add_beside(app, core, ours)
+    return True
+
+
+def _error(kind: str, message: str, status: int, headers: dict[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"type": "error", "error": {"type": kind, "message": message}}, status, headers)
+
+
+async def _read(request: Any, raw_request: Request) -> str | None:
+    return await ContentReader(raw_request.headers.get("authorization", "")).read(request)
+
+
+async def _render_early(request: Any, raw_request: Request, *, counts: bool = False) -> None:
+    """Has a long prompt rendered before vLLM's handler, which makes a chat request of this one, asks for it."""
+    handler = getattr(raw_request.app.state, "anthropic_serving_messages", None)
+    if handler is None or not is_long(raw_request):
+        return
+    try:
+        chat = messages.as_chat(handler, request)
+        settle(chat.messages)
+    except Exception:  # the handler meets the same, and says it in its API's words
+        return
+    await render_chat_early(chat, raw_request, counts=counts)
+
+
+def with_effort(request: Any) -> Any:
+    """A copy of `request` whose thinking budget is an effort, unless it names one itself.
+
+    gpt-oss was trained to think for a length that the effort in its prompt says. Ending its thoughts at a number of
+    tokens is vLLM's `--reasoning-config`; without that it refuses a budget.
+    """
+    vllm = messages.bodies()
+    budget = getattr(request.thinking, "budget_tokens", None)
+    if budget is None:
+        return request
+    effort = next((effort for below, effort in BUDGETS if budget < below), Effort.HIGH)
+    output = request.output_config or vllm.OutputConfig()
+    if output.effort is None:
+        output = output.model_copy(update={"effort": effort.value})
+        _say(budget, effort)
+    return request.model_copy(update={"thinking": vllm.Adaptive(type="adaptive"), "output_config": output})
+
+
+def _say(budget: int, effort: Effort) -> None:
+    if effort not in _told:
+        _told.add(effort)
+        logger.info(
+            "/v1/messages: a thinking budget of %d tokens is reasoning effort %s, and no limit (said once an effort).",
+            budget,
+            effort.value,
+        )
+
+
+def _has_budgets(raw_request: Request) -> bool:
+    """Whether the engine was told how thinking is cut, so that vLLM keeps budgets itself."""
+    config = getattr(getattr(raw_request.app.state, "engine_client", None), "vllm_config", None)
+    return bool(getattr(getattr(config, "reasoning_config", None), "enabled", False))
+
+
+def _impossible(request: Any) -> str | None:
+    """Why nothing could be the answer to `request`; None if something could."""
+    if not request.messages:
+        return "messages: at least one message is needed."
+    choice = request.tool_choice
+    if choice is None or choice.type not in ("any", "tool"):
+        return None
+    names = {tool.name for tool in _tools(request)}
+    if not names:
+        return f"tool_choice.type: {choice.type!r} needs tools."
+    if choice.type == "tool" and choice.name not in names:
+        return f"tool_choice.name: there is no tool {choice.name[:80]!r} in tools."
+    return None
+
+
+async def _prepare(request: Any) -> str | None:
+    """Has the grammars written that the request will be held to. Why the answer's schema has none, or None."""
+    await compiling.prepare_all({"type": "object", **tool.input_schema} for tool in _tools(request) if tool.strict)
+    answer = getattr(getattr(request.output_config, "format", None), "json_schema", None)
+    if answer is None:
+        return None
+    try:
+        await compiling.prepare(answer)
+    except NotNowError:
+        raise
+    except NotEnforceableError as error:
+        return f"output_config.format.schema: {error}. Leave 'format' out, or that part of the schema."
+    return None
+
+
+def _tools(request: Any) -> Iterator[Any]:
+    """All that a request defines, those that messages add in the middle of a conversation too."""
+    yield from request.tools or ()
+    for message in request.messages:
+        if not isinstance(message.content, str):
+            found = (getattr(block.tool, "definition", None) for block in message.content if block.tool is not None)
+            yield from (tool for tool in found if tool is not None)

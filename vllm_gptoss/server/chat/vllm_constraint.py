@@ -1,0 +1,166 @@
+"""A request's tools, tool choice and response format as one structural tag.
+
+Takes vLLM's chat and Responses requests. Upstream builds such tags too (`vllm/parser/harmony.py`), by text instead of
+token, with one reasoning message at most, and for non-strict tools only when asked.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from vllm_gptoss import _vllm
+from vllm_gptoss.server.harmony import grammar
+from vllm_gptoss.server.harmony.enforce import compiling
+from vllm_gptoss.server.harmony.enforce.errors import NotEnforceableError
+from vllm_gptoss.server.harmony.held import Held
+from vllm_gptoss.server.harmony.messages import FUNCTIONS, ResponseFormat
+from vllm_gptoss.server.harmony.offered import OfferedTools
+
+logger = logging.getLogger(__name__)
+
+RESPONSE_FORMAT = "gptoss_response_format"
+"""The request attribute that keeps the answer's schema for the prompt, once it has become a grammar."""
+
+# What upstream's Responses path means by its built-in tool types.
+_BUILT_IN = {
+    "web_search_preview": ("browser", frozenset({"search", "open", "find"})),
+    "code_interpreter": ("python", frozenset[str]()),
+    "container": ("container", frozenset({"exec", "feed_chars"})),
+}
+HELD = "gptoss_held"
+"""The request attribute that keeps what the grammar holds, for the parser."""
+
+_CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+def offered_tools(tools: Sequence[Any] | None) -> OfferedTools:
+    """The recipients that a request's tools allow; takes chat completions' and Responses' tool objects."""
+    namespaces: dict[str, frozenset[str]] = {}
+    if functions := frozenset(function.name for function in _functions(tools)):
+        namespaces[FUNCTIONS] = functions
+    namespaces.update(_BUILT_IN[tool.type] for tool in tools or () if tool.type in _BUILT_IN)
+    return OfferedTools(namespaces)
+
+
+def _functions(tools: Sequence[Any] | None) -> list[Any]:
+    return [getattr(tool, "function", tool) for tool in tools or () if tool.type in ("function", "custom")]
+
+
+def constrain(request: Any, level: Any) -> Any:
+    """Puts the structural tag into `request`, in place, if there is anything to constrain.
+
+    `level` is vLLM's `ToolStrictLevel`; AUTO leaves calls of non-strict tools unconstrained under tool choice "auto".
+    """
+    if getattr(request, "continue_final_message", False):
+        return request  # a tag begins with a header, which is in the prompt
+    vllm = _vllm.harmony()
+    level = level or vllm.ToolStrictLevel.AUTO
+    params = request.extract_structured_outputs()
+    room = compiling.Room()
+    answer = _answer(request, params, vllm, room)
+    calls, must_call = _calls(request, level, vllm, room)
+    if must_call and answer:
+        logger.warning("tool_choice demands a call: the response format is not applied to this turn.")
+    if answer is None and not calls and request.tools and request.tool_choice == "none" and level:
+        answer = grammar.FreeText()  # the prompt may show the tools: only the grammar keeps the model from calling
+    tag = grammar.structural_tag(calls, must_call=must_call, answer=answer)
+    if tag is None:
+        return request
+    shown = response_format(request)
+    if params is None:
+        request.structured_outputs = vllm.StructuredOutputsParams(structural_tag=tag)
+    else:
+        request.structured_outputs = replace(params, **dict.fromkeys(_CONSTRAINTS), structural_tag=tag)
+    if hasattr(request, "response_format"):
+        request.response_format = None
+        setattr(request, RESPONSE_FORMAT, shown)
+        setattr(request, HELD, Held(bool(calls), isinstance(answer, grammar.JSONArguments)))
+    else:
+        request.text = None
+    return request
+
+
+def _answer(request: Any, params: Any, vllm: Any, room: compiling.Room) -> grammar.Content | None:
+    if params is None:
+        return None
+    if params.json_object:
+        return grammar.JSONArguments()
+    found = vllm.structured_outputs_to_format(params)
+    if found is None:
+        return None
+    schema = getattr(found, "json_schema", None)
+    if not isinstance(schema, Mapping):
+        return grammar.Format(found.model_dump())
+    named = getattr(getattr(request, "response_format", None), "json_schema", None)
+    what = f"response_format '{getattr(named, 'name', 'json_schema')}'"
+    return _held(schema, what, getattr(named, "strict", None), room)
+
+
+def _held(schema: Mapping[str, Any], what: str, strict: bool | None, room: compiling.Room) -> grammar.JSONArguments:
+    """JSON of `schema`, or what is left of it; vLLM's validation error where the client asked for strictness."""
+    try:
+        compiling.grammar_of(schema, room)
+    except NotEnforceableError as error:
+        if strict:
+            raise _vllm.harmony().ValidationError(
+                f"Invalid schema for {what}: {error}. Leave 'strict' out to allow any JSON."
+            ) from None
+        compiling.tell(what, error)
+        return grammar.any_json(schema)
+    return grammar.JSONArguments(schema)
+
+
+def _calls(request: Any, level: Any, vllm: Any, room: compiling.Room) -> tuple[list[grammar.Call], bool]:
+    """The calls to constrain to, and whether one must come."""
+    choice = request.tool_choice
+    if not request.tools or choice == "none" or not vllm.is_strict():
+        return [], False
+    functions = _functions(request.tools)
+    built_in = [tool for tool in request.tools if tool.type in _BUILT_IN]
+    named = getattr(getattr(choice, "function", choice), "name", None)
+    if named is not None:
+        functions, built_in = [f for f in functions if f.name == named], []
+    elif choice not in ("auto", "required", None):
+        return [], False  # a hosted or allowed-tools choice of upstream's Responses, which it does not enforce either
+    must_call = named is not None or choice == "required"
+    is_strict = any(getattr(function, "strict", None) for function in functions)
+    if not must_call and not is_strict and level == vllm.ToolStrictLevel.AUTO:
+        return [], False
+    pins_all = level == vllm.ToolStrictLevel.PARAMETER
+    calls = [grammar.Call(f"{FUNCTIONS}.{f.name}", _arguments(f, pins_all, room)) for f in functions]
+    for tool in built_in:
+        namespace, names = _BUILT_IN[tool.type]
+        calls += [grammar.Call(f"{namespace}.{name}") for name in sorted(names)]
+        if not names:
+            calls.append(grammar.Call(namespace, grammar.FreeText()))
+    return calls, must_call and bool(calls)
+
+
+def _arguments(function: Any, pins_all: bool, room: compiling.Room) -> grammar.Content:
+    schema, strict = getattr(function, "parameters", None), getattr(function, "strict", None)
+    if not schema or not (pins_all or strict):
+        return grammar.JSONArguments()
+    return _held({"type": "object", **schema}, f"function '{function.name}'", strict, room)
+
+
+def schemas(request: Any) -> list[Mapping[str, Any]]:
+    """The schemas that `constrain` will hold a chat request to, for `compiling.prepare`."""
+    found = [
+        {"type": "object", **function.parameters}
+        for function in _functions(request.tools)
+        if getattr(function, "strict", None) and getattr(function, "parameters", None)
+    ]
+    answer = getattr(getattr(getattr(request, "response_format", None), "json_schema", None), "json_schema", None)
+    return [*found, *([answer] if isinstance(answer, Mapping) else [])]
+
+
+def response_format(request: Any) -> ResponseFormat | None:
+    """The JSON schema that a chat request names, for the prompt to show."""
+    found = getattr(getattr(request, "response_format", None), "json_schema", None)
+    schema = getattr(found, "json_schema", None)
+    if found is None or not isinstance(schema, dict):
+        return None
+    return ResponseFormat(found.name, schema, found.description or "")

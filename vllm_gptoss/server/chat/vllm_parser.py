@@ -1,0 +1,264 @@
+"""Our parser as vLLM's: the class that vLLM composes for gpt-oss.
+
+`ParserManager` takes `vllm.parser.harmony.HarmonyParser` by import and offers no registry for it (0.32 and 0.33), so
+`install` replaces that class. Nothing but a gpt-oss model ever asks for it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+from openai_harmony import Message, Role
+
+from vllm_gptoss import _vllm
+from vllm_gptoss._vllm import replaced
+from vllm_gptoss.server.chat.chat import CallDelta, ChatDelta, ChatReader
+from vllm_gptoss.server.chat.vllm_constraint import HELD, constrain, offered_tools
+from vllm_gptoss.server.harmony.events import Channel, ContentDelta, HarmonyEvent, MessageEnded, MessageStarted
+from vllm_gptoss.server.harmony.held import NOTHING
+from vllm_gptoss.server.harmony.offered import NO_TOOLS, OfferedTools
+from vllm_gptoss.server.harmony.parser import HarmonyParser
+from vllm_gptoss.server.harmony.prompt import FINAL_HEADER
+from vllm_gptoss.server.harmony.tokens import CALL
+
+logger = logging.getLogger(__name__)
+
+NEEDS_OBJECTS: ContextVar[bool] = ContextVar("needs_objects", default=False)
+"""Whether a whole answer's calls must have JSON objects: `/v1/messages` decodes them, and else fails altogether."""
+
+
+class ReadTokens(list[int]):
+    """Token ids that `reader` has read; what it made of them was told, but for `untold`. See `chat_stream.py`."""
+
+    def __init__(self, reader: ChatReader) -> None:
+        super().__init__()
+        self.reader = reader
+        self.untold = ChatDelta()
+
+
+HIDES_REASONING = "gptoss_hides_reasoning"
+"""The request attribute of a client that asked for no reasoning, where vLLM is asked for it: it would drop logprobs."""
+
+
+def hides_reasoning(request: Any) -> bool:
+    """Whether the client asked for no reasoning."""
+    return not request.include_reasoning or getattr(request, HIDES_REASONING, False)
+
+
+def chat_reader(request: Any, offered: OfferedTools, *, marks: bool = False) -> ChatReader:
+    """The reader of one choice of a chat request, whose tools are `offered`. `marks`: beside the one that answers."""
+    stop = getattr(request, "stop", None) or ()
+    return ChatReader(
+        NO_TOOLS if getattr(request, "tool_choice", None) == "none" else offered,
+        (stop,) if isinstance(stop, str) else stop,
+        keeps_stop=bool(getattr(request, "include_stop_str_in_output", False)),
+        min_tokens=getattr(request, "min_tokens", 0) or 0,
+        held=getattr(request, HELD, NOTHING),
+        reads_on=bool(getattr(request, "ignore_eos", False)),
+        counts=not marks,
+        marks=marks,
+        prefix=FINAL_HEADER if getattr(request, "continue_final_message", False) else (),
+    )
+
+
+class GptOssParser:
+    """What we put over upstream's `HarmonyParser`. vLLM makes one per choice for output, and one to adjust a request.
+
+    Reasoning and tool calls are read whether or not a reasoning or tool parser was named on the command line.
+    """
+
+    _num_counted_tokens: int
+    _num_reasoning_tokens: int
+    tool_strict_level: Any = None
+
+    def __init__(self, tokenizer: Any, tools: Any = None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(tokenizer, tools, *args, **kwargs)  # type: ignore[call-arg]  # upstream's, see parser_class
+        self._offered = offered_tools(tools)
+        self._chat: ChatReader | None = None
+        self._turn: _Turn | None = None
+
+    # Chat completions
+
+    def parse(
+        self,
+        model_output: str,
+        request: Any,
+        enable_auto_tools: bool = False,
+        model_output_token_ids: Sequence[int] = (),
+    ) -> tuple[str | None, str | None, list[Any] | None]:
+        """Reasoning, content and calls of a whole output. `model_output` lacks the control tokens and is not read."""
+        reader = self._reader(request)
+        delta, end = reader.feed(model_output_token_ids), reader.finish()
+        self._count(reader, len(model_output_token_ids))
+        calls: list[Any] = []
+        for call in (*delta.calls, *end.calls):
+            if call.name is None:
+                calls[-1].arguments += call.arguments
+            else:
+                calls.append(_vllm.harmony().FunctionCall(name=call.name, arguments=call.arguments))
+        if NEEDS_OBJECTS.get():
+            calls = _with_objects(calls, is_cut=CALL not in model_output_token_ids[-1:])
+        reasoning = "" if hides_reasoning(request) else delta.reasoning + end.reasoning
+        return reasoning or None, delta.content + end.content or None, calls or None
+
+    def parse_delta(
+        self,
+        delta_text: str,
+        delta_token_ids: list[int],
+        request: Any,
+        prompt_token_ids: list[int] | None = None,
+        *,
+        finished: bool,
+    ) -> Any:
+        """What the next tokens add, as a `DeltaMessage`, or None."""
+        if isinstance(delta_token_ids, ReadTokens):
+            reader = self._chat = delta_token_ids.reader
+            deltas = [delta_token_ids.untold]
+        else:
+            reader = self._chat = self._chat or self._reader(request)
+            deltas = [reader.feed(delta_token_ids)]
+        if finished:
+            deltas.append(reader.finish())
+            self._chat = None
+        self._count(reader, self._num_counted_tokens + len(delta_token_ids))
+        return _delta_message(deltas, not hides_reasoning(request))
+
+    def _reader(self, request: Any) -> ChatReader:
+        return chat_reader(request, self._offered)
+
+    def _count(self, reader: ChatReader, tokens: int) -> None:
+        self._num_counted_tokens, self._num_reasoning_tokens = tokens, reader.reasoning_tokens
+
+    def count_reasoning_tokens(self, token_ids: Sequence[int]) -> int:
+        """Tokens of analysis. Upstream also counts the arguments of calls."""
+        if len(token_ids) == self._num_counted_tokens:
+            return self._num_reasoning_tokens
+        reader = ChatReader(self._offered, reads_on=True)
+        reader.feed(token_ids)
+        reader.finish()
+        return reader.reasoning_tokens
+
+    # Upstream's own Responses handler, which stays when ours is switched off
+
+    def process_chunk(self, token_ids: Sequence[int]) -> Any:
+        turn = self._turn = self._turn or _Turn(HarmonyParser(self._offered))
+        segments, reasoning = turn.segments(turn.parser.feed(token_ids))
+        return _vllm.harmony().ChunkResult(segments=segments, reasoning_token_count=reasoning)
+
+    def flush(self) -> list[Any]:
+        turn, self._turn = self._turn, None
+        return turn.segments(turn.parser.finish(cut=True))[0] if turn else []
+
+    # Requests
+
+    def adjust_request(self, request: Any) -> Any:
+        return constrain(request, self.tool_strict_level)
+
+
+def _with_objects(calls: list[Any], *, is_cut: bool) -> list[Any]:
+    """`calls` without one that was cut in its last argument; other text is wrapped as Anthropic's documentation has it.
+
+    It names `INVALID_JSON` as the key in which a client tells the model of a call that was none.
+    """
+    if is_cut and calls and not _is_object(calls[-1].arguments):
+        calls = calls[:-1]
+    make = _vllm.harmony().FunctionCall
+    return [
+        call
+        if _is_object(call.arguments)
+        else make(name=call.name, arguments=json.dumps({"INVALID_JSON": call.arguments}))
+        for call in calls
+    ]
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _delta_message(deltas: Sequence[ChatDelta], include_reasoning: bool) -> Any:
+    content = "".join(delta.content for delta in deltas)
+    reasoning = "".join(delta.reasoning for delta in deltas) if include_reasoning else ""
+    calls = [_delta_tool_call(call) for delta in deltas for call in delta.calls]
+    if not (content or reasoning or calls):
+        return None
+    # vLLM serialises without unset fields, so only what is there is set.
+    message = _vllm.harmony().DeltaMessage()
+    if content:
+        message.content = content
+    if reasoning:
+        message.reasoning = reasoning
+    if calls:
+        message.tool_calls = calls
+    return message
+
+
+def _delta_tool_call(call: CallDelta) -> Any:
+    vllm = _vllm.harmony()
+    if call.name is None:
+        function = vllm.DeltaFunctionCall(arguments=call.arguments)
+        return vllm.DeltaToolCall(index=call.index, function=function)
+    function = vllm.DeltaFunctionCall(name=call.name, arguments=call.arguments)
+    return vllm.DeltaToolCall(id=vllm.make_tool_call_id(), type="function", index=call.index, function=function)
+
+
+class _Turn:
+    """A turn as upstream's segments."""
+
+    def __init__(self, parser: HarmonyParser) -> None:
+        self.parser = parser
+        self._started: MessageStarted | None = None
+
+    def segments(self, events: Sequence[HarmonyEvent]) -> tuple[list[Any], int]:
+        """Segments, and how many tokens of reasoning are in them."""
+        make = _vllm.harmony().Segment
+        segments, reasoning = [], 0
+        for event in events:
+            started = self._started
+            match event:
+                case MessageStarted():
+                    self._started = event
+                case ContentDelta(text=text, tokens=tokens) if started:
+                    is_reasoning = started.channel is Channel.ANALYSIS and started.recipient is None
+                    reasoning += tokens if is_reasoning else 0
+                    segments.append(make(started.channel.value, started.recipient, text))
+                case MessageEnded(text=text) if started:
+                    message = _upstream_message(started, text)
+                    segments.append(make(started.channel.value, started.recipient, "", message))
+        return segments, reasoning
+
+
+def _upstream_message(started: MessageStarted, text: str) -> Message:
+    message = Message.from_role_and_content(Role.ASSISTANT, text).with_channel(started.channel.value)
+    if started.recipient:
+        message = message.with_recipient(started.recipient)
+    if started.content_type:
+        message = message.with_content_type(started.content_type)
+    return message
+
+
+@cache
+def parser_class() -> type:
+    """Upstream's `HarmonyParser` with ours over it; made on first use, because the base class imports vLLM."""
+    return type("HarmonyParser", (GptOssParser, _vllm.harmony().Parser), {"__module__": __name__})
+
+
+def install() -> bool:
+    """Makes vLLM compose our parser for gpt-oss; False, with one line said, if this vLLM has moved it.
+
+    Idempotent. `_vllm/replaced.py` says what is replaced and why. Parsers of other models are not touched.
+    """
+    try:
+        ours = parser_class()
+    except (ImportError, AttributeError) as error:
+        logger.warning("vLLM's Harmony parser stays: %s. Chat completions may lose malformed output.", error)
+        return False
+    replaced.use_parser(ours)
+    return True

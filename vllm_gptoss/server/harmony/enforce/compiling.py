@@ -1,0 +1,140 @@
+"""Grammars of schemas, kept once they are written: written apart from the server, or here where that cannot be."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from hashlib import sha256
+from typing import Any
+
+from vllm_gptoss.server.harmony.enforce.errors import NotEnforceableError, NotNowError
+from vllm_gptoss.server.harmony.enforce.job import Written, attempt, written, written_pattern
+from vllm_gptoss.server.harmony.enforce.json_grammar import write
+from vllm_gptoss.server.harmony.metrics import UNENFORCED
+from vllm_gptoss.tools.confined import BusyError, ConfinedError, FaultError, Limit, pool
+
+logger = logging.getLogger(__name__)
+
+LIMIT = Limit(seconds=10, cpu_s=5, memory=512 << 20, payload=2 << 20, answer=1 << 20)
+"""Of one schema's grammar. The largest that is written takes under a second."""
+
+MAX_WHITESPACE = 32
+"""Whitespace in a row inside JSON. Without a bound a model that is unsure writes blanks until it is cut."""
+
+HERE = 8_192
+"""Bytes of schema up to which a grammar is written in the server's own thread, where nobody could wait for a worker."""
+
+MAX_GRAMMARS, MAX_COST = 400_000, 5_000
+"""Bytes of all grammars of one request, and milliseconds in which the engine compiles them."""
+
+_KEPT = 512
+_known: OrderedDict[bytes, Written] = OrderedDict()
+_told: set[bytes] = set()
+
+
+async def prepare(schema: Mapping[str, Any]) -> Written:
+    """The grammar of `schema`, written in a confined worker the first time.
+
+    Raises:
+        NotEnforceableError: it has none, or was not written within `LIMIT`.
+        NotNowError: nothing is known about it, because the workers are busy or failed; nothing is cached.
+    """
+    text = json.dumps(schema).encode()
+    key = _key(text)
+    if key not in _known:
+        _keep(key, await _apart(lambda: pool().run(written, text, LIMIT, whitespace=MAX_WHITESPACE)))
+    return _result(_known[key])
+
+
+async def prepare_all(schemas: Iterable[Mapping[str, Any]]) -> None:
+    """Prepares every schema that has a grammar. Raises NotNowError; the others are reported by `grammar_of`."""
+    for schema in schemas:
+        try:
+            await prepare(schema)
+        except NotNowError:
+            raise
+        except NotEnforceableError:
+            continue
+
+
+async def prepare_pattern(pattern: str) -> Written:
+    """The grammar of plain text that `pattern` matches as a whole; otherwise as `prepare`."""
+    text = pattern.encode("utf-8", "surrogatepass")
+    key = _key(b"pattern " + text)
+    if key not in _known:
+        _keep(key, await _apart(lambda: pool().run(written_pattern, text, LIMIT)))
+    return _result(_known[key])
+
+
+async def _apart(run: Callable[[], Awaitable[Written]]) -> Written:
+    try:
+        return await run()
+    except (BusyError, FaultError) as error:
+        raise NotNowError("schema", f"was not read: {error}") from None
+    except ConfinedError as error:
+        return Written(keyword="schema", why=f"was not read: {error}")
+
+
+def _key(text: bytes) -> bytes:
+    return sha256(text).digest()
+
+
+class Room:
+    """What the grammars of one request may still add up to."""
+
+    def __init__(self) -> None:
+        self._bytes, self._cost = MAX_GRAMMARS, float(MAX_COST)
+
+    def take(self, found: Written) -> None:
+        """Makes room for a grammar.
+
+        Raises:
+            NotEnforceableError: there is none left; nothing was taken.
+        """
+        if len(found.grammar) > self._bytes:
+            raise NotEnforceableError("tools", f"need grammars of more than {MAX_GRAMMARS} bytes together")
+        if found.cost > self._cost:
+            raise NotEnforceableError("tools", "have schemas that take too long to compile together")
+        self._bytes -= len(found.grammar)
+        self._cost -= found.cost
+
+
+def grammar_of(schema: Mapping[str, Any], room: Room | None = None) -> str:
+    """As `prepare`, where nothing can be awaited: what was not prepared is written here if it is small.
+
+    Raises:
+        NotEnforceableError: it has none, or is too large to write here, or `room` has no place for it.
+    """
+    text = json.dumps(schema)
+    key = _key(text.encode())
+    if key not in _known:
+        if len(text) > HERE:
+            raise NotEnforceableError("schema", f"has more than {HERE} bytes")
+        _keep(key, attempt(lambda: write(text, MAX_WHITESPACE)))
+    found = _result(_known[key])
+    if room:
+        room.take(found)
+    return found.grammar
+
+
+def _keep(key: bytes, found: Written) -> None:
+    _known[key] = found
+    while len(_known) > _KEPT:
+        _known.popitem(last=False)
+
+
+def _result(found: Written) -> Written:
+    if not found.grammar:
+        raise NotEnforceableError(found.keyword, found.why)
+    return found
+
+
+def tell(what: str, error: NotEnforceableError) -> None:
+    """Counts that `what` is held to JSON only, and logs it once for each such schema."""
+    UNENFORCED.labels(error.keyword).inc()
+    key = _key(f"{what} {error}".encode())
+    if key not in _told and len(_told) < _KEPT:
+        _told.add(key)
+        logger.warning("The schema of %s is not enforced, any JSON is accepted (said once): %s", what, error)

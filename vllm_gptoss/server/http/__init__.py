@@ -1,0 +1,1 @@
+"""What every route shares: bodies, callers, routes, the format of errors."""

@@ -1,0 +1,142 @@
+"""The parts of the endpoint plugin. Each is installed as a whole or not at all; where one fails, vLLM's own serves.
+
+A part has `attach(app, args, settings)`, before vLLM builds its handlers, and `async start(engine_client, state, args)`
+after. A part fails where a package is missing or where vLLM has moved something.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.routing import BaseRoute
+
+from vllm_gptoss._vllm import replaced
+from vllm_gptoss.server.http import routes
+from vllm_gptoss.settings import Settings, SettingsError
+from vllm_gptoss.tools.missing import reason
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A part before it is imported. `requested_by`: settings that a user gives only to have this part."""
+
+    name: str
+    module: str
+    factory: str
+    requested_by: tuple[str, ...] = ()
+    variables: str = ""
+    """The prefix of environment variables that configure this part alone."""
+
+    def load(self) -> Any:
+        return getattr(importlib.import_module(self.module), self.factory)()
+
+    def request(self, settings: Settings, environ: Mapping[str, str]) -> str | None:
+        """The setting by which the user asked for this part, or None."""
+        named = [name for name in self.requested_by if name in settings.model_fields_set and getattr(settings, name)]
+        own = [name for name in sorted(environ) if self.variables and name.startswith(self.variables)]
+        return next((f"the setting {name!r} (GPTOSS_{name.upper()})" for name in named), next(iter(own), None))
+
+
+RESPONSES = Kind(
+    "Responses API",
+    "vllm_gptoss.server.responses.endpoint",
+    "ResponsesEndpoint",
+    ("endpoint", "tools", "store", "prompts"),
+    "GPTOSS_RESPONSES_",
+)
+KINDS = (
+    Kind("completions", "vllm_gptoss.server.chat.completions", "Completions"),
+    Kind("chat completions", "vllm_gptoss.server.chat.endpoint", "ChatCompletions", ("parser",)),
+    RESPONSES,
+    Kind("event loop watch", "vllm_gptoss.server.streaming.process_tuning", "Host"),
+)
+
+
+def failures() -> dict[str, str]:
+    """Each part that cannot be imported here, and why."""
+    found = {}
+    for kind in KINDS:
+        try:
+            importlib.import_module(kind.module)
+        except Exception as error:
+            found[kind.name] = reason(error)
+    return found
+
+
+@dataclass(frozen=True)
+class _Installed:
+    kind: Kind
+    part: Any
+    routes: Sequence[BaseRoute]
+
+
+class Parts:
+    """The parts of one server."""
+
+    def __init__(self, app: FastAPI, args: Namespace, settings: Settings) -> None:
+        """Attaches every part that can be.
+
+        Raises:
+            SettingsError: a setting is wrong, or asks for a part that failed.
+        """
+        self._app = app
+        self._settings = settings
+        self._before = list(app.router.routes)
+        self.installed: list[_Installed] = []
+        for kind in KINDS:
+            if kind is not RESPONSES or settings.endpoint:
+                self._attach(kind, args)
+
+    def _attach(self, kind: Kind, args: Namespace) -> None:
+        there = self._app.router.routes
+        before, restore = list(there), replaced.remember(self._app.router, args)
+        try:
+            part = kind.load()
+            part.attach(self._app, args, self._settings)
+        except Exception as error:
+            restore()
+            there[:] = before
+            self._report(kind, error)
+        else:
+            ours = [route for route in there if not any(route is each for each in before)]
+            self.installed.append(_Installed(kind, part, ours))
+
+    async def start(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Starts every part; one that fails is taken out, with its routes.
+
+        Raises:
+            SettingsError: as in `__init__`.
+        """
+        for each in [*self.installed]:
+            restore = replaced.remember(state)
+            try:
+                await each.part.start(engine_client, state, args)
+            except Exception as error:
+                restore()
+                routes.put_back(self._app, each.routes, self._before)
+                self.installed.remove(each)
+                self._report(each.kind, error)
+
+    def _report(self, kind: Kind, error: Exception) -> None:
+        if isinstance(error, SettingsError):
+            raise error
+        if request := kind.request(self._settings, os.environ):
+            raise SettingsError(
+                f"{request} needs the plugin's {kind.name}, which failed: {reason(error)}."
+                " Without the setting, vLLM's own implementation is used."
+            ) from error
+        logger.warning(
+            "The plugin's %s is off; vLLM's own implementation is used (%s). `vllm-gptoss doctor` checks all packages.",
+            kind.name,
+            reason(error),
+        )
+        logger.debug("The traceback:", exc_info=error)

@@ -1,0 +1,139 @@
+"""What the engine must keep to: offered tools, their schemas, and the format of the answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_gptoss import _vllm
+from vllm_gptoss.server.harmony import grammar
+from vllm_gptoss.server.harmony.enforce import compiling
+from vllm_gptoss.server.harmony.enforce.errors import NotEnforceableError, NotNowError
+from vllm_gptoss.server.responses.errors import ApiError
+from vllm_gptoss.server.responses.prompt.toolset import Kind, Route, Toolset
+from vllm_gptoss.server.responses.request.create import CreateRequest, plain
+
+MAX_LARK, MAX_NESTING = 50_000, 100
+"""Characters of a Lark grammar, and brackets open at once: xgrammar reads it in this process, by recursion."""
+
+MAX_COUNT = 100
+"""Of `{1,100}` and `~1..100` in a Lark grammar: the engine matches what it must count 70 ms a token slower, 300 at 400,
+and every request waits."""
+
+_IN_QUOTES = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]')
+_COUNT = re.compile(r"\{(\d+), (-?\d+)\}")
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """vLLM's structural tags as JSON, or None for free generation.
+
+    first: of the first round, where `tool_choice` may force a call
+    later: once a call was made, so that the model can answer
+    answers: whether they hold the answer, too
+    """
+
+    first: str | None = None
+    later: str | None = None
+    answers: bool = False
+
+
+async def constraints(request: CreateRequest, toolset: Toolset, *, strict_tools: bool = True) -> Constraints:
+    """What this request holds the model to.
+
+    Calls are kept to the offered tools by default, those of strict tools to their schemas too; `strict_tools=False`
+    does so only where the request forces a call.
+
+    Raises:
+        ApiError: a grammar or a schema that the client asked to be strict cannot be enforced; a forced call is none.
+    """
+    room = compiling.Room()
+    answer = await _answer(request, room)
+    forced = must_call(request)
+    if not forced and not strict_tools and answer is None:
+        return Constraints()
+    calls = [grammar.Call(route.recipient, await _content(route, request, room)) for route in toolset.routes.values()]
+    if forced and not calls:
+        raise ApiError("'tool_choice' forces a call, but no tool can be called.", param="tool_choice")
+    holds = strict_tools or answer is not None
+    later = grammar.structural_tag(calls, answer=answer) if holds else None
+    first = grammar.structural_tag(calls, must_call=True, answer=answer) if forced else later
+    return Constraints(first, later, answer is not None)
+
+
+def must_call(request: CreateRequest) -> bool:
+    """Whether `tool_choice` forces a call of some tool."""
+    choice = request.tool_choice
+    if isinstance(choice, str):
+        return choice == "required"
+    return bool(choice.get("type") != "allowed_tools" or choice.get("mode") == "required")
+
+
+async def _answer(request: CreateRequest, room: compiling.Room) -> grammar.Content | None:
+    form: Mapping[str, Any] = plain(request.text.format) if request.text and request.text.format else {"type": "text"}
+    if form["type"] != "json_schema":
+        return grammar.JSONArguments() if form["type"] == "json_object" else None
+    try:
+        room.take(await compiling.prepare(form["schema"]))
+    except NotEnforceableError as error:
+        if form.get("strict"):
+            message = f"Invalid schema for response_format '{form['name']}': {error}."
+            raise _refusal(error, message, "text.format.schema", "invalid_json_schema") from None
+        compiling.tell(f"the answer '{form['name']}'", error)
+        return grammar.any_json(form["schema"])
+    return grammar.JSONArguments(form["schema"])
+
+
+async def _content(route: Route, request: CreateRequest, room: compiling.Room) -> grammar.Content:
+    """What a call's text must be."""
+    if route.kind is Kind.PYTHON:
+        return grammar.FreeText()
+    if route.grammar:
+        return await _grammar(route, room)
+    if not route.strict or not route.schema:
+        return grammar.JSONArguments()
+    schema = {"type": "object", **route.schema}
+    try:
+        room.take(await compiling.prepare(schema))
+    except NotEnforceableError as error:
+        if route.name in request.strict_tools:
+            message = f"Invalid schema for function '{route.name}': {error}. Send 'strict': false to allow any JSON."
+            raise _refusal(error, message, "tools", "invalid_function_parameters") from None
+        compiling.tell(route.recipient, error)
+        return grammar.JSONArguments()
+    return grammar.JSONArguments(schema)
+
+
+async def _grammar(route: Route, room: compiling.Room) -> grammar.Content:
+    assert route.grammar is not None
+    definition = route.grammar["definition"]
+    try:
+        if route.grammar["syntax"] == "regex":
+            found = await compiling.prepare_pattern(definition)
+            room.take(found)
+            return grammar.EBNF(found.grammar)
+        _check_lark(definition)
+        ebnf = _vllm.lark_to_ebnf(definition)
+        if any(int(bound) > MAX_COUNT for pair in _COUNT.findall(_IN_QUOTES.sub("", ebnf)) for bound in pair):
+            raise ValueError(f"it counts to more than {MAX_COUNT}; repeat without a bound")
+        return grammar.EBNF(ebnf)
+    except ValueError as error:
+        raise _refusal(error, f"The grammar of '{route.name}' is not understood: {error}", "tools") from None
+
+
+def _refusal(error: ValueError, message: str, param: str, code: str | None = None) -> ApiError:
+    """400 with `message`, or 503 where nothing is known about the schema or grammar yet."""
+    if isinstance(error, NotNowError):
+        return ApiError(str(error), param=param, status=503, kind="server_error", retry_after=error.retry_after)
+    return ApiError(message, param=param, code=code)
+
+
+def _check_lark(definition: str) -> None:
+    depth = deepest = 0
+    for character in definition:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    if len(definition) > MAX_LARK or deepest > MAX_NESTING:
+        raise ValueError(f"it has more than {MAX_LARK} characters or {MAX_NESTING} open brackets")

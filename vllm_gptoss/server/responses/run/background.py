@@ -1,0 +1,400 @@
+"""Responses that run without a listener: kept as they go, followed and resumed from any API server, cancelled.
+
+Every event goes to the store before anybody sees it, so a follower that comes back with `starting_after` misses none.
+Where nobody here waits for them, events are written less often; followers here read what is written from memory.
+A server beats while it works; a response whose server stopped beating is failed by whoever looks at it next. A server
+that finds its response deleted, or ended by another, stops and writes nothing more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager, nullcontext
+from typing import Any
+from weakref import WeakValueDictionary
+
+from pydantic_core import to_json
+
+from vllm_gptoss.server.http.callers import FullError, Places
+from vllm_gptoss.server.responses.errors import ApiError, full, id_taken, not_found
+from vllm_gptoss.server.responses.request.create import CreateRequest
+from vllm_gptoss.server.responses.run.events import TERMINAL, Event, has_ended
+from vllm_gptoss.server.responses.run.loop import Loop
+from vllm_gptoss.server.responses.run.service import Service
+from vllm_gptoss.server.responses.state.caller import Caller
+from vllm_gptoss.server.responses.state.store import Store
+from vllm_gptoss.server.responses.state.stored import UNFINISHED, Stored, StoreError, TakenError, row_key
+
+logger = logging.getLogger(__name__)
+
+FLUSH = 0.05
+"""Seconds that events of a background response may wait before they are written together."""
+QUIET = 0.25
+"""The same, while nobody follows the response on this server. Followers on others look every `POLL`."""
+STOPPED = "The server was stopped before this response had ended."
+LAST_WORDS = 2.0
+"""Seconds in which what the engine said last, before it ended, is read and stored."""
+RECENT = 500
+"""Written events that are kept for this server's followers; who is further behind reads the store."""
+RETRY = 1.0
+"""Seconds between attempts while the store fails."""
+CANCEL_TIMEOUT = 30.0
+"""Seconds, beyond the heartbeat, that a cancelled response may take to end."""
+POLL = 0.2
+"""Seconds between looks at the store for a response that another server runs."""
+
+
+class _BackgroundRun:
+    """A response that this server runs.
+
+    `wake` tells its writer that there is something to write; `draining` that there will be no more; `news` tells
+    followers that events were written; `ended` that all were. `pending` are events that are not written yet; while the
+    store fails (`is_stuck`) this server's followers read them here. `is_lost`: the response was deleted, or ended by
+    another server. `hurry` is set while somebody waits for what is written; `written` is the last event's number.
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self.loop = loop
+        self.is_lost = False
+        self.pending: list[Event] = []
+        self.is_stuck = False
+        self.wake = asyncio.Event()
+        self.hurry = asyncio.Event()
+        self.draining = False
+        self.stopping = False
+        self.written = -1
+        self.task: asyncio.Task[None] | None = None
+        self.news = asyncio.Event()
+        self.ended = False
+        self._recent: deque[tuple[int, str]] = deque(maxlen=RECENT)
+        self._followers = 0
+
+    def tell(self) -> None:
+        self.news.set()
+        self.news = asyncio.Event()
+
+    def stop(self) -> None:
+        """Cancels the response, once: cancelled again, or behind its end, it could not say how it ended."""
+        if self.task and not (self.stopping or self.draining or self.loop.is_ending):
+            self.stopping = True
+            self.task.cancel()
+
+    def drain(self) -> None:
+        self.draining = True
+        self.wake.set()
+        self.hurry.set()
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        self._followers += 1
+        self.hurry.set()
+        try:
+            yield
+        finally:
+            self._followers -= 1
+            if not self._followers:
+                self._recent.clear()
+                if not self.draining:
+                    self.hurry.clear()
+
+    def wrote(self, batch: list[tuple[int, str]]) -> None:
+        del self.pending[: len(batch)]
+        self.written = batch[-1][0]
+        if self._followers:
+            self._recent.extend(batch)
+
+    def since(self, after: int) -> list[str] | None:
+        """The written events after number `after`; None if only the store has them."""
+        if after >= self.written:
+            return []
+        if not self._recent or self._recent[0][0] > after + 1:
+            return None
+        return [data for number, data in self._recent if number > after]
+
+
+class Background:
+    """Runs and follows background responses."""
+
+    def __init__(self, service: Service, store: Store) -> None:
+        self._service = service
+        self._store = store
+        self._runs: dict[str, _BackgroundRun] = {}
+        options = service.context.options
+        self._beginning: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._places = Places(options.max_background, options.total_background)
+        self._closing = False
+
+    async def aclose(self, patience: float = 0.0) -> None:
+        """Lets what runs here end for up to `patience` seconds, fails the rest, and waits until that is stored.
+
+        Where the engine has ended before, as under `vllm serve`, who waits for a tool cannot end any more.
+        """
+        tasks = [run.task for run in self._runs.values() if run.task]
+        if self._service.context.engine.has_ended:
+            patience = min(patience, LAST_WORDS)
+        if tasks and patience:
+            logger.info("Waiting up to %g s for %d background responses", patience, len(tasks))
+            await asyncio.wait(tasks, timeout=patience)
+        self._closing = True
+        for run in list(self._runs.values()):
+            run.stop()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def start(self, request: CreateRequest, caller: Caller) -> tuple[str, dict[str, Any]]:
+        """Begins to run; the id and the queued response. Raises `ApiError` where too many run already."""
+        try:
+            leave = self._places.take(caller.owner)
+        except FullError as error:
+            raise full(error, "background responses have not ended yet", "background") from None
+        try:
+            # One by one: hundreds that begin together fill the event loop's every turn.
+            async with self._beginning.setdefault(caller.owner, asyncio.Lock()):
+                run, stored = await self._begin(request, caller)
+        except BaseException:
+            leave()
+            raise
+        run.task = asyncio.create_task(self._work(run, stored), name=stored.id)
+        run.task.add_done_callback(lambda _: leave())
+        return stored.id, dict(stored.body)
+
+    async def _begin(self, request: CreateRequest, caller: Caller) -> tuple[_BackgroundRun, Stored]:
+        loop = await self._service.prepare(request, caller, queued=True)
+        body = dict(loop.body)
+        identifier = str(body["id"])
+        stored = Stored(identifier, caller.tenant, body, request.items, {}, request.previous_response_id)
+        stored.nameless = request.nameless
+        try:
+            await self._store.save(stored)
+        except TakenError:
+            await loop.close()
+            raise id_taken(identifier) from None
+        except BaseException:
+            await loop.close()
+            raise
+        run = self._runs[stored.key] = _BackgroundRun(loop)
+        return run, stored
+
+    async def _work(self, run: _BackgroundRun, stored: Stored) -> None:
+        """Drains a loop into the store."""
+        loop, pending = run.loop, run.pending
+        writer = asyncio.create_task(self._write(stored, run))
+        try:
+            async with aclosing(loop.run()) as batches:
+                async for batch in batches:
+                    pending += batch
+                    run.wake.set()
+                    if writer.done():
+                        break  # cancelled from elsewhere
+                    if stored.status == "queued":
+                        stored.body["status"] = "in_progress"
+                        await self._save(stored)
+            if writer.done() and not has_ended(pending):
+                pending += await loop.cancel()
+        except asyncio.CancelledError:
+            pending += await (loop.fail(STOPPED) if self._closing else loop.cancel())
+        finally:
+            # The writer is let finish: cancelled between two writes it could leave a gap before the last event.
+            run.drain()
+            try:
+                await asyncio.gather(writer, return_exceptions=True)
+                if await self._drain(stored.key, run):
+                    await self._end(stored, loop)
+            finally:
+                run.ended = True
+                run.tell()
+                self._runs.pop(stored.key, None)
+
+    async def _drain(self, key: str, run: _BackgroundRun) -> bool:
+        """Writes what is left; where the store fails, followers are told from memory, until it is given up."""
+        until = time.monotonic() + self._service.context.options.heartbeat
+        while not await self._flush(key, run):
+            if run.is_lost:
+                logger.warning("%s was deleted or ended by another server; what it still said is dropped", key)
+                return False
+            if time.monotonic() > until:
+                logger.error("The last %d events of %s were never stored", len(run.pending), key)
+                return False
+            await asyncio.sleep(RETRY)
+        return True
+
+    async def _end(self, stored: Stored, loop: Loop) -> None:
+        """What is left to do for a response whose events are all stored."""
+        try:
+            if not loop.is_kept:  # it could not be stored when it ended
+                stored.body = dict(loop.body)
+                await self._store.update(stored)
+            await self._store.background.measure(stored.key)
+        except StoreError as error:
+            logger.error("The end of %s is not stored: %s", stored.id, error)
+
+    async def _save(self, stored: Stored) -> None:
+        try:
+            await self._store.update(stored)
+        except StoreError as error:
+            logger.error("%s is not kept as %s: %s", stored.id, stored.status, error)
+
+    async def _write(self, stored: Stored, run: _BackgroundRun) -> None:
+        """Writes what is pending, again and again, and beats. Ends when drained, or when a cancel was asked for."""
+        beaten, goes_on = time.monotonic(), True
+        while not run.draining:
+            try:
+                async with asyncio.timeout(1.0):
+                    await run.wake.wait()
+                    await _pause(run)
+            except TimeoutError:
+                pass
+            run.wake.clear()
+            if run.loop.is_ending:
+                continue  # what is left is written when it is known whether the end was
+            if not await self._flush(stored.key, run) and not run.is_lost:
+                await asyncio.sleep(RETRY)
+            if time.monotonic() - beaten > 1.0:
+                beaten = time.monotonic()
+                goes_on = await self._goes_on(stored.key)
+            if (run.is_lost or not goes_on) and not run.loop.is_ending:
+                run.stop()  # it may be waiting for a tool
+                return
+
+    async def _goes_on(self, key: str) -> bool:
+        """Beats, and hears whether somebody cancelled, deleted or ended the response."""
+        try:
+            return await self._store.background.beat(key)
+        except StoreError:
+            return True  # `_flush` says that the store fails
+
+    async def _flush(self, key: str, run: _BackgroundRun) -> bool:
+        """Writes the pending events; False if the store fails, and they stay, or if the response is lost."""
+        batch = [(event["sequence_number"], to_json(event).decode()) for event in run.pending]
+        was_stuck, run.is_stuck = run.is_stuck, False
+        if batch:
+            try:
+                kept = run.loop.is_kept
+                run.is_lost = not await self._store.background.append(key, batch, finished_here=kept)
+                if not run.is_lost:
+                    run.wrote(batch)
+            except StoreError as error:
+                run.is_stuck = True
+                if not was_stuck:
+                    logger.error("Events of %s wait to be stored: %s", key, error)
+            run.tell()
+        return not run.is_stuck and not run.is_lost
+
+    async def follow(self, identifier: str, caller: Caller, after: int) -> AsyncGenerator[list[Event], None]:
+        """Events after number `after`, as they come, to the terminal one."""
+        run = self._runs.get(row_key(caller.tenant, identifier))
+        with run.followed() if run else nullcontext():
+            async with aclosing(self._follow(identifier, caller, after)) as batches:
+                async for batch in batches:
+                    yield batch
+
+    async def _follow(self, identifier: str, caller: Caller, after: int) -> AsyncGenerator[list[Event], None]:
+        key = row_key(caller.tenant, identifier)
+        while True:
+            run = self._runs.get(key)
+            news = run.news if run else None
+            batch = [json.loads(data) for data in await self._written(key, run, after)]
+            if run and run.is_stuck:
+                told = batch[-1]["sequence_number"] if batch else after
+                batch += [event for event in run.pending if event["sequence_number"] > told]
+            if batch:
+                after = batch[-1]["sequence_number"]
+                yield batch
+                if has_ended(batch):
+                    return
+                continue
+            if run is None or run.ended:
+                stored = await self._store.get(caller.tenant, identifier)
+                if stored is None:
+                    raise not_found("Response", identifier)
+                stored = await self.checked(stored)
+                if stored.status not in UNFINISHED and not await self._store.background.since(key, after, 1):
+                    last = await self._store.background.last(key)
+                    number = last[0] if last else -1
+                    is_whole = last is not None and json.loads(last[1])["type"] in TERMINAL
+                    if is_whole and after <= number:
+                        return
+                    if is_whole or self._is_silent(stored):  # its server died before it wrote all that it had told
+                        yield [_last_event(stored, max(after, number) + 1)]
+                        return
+            if news is None:
+                await asyncio.sleep(POLL)
+                continue
+            try:
+                async with asyncio.timeout(POLL):
+                    await news.wait()
+            except TimeoutError:
+                pass
+
+    async def _written(self, key: str, run: _BackgroundRun | None, after: int) -> list[str]:
+        """Events after number `after` that are written, as JSON: some, or none if there are none."""
+        known = run.since(after) if run else None
+        return [data for _, data in await self._store.background.since(key, after)] if known is None else known
+
+    async def checked(self, stored: Stored) -> Stored:
+        """`stored`, marked failed if the server that ran it has died."""
+        if stored.status not in UNFINISHED or stored.key in self._runs:
+            return stored
+        if not self._is_silent(stored):
+            return stored
+        stored.body["status"] = "failed"
+        message = "The server that ran this response has ended, or could not store it."
+        stored.body["error"] = {"code": "server_error", "message": message}
+        if await self._store.background.give_up(stored, lambda number: json.dumps(_last_event(stored, number))):
+            return stored
+        fresh = await self._store.get(stored.tenant, stored.id)  # its server lives, or another was quicker
+        if fresh is None:
+            raise not_found("Response", stored.id)
+        return fresh
+
+    def _is_silent(self, stored: Stored) -> bool:
+        """Whether the response's server has given no sign of life for too long."""
+        return stored.silent >= self._service.context.options.heartbeat
+
+    async def cancel(self, stored: Stored, caller: Caller) -> dict[str, Any]:
+        """Stops a response wherever it runs; its last body."""
+        if stored.status not in UNFINISHED:
+            return stored.body  # as OpenAI's API: cancelling what has ended gives what it ended as
+        await self.stop(stored.id, caller)
+        try:
+            async with asyncio.timeout(CANCEL_TIMEOUT + self._service.context.options.heartbeat):
+                async with aclosing(self.follow(stored.id, caller, -1)) as batches:
+                    async for _ in batches:
+                        pass
+        except TimeoutError:
+            message = "The response is being cancelled; look at it again later."
+            raise ApiError(message, code="cancel_timeout", status=503, kind="server_error") from None
+        return (await self._service.get(stored.id, caller)).body
+
+    async def stop(self, identifier: str, caller: Caller) -> None:
+        """Cancels a response of the caller's: at once if it runs here, else by telling the server that runs it."""
+        run = self._runs.get(row_key(caller.tenant, identifier))
+        stored = await self._store.get(caller.tenant, identifier)
+        if stored is None:
+            return
+        if run is None or run.task is None:
+            await self._store.background.request_cancel(caller.tenant, identifier)
+            return
+        run.stop()
+        await asyncio.wait([run.task])  # which, unlike `gather`, leaves it alone when this client goes away
+
+
+async def _pause(run: _BackgroundRun) -> None:
+    """Lets events come together, longer where nobody here waits for them."""
+    try:
+        async with asyncio.timeout(QUIET - FLUSH):
+            await run.hurry.wait()
+    except TimeoutError:
+        pass
+    await asyncio.sleep(FLUSH)
+
+
+def _last_event(stored: Stored, number: int) -> Event:
+    """The terminal event of a stored response that has ended."""
+    kind = {"completed": "completed", "failed": "failed"}.get(stored.status, "incomplete")
+    return {"type": f"response.{kind}", "sequence_number": number, "response": stored.body}

@@ -1,0 +1,93 @@
+"""What all responses of one server share."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_gptoss.server.responses.errors import ApiError
+from vllm_gptoss.server.responses.options import ResponsesOptions
+from vllm_gptoss.server.responses.prompt.toolset import Providers
+from vllm_gptoss.server.responses.request.templates import Templates
+from vllm_gptoss.server.responses.run.engine import Engine
+from vllm_gptoss.server.responses.state.caller import Caller
+from vllm_gptoss.server.responses.state.sealing import KeyRing
+from vllm_gptoss.server.responses.state.store import Store
+from vllm_gptoss.server.responses.state.stored import StoreError, TakenError
+
+logger = logging.getLogger(__name__)
+
+Models = Callable[[str | None], tuple[str, Any]]
+"""From the `model` of a request to the name to answer with and its LoRA adapter; raises `ApiError` if unknown."""
+
+MAX_CONTAINERS = 100_000
+"""Containers whose owner is remembered; the python tool forgets their files sooner."""
+
+
+class ContainerOwners:
+    """Which API key, and which conversation, used a container of the python tool, on whatever server of the store."""
+
+    def __init__(self, store: Store | None = None) -> None:
+        self._store = store
+        self._owners: OrderedDict[str, tuple[str, str]] = OrderedDict()
+        self._unwritten: set[str] = set()
+
+    async def remember(self, container_id: str, tenant: str, notebook: str) -> None:
+        """`notebook` is the conversation of the python tool that the container belongs to."""
+        if self._owners.get(container_id) == (tenant, notebook) and container_id not in self._unwritten:
+            return
+        self._owners[container_id] = (tenant, notebook)
+        while len(self._owners) > MAX_CONTAINERS:
+            self._unwritten.discard(self._owners.popitem(last=False)[0])
+        if self._store is None:
+            return
+        self._unwritten.add(container_id)  # until it is: the next call tries again
+        try:
+            await self._store.containers.put(container_id, tenant, notebook)
+            self._unwritten.discard(container_id)
+        except TakenError:
+            self._unwritten.discard(container_id)  # another server has just written it
+        except StoreError as error:
+            logger.warning("Only this server gives out the files of container %s: %s", container_id, error)
+
+    async def notebook(self, container_id: str, caller: Caller) -> str:
+        """The conversation whose notebook a request means by `container`: the one that used it, else a named one."""
+        return await self.used(container_id, caller) or f"{caller.tenant}:container:{container_id}"
+
+    async def used(self, container_id: str, caller: Caller) -> str | None:
+        """The conversation whose notebook this container is, None where it is not one of the caller's."""
+        tenant, notebook = await self._owner(container_id)
+        return notebook if tenant == caller.tenant else None
+
+    async def owns(self, container_id: str, caller: Caller) -> bool:
+        """Whether a tool of the caller's left files in this container."""
+        return (await self._owner(container_id))[0] == caller.tenant
+
+    async def _owner(self, container_id: str) -> tuple[str, str]:
+        known = self._owners.get(container_id)
+        if known is None and self._store is not None:
+            known = await self._store.containers.get(container_id)
+        return known or ("", "")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerContext:
+    """The parts of one server that every response is made with. `store` is None where nothing is stored."""
+
+    engine: Engine
+    models: Models
+    options: ResponsesOptions
+    providers: Providers
+    store: Store | None
+    keys: KeyRing
+    templates: Templates = field(default_factory=Templates)
+    containers: ContainerOwners = field(default_factory=ContainerOwners)
+
+    def need_store(self, param: str) -> Store:
+        """The store. Raises `ApiError` (`store_disabled`) naming `param` where there is none."""
+        if self.store is None:
+            raise ApiError("This server stores nothing.", param=param, code="store_disabled")
+        return self.store

@@ -1,0 +1,397 @@
+"""One writer per kind of Harmony message: from text as it is generated to an item and its events.
+
+Orders of events follow the "Streaming events" reference of the OpenAI API. An item that a tool completes gets its
+`completed` and `output_item.done` only once the tool has run (`tool_writers.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from vllm_gptoss.server.harmony.events import Channel
+from vllm_gptoss.server.responses import ids
+from vllm_gptoss.server.responses.run.citations import Citations
+from vllm_gptoss.server.responses.run.events import Event, Output, TextDeltas
+from vllm_gptoss.tools.protocol import File, Source
+
+Logprobs = Sequence[dict[str, Any]] | None
+
+
+class Writer(Protocol):
+    """Follows one message. `cut` says that generation stopped inside it.
+
+    text_deltas: how more text is told, where it is one event that only adds it; `adds` then, instead of `delta`
+    """
+
+    text_deltas: TextDeltas | None = None
+
+    def adds(self, text: str) -> bool:
+        """Takes more text, and whether it is told as it is. If not, it was not taken."""
+        del text
+        return True
+
+    def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
+        """The events of more text; `logprobs` are those of its tokens, as the API shows them."""
+        ...
+
+    def end(self, text: str, *, cut: bool) -> list[Event]:
+        """The events of the message's end; `text` is all of it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """What a request wants to see. `seal` encrypts reasoning, or is None; `source` resolves a citation's cursor."""
+
+    reasoning: bool = True
+    summary: str | None = None
+    seal: Callable[[str], str] | None = None
+    logprobs: bool = False
+    outputs: bool = False
+    sources: bool = False
+    source: Callable[[int, int | None], Source | None] = lambda cursor, line: None
+
+
+def status(cut: bool) -> str:
+    """The status of an item that has ended."""
+    return "incomplete" if cut else "completed"
+
+
+class SilentWriter(Writer):
+    """Writes nothing: reasoning nobody asked for, or a call beyond `max_tool_calls`."""
+
+    def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
+        del text, logprobs
+        return []
+
+    def end(self, text: str, *, cut: bool) -> list[Event]:
+        del text, cut
+        return []
+
+
+class ReasoningWriter(Writer):
+    """`reasoning`: its text, a summary, and its sealed form, each if asked for.
+
+    The summary is made from the text itself, no second model is called: `auto` and `detailed` give all of it, `concise`
+    its first sentence.
+    """
+
+    def __init__(self, out: Output, style: Style) -> None:
+        self._out = out
+        self._style = style
+        self.item_id = ids.new("rs")
+        self._where: dict[str, Any] = {}
+        self._where_text: dict[str, Any] = {}
+        self._where_summary: dict[str, Any] = {}
+        self._index = -1
+
+    def _start(self) -> list[Event]:
+        item = {"id": self.item_id, "type": "reasoning", "status": "in_progress", "summary": []}
+        if self._style.reasoning:
+            item["content"] = []
+        self._index, added = self._out.add(item)
+        self._where = {"item_id": item["id"], "output_index": self._index}
+        self._where_text = {**self._where, "content_index": 0}
+        self._where_summary = {**self._where, "summary_index": 0}
+        events = [added]
+        if self._style.reasoning and self._style.summary not in ("auto", "detailed"):
+            self.text_deltas = TextDeltas("response.reasoning_text.delta", self._where_text)
+        if self._style.reasoning:
+            part = {"type": "reasoning_text", "text": ""}
+            events.append(self._event("response.content_part.added", content_index=0, part=part))
+        if self._style.summary in ("auto", "detailed"):
+            part = {"type": "summary_text", "text": ""}
+            events.append(self._event("response.reasoning_summary_part.added", summary_index=0, part=part))
+        return events
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return self._out.event(kind, **self._where, **fields)
+
+    def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
+        del logprobs
+        events = self._start() if self._index < 0 else []
+        if self._style.reasoning:
+            events.append(self._out.delta("response.reasoning_text.delta", self._where_text, text))
+        if self._style.summary in ("auto", "detailed"):
+            events.append(self._out.delta("response.reasoning_summary_text.delta", self._where_summary, text))
+        return events
+
+    def end(self, text: str, *, cut: bool) -> list[Event]:
+        if self._index < 0:
+            return []
+        events: list[Event] = []
+        changes: dict[str, Any] = {"status": status(cut)}
+        if self._style.reasoning:
+            part = {"type": "reasoning_text", "text": text}
+            changes["content"] = [part]
+            events.append(self._event("response.reasoning_text.done", content_index=0, text=text))
+            events.append(self._event("response.content_part.done", content_index=0, part=part))
+        if self._style.summary:
+            events += self._summarise(text, changes)
+        if self._style.seal:
+            changes["encrypted_content"] = self._style.seal(text)
+        return [*events, self._out.done(self._index, **changes)]
+
+    def _summarise(self, text: str, changes: dict[str, Any]) -> list[Event]:
+        events: list[Event] = []
+        if self._style.summary == "concise":
+            text = first_sentence(text)
+            part = {"type": "summary_text", "text": ""}
+            events.append(self._event("response.reasoning_summary_part.added", summary_index=0, part=part))
+            events.append(self._out.delta("response.reasoning_summary_text.delta", self._where_summary, text))
+        part = {"type": "summary_text", "text": text}
+        changes["summary"] = [part]
+        events.append(self._event("response.reasoning_summary_text.done", summary_index=0, text=text))
+        events.append(self._event("response.reasoning_summary_part.done", summary_index=0, part=part))
+        return events
+
+
+def first_sentence(text: str) -> str:
+    """Up to the first full stop, question mark, or line end that ends a sentence; at most 300 characters."""
+    for at, character in enumerate(text[:300]):
+        if character == "\n" or (character in ".?!" and text[at + 1 : at + 2] in ("", " ", "\n")):
+            return text[: at + 1].strip()
+    return text[:300].strip()
+
+
+class MessageWriter(Writer):
+    """`message`: the final answer, or on commentary what the assistant says before it calls tools."""
+
+    def __init__(self, out: Output, style: Style, channel: Channel, files: list[File]) -> None:
+        self._out = out
+        self._files = files
+        self._keeps_logprobs = style.logprobs
+        self._citations = Citations(style.source)
+        self._phase = "final_answer" if channel is Channel.FINAL else "commentary"
+        self._index = -1
+        self._where: dict[str, Any] = {}
+        self._annotations: list[dict[str, Any]] = []
+        self._pieces: list[str] = []
+        self._logprobs: list[dict[str, Any]] = []
+        self._pending: list[dict[str, Any]] = []
+
+    def _start(self) -> list[Event]:
+        item = {
+            "id": ids.new("msg"),
+            "type": "message",
+            "role": "assistant",
+            "phase": self._phase,
+            "status": "in_progress",
+            "content": [],
+        }
+        self._index, added = self._out.add(item)
+        self._where = {"item_id": item["id"], "output_index": self._index, "content_index": 0}
+        self.text_deltas = TextDeltas("response.output_text.delta", self._where, {"logprobs": []})
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        return [added, self._out.event("response.content_part.added", **self._where, part=part)]
+
+    def adds(self, text: str) -> bool:
+        if self._pending or not self._citations.passes(text):
+            return False
+        self._pieces.append(text)
+        return True
+
+    def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
+        events = self._start() if self._index < 0 else []
+        if logprobs and self._keeps_logprobs:
+            self._pending.extend(logprobs)
+        for piece, annotation in self._citations.feed(text):
+            self._write(piece, annotation, events)
+        return events
+
+    def _write(self, piece: str, annotation: dict[str, Any] | None, events: list[Event]) -> None:
+        self._pieces.append(piece)
+        logprobs, self._pending = self._pending, []
+        self._logprobs += logprobs
+        event = self._out.delta("response.output_text.delta", self._where, piece)
+        event["logprobs"] = logprobs
+        events.append(event)
+        if annotation:
+            events.append(self._annotate(annotation))
+
+    def _annotate(self, annotation: dict[str, Any]) -> Event:
+        kind, number = "response.output_text.annotation.added", len(self._annotations)
+        self._annotations.append(annotation)
+        return self._out.event(kind, **self._where, annotation_index=number, annotation=annotation)
+
+    def _cite_files(self, text: str) -> list[Event]:
+        """Files that tools left since the last answer, at their first mention, else at the end of the text."""
+        events = []
+        if self._phase == "final_answer":
+            for file in self._files:
+                events.append(self._annotate(file_citation(file, text)))
+            self._files.clear()
+        return events
+
+    def end(self, text: str, *, cut: bool) -> list[Event]:
+        if self._index < 0 and (self._phase == "commentary" or cut):
+            return []  # nothing was said
+        events = self._start() if self._index < 0 else []
+        for piece, annotation in self._citations.flush():
+            self._write(piece, annotation, events)
+        text = "".join(self._pieces)
+        events += self._cite_files(text)
+        self._logprobs += self._pending
+        part = {
+            "type": "output_text",
+            "text": text,
+            "annotations": self._annotations,
+            "logprobs": self._logprobs,
+        }
+        done = self._out.event("response.output_text.done", **self._where, text=text, logprobs=self._logprobs)
+        events += [done, self._out.event("response.content_part.done", **self._where, part=part)]
+        events.append(self._out.done(self._index, content=[part], status=status(cut)))
+        return events
+
+
+def file_citation(file: File, text: str) -> dict[str, Any]:
+    """`container_file_citation` of a file, spanning its first mention."""
+    for mention in (f"sandbox:/mnt/data/{file.filename}", f"/mnt/data/{file.filename}", file.filename):
+        if (start := text.find(mention)) >= 0:
+            break
+    else:
+        start, mention = len(text), ""
+    return {
+        "type": "container_file_citation",
+        "container_id": file.container_id,
+        "file_id": file.file_id,
+        "filename": file.filename,
+        "start_index": start,
+        "end_index": start + len(mention),
+    }
+
+
+class _CallWriter(Writer):
+    """The item of a call of one of the request's own tools. `namespace` is set for a tool inside one."""
+
+    _prefix: str
+    _type: str
+    _field: str
+
+    def __init__(self, out: Output, name: str, namespace: str | None) -> None:
+        self._out = out
+        self._item: dict[str, Any] = {
+            "id": ids.new(self._prefix),
+            "type": self._type,
+            "call_id": ids.new("call"),
+            "name": name,
+            self._field: "",
+            "status": "in_progress",
+        }
+        if namespace:
+            self._item["namespace"] = namespace
+        self._index = -1
+        self._where: dict[str, Any] = {}
+
+    def _start(self) -> list[Event]:
+        self._index, added = self._out.add(self._item)
+        self._where = {"item_id": self._item["id"], "output_index": self._index}
+        return [added]
+
+
+class FunctionCallWriter(_CallWriter):
+    """`function_call`: JSON arguments for a function."""
+
+    _prefix, _type, _field = "fc", "function_call", "arguments"
+
+    def _start(self) -> list[Event]:
+        events = super()._start()
+        self.text_deltas = TextDeltas("response.function_call_arguments.delta", self._where)
+        return events
+
+    def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
+        del logprobs
+        events = self._start() if self._index < 0 else []
+        return [*events, self._out.delta("response.function_call_arguments.delta", self._where, text)]
+
+    def end(self, text: str, *, cut: bool) -> list[Event]:
+        # A call without arguments generates nothing and means `{}`.
+        events = self.delta(text) if self._index < 0 else []
+        kind, name = "response.function_call_arguments.done", self._item["name"]
+        events.append(self._out.event(kind, **self._where, name=name, arguments=text))
+        events.append(self._out.done(self._index, arguments=text, status=status(cut)))
+        return events
+
+
+class CustomCallWriter(_CallWriter):
+    """`custom_tool_call`: free text for a tool.
+
+    Without a grammar the model is shown a function with one string, `input`, as it was trained to call; the string
+    is unwrapped as it comes. With a grammar it writes the text itself.
+    """
+
+    _prefix, _type, _field = "ctc", "custom_tool_call", "input"
+
+    def __init__(self, out: Output, name: str, namespace: str | None, *, raw: bool) -> None:
+        super().__init__(out, name, namespace)
+        self._unwrap = None if raw else InputUnwrapper()
+        self._pieces: list[str] = []
+
+    def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
+        del logprobs
+        events = self._start() if self._index < 0 else []
+        return events + self._add(self._unwrap.feed(text) if self._unwrap else text)
+
+    def _add(self, piece: str) -> list[Event]:
+        if not piece:
+            return []
+        self._pieces.append(piece)
+        return [self._out.delta("response.custom_tool_call_input.delta", self._where, piece)]
+
+    def end(self, text: str, *, cut: bool) -> list[Event]:
+        events = self._start() if self._index < 0 else []
+        if self._unwrap and not self._unwrap.is_inside:
+            events += self._add(text)  # not the JSON that was asked for: the client gets what the model wrote
+        elif self._unwrap and not cut:
+            events += self._add(self._unwrap.rest())
+        value = "".join(self._pieces)
+        events.append(self._out.event("response.custom_tool_call_input.done", **self._where, input=value))
+        return [*events, self._out.done(self._index, input=value, status=status(cut))]
+
+
+class InputUnwrapper:
+    """The string in `{"input": "…"}`, decoded as it comes. `is_inside` is set once it has begun."""
+
+    def __init__(self) -> None:
+        self.is_inside = False
+        self._is_over = False
+        self._held = ""
+
+    def feed(self, text: str) -> str:
+        """What of the string `text` makes known, often nothing."""
+        self._held += text
+        if not self.is_inside:
+            began = _INPUT.match(self._held)
+            if began is None:
+                return ""
+            self.is_inside, self._held = True, self._held[began.end() :]
+        if self._is_over:
+            return ""
+        whole = _STRING.match(self._held)
+        assert whole is not None  # it matches nothing, too
+        rest = self._held[whole.end() :]
+        self._is_over, self._held = rest.startswith('"'), rest
+        decoded = json.loads(f'"{whole[0]}"', strict=False)
+        # Half a surrogate pair is a str for Python, but no text that can be sent.
+        return str(decoded.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+
+    def rest(self) -> str:
+        """What is left of a string that was not ended rightly."""
+        return "" if self._is_over else self._held
+
+
+_INPUT = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+_STRING = re.compile(
+    r"""(?:[^"\\]                            # a character
+        |\\["\\/bfnrt]                        # an escape
+        |\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}     # half a character, and its other half
+        |\\u[dD][89abAB][0-9a-fA-F]{2}(?=[^\\]|\\[^u])     # that is not there
+        |\\u(?![dD][89abAB])[0-9a-fA-F]{4}
+        )*""",
+    re.VERBOSE,
+)
+"""The part of a JSON string (RFC 8259, section 7) that is complete: it ends before its quote or half an escape."""

@@ -1,0 +1,101 @@
+"""Everything that one response needs, gathered before its first token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
+
+from vllm_gptoss.server.harmony.messages import Conversation
+from vllm_gptoss.server.responses.prompt.toolset import Toolset
+from vllm_gptoss.server.responses.request.items import Item
+from vllm_gptoss.server.responses.run.engine import Engine, Sampling
+from vllm_gptoss.server.responses.run.item_writers import Style
+from vllm_gptoss.server.responses.run.response_object import Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Compacted:
+    """A conversation made shorter: the item that says so, what it cost, and what is left to go on from."""
+
+    item: Item
+    usage: Usage
+    conversation: Conversation
+
+
+class JobHooks(Protocol):
+    """What a running response asks of the server around it."""
+
+    async def commit(self, body: dict[str, Any], hidden: dict[str, Any]) -> None:
+        """Keeps the finished response and what is hidden behind its items. Raises when it cannot."""
+        ...
+
+    async def used_container(self, container_id: str) -> None:
+        """A tool of this response used this container."""
+        ...
+
+    async def compact(self) -> Compacted:
+        """Shortens the conversation. Raises `ApiError`, or `EngineError` when it fails."""
+        ...
+
+
+class Compaction(StrEnum):
+    """Whether the conversation is shortened before anything is generated, or nothing else is done."""
+
+    NONE = "none"
+    FIRST = "first"
+    ONLY = "only"
+
+
+@dataclass(frozen=True, slots=True)
+class JobLimits:
+    """Where a response ends.
+
+    output_tokens: that may be generated, over all turns
+    tool_calls: of this server's tools; rounds: of calls and answers; tool_timeout: seconds of one call
+    stops: strings that end the answer, once `min_tokens` tokens have been generated
+    one_call: a turn may leave the client one call to answer, not several
+    """
+
+    output_tokens: int | None = None
+    tool_calls: int | None = None
+    rounds: int = 128
+    tool_timeout: float = 300.0
+    stops: Sequence[str] = ()
+    min_tokens: int = 0
+    one_call: bool = False
+
+
+@dataclass(slots=True)
+class Job:
+    """One response to be made. `body` is its resource, which grows; `prompt` the rendered `conversation`.
+
+    approvals: MCP calls that the client has just allowed or denied, as (request item, answer item)
+    listed: MCP servers whose tools the conversation has already been told
+    tag_after_call: what holds the model once it has made a call; a forced call is forced once
+    answer_is_held: whether a grammar holds the answer
+    ignores_end: the engine was told to go on after the model's last word
+    """
+
+    body: dict[str, Any]
+    conversation: Conversation
+    prompt: list[int]
+    engine: Engine
+    sampling: Sampling
+    toolset: Toolset
+    style: Style
+    hooks: JobHooks
+    limits: JobLimits = JobLimits()
+    approvals: Sequence[tuple[Item, Item]] = ()
+    listed: frozenset[str] = frozenset()
+    queued: bool = False
+    tag_after_call: str | None = None
+    answer_is_held: bool = False
+    ignores_end: bool = False
+    compaction: Compaction = Compaction.NONE
+
+    @property
+    def id(self) -> str:
+        """The response's id."""
+        return str(self.body["id"])

@@ -1,0 +1,263 @@
+"""Items that a tool of this server completes: python, browser, MCP. Each goes through call, run and result.
+
+`completed` and `output_item.done` come after the tool has run, and carry what it gave. A call that was cut is
+`incomplete` and never runs.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from vllm_gptoss.server.responses import ids
+from vllm_gptoss.server.responses.run.events import Event, Output
+from vllm_gptoss.server.responses.run.item_writers import Logprobs, Style, Writer, status
+from vllm_gptoss.tools.protocol import BrowserAction, Image, Namespace, Text, ToolResult
+
+
+class ToolWriter(Writer, Protocol):
+    """A writer whose item waits for a tool. `item_id` is known before the item is placed."""
+
+    item_id: str
+
+    def running(self) -> list[Event]:
+        """The call is complete and the tool starts."""
+        ...
+
+    def result(self, result: ToolResult) -> list[Event]:
+        """The tool has run."""
+        ...
+
+
+class PythonCallWriter(ToolWriter):
+    """`code_interpreter_call`."""
+
+    def __init__(self, out: Output, style: Style, container_id: str) -> None:
+        self._out = out
+        self._style = style
+        self.item_id = ids.new("ci")
+        self._container = container_id
+        self._index = -1
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        kind = f"response.code_interpreter_call{kind}"
+        return self._out.event(kind, item_id=self.item_id, output_index=self._index, **fields)
+
+    def _start(self) -> list[Event]:
+        item = {
+            "id": self.item_id,
+            "type": "code_interpreter_call",
+            "status": "in_progress",
+            "code": "",
+            "container_id": self._container,
+            "outputs": None,
+        }
+        self._index, added = self._out.add(item)
+        return [added, self._event(".in_progress")]
+
+    def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
+        del logprobs
+        events = self._start() if self._index < 0 else []
+        return [*events, self._event("_code.delta", delta=text)]
+
+    def end(self, text: str, *, cut: bool) -> list[Event]:
+        events = self._start() if self._index < 0 else []
+        events.append(self._event("_code.done", code=text))
+        self._out.items[self._index]["code"] = text
+        return [*events, self._out.done(self._index, status="incomplete")] if cut else events
+
+    def running(self) -> list[Event]:
+        self._out.items[self._index]["status"] = "interpreting"
+        return [self._event(".interpreting")]
+
+    def result(self, result: ToolResult) -> list[Event]:
+        outputs: list[dict[str, Any]] = []
+        for content in result.content:
+            if isinstance(content, Image):
+                data = base64.b64encode(content.data).decode()
+                outputs.append({"type": "image", "url": f"data:{content.media_type};base64,{data}"})
+            elif isinstance(content, Text):
+                outputs.append({"type": "logs", "logs": content.text})
+        changes: dict[str, Any] = {"status": "failed" if result.error else "completed"}
+        if result.container_id:
+            changes["container_id"] = result.container_id
+        if self._style.outputs:
+            changes["outputs"] = outputs
+        # The API has no `failed` event for code: the item says it.
+        return [self._event(".completed"), self._out.done(self._index, **changes)]
+
+
+class BrowserCallWriter(ToolWriter):
+    """`web_search_call`: placed when its arguments are complete, because an item must have its action."""
+
+    def __init__(self, out: Output, style: Style, tool: str) -> None:
+        self._out = out
+        self._style = style
+        self._tool = tool
+        self.item_id = ids.new("ws")
+        self._index = -1
+
+    def _event(self, kind: str) -> Event:
+        return self._out.event(f"response.web_search_call.{kind}", item_id=self.item_id, output_index=self._index)
+
+    def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
+        del text, logprobs
+        return []
+
+    def end(self, text: str, *, cut: bool) -> list[Event]:
+        action = guess_action(self._tool, text)
+        item = {"id": self.item_id, "type": "web_search_call", "status": "in_progress", "action": action}
+        self._index, added = self._out.add(item)
+        events = [added, self._event("in_progress")]
+        return [*events, self._out.done(self._index, status="incomplete")] if cut else events
+
+    def running(self) -> list[Event]:
+        self._out.items[self._index]["status"] = "searching"
+        return [self._event("searching")]
+
+    def result(self, result: ToolResult) -> list[Event]:
+        changes: dict[str, Any] = {"status": "failed" if result.error else "completed"}
+        if result.action:
+            changes["action"] = action_fields(result.action, with_sources=self._style.sources)
+        return [self._event("completed"), self._out.done(self._index, **changes)]
+
+
+def guess_action(tool: str, arguments: str) -> dict[str, Any]:
+    """The action as far as the arguments tell it, before the browser has turned cursors into URLs."""
+    try:
+        given = json.loads(arguments)
+    except ValueError:
+        given = {}
+    given = given if isinstance(given, Mapping) else {}
+    if tool == "open":
+        return {"type": "open_page", "url": given["id"] if isinstance(given.get("id"), str) else ""}
+    if tool == "find":
+        return {"type": "find_in_page", "pattern": str(given.get("pattern") or ""), "url": ""}
+    return {"type": "search", "query": str(given.get("query") or "")}
+
+
+def action_fields(action: BrowserAction, *, with_sources: bool) -> dict[str, Any]:
+    """`action` of a `web_search_call`."""
+    if action.type == "open_page":
+        return {"type": "open_page", "url": action.url or ""}
+    if action.type == "find_in_page":
+        return {"type": "find_in_page", "pattern": action.pattern or "", "url": action.url or ""}
+    fields: dict[str, Any] = {"type": "search", "query": action.query or ""}
+    if with_sources:
+        fields["sources"] = [{"type": "url", "url": source.url} for source in action.sources]
+    return fields
+
+
+class McpCallWriter(ToolWriter):
+    """`mcp_call`."""
+
+    def __init__(self, out: Output, label: str, name: str, approval: str | None = None) -> None:
+        self._out = out
+        self._label = label
+        self._name = name
+        self._approval = approval
+        self.item_id = ids.new("mcp")
+        self._index = -1
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        kind = f"response.mcp_call{kind}"
+        return self._out.event(kind, item_id=self.item_id, output_index=self._index, **fields)
+
+    def _start(self) -> list[Event]:
+        item = {
+            "id": self.item_id,
+            "type": "mcp_call",
+            "status": "in_progress",
+            "server_label": self._label,
+            "name": self._name,
+            "arguments": "",
+            "output": None,
+            "error": None,
+            "approval_request_id": self._approval,
+        }
+        self._index, added = self._out.add(item)
+        return [added, self._event(".in_progress")]
+
+    def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
+        del logprobs
+        events = self._start() if self._index < 0 else []
+        return [*events, self._event("_arguments.delta", delta=text)]
+
+    def end(self, text: str, *, cut: bool) -> list[Event]:
+        events = self.delta(text) if self._index < 0 else []
+        events.append(self._event("_arguments.done", arguments=text))
+        self._out.items[self._index]["arguments"] = text
+        return [*events, self._out.done(self._index, status="incomplete")] if cut else events
+
+    def running(self) -> list[Event]:
+        self._out.items[self._index]["status"] = "calling"
+        return []
+
+    def result(self, result: ToolResult) -> list[Event]:
+        if result.error is None:
+            completed = self._event(".completed")
+            return [completed, self._out.done(self._index, status="completed", output=result.text)]
+        content = [{"type": "text", "text": result.text or result.error.message}]
+        error = {"type": "mcp_tool_execution_error", "content": content}
+        failed = self._event(".failed")
+        return [failed, self._out.done(self._index, status="failed", error=error)]
+
+
+class ApprovalRequestWriter(Writer):
+    """`mcp_approval_request`: the call is written down and waits for the client's word."""
+
+    def __init__(self, out: Output, label: str, name: str) -> None:
+        self._out = out
+        self._label = label
+        self._name = name
+
+    def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
+        del text, logprobs
+        return []
+
+    def end(self, text: str, *, cut: bool) -> list[Event]:
+        if cut:
+            return []  # half a call cannot be approved
+        item = {
+            "id": ids.new("mcpr"),
+            "type": "mcp_approval_request",
+            "server_label": self._label,
+            "name": self._name,
+            "arguments": text,
+        }
+        return self._out.add_whole(item)
+
+
+def list_tools(out: Output, namespace: Namespace, allowed: frozenset[str] | None) -> list[Event]:
+    """`mcp_list_tools`: what a server offered to this response."""
+    tools = [
+        {
+            "name": tool.name,
+            "description": tool.description,
+            "input_schema": dict(tool.parameters or {"type": "object", "properties": {}}),
+            "annotations": dict(tool.annotations) or None,
+        }
+        for tool in namespace.tools
+        if allowed is None or tool.name in allowed
+    ]
+    item = {"id": ids.new("mcpl"), "type": "mcp_list_tools", "server_label": namespace.name, "tools": []}
+    index, added = out.add(item)
+    where = {"item_id": item["id"], "output_index": index}
+    kind = "response.mcp_list_tools"
+    events = [added, out.event(f"{kind}.in_progress", **where), out.event(f"{kind}.completed", **where)]
+    return [*events, out.done(index, tools=tools, error=None)]
+
+
+__all__ = [
+    "ApprovalRequestWriter",
+    "BrowserCallWriter",
+    "McpCallWriter",
+    "PythonCallWriter",
+    "ToolWriter",
+    "action_fields",
+    "guess_action",
+    "list_tools",
+    "status",
+]

@@ -1,0 +1,68 @@
+"""Who asks: what a request is allowed to see, and what its connection remembers."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from pydantic_core import to_json
+
+from vllm_gptoss.server.responses.state.stored import Stored
+
+logger = logging.getLogger(__name__)
+
+MEMORY_BYTES = 16 << 20
+"""JSON of unstored responses that one WebSocket keeps: many times a context window of text."""
+
+
+class UnstoredResponses:
+    """Responses of one WebSocket that are in no store, to go on from; the longest unused are forgotten first."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, tuple[Stored, int]] = OrderedDict()
+        self._bytes = 0
+
+    def add(self, stored: Stored) -> None:
+        """Remembers what a later turn needs of a finished response: its items."""
+        self.forget(stored.id)
+        needed = {name: stored.body[name] for name in ("id", "status", "output")}
+        slim = replace(stored, body=needed)
+        size = len(to_json([needed, slim.input, slim.hidden]))
+        self._kept[stored.id] = slim, size
+        self._bytes += size
+        while self._bytes > MEMORY_BYTES:
+            oldest = next(iter(self._kept))
+            logger.info("A WebSocket forgets the unstored response %s: it holds %d bytes", oldest, self._bytes)
+            self.forget(oldest)
+
+    def get(self, identifier: str) -> Stored | None:
+        """The response, which counts as used now; None if it was never here or is forgotten."""
+        if identifier not in self._kept:
+            return None
+        self._kept.move_to_end(identifier)
+        return self._kept[identifier][0]
+
+    def forget(self, identifier: str) -> None:
+        """Drops a response, if it is here."""
+        self._bytes -= self._kept.pop(identifier, (None, 0))[1]
+
+
+@dataclass(slots=True)
+class Caller:
+    """Who asks. `tenant` owns what is stored; `memory` holds unstored responses of a WebSocket, None over HTTP.
+
+    `owner`: whose share of the tools and queues a request takes; "" where API keys are not checked.
+    `adds_search`: an agent that offers `web_search` with every request, whether anybody wants it or not.
+    `priority`, `session_id` and `data_parallel_rank` come from the headers that routers in front of vLLM send.
+    """
+
+    tenant: str
+    owner: str = ""
+    adds_search: bool = False
+    trace_headers: Mapping[str, str] | None = None
+    priority: int | None = None
+    session_id: str | None = None
+    data_parallel_rank: int | None = None
+    memory: UnstoredResponses | None = None

@@ -1,0 +1,103 @@
+"""What a store keeps of background responses: their numbered events, and signs that their server lives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from vllm_gptoss.server.responses.state.clock import now
+from vllm_gptoss.server.responses.state.shielding import shield_methods
+from vllm_gptoss.server.responses.state.stored import UNFINISHED, Stored, row_key
+from vllm_gptoss.server.responses.state.tables import events, responses
+
+
+@shield_methods
+class EventStore:
+    """Part of `Store`, whose transactions `begin` gives; every method raises `StoreError` when the database does.
+
+    `key` is a response's `Stored.key`.
+    """
+
+    def __init__(self, begin: Callable[[], AbstractAsyncContextManager[AsyncConnection]]) -> None:
+        self._begin = begin
+
+    async def request_cancel(self, tenant: str, identifier: str) -> None:
+        """Asks the server that runs a response to cancel it."""
+        where = (responses.c.id == row_key(tenant, identifier)) & (responses.c.tenant == tenant)
+        async with self._begin() as db:
+            await db.execute(sa.update(responses).where(where).values(cancel=True))
+
+    async def beat(self, key: str) -> bool:
+        """Says that the response's server lives; False if it should stop: cancelled, deleted, or ended elsewhere."""
+        async with self._begin() as db:
+            mine = unfinished(key)
+            lives = (await db.execute(sa.update(responses).where(mine).values(beat=now()))).rowcount
+            cancel = await db.scalar(sa.select(responses.c.cancel).where(responses.c.id == key))
+        return bool(lives) and not cancel
+
+    async def give_up(self, stored: Stored, event: Callable[[int], str]) -> bool:
+        """Ends a response whose server is dead, with a last event (JSON, from its number); False if it is not dead.
+
+        Of several servers that see it dead, one does this; a server that was only slow finds that it has lost it.
+        """
+        row = stored.row()
+        seen = responses.c.beat.is_(None) if stored.beat is None else responses.c.beat == stored.beat
+        async with self._begin() as db:
+            changed = sa.update(responses).where(unfinished(stored.key) & seen)
+            if not (await db.execute(changed.values(status=row["status"], body=row["body"]))).rowcount:
+                return False
+            number = await _last_event(db, stored.key) + 1
+            last = {"response": stored.key, "sequence": number, "data": event(number)}
+            await db.execute(sa.insert(events).values(last))
+        return True
+
+    async def append(self, key: str, batch: Sequence[tuple[int, str]], *, finished_here: bool = False) -> bool:
+        """Adds numbered events, as JSON, to a background response; those that are there already are left out.
+
+        False, and nothing is written, if it was deleted or ended elsewhere. `finished_here`: by this server.
+        """
+        mine = responses.c.id == key if finished_here else unfinished(key)
+        async with self._begin() as db:
+            # First, because it locks the row: nobody deletes or ends the response until the events are there.
+            if not (await db.execute(sa.update(responses).where(mine).values(beat=now()))).rowcount:
+                return False
+            last = await _last_event(db, key)
+            rows = [{"response": key, "sequence": n, "data": data} for n, data in batch if n > last]
+            if rows:
+                await db.execute(sa.insert(events), rows)
+        return True
+
+    async def last(self, key: str) -> tuple[int, str] | None:
+        """The last event of a response as number and JSON; None without any."""
+        query = sa.select(events).where(events.c.response == key).order_by(events.c.sequence.desc()).limit(1)
+        async with self._begin() as db:
+            row = (await db.execute(query)).first()
+        return (row.sequence, row.data) if row else None
+
+    async def since(self, key: str, after: int, limit: int = 500) -> list[tuple[int, str]]:
+        """Up to `limit` events after number `after`, in order."""
+        where = (events.c.response == key) & (events.c.sequence > after)
+        query = sa.select(events.c.sequence, events.c.data).where(where).order_by(events.c.sequence).limit(limit)
+        async with self._begin() as db:
+            return [(row.sequence, row.data) for row in await db.execute(query)]
+
+    async def measure(self, key: str) -> None:
+        """Counts the events of a background response, which has ended, into its size."""
+        own = sa.select(sa.func.sum(sa.func.length(events.c.data))).where(events.c.response == key)
+        kept = responses.c.bytes + sa.func.coalesce(own.scalar_subquery(), 0)
+        async with self._begin() as db:
+            await db.execute(sa.update(responses).where(responses.c.id == key).values(bytes=kept))
+
+
+def unfinished(key: str) -> sa.ColumnElement[bool]:
+    """The response, while it is unfinished."""
+    return (responses.c.id == key) & responses.c.status.in_(UNFINISHED)
+
+
+async def _last_event(db: AsyncConnection, key: str) -> int:
+    """The number of the last event of a response, -1 without any."""
+    last = await db.scalar(sa.select(sa.func.max(events.c.sequence)).where(events.c.response == key))
+    return -1 if last is None else int(last)

@@ -1,0 +1,92 @@
+"""Input items, each kept once: many clients send the whole conversation with every request.
+
+A response's `input` column is the items themselves, or where they are long, numbers of rows in `gptoss_input_items`.
+Each row says which responses use it; with the last of them it goes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from vllm_gptoss.server.responses.state.stored import Stored
+from vllm_gptoss.server.responses.state.tables import input_items, input_uses
+
+INLINE = 1024
+"""Characters of JSON up to which a request's input is kept as it is: one short question is no history."""
+
+_INSERT: Mapping[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
+
+
+async def pack(db: AsyncConnection, stored: Stored) -> str:
+    """The `input` column of a response whose row is there. Items that had no id get the one of their first time."""
+    plain = json.dumps(stored.input)
+    if len(plain) <= INLINE:
+        return plain
+    bare = [{name: value for name, value in item.items() if name != "id"} for item in stored.input]
+    texts = [json.dumps(item, sort_keys=True) for item in bare]
+    hashes = [hashlib.sha256(f"{stored.tenant}\0{text}".encode()).hexdigest() for text in texts]
+    known = await _known(db, set(hashes))
+    fresh = {
+        digest: {"hash": digest, "name": item["id"], "item": text, "bytes": len(text), "tenant": stored.tenant}
+        for digest, text, item in zip(reversed(hashes), reversed(texts), reversed(stored.input), strict=True)
+        if digest not in known
+    }
+    if fresh:
+        insert = _INSERT[db.dialect.name](input_items)
+        await db.execute(insert.on_conflict_do_nothing(index_elements=["hash"]), list(fresh.values()))
+        known |= await _known(db, set(fresh))
+    uses = [{"response": stored.key, "item": number} for number in {known[digest][0] for digest in hashes}]
+    await db.execute(sa.insert(input_uses), uses)
+    return json.dumps({"items": _named(stored, [known[digest] for digest in hashes])})
+
+
+def _named(stored: Stored, rows: Sequence[tuple[int, str]]) -> list[list[Any]]:
+    """[row's number] of each item, and its id where that is not the row's."""
+    entries: list[list[Any]] = []
+    taken = {item["id"] for item in stored.input} - stored.nameless
+    for item, (number, name) in zip(stored.input, rows, strict=True):
+        if item["id"] in stored.nameless and name not in taken:
+            item["id"] = name
+            taken.add(name)
+        entries.append([number] if item["id"] == name else [number, item["id"]])
+    return entries
+
+
+async def _known(db: AsyncConnection, hashes: set[str]) -> dict[str, tuple[int, str]]:
+    c = input_items.c
+    found = await db.execute(sa.select(c.hash, c.id, c.name).where(c.hash.in_(hashes)))
+    return {row.hash: (row.id, row.name) for row in found}
+
+
+async def unpack(db: AsyncConnection, column: str) -> list[dict[str, Any]]:
+    """The items of an `input` column."""
+    value = json.loads(column)
+    if isinstance(value, list):
+        return value
+    c = input_items.c
+    numbers = {entry[0] for entry in value["items"]}
+    found = await db.execute(sa.select(c.id, c.name, c.item).where(c.id.in_(numbers)))
+    rows = {row.id: (row.name, row.item) for row in found}
+    items = []
+    for number, *own in value["items"]:
+        name, text = rows[number]
+        items.append({"id": own[0] if own else name, **json.loads(text)})
+    return items
+
+
+async def forget(db: AsyncConnection, keys: Sequence[str]) -> None:
+    """Removes what only these responses use."""
+    mine = sa.select(input_uses.c.item).where(input_uses.c.response.in_(keys)).distinct()
+    numbers = list((await db.execute(mine)).scalars())
+    await db.execute(sa.delete(input_uses).where(input_uses.c.response.in_(keys)))
+    for at in range(0, len(numbers), 500):
+        part = input_items.c.id.in_(numbers[at : at + 500])
+        used = sa.exists().where(input_uses.c.item == input_items.c.id)
+        await db.execute(sa.delete(input_items).where(part & ~used))

@@ -1,0 +1,308 @@
+"""What outlives a request: responses, the events of background ones, conversations. SQLite by default, or PostgreSQL.
+
+Several API servers may share one database. A row belongs to a tenant (a hash of the API key); whoever asks with another
+key is told that it does not exist. A response is committed before its client hears that it is complete, so neither
+`kill -9` nor (with SQLite's `synchronous=FULL`) a power cut loses one that was reported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from vllm_gptoss.server.responses.options import ResponsesOptions
+from vllm_gptoss.server.responses.state import input_items
+from vllm_gptoss.server.responses.state.clock import now
+from vllm_gptoss.server.responses.state.container_store import ContainerStore, forget_old
+from vllm_gptoss.server.responses.state.conversation_store import ConversationStore, append, rows_of
+from vllm_gptoss.server.responses.state.database import cause_of, check_columns, connect, keep_private
+from vllm_gptoss.server.responses.state.event_store import EventStore, unfinished
+from vllm_gptoss.server.responses.state.quotas import Quotas, Usage, remove_responses
+from vllm_gptoss.server.responses.state.shielding import shield_methods
+from vllm_gptoss.server.responses.state.stored import (
+    UNFINISHED,
+    LostError,
+    Stored,
+    StoreError,
+    TakenError,
+    TooLargeError,
+    row_key,
+    stored_of,
+)
+from vllm_gptoss.server.responses.state.tables import item_index, responses, settings
+from vllm_gptoss.server.responses.state.upgrade import upgrade
+from vllm_gptoss.tools.protocol import CALLER
+from vllm_gptoss.tools.slots import Slots
+
+logger = logging.getLogger(__name__)
+
+AT_ONCE = {True: 1, False: 15}
+"""Transactions, by whether the database is SQLite, for whose one writer others poll: here callers have their turns."""
+
+T = TypeVar("T")
+
+
+@shield_methods
+class Store:
+    """The database. `open()` before use; every method raises `StoreError` when the database does."""
+
+    def __init__(self, config: ResponsesOptions) -> None:
+        if config.url is None:
+            raise ValueError("the store is off")
+        self.config = config
+        self._url = make_url(config.url)
+        self._db = connect(self._url)
+        self.quotas = Quotas(self._begin, config)
+        self.conversations = ConversationStore(self._begin, self.quotas)
+        self.background = EventStore(self._begin)
+        self.containers = ContainerStore(self._begin)
+        self._slots = Slots(AT_ONCE[self._url.get_backend_name() == "sqlite"])
+        self._swept = 0.0
+        self._sweeping: asyncio.Task[None] | None = None
+        self._closing = False
+
+    async def open(self) -> None:
+        """Creates or upgrades the tables. Raises `StoreError` that says where, and what to do."""
+        try:
+            await self._create()
+        except (StoreError, OSError) as error:
+            where = self._url.render_as_string(hide_password=True)
+            message = f"{error} (the store is {where}; GPTOSS_STORE names another, or `off`)"
+            raise StoreError(message) from error
+
+    async def _create(self) -> None:
+        if self._url.get_backend_name() == "sqlite" and self._url.database:
+            keep_private(Path(self._url.database))
+        for attempt in range(3):
+            try:
+                async with self._begin() as db:
+                    await db.run_sync(upgrade)
+                break
+            except (TakenError, StoreError):  # SQLite's file, which another server makes just now
+                if attempt == 2:
+                    raise
+                await asyncio.sleep(0.2 * (attempt + 1))
+        async with self._begin() as db:
+            await db.run_sync(check_columns)
+
+    async def aclose(self) -> None:
+        """Closes the database's connections, with no transaction left open: it would lock the file for others."""
+        self._closing = True
+        if self._sweeping:  # not cancelled: SQLAlchemy would give up its connection in the middle of a transaction
+            await asyncio.wait([self._sweeping])
+        await self._db.dispose()
+
+    @asynccontextmanager
+    async def _begin(self) -> AsyncIterator[AsyncConnection]:
+        try:
+            async with self._slots.one(CALLER.get()), self._db.begin() as connection:
+                yield connection
+        except IntegrityError as error:
+            raise TakenError("There is a row of this id already.") from error
+        except (SQLAlchemyError, OSError) as error:
+            raise StoreError(f"The response store failed: {error.__class__.__name__}: {cause_of(error)}") from error
+
+    async def setting(self, name: str, fresh: str | None = None) -> str | None:
+        """The value kept under `name`; `fresh`, if given, becomes it when there is none. Safe among several servers."""
+        query = sa.select(settings.c.value).where(settings.c.name == name)
+        async with self._begin() as db:
+            if (value := await db.scalar(query)) is not None:
+                return str(value)
+        if fresh is None:
+            return None
+        try:
+            async with self._begin() as db:
+                await db.execute(sa.insert(settings).values(name=name, value=fresh))
+        except StoreError:
+            logger.info("Another server has just written the setting %s", name)
+        async with self._begin() as db:
+            return str(await db.scalar(query))
+
+    # Responses
+
+    async def save(self, stored: Stored, conversation: str | None = None) -> None:
+        """Writes a new response; with `conversation`, appends its input and output to it at once.
+
+        Raises:
+            TakenError: the tenant has a response of this id.
+        """
+        row = self._checked_row(stored)
+        if row["beat"] is None and stored.status in UNFINISHED:
+            row["beat"] = now()
+
+        async def insert() -> None:
+            async with self._begin() as db:
+                await db.execute(sa.insert(responses).values(row | {"input": "[]"}))
+                packed = await input_items.pack(db, stored)
+                size = row["bytes"] - len(row["input"]) + len(packed)
+                mine = responses.c.id == stored.key
+                await db.execute(sa.update(responses).where(mine).values(input=packed, bytes=size))
+                await _write_items(db, stored, conversation)
+
+        await _retried(insert)
+        await self._settle(stored.tenant, Usage(responses=1, items=len(stored.input), bytes=row["bytes"]))
+
+    async def update(self, stored: Stored, conversation: str | None = None) -> None:
+        """Writes a background response that has changed, while it is unfinished.
+
+        Raises:
+            LostError: it was deleted, or ended by another server, meanwhile. Nothing is written.
+        """
+        row = self._checked_row(stored) | {"beat": now()}
+        kept = {name: value for name, value in row.items() if name not in ("id", "cancel", "created", "input")}
+        kept["bytes"] = sa.func.length(responses.c.input) + row["bytes"] - len(row["input"])
+        async with self._begin() as db:
+            mine = unfinished(stored.key) & (responses.c.tenant == stored.tenant)
+            changed = await db.execute(sa.update(responses).where(mine).values(kept))
+            if changed.rowcount:
+                await _write_items(db, stored, conversation)
+        if not changed.rowcount:
+            raise LostError("The response was deleted, or ended by another server.")
+        await self._settle(stored.tenant, Usage(bytes=row["bytes"]))
+
+    def _checked_row(self, stored: Stored) -> dict[str, Any]:
+        row = stored.row()
+        size, limit = row["bytes"], min(self.config.max_response_bytes, self.config.bytes_of_key)
+        if size > limit:
+            raise TooLargeError(f"The response has {size} bytes; {limit} may be stored. Use 'store': false.")
+        return row
+
+    async def get(self, tenant: str, identifier: str) -> Stored | None:
+        """A response of the tenant's; None if there is none or it has expired."""
+        return await self._get(tenant, row_key(tenant, identifier))
+
+    async def _get(self, tenant: str, key: str) -> Stored | None:
+        silent = now() - sa.func.coalesce(responses.c.beat, responses.c.created)
+        query = sa.select(responses, silent.label("silent")).where(responses.c.id == key, responses.c.tenant == tenant)
+        async with self._begin() as db:
+            row = (await db.execute(query)).first()
+            if row is None or self._expired(row._mapping["created"]):
+                return None
+            return stored_of(row, await input_items.unpack(db, row._mapping["input"]))
+
+    def _expired(self, created: float) -> bool:
+        return bool(self.config.retention) and created < time.time() - self.config.retention
+
+    async def exists(self, tenant: str, identifier: str) -> bool:
+        """Whether the tenant has a response of this id."""
+        query = sa.select(responses.c.id).where(responses.c.id == row_key(tenant, identifier))
+        async with self._begin() as db:
+            return await db.scalar(query) is not None
+
+    async def chain(self, tenant: str, identifier: str) -> list[Stored] | None:
+        """The response and all before it, oldest first; None if one of them is gone or somebody else's."""
+        chain: list[Stored] = []
+        at: str | None = identifier
+        while at:
+            stored = await self.get(tenant, at)
+            if stored is None:
+                return None
+            chain.append(stored)
+            at = stored.previous
+        return chain[::-1]
+
+    async def delete(self, tenant: str, identifier: str) -> bool:
+        """Removes a response with its events; False if the tenant has none of this id."""
+        key = row_key(tenant, identifier)
+        where = (responses.c.id == key) & (responses.c.tenant == tenant)
+
+        async def remove() -> bool:
+            async with self._begin() as db:
+                gone = (await db.execute(sa.delete(responses).where(where))).rowcount
+                if gone:
+                    await remove_responses(db, [key])
+            return bool(gone)
+
+        return await _retried(remove)
+
+    async def find_items(self, tenant: str, item_ids: Sequence[str]) -> dict[str, tuple[dict[str, Any], Any]]:
+        """Items of stored responses by id, each with what is hidden behind it; those not found are left out."""
+        query = sa.select(item_index.c.response).where(item_index.c.id.in_(item_ids)).distinct()
+        async with self._begin() as db:
+            owners = (await db.execute(query)).scalars().all() if item_ids else []
+        found: dict[str, tuple[dict[str, Any], Any]] = {}
+        for owner in owners:
+            if stored := await self._get(tenant, owner):
+                for item, _ in stored.items_with_hidden():
+                    hidden = stored.hidden.get(item["id"])
+                    # A response that had the item echoed to it knows nothing of what is behind it.
+                    if item["id"] in item_ids and (hidden or item["id"] not in found):
+                        found[item["id"]] = (item, hidden)
+        return found
+
+    # Limits
+
+    async def _settle(self, tenant: str, more: Usage) -> None:
+        """The key's quota at once; retention and the total off the request's path, once a minute or where it is full.
+
+        A response that is stored stays so whatever fails here.
+        """
+        try:
+            await self.quotas.settle(tenant, more)
+        except StoreError as error:
+            logger.warning("Response store: could not count what a key stores: %s", error)
+        is_early = time.monotonic() - self._swept < 60 and not self.quotas.is_full
+        if is_early or (self._sweeping and not self._sweeping.done()):
+            return
+        self._swept = time.monotonic()
+        self._sweeping = asyncio.create_task(self._sweep_logged())
+
+    async def _sweep_logged(self) -> None:
+        try:
+            if gone := await self.sweep():
+                logger.info("Response store: removed %d responses past retention", gone)
+        except StoreError as error:
+            logger.warning("Response store: could not sweep: %s", error)
+
+    async def sweep(self) -> int:
+        """Removes responses past retention, and returns how many; then brings all keys together within the total."""
+        return await _retried(self._sweep)
+
+    async def _sweep(self) -> int:
+        gone = 0
+        expired = sa.select(responses.c.id).where(responses.c.created < time.time() - self.config.retention)
+        while self.config.retention and not self._closing:
+            async with self._begin() as db:
+                part = list((await db.execute(expired.limit(500))).scalars())
+                await remove_responses(db, part)
+                await forget_old(db, self.config.retention)
+            gone += len(part)
+            if not part:
+                break
+        if not self._closing:
+            await self.quotas.fit_total()
+        return gone
+
+
+async def _retried(work: Callable[[], Awaitable[T]]) -> T:
+    """`work`, again where another server took or dropped, just then, an item that it counted on."""
+    for _ in range(2):
+        try:
+            return await work()
+        except TakenError:
+            continue
+    return await work()
+
+
+async def _write_items(db: AsyncConnection, stored: Stored, conversation: str | None) -> None:
+    """What else is written with a finished response: where its items are found, and its conversation."""
+    if stored.status not in UNFINISHED:
+        every = {item["id"] for item in (*stored.input, *stored.body["output"])}
+        await db.execute(sa.delete(item_index).where(item_index.c.response == stored.key))
+        # What the client echoes is found where it was first: turn after turn would find all turns else.
+        known = sa.select(item_index.c.id).join(responses, responses.c.id == item_index.c.response)
+        mine = known.where(responses.c.tenant == stored.tenant, item_index.c.id.in_(every))
+        if new := every - set((await db.execute(mine)).scalars()):
+            await db.execute(sa.insert(item_index), [{"id": i, "response": stored.key} for i in new])
+    if conversation:
+        await append(db, conversation, rows_of(conversation, stored.items_with_hidden()))

@@ -1,0 +1,164 @@
+"""From the tables of earlier versions to today's, while servers of both versions run on them.
+
+Steps only add: tables, columns that may be left out, rows. A server of before a step knows nothing of it and goes on.
+All steps that are missing are one transaction under a lock of the database's, so that of several servers that start
+together one takes them, and one that is killed in the middle leaves nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import sqlalchemy as sa
+
+from vllm_gptoss.server.responses.state.stored import StoreError, row_key
+from vllm_gptoss.server.responses.state.tables import (
+    containers,
+    events,
+    input_items,
+    input_uses,
+    item_index,
+    metadata,
+    responses,
+    settings,
+)
+
+logger = logging.getLogger(__name__)
+
+VERSION, NEEDED = "schema", "schema_needs"
+"""Settings: the last step taken, and the first version whose servers can work with the result."""
+
+RENAMED = "response_keys"
+"""The setting that says that all keys are of today's form, from before there was a version."""
+
+LOCK = 0x6770746F7373
+"""Of PostgreSQL's advisory locks, ours: `gptoss`."""
+
+LOCK_WAIT = "10s"
+"""How long a step waits for a table that others use: whoever comes later waits behind it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """To schema `version`. Not `additive`: servers of before cannot work with what it leaves, and refuse to start."""
+
+    version: int
+    what: str
+    take: Callable[[sa.Connection], None]
+    additive: bool = True
+
+
+def _first(connection: sa.Connection) -> None:
+    metadata.create_all(connection, tables=[table for table in metadata.sorted_tables if table is not containers])
+    rename_keys(connection)
+
+
+def _containers(connection: sa.Connection) -> None:
+    metadata.create_all(connection, tables=[containers])
+
+
+def _usage(connection: sa.Connection) -> None:
+    add_column(connection, input_items.c.tenant)
+    user = sa.select(responses.c.tenant).join(input_uses, input_uses.c.response == responses.c.id)
+    owner = user.where(input_uses.c.item == input_items.c.id).limit(1).scalar_subquery()
+    connection.execute(sa.update(input_items).values(tenant=owner).where(input_items.c.tenant.is_(None)))
+    for table in metadata.sorted_tables:
+        for index in table.indexes:
+            if str(index.name).endswith("_usage"):
+                index.create(connection, checkfirst=True)
+
+
+STEPS = (
+    Step(1, "input items kept once, keys of a tenant's own", _first, additive=False),
+    Step(2, "who used a container of the python tool", _containers),
+    Step(3, "how much each API key stores", _usage),
+)
+
+
+def upgrade(connection: sa.Connection, steps: Sequence[Step] = STEPS) -> None:
+    """Takes the steps that the database lacks. In a transaction of its own.
+
+    Raises:
+        StoreError: the database is of a newer version, which this one cannot work with.
+    """
+    known = steps[-1].version
+    if _version(connection) < known:
+        _lock(connection)
+        there = _version(connection)  # another server may just have taken them
+        missing = [step for step in steps if step.version > there]
+        for step in missing:
+            step.take(connection)
+        if missing:
+            needed = [step.version for step in steps if not step.additive]
+            _set(connection, VERSION, known)
+            _set(connection, NEEDED, max(needed, default=0))
+            named = "; ".join(step.what for step in missing)
+            logger.info("Response store: from schema %d to %d (%s)", there, known, named)
+    elif (newer := _version(connection)) > known:
+        _accept(newer, _number(connection, NEEDED), known)
+
+
+def _accept(newer: int, needed: int, known: int) -> None:
+    if known < needed:
+        raise StoreError(
+            f"The database has schema {newer}, which servers of schema {known}, such as this one, cannot work with. "
+            "Install the version of vllm-gptoss that its other servers have, or a newer one"
+        )
+    logger.warning(
+        "Response store: the database has schema %d, of a newer version; this server knows schema %d and works with it",
+        newer,
+        known,
+    )
+
+
+def _version(connection: sa.Connection) -> int:
+    """0 for a database that is empty, or of before there were versions."""
+    return _number(connection, VERSION) if sa.inspect(connection).has_table(settings.name) else 0
+
+
+def _number(connection: sa.Connection, name: str) -> int:
+    return int(connection.scalar(sa.select(settings.c.value).where(settings.c.name == name)) or 0)
+
+
+def _set(connection: sa.Connection, name: str, value: int) -> None:
+    connection.execute(sa.delete(settings).where(settings.c.name == name))
+    connection.execute(sa.insert(settings).values(name=name, value=str(value)))
+
+
+def _lock(connection: sa.Connection) -> None:
+    """Keeps other servers from upgrading until the transaction ends, in whatever way."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(sa.literal(LOCK, sa.BigInteger))))
+        connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCK_WAIT}'")
+    else:
+        # Python's sqlite3 begins no transaction before what changes a table, and SQLite none that writes.
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+def add_column(connection: sa.Connection, column: sa.Column[object]) -> None:
+    """Adds a column of a table of today's. It must be nullable or have a server default: older servers leave it out."""
+    assert column.nullable or column.server_default is not None, f"older servers do not write {column}"
+    there = {known["name"] for known in sa.inspect(connection).get_columns(column.table.name)}
+    if column.name not in there:
+        ddl = sa.schema.CreateColumn(column).compile(dialect=connection.dialect)
+        connection.exec_driver_sql(f"ALTER TABLE {column.table.name} ADD COLUMN {ddl}")
+
+
+def rename_keys(connection: sa.Connection) -> None:
+    """Gives responses under ids that clients chose the keys that `row_key` makes; the id alone was the key before.
+
+    Once for a database. A server of the earlier version that still runs on it does not find them any more.
+    """
+    if connection.scalar(sa.select(settings.c.value).where(settings.c.name == RENAMED)) is not None:
+        return
+    rows = connection.execute(sa.select(responses.c.id, responses.c.tenant).where(~responses.c.id.contains("~")))
+    renamed = [(row.id, key) for row in rows if (key := row_key(row.tenant, row.id)) != row.id]
+    for old, new in renamed:
+        connection.execute(sa.update(responses).where(responses.c.id == old).values(id=new))
+        for table in (events, item_index, input_uses):
+            connection.execute(sa.update(table).where(table.c.response == old).values(response=new))
+    connection.execute(sa.insert(settings).values(name=RENAMED, value="2"))
+    if renamed:
+        logger.info("Response store: %d responses of an earlier version are found by their ids again", len(renamed))

@@ -1,0 +1,1 @@
+"""How streamed text reaches the socket."""
