@@ -2,6 +2,6 @@
 
 from setuptools import find_namespace_packages, setup
 
-DATA = "vllm_gptoss.recipes.data"
+DATA = "vllm_gptoss.cli.recipes.data"
 
 setup(packages=[*find_namespace_packages(include=["vllm_gptoss*"]), DATA], package_dir={DATA: "recipes"})

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from benchmarks.tables import by_batch, prompt_speed, result
+from vllm_gptoss.cli.recipes.memory import MEASURED, Cache
 from vllm_gptoss.engine.choose import Deployment
 from vllm_gptoss.engine.spec import GPT_OSS_20B, GPT_OSS_120B, ModelSpec
-from vllm_gptoss.recipes.memory import MEASURED, Cache
 
 USERS = (10, 100, 1_000, 10_000)
 BLOCK = 16

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_gptoss.bench import shapes
+from vllm_gptoss.cli.bench import shapes
 
 if TYPE_CHECKING:
     import numpy as np

@@ -125,7 +125,7 @@ def test_both_distributions_are_whole(sdist: Path, wheel: Path) -> None:
     assert files("recipes") <= names
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert packed == files("vllm_gptoss/recipes/data")
+    assert packed == files("vllm_gptoss/cli/recipes/data")
 
 
 def test_doctor_names_what_is_missing_and_nothing_else(installed: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "vllm_gptoss"
 NAME = PACKAGE.name
 
-PARTS = ("engine", "server")
+PARTS = ("engine", "server", "cli")
 """Folders that are several rooms, each folder and file of them one."""
 
 ORDER = (
@@ -40,11 +40,12 @@ ORDER = (
     "server.responses",
     "server.parts",
     "plugin",
-    "recipes",
-    "doctor",
-    "bench",
-    "eval",
-    "cli",
+    "cli.recipes",
+    "cli.doctor",
+    "cli.bench",
+    "cli.eval",
+    "cli.main",
+    "cli.__main__",
 )
 """Top to bottom: what is imported by anyone, to what imports anything. A room is a folder or file of the package."""
 
@@ -149,6 +150,11 @@ def test_no_files_import_each_other_around() -> None:
 def test_a_package_imports_only_what_it_may(package: str) -> None:
     assert (PACKAGE / package).is_dir()
     assert not strangers(graph(), package)
+
+
+def test_nothing_imports_the_command_line() -> None:
+    found = {name for name, targets in graph().items() if any(room(target).startswith("cli") for target in targets)}
+    assert {name for name in found if room(name).startswith("cli.")} == found
 
 
 def test_the_format_imports_neither_vllm_nor_fastapi() -> None:

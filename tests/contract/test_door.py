@@ -13,7 +13,7 @@ from vllm_gptoss._vllm.replaced import FILLED, REPLACED, SUBCLASSES
 
 PACKAGE = ROOT / "vllm_gptoss"
 DOOR = "_vllm/"
-PROGRAMS = "bench/"
+PROGRAMS = "cli/bench/"
 """Benchmarks run vLLM, with the plugin and without, as a user's program does: by its public `LLM`."""
 
 OURS: Mapping[str, frozenset[str]] = {

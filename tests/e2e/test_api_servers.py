@@ -22,7 +22,7 @@ from demo.server import NAME, Server, serve
 from tests.support.machine import without_namespaces
 from tests.support.places import ROOT
 from tests.support.tools_nodes import ToolsNode
-from vllm_gptoss.doctor.orphans import orphans
+from vllm_gptoss.cli.doctor.orphans import orphans
 
 pytestmark = [
     pytest.mark.vllm,

@@ -17,9 +17,9 @@ import pytest
 from demo.server import NAME, Server, serve
 from tests.support import warm_vllm
 from tests.support.scale import SOAK
+from vllm_gptoss.cli.recipes import load, render
+from vllm_gptoss.cli.recipes.schema import Recipe
 from vllm_gptoss.engine.choose.device import detect
-from vllm_gptoss.recipes import load, render
-from vllm_gptoss.recipes.schema import Recipe
 
 pytestmark = [pytest.mark.vllm, pytest.mark.serve, pytest.mark.slow, pytest.mark.soak, pytest.mark.timeout(900)]
 

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from demo.server import NAME, Server
-from vllm_gptoss.bench import consistency
+from vllm_gptoss.cli.bench import consistency
 
 pytestmark = [pytest.mark.vllm, pytest.mark.serve, pytest.mark.timeout(600)]
 

@@ -30,7 +30,7 @@ def main(where: str, settings: dict[str, str]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     from tests.support import planted
-    from vllm_gptoss.bench import numerics, shapes
+    from vllm_gptoss.cli.bench import numerics, shapes
     from vllm_gptoss.plugin import register
 
     register()

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from tests.gpu.marks import SM90
-from vllm_gptoss.bench import checkpoint, shapes
-from vllm_gptoss.bench.consistency import VOCABULARY, is_consistent
+from vllm_gptoss.cli.bench import checkpoint, shapes
+from vllm_gptoss.cli.bench.consistency import VOCABULARY, is_consistent
 
 pytestmark = [
     *SM90,

@@ -25,7 +25,7 @@ from demo.verify import Case
 from demo.widen import LIKE_20B
 from tests.gpu.marks import SM90
 from tests.support import jobs
-from vllm_gptoss.bench import shapes
+from vllm_gptoss.cli.bench import shapes
 from vllm_gptoss.engine.spec import GPT_OSS_20B
 
 pytestmark = [

@@ -31,7 +31,7 @@ from tests.support import warm_vllm
 
 PRELOADED = ("torch", "torch._dynamo", "torch._inductor", "transformers", "openai", "aiohttp", "tests.support.lazy")
 LIMIT_S = 300
-ASKING = ("vllm_gptoss.doctor.probe", "vllm_gptoss.recipes.probe")
+ASKING = ("vllm_gptoss.cli.doctor.probe", "vllm_gptoss.cli.recipes.probe")
 """What our commands start to ask vLLM."""
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_gptoss.bench import numerics
+from vllm_gptoss.cli.bench import numerics
 from vllm_gptoss.engine.choose import ChoiceError, Deployment
 from vllm_gptoss.engine.choose.device import Device
 from vllm_gptoss.engine.experts import method

@@ -20,7 +20,7 @@ import torch
 
 from tests.engine.model import ranks
 from tests.support import warm_vllm, whole_model
-from vllm_gptoss.bench import checkpoint, shapes
+from vllm_gptoss.cli.bench import checkpoint, shapes
 from vllm_gptoss.engine import reference
 
 SHAPE = dataclasses.replace(shapes.TINY, layers=4, vocabulary=512)

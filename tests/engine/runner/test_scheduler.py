@@ -20,8 +20,8 @@ from benchmarks import plans as planning
 from tests.support.places import CACHE
 from tests.support.vllm_log import heard, lines
 from vllm_gptoss import fallback
-from vllm_gptoss.bench import shapes
-from vllm_gptoss.recipes import probe
+from vllm_gptoss.cli.bench import shapes
+from vllm_gptoss.cli.recipes import probe
 
 pytestmark = pytest.mark.vllm
 

@@ -1,0 +1,162 @@
+"""Doctor must see what is wrong, say what to do, and fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support import warm
+from vllm_gptoss._vllm import compatibility
+from vllm_gptoss.cli.doctor import Finding, Status, findings
+from vllm_gptoss.cli.recipes import variables
+from vllm_gptoss.engine.choose import devices
+
+pytestmark = pytest.mark.vllm
+
+
+def doctor(*arguments: str, **environ: str) -> tuple[int, list[dict[str, str]]]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "GPTOSS_"))} | environ
+    done = warm.run(["-m", "vllm_gptoss.cli", "doctor", "--json", *arguments], environment, vllm=True)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def of(found: list[dict[str, str]], check: str) -> dict[str, str]:
+    return next(finding for finding in found if finding["check"] == check)
+
+
+def test_a_good_environment_passes_and_proves_the_plugin_active() -> None:
+    code, found = doctor()
+    assert code == 0, [finding for finding in found if finding["status"] == "problem"]
+    assert of(found, "plugin: model")["detail"].endswith("vllm_gptoss.engine.model.gpt_oss:GptOssForCausalLM")
+    assert of(found, "plugin: endpoint")["status"] == "ok"
+    assert of(found, "plugin: streams")["status"] == "ok"
+    runner, why = of(found, "plugin: runner and scheduler"), compatibility.why_not("runner")
+    assert runner["status"] == ("info" if why else "ok")
+    assert (why or "ours: ") in runner["detail"]
+    assert "(" in of(found, "experts")["detail"]
+    assert of(found, "layers")["detail"].startswith(("gptoss (", "upstream ("))
+    assert "vllm-gptoss recipe list --device auto" in of(found, "recipes")["detail"]
+
+
+def test_a_bad_environment_fails_with_a_fix_for_each_problem(tmp_path: Path) -> None:
+    (tmp_path / "openai_harmony-0.0.8.dist-info").mkdir()
+    (tmp_path / "openai_harmony-0.0.8.dist-info" / "METADATA").write_text("Name: openai-harmony\nVersion: 0.0.8\n")
+    code, found = doctor(
+        VLLM_PLUGINS="someone_else",
+        VLLM_ATTENTION_BACKEND="TRITON_ATTN_VLLM_V1",
+        VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8="1",
+        VLLM_NO_SUCH_THING="1",
+        VLLM_USE_RUST_FRONTEND="1",
+        GPTOSS_EXPERTS="marlin",
+        PYTHONPATH=str(tmp_path),
+    )
+    assert code == 1
+    assert "add gptoss to it" in of(found, "plugin: model")["fix"]
+    assert "add gptoss to it" in of(found, "plugin: endpoint")["fix"]
+    assert "unset VLLM_USE_RUST_FRONTEND" in of(found, "Rust front end")["fix"]
+    assert "--attention-backend" in of(found, "variable VLLM_ATTENTION_BACKEND")["fix"]
+    assert "flashinfer_trtllm_mxfp8" in of(found, "variable VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8")["fix"]
+    assert "no such variable" in of(found, "variable VLLM_NO_SUCH_THING")["fix"]
+    assert "native" in of(found, "experts")["detail"] or "dequantize" in of(found, "experts")["detail"]
+    assert of(found, "harmony")["status"] == "problem"
+    assert all(finding["fix"] for finding in found if finding["status"] == "problem")
+
+
+def test_no_replaced_variable_is_read_by_this_vllm() -> None:
+    import vllm.envs as envs
+
+    assert not set(variables.REPLACED) & set(envs.environment_variables)
+    assert set(variables.IGNORED_BY_US) <= set(envs.environment_variables)
+
+
+@pytest.mark.parametrize("second", ["pytorch-triton", "triton-rocm"])
+def test_a_second_triton_is_a_problem(monkeypatch: pytest.MonkeyPatch, second: str) -> None:
+    class Distribution:
+        def __init__(self, name: str) -> None:
+            self.metadata = {"Name": name}
+
+    both = [Distribution("triton"), Distribution(second), Distribution("oss-harmony")]
+    monkeypatch.setattr(findings.importlib.metadata, "distributions", lambda: both)
+    found = {finding.check: finding for finding in findings.clashes()}
+    assert found["triton"].status is Status.PROBLEM
+    assert " and ".join(sorted([second, "triton"])) in found["triton"].detail
+
+
+def test_missing_tool_parser_flags_matter_only_without_our_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = findings.serve_command(["vllm", "serve", "openai/gpt-oss-20b"])
+    assert found.status is Status.INFO
+    monkeypatch.setenv("GPTOSS_PARSER", "0")
+    found, _ = findings.serve_command(["vllm", "serve", "openai/gpt-oss-20b"])
+    assert found.status is Status.PROBLEM
+    assert "add both flags" in found.fix
+    complete = ["vllm", "serve", "m", "--enable-auto-tool-choice", "--tool-call-parser", "openai"]
+    complete += ["--api-server-count", "2"]
+    assert not list(findings.serve_command(complete))
+
+
+def test_a_check_that_breaks_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks() -> findings.Findings:
+        raise OSError("disk on fire")
+        yield Finding(Status.OK, "", "")
+
+    monkeypatch.setattr(findings, "clashes", breaks)
+    found = findings.examine()
+    assert any("disk on fire" in finding.detail for finding in found)
+    assert any(finding.check == "plugin: model" for finding in found)
+
+
+@pytest.mark.slow
+def test_a_serve_line_of_an_old_guide_is_judged_by_vllms_own_parser() -> None:
+    line = ["vllm", "serve", "openai/gpt-oss-120b", "--compilation-config", '{"full_cuda_graph": true}']
+    code, found = doctor("--", *line, PYTHON_EXECUTION_BACKEND="UV", TRITON_HIP_PRESHUFFLE_SCALES="1")
+    assert code == 1
+    assert "became cudagraph_mode" in of(found, "serve line: parses")["fix"]
+    assert "the plugin's own sandbox" in of(found, "variable PYTHON_EXECUTION_BACKEND")["fix"]
+    assert of(found, "variable TRITON_HIP_PRESHUFFLE_SCALES")["status"] == "problem"
+
+
+@pytest.mark.slow
+def test_what_a_serve_line_chooses_is_said_with_its_reason() -> None:
+    line = ["vllm", "serve", "openai/gpt-oss-20b", "--async-scheduling", "--kv-cache-dtype", "fp8"]
+    code, found = doctor("--", "VLLM_USE_V1=1", *line)
+    assert of(found, "serve line: async")["status"] == "warning"
+    assert of(found, "serve line: variables")["fix"] == "unset it: there is only one engine"
+    assert code == 1
+    code, found = doctor("--", *line)
+    assert code == 0, [finding for finding in found if finding["status"] == "problem"]
+    assert of(found, "serve line: layers")["detail"].startswith("upstream (vLLM's own choice; not gptoss: ")
+    assert of(found, "serve line: experts")["detail"].startswith(("dequantize (", "native ("))
+
+
+def test_the_readme_shows_what_doctor_and_the_start_up_line_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one H200. `…` in the README stands for what it leaves out."""
+    monkeypatch.setattr(findings, "detect", lambda: devices.named("H200"))
+    probe = {"model": "vllm_gptoss.engine.model.gpt_oss:GptOssForCausalLM", "endpoint_plugins": ["gptoss"]}
+    found = [*findings.settings_and_choices(), *findings.active({**probe, "VLLM_PLUGINS": "gptoss,others"})]
+    found += findings.dead_variables({})
+    said = {finding.check: finding.detail for finding in found}
+    readme = (Path(__file__).resolve().parents[3] / "README.md").read_text()
+    shown = re.findall(r"^ ok +(\S+(?: \S+)*) {2,}(.*)$", readme, re.MULTILINE)
+    (line,) = re.findall(r"^… vllm-gptoss \S+ is active\. (.*); …$", readme, re.MULTILINE)
+    started = [tuple(part.split(": ", 1)) for part in line.split("; ")]
+    assert len(shown) == 6
+    assert [name for name, _ in started] == ["experts", "layers"]
+    for name, text in (*shown, *started):
+        pattern = ".*".join(map(re.escape, text.split("…")))
+        assert re.fullmatch(pattern, said[name]), (name, said[name])
+
+
+def test_aiter_is_chosen_only_where_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(findings, "detect", lambda: devices.named("MI300X"))
+    monkeypatch.delenv("VLLM_ROCM_USE_AITER", raising=False)
+    off = {finding.check: finding.detail for finding in findings.settings_and_choices()}
+    assert off["experts"].startswith("upstream (")
+    assert "VLLM_ROCM_USE_AITER is not set to 1" in off["experts"]
+    monkeypatch.setenv("VLLM_ROCM_USE_AITER", "1")
+    on = {finding.check: finding.detail for finding in findings.settings_and_choices()}
+    assert on["experts"].startswith("aiter (")

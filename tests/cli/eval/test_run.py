@@ -1,0 +1,423 @@
+"""`vllm-gptoss eval` from the command line to its files: nothing asked twice, nothing lost, nothing hidden."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from tests.cli.eval.server import MODEL, SUM, Plan, Raw, Reply, Served, Words, asked, events, results, serving, sums
+from vllm_gptoss.cli.eval import client as client_module
+from vllm_gptoss.cli.eval.intervals import wilson
+from vllm_gptoss.cli.main import app
+
+FATES = ("right", "wrong", "cut", "empty", "unparsed", "refused", "failed", "timed_out", "broken")
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "MAX_WAIT_S", 0.02)
+
+
+def questions(folder: Path, count: int) -> Path:
+    """`count` sums."""
+    path = folder / "sums.jsonl"
+    rows = [{"id": f"q{n}", "question": f"What is {n} + 1?", "answer": n + 1} for n in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def evaluate(api: str, data: Path, out: Path, *more: str) -> Result:
+    return CliRunner().invoke(app, ["eval", *arguments(api, data, out), *more])
+
+
+def arguments(api: str, data: Path, out: Path) -> list[str]:
+    where = ["--base-url", api, "--eval", "gsm8k", "--data", f"gsm8k={data}", "--out", str(out)]
+    return [*where, "--effort", "low", "--concurrency", "8", "--timeout", "15", "--idle-timeout", "5", "--tries", "2"]
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+
+
+def summary(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    return found
+
+
+def which(body: dict[str, Any]) -> int:
+    found = SUM.search(asked(body))
+    assert found
+    return int(found[1])
+
+
+def mixed(body: dict[str, Any], before: int) -> Reply:
+    """Every tenth question another end; 0, 10, 20 … are right, and so are 9, 19 …"""
+    ends: list[Reply] = [
+        sums(body, before), Words("It is \\boxed{-1}."), Words("It is", cut=True), Words(""), Words("I do not know."),
+        Raw([b"no"], 400), Raw([b"oops"], 500), Raw([], end="hang"), Raw([b"{"]), sums(body, before),
+    ]  # fmt: skip
+    return ends[which(body) % 10]
+
+
+@pytest.mark.parametrize("api", ["responses", "chat"])
+def test_every_fate_is_counted_and_the_figures_follow_from_the_lines(tmp_path: Path, api: str) -> None:
+    with serving(mixed) as served:
+        done = evaluate(served.api, questions(tmp_path, 50), tmp_path / "run", "--api", api)
+        assert served.app.busiest <= 8
+    assert done.exit_code == 3, done.output
+    counted = Counter(line["fate"] for line in lines(tmp_path / "run"))
+    assert counted == dict(zip(FATES, (10, 5, 5, 5, 5, 5, 5, 5, 5), strict=True))
+    (row,) = summary(tmp_path / "run")["rows"]
+    assert row["fates"] == counted
+    assert (row["samples"], row["lost"]) == (50, 20)
+    assert row["accuracy"] == pytest.approx(10 / 30)
+    assert (row["low"], row["high"]) == pytest.approx(wilson(10, 30))
+    assert (row["worst"], row["best"]) == (10 / 50, 30 / 50)
+    answered = [line for line in lines(tmp_path / "run") if line["fate"] in FATES[:5]]
+    tokens = [line["usage"]["output"] for line in answered]
+    assert row["output_tokens"]["mean"] == pytest.approx(sum(tokens) / len(tokens))
+    assert row["output_tokens"]["total"] == 10 * 400 + 20 * 20
+    assert row["tries_again"] == 10  # two tries for the ten of 500 and no JSON
+    for words in ("33.3", "5 wrong", "5 cut", "5 empty", "5 unparsed", "5 refused", "5 failed", "5 timed out"):
+        assert words in re.sub(r"\s+", " ", done.output)
+
+
+def test_the_same_command_asks_only_what_was_lost(tmp_path: Path) -> None:
+    data, out = questions(tmp_path, 30), tmp_path / "run"
+    with serving(mixed) as served:
+        assert evaluate(served.api, data, out).exit_code == 3
+        served.app.plan = sums
+        served.app.bodies.clear()
+        done = evaluate(served.api, data, out)
+        assert {which(body) % 10 for body in served.app.bodies} == {5, 6, 7, 8}
+        assert len(served.app.bodies) == 12
+        assert done.exit_code == 0, done.output
+        assert "18 of 30 samples are there already" in done.output
+        (row,) = summary(out)["rows"]
+        assert (row["samples"], row["lost"], row["fates"]["right"]) == (30, 0, 18)
+        assert summary(out)["complete"]
+        served.app.bodies.clear()
+        assert evaluate(served.api, data, out).exit_code == 0
+        assert not served.app.bodies
+
+
+def test_other_settings_are_another_run(tmp_path: Path) -> None:
+    data, out = questions(tmp_path, 3), tmp_path / "run"
+    with serving(sums) as served:
+        assert evaluate(served.api, data, out).exit_code == 0
+        before = (out / "samples.jsonl").read_bytes()
+        for more, word in ((["--effort", "high"], "efforts"), (["--seed", "1"], "seed"), (["--api", "chat"], "api")):
+            done = evaluate(served.api, data, out, *more)
+            assert done.exit_code == 2
+            assert word in done.output
+            assert "--out" in done.output
+        questions(tmp_path, 4)
+        done = evaluate(served.api, data, out)
+        assert (done.exit_code, "sha256" in done.output) == (2, True)
+        assert (out / "samples.jsonl").read_bytes() == before
+
+
+def start(api: str, data: Path, out: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "vllm_gptoss.cli", "eval", *arguments(api, data, out)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=heard)
+
+
+def heard() -> None:
+    """A shell starts what runs in the background with SIGINT ignored, and that is inherited."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_killed_run_goes_on_and_every_sample_counts_once(tmp_path: Path, how: signal.Signals) -> None:
+    data, out = questions(tmp_path, 400), tmp_path / "run"
+    answers = itertools.count()
+    killed = False
+
+    def stuck(body: dict[str, Any], before: int) -> Reply:
+        """After 100 answers none more, until the run was killed."""
+        pause = 0.0 if killed or next(answers) < 100 else 30.0
+        return Raw(events(sums(body, before), False), headers={"content-type": "text/event-stream"}, pause_s=pause)
+
+    with serving(stuck) as served:
+        process = start(served.api, data, out)
+        file = out / "samples.jsonl"
+        until(lambda: file.exists() and file.read_bytes().count(b"\n") >= 20)
+        process.send_signal(how)
+        output, _ = process.communicate(timeout=60)
+        killed = True
+        kept = len(lines(out)) if how is signal.SIGINT else file.read_bytes().count(b"\n")
+        assert 20 <= kept < 400
+        if how is signal.SIGINT:
+            assert process.returncode == 3, output
+            assert "the same command goes on" in output
+            assert summary(out)["asked"] == kept
+        else:
+            with file.open("ab") as end:  # a line that the kill cut in its middle
+                end.write(b'{"eval": "gsm8k", "effort": "low", "id": "q119", "repe')
+        done = evaluate(served.api, data, out)
+        assert done.exit_code == 0, done.output
+    keys = [(line["eval"], line["effort"], line["id"], line["repeat"]) for line in lines(out)]
+    assert sorted(keys) == sorted(set(keys))
+    assert len(keys) == 400
+    assert summary(out)["rows"][0]["accuracy"] == 1
+
+
+def until(what: Any, seconds: float = 60) -> None:
+    began = time.monotonic()
+    while not what():
+        assert time.monotonic() - began < seconds, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def slowly(body: dict[str, Any], before: int) -> Reply:
+    return Raw(events(sums(body, before), False), headers={"content-type": "text/event-stream"}, pause_s=0.01)
+
+
+def test_two_runs_do_not_write_into_one_folder(tmp_path: Path) -> None:
+    data, out = questions(tmp_path, 400), tmp_path / "run"
+    with serving(slowly) as served:
+        process = start(served.api, data, out)
+        until(lambda: (out / "run.json").exists())
+        done = evaluate(served.api, data, out)
+        process.kill()
+        process.communicate()
+    assert done.exit_code == 2
+    assert "another process" in done.output
+
+
+def test_a_server_that_died_ends_the_run_soon_and_says_so(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with serving(lambda body, before: Raw(status=500)) as served:
+        done = evaluate(served.api, questions(tmp_path, 2000), out)
+        assert len(served.app.bodies) < 200
+    assert done.exit_code == 3, done.output
+    assert "in a row were lost" in done.output
+    assert "were not asked yet" in re.sub(r"\s+", " ", done.output)
+    assert not summary(out)["complete"]
+
+
+def test_no_server_no_model_and_no_address_are_clear(tmp_path: Path) -> None:
+    data = questions(tmp_path, 3)
+    for url, words in (("http://127.0.0.1:1/v1", "Is the server up"), ("127.0.0.1:8000", "http://")):
+        done = evaluate(url, data, tmp_path / "run")
+        assert (done.exit_code, words in done.output) == (2, True), done.output
+        assert "Traceback" not in done.output
+    assert not (tmp_path / "run").exists()
+
+
+BAD = [
+    (["--eval", "mmlu"], "no eval is named"),
+    (["--eval", "gpqa"], "--data gpqa=FILE"),
+    (["--eval", ","], "nothing is named"),
+    (["--data", "gsm8k"], "NAME=FILE"),
+    (["--data", "mmlu=x"], "NAME=FILE"),
+    (["--api", "completions"], "one of responses, chat"),
+    (["--extra-body", "[]"], "no JSON object"),
+    (["--published", "7b"], "one of 120b, 20b"),
+    (["--eval", "citations", "--api", "chat"], "no web_search"),
+]
+
+
+@pytest.mark.parametrize(("more", "words"), BAD, ids=[" ".join(more) for more, _ in BAD])
+def test_a_wrong_command_line_is_told(tmp_path: Path, more: list[str], words: str) -> None:
+    done = evaluate("http://127.0.0.1:1/v1", questions(tmp_path, 1), tmp_path / "run", *more)
+    assert done.exit_code == 2
+    assert words in re.sub(r"[\s│]+", " ", done.output)
+
+
+def test_what_is_sent_is_what_was_said(tmp_path: Path) -> None:
+    more = ["--temperature", "0.5", "--top-p", "-1", "--max-tokens", "77", "--send-seed", "--seed", "9"]
+    with serving(sums) as served:
+        for api in ("responses", "chat"):
+            out = tmp_path / api
+            done = evaluate(served.api, questions(tmp_path, 1), out, *more, "--api", api, "--extra-body", '{"x": 1}')
+            assert done.exit_code == 0, done.output
+        first, second = served.app.bodies
+    common = {"model": MODEL, "temperature": 0.5, "seed": 9, "stream": True, "x": 1}
+    assert {**first, **common} == first
+    assert (first["max_output_tokens"], first["reasoning"], "top_p" in first) == (77, {"effort": "low"}, False)
+    assert {**second, **common} == second
+    assert (second["max_completion_tokens"], second["reasoning_effort"], "top_p" in second) == (77, "low", False)
+
+
+def test_efforts_and_repeats_are_rows_and_samples(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with serving(sums) as served:
+        done = evaluate(served.api, questions(tmp_path, 5), out, "--effort", "high,low,none", "--repeats", "3")
+    assert done.exit_code == 0
+    assert [(row["effort"], row["samples"], row["questions"]) for row in summary(out)["rows"]] == [
+        ("low", 15, 5), ("high", 15, 5), (None, 15, 5),
+    ]  # fmt: skip
+
+
+def test_the_panel_has_published_values_and_no_foreign_markup(tmp_path: Path) -> None:
+    out, data = tmp_path / "run", tmp_path / "aime.jsonl"
+    data.write_text('{"id": "<script>", "question": "What is 1 + 2?", "answer": 3}')
+    with serving(lambda body, before: Words("<img src=x> \\boxed{3}")) as served:
+        command = ["eval", "--base-url", served.api, "--eval", "aime25", "--data", f"aime25={data}", "--out", str(out)]
+        done = CliRunner().invoke(app, [*command, "--extra-body", '{"a": "<b>"}', "--repeats", "1"])
+    assert done.exit_code == 0, done.output
+    page = (out / "panel.html").read_text()
+    for words in ("38.8", "75.0", "85.8", "91.7", "arXiv:2508.10925", "100.0"):
+        assert words in page
+    assert "<img" not in page
+    assert "<script" not in page
+    assert "&lt;b&gt;" in page
+    assert "38.8" in done.output
+
+
+def test_a_score_too_low_fails_and_lost_samples_count_against_it(tmp_path: Path) -> None:
+    data = questions(tmp_path, 20)
+    with serving(lambda body, before: Words("no") if which(body) == 0 else sums(body, before)) as served:
+        assert evaluate(served.api, data, tmp_path / "a", "--fail-below", "95").exit_code == 0
+        done = evaluate(served.api, data, tmp_path / "a", "--fail-below", "95.1")
+        assert (done.exit_code, "95.0" in done.output) == (1, True)
+    with serving(lambda body, before: Raw(status=400) if which(body) < 2 else sums(body, before)) as served:
+        assert evaluate(served.api, data, tmp_path / "b").exit_code == 3
+        assert evaluate(served.api, data, tmp_path / "b", "--fail-below", "95").exit_code == 1
+
+
+@pytest.fixture
+def caller() -> Iterator[Served]:
+    """Calls as asked for, one an answer, then says what came."""
+
+    def plan(body: dict[str, Any], before: int) -> Reply:
+        done = results(body)
+        wanted = WANTED[asked(body)]
+        if len(done) < len(wanted):
+            last = len(wanted) if body["model"] == "all" else len(done) + 1
+            return Words(reasoning="I need a call.", calls=wanted[len(done) : last])
+        return Words("I have " + " and ".join(done))
+
+    with serving(plan) as served:
+        yield served
+
+
+WANTED = {
+    "Both?": [("f", '{"a": 1}'), ("f", '{"a": 2}')],
+    "And then?": [("g", "{}")],
+    "Wrongly?": [("f", '{"a": "x"}')],
+}
+TOOLS = """
+functions:
+  f: {parameters: {type: object, properties: {a: {type: integer}}, required: [a]}}
+  g: {description: nothing}
+questions:
+  - id: one
+    tools: [f, g]
+    turns:
+      - user: Both?
+        calls: [{name: f, arguments: {a: 1}, result: apples}, {name: f, arguments: {a: 2}, result: pears}]
+        says: apples and pears
+      - {user: "And then?", calls: [{name: g, result: plums}], says: plums}
+  - {id: two, tools: [f], user: "Wrongly?", calls: [{name: f, arguments: {a: 1}}]}
+"""
+
+
+@pytest.mark.parametrize("model", ["one", "all"])
+@pytest.mark.parametrize("api", ["responses", "chat"])
+def test_calls_are_answered_and_the_dialogue_goes_on(caller: Served, tmp_path: Path, api: str, model: str) -> None:
+    data, out = tmp_path / "calls.yaml", tmp_path / "run"
+    data.write_text(TOOLS)
+    command = ["eval", "--base-url", caller.api, "--eval", "toolcalls", "--data", f"toolcalls={data}"]
+    done = CliRunner().invoke(app, [*command, "--out", str(out), "--api", api, "--effort", "low", "--model", model])
+    assert done.exit_code == 0, done.output
+    one, two = sorted(lines(out), key=lambda line: str(line["id"]))
+    assert (one["fate"], one["answer"]) == ("right", ["I have apples and pears", "I have plums"])
+    assert one["requests"] == (5 if model == "one" else 4)
+    assert (two["fate"], two["why"]) == ("wrong", "f: $.a: 'x' is not of type 'integer'")
+    parts = summary(out)["rows"][0]["parts"]
+    assert (parts["schema-valid arguments"]["good"], parts["schema-valid arguments"]["of"]) == (3, 4)
+    assert parts["in parallel"]["good"] == (model == "all")
+    sent = caller.app.bodies[-1]
+    assert "tools" in sent
+
+
+def test_a_model_that_calls_for_ever_is_stopped(tmp_path: Path) -> None:
+    data, out = tmp_path / "calls.yaml", tmp_path / "run"
+    data.write_text(TOOLS)
+    with serving(lambda body, before: Words(calls=[("f", '{"a": 1}')])) as served:
+        command = ["eval", "--base-url", served.api, "--eval", "toolcalls", "--data", f"toolcalls={data}"]
+        done = CliRunner().invoke(app, [*command, "--out", str(out), "--effort", "low"])
+        assert len(served.app.bodies) == 32
+    assert done.exit_code == 0
+    assert {line["fate"] for line in lines(out)} == {"wrong"}
+
+
+def test_the_key_is_sent_and_kept_nowhere(tmp_path: Path) -> None:
+    key = "sk-very-secret"
+    with serving(sums) as served:
+        url = served.api.replace("http://", "http://user:pass-word@")
+        done = evaluate(url, questions(tmp_path, 2), tmp_path / "run", "--api-key", key)
+    assert done.exit_code == 0, done.output
+    kept = b"".join(path.read_bytes() for path in (tmp_path / "run").iterdir())
+    for secret in (key, "pass-word"):
+        assert secret.encode() not in kept
+        assert secret not in done.output
+
+
+def test_an_answer_keeps_its_end_and_reasoning_only_on_demand(tmp_path: Path) -> None:
+    long: Plan = lambda body, before: Words("x" * 70_000 + " \\boxed{1}", "because " * 3)  # noqa: E731
+    with serving(long) as served:
+        evaluate(served.api, questions(tmp_path, 1), tmp_path / "a")
+        evaluate(served.api, questions(tmp_path, 1), tmp_path / "b", "--keep-reasoning")
+    (line,) = lines(tmp_path / "a")
+    assert line["fate"] == "right"
+    assert line["answer"][0].endswith("\\boxed{1}")
+    assert len(line["answer"][0]) < 66_000
+    assert "thought" not in line
+    assert lines(tmp_path / "b")[0]["thought"] == ["because " * 3]
+
+
+def test_half_a_character_from_a_server_is_kept_as_well_as_can_be(tmp_path: Path) -> None:
+    with serving(lambda body, before: Words("\ud83d \\boxed{1}")) as served:
+        done = evaluate(served.api, questions(tmp_path, 1), tmp_path / "run")
+    assert done.exit_code == 0, done.output
+    assert lines(tmp_path / "run")[0]["fate"] == "right"
+
+
+def test_a_folder_that_is_none_is_told(tmp_path: Path) -> None:
+    data, file, device = questions(tmp_path, 5), tmp_path / "file", tmp_path / "device"
+    file.touch()
+    device.mkdir()
+    (device / "samples.jsonl").symlink_to("/dev/null")
+    with serving(sums) as served:
+        for out, words in ((file, "File exists"), (device, "is no file")):
+            done = evaluate(served.api, data, out)
+            assert (done.exit_code, words in done.output) == (2, True), done.output
+            assert not served.app.bodies
+
+
+def test_a_full_disk_is_told_and_nothing_that_was_kept_is_lost(tmp_path: Path) -> None:
+    """A limit on the size of files ends a write in the middle, as a full disk does."""
+    data, out = questions(tmp_path, 60), tmp_path / "run"
+    with serving(sums) as served:
+        command = [sys.executable, "-m", "vllm_gptoss.cli", "eval", *arguments(served.api, data, out)]
+        limited = ["bash", "-c", 'ulimit -f 8; exec "$@"', "bash", *command]
+        done = subprocess.run(limited, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 2, done.stderr
+        assert "File too large" in done.stderr
+        assert "Traceback" not in done.stderr
+        before = len(served.app.bodies)
+        assert evaluate(served.api, data, out).exit_code == 0
+        assert len(served.app.bodies) - before < 55
+    assert summary(out)["rows"][0]["fates"]["right"] == 60
+
+
+def test_help_needs_no_server() -> None:
+    done = CliRunner().invoke(app, ["eval", "--help"], env={**os.environ, "COLUMNS": "200"})
+    assert done.exit_code == 0
+    assert "compare" in done.output

@@ -1,0 +1,181 @@
+"""The command: each form of a recipe says the same, and what is wrong ends with a code and a remedy."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support import warm
+from vllm_gptoss.cli.recipes import render
+
+ID = "20b-h100-latency-eagle3"
+AITER = "20b-mi355x-agent"
+
+
+def recipe(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "GPTOSS_"))} | environ
+    return warm.run(["-m", "vllm_gptoss.cli", "recipe", *arguments], environment, vllm=True)
+
+
+def test_every_form_says_the_same() -> None:
+    config = yaml.safe_load(recipe("show", ID, "--config").stdout)
+    words = shlex.split(recipe("show", ID, "--command").stdout)
+    docker = shlex.split(recipe("show", ID, "--docker").stdout)
+    upstream = yaml.safe_load(recipe("show", ID, "--upstream").stdout)["model"]
+    assert words[:3] == ["vllm", "serve", config["model"]]
+    assert docker[docker.index(config["model"]) :] == [*words[2:], *render.STOP]
+    assert [upstream["model_id"], *upstream["base_args"]] == words[2:]
+    assert json.loads(words[words.index("--speculative-config") + 1]) == config["speculative-config"]
+
+
+def test_without_a_form_all_of_a_recipe_is_said() -> None:
+    said = recipe("show", "120b-h100-latency").stdout
+    assert said.startswith("120b-h100-latency: measured, hopper.yaml:")
+    assert "measured: 2.49 ms per token, 1 at once, stock vLLM 4.61 (decode-h100-120b-latency-" in said
+    assert "command: vllm serve openai/gpt-oss-120b --max-num-seqs 64 --max-num-batched-tokens 2048\n\nmodel:" in said
+
+
+def test_variables_come_with_every_form() -> None:
+    name = "120b-8xmi300x-latency"
+    assert "export VLLM_ROCM_USE_AITER=1\n" in recipe("show", name, "--env").stdout
+    assert recipe("show", name, "--command").stdout.startswith("VLLM_ROCM_USE_AITER=1 ")
+    assert "-e VLLM_ROCM_USE_AITER=1" in recipe("show", name, "--docker").stdout
+    assert recipe("show", ID, "--env").stdout == ""
+
+
+def serve(folder: Path, *extra: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """`recipe serve` of a recipe with a variable, beside a `vllm` that says what it was given."""
+    program = folder / "vllm"
+    program.write_text('#!/bin/sh\necho "$VLLM_ROCM_USE_AITER" "$@"\nexit 7\n')
+    program.chmod(0o755)
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    return recipe("serve", AITER, *extra, PATH=path, GPTOSS_CACHE=str(folder / "cache"), **environ)
+
+
+def test_serve_runs_vllm_with_the_recipes_file_and_what_comes_after(tmp_path: Path) -> None:
+    done = serve(tmp_path, "--", "--port", "9000", "--served-model-name", "two words")
+    file = tmp_path / "cache" / "recipes" / f"{AITER}.yaml"
+    assert done.returncode == 7
+    assert done.stdout == f"1 serve --config {file} --port 9000 --served-model-name two words\n"
+    assert file.read_text() == recipe("show", AITER, "--config").stdout
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    dry = serve(tmp_path, "--dry-run", "--", "--served-model-name", "two words")
+    words = ["vllm", "serve", "--config", str(file), "--served-model-name", "two words"]
+    assert shlex.split(dry.stdout) == ["VLLM_ROCM_USE_AITER=1", *words]
+
+
+def test_serve_says_which_variable_of_the_user_the_recipe_wins_over(tmp_path: Path) -> None:
+    done = serve(tmp_path, VLLM_ROCM_USE_AITER="0")
+    assert done.stdout.startswith("1 serve")
+    assert done.stderr == "VLLM_ROCM_USE_AITER=1, as the recipe has it, instead of 0\n"
+    assert serve(tmp_path, VLLM_ROCM_USE_AITER="1").stderr == ""
+
+
+def test_serve_takes_no_second_file(tmp_path: Path) -> None:
+    done = serve(tmp_path, "--", "--config", "mine.yaml")
+    assert done.returncode == 2
+    assert f"a copy of it: vllm-gptoss recipe show {AITER} --config" in done.stderr
+
+
+def test_serve_says_where_its_file_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("no folder")
+    done = serve(tmp_path)
+    assert done.returncode == 2
+    assert "Not a directory; set GPTOSS_CACHE" in done.stderr
+
+
+def test_serve_without_vllm_says_what_to_do() -> None:
+    done = recipe("serve", ID, PATH="/nonexistent")
+    assert done.returncode == 1
+    assert "vllm-gptoss doctor" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["show", "20b-h10-latency"], "near: 20b-h100-latency"),
+        (["show", "120b-rtx"], "near: 120b-rtx-pro-6000-latency, 120b-rtx-pro-6000-throughput, "),
+        (["show", "120b-4xr9700"], "near: 120b-4xr9700-latency, 120b-4xr9700-agent\n"),
+        (["show", ""], "recipe list"),
+        (["list", "--device", "H10"], "there are"),
+        (["check", "/nowhere.yaml"], "/nowhere.yaml: No such file"),
+        (["check", "20b-h10-latency"], "near: 20b-h100-latency"),
+        (["check", "--release", "--today", "yesterday"], "yesterday"),
+        (["check", "--today", "2027-01-01"], "give --release as well"),
+        (["check", "20b-h100-agent", "--source", "/nowhere"], "no vLLM is unpacked in /nowhere"),
+        (["check", "20b-h100-agent", "20b-h10-agent"], "near: 20b-h100-agent"),
+        (["plan", "--", "vllm"], "plan what?"),
+        (["plan", "20b-h100-agent", "20b-h200-agent"], "plan what? the id of one recipe,"),
+        (["plan", "20b-h100-agent", "--device", "T4"], "compute capability 8.0"),
+    ],
+)
+def test_what_is_asked_wrongly_ends_with_2(arguments: list[str], said: str) -> None:
+    done = recipe(*arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_machine_without_recipes_gets_no_empty_table() -> None:
+    done = recipe("list", "--device", "V100")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "V100 is sm_70" in done.stderr
+
+
+def test_a_program_reads_the_model_the_goal_and_the_claims() -> None:
+    (row,) = (row for row in json.loads(recipe("list", "--json").stdout) if row["id"] == "120b-h200-latency")
+    assert (row["model"], row["goal"], row["status"]) == ("openai/gpt-oss-120b", "latency", "measured")
+    assert [(claim["requests"], claim["tpot_ms"]) for claim in row["claims"]] == [(1, 1.78), (8, 5.23)]
+
+
+def test_the_upstream_form_says_what_it_leaves_out() -> None:
+    text = recipe("show", "120b-b200-throughput", "--upstream").stdout
+    assert text.startswith("# additional-config is the plugin's, and left out\n")
+    assert "additional-config" not in yaml.safe_load(text)["model"]["base_args"]
+    assert recipe("show", ID, "--upstream").stdout.startswith("model:")
+
+
+def test_the_list_is_for_the_machine_that_is_named() -> None:
+    rows = json.loads(recipe("list", "--device", "8xH100", "--json").stdout)
+    assert {row["device"] for row in rows} == {"8xH100"}
+    done = recipe("list", "--device", "5xH100", "--json")
+    assert "these use fewer" in done.stderr
+    assert json.loads(done.stdout)
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_users_command_and_file_are_judged(tmp_path: Path) -> None:
+    line = ["vllm", "serve", "openai/gpt-oss-120b", "--attention-backend", "ROCM_AITER_UNIFIED_ATTN", "-tp", "4"]
+    done = recipe("check", "--device", "MI300X", "--", *line, VLLM_USE_TRTLLM_ATTENTION="1")
+    assert done.returncode == 1
+    assert "is AITER's, which is off; set VLLM_ROCM_USE_AITER=1" in done.stdout
+    assert "uses 4 GPUs, MI300X has 1" in done.stdout
+    assert "nothing reads VLLM_USE_TRTLLM_ATTENTION" in done.stdout
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("model: openai/gpt-oss-20b\nkv-cache-dtype: fp8\n")
+    done = recipe("check", str(mine), "--device", "H100")
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.startswith(f"advice: {mine}:2: --kv-cache-dtype fp8 costs the fused layers")
+    mine.write_text("model: openai/gpt-oss-20b\nmax-num-seqs: 8\n")
+    assert recipe("check", str(mine), "--device", "2xH100").stdout.endswith(": nothing found wrong\n")
+    done = recipe("check", ID, AITER)
+    assert (done.returncode, done.stdout.split(",")[0]) == (0, "2 recipes")
+    done = recipe("plan", "--device", "H100", "--", "vllm", "serve", "m", "-cc", '{"full_cuda_graph": true}')
+    assert done.returncode == 2
+    assert "full_cuda_graph became cudagraph_mode" in done.stderr
+    done = recipe("check", ID)
+    assert (done.returncode, done.stdout.split(",")[0]) == (0, ID)
+    done = recipe("plan", "--device", "H100", "--", "vllm", "serve", "/models/mine")
+    assert (done.returncode, done.stderr) == (0, "/models/mine is taken for gpt-oss-20b\n")
+    mine.write_text("model: openai/gpt-oss-20b\nenable-prefix-caching: false\nmonokernel: true\nmax-num-seqs: many\n")
+    done = recipe("check", str(mine), "--device", "H100")
+    assert done.returncode == 1
+    assert f"error: {mine}:4 (vLLM" in done.stdout
+    assert "argument --max-num-seqs: invalid int value: 'many'" in done.stdout

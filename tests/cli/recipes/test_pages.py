@@ -1,0 +1,53 @@
+"""The guide's commands are recipes, and its Chinese twin has the same."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_gptoss.cli import main
+from vllm_gptoss.cli.recipes import find, load, render
+
+ROOT = Path(__file__).resolve().parents[3]
+GUIDES = (ROOT / "docs" / "guide.md", ROOT / "docs" / "zh" / "guide.md")
+FENCE = re.compile(r"(?:<!-- recipe: (\S+) -->\n)?```\w*\n(.*?)```", re.DOTALL)
+PAGES = (*GUIDES, *(path.with_name("troubleshooting.md") for path in GUIDES), ROOT / "recipes" / "README.md")
+
+
+def fences(path: Path) -> list[tuple[str, str]]:
+    """(recipe, code) of each block; an empty name where it is no recipe's."""
+    return [(name or "", code) for name, code in FENCE.findall(path.read_text())]
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.parent.name)
+def test_every_serve_command_is_a_recipes(path: Path) -> None:
+    blocks = fences(path)
+    assert len([name for name, _ in blocks if name]) >= 6
+    for name, code in blocks:
+        if name:
+            assert code == render.command(find.by_id(load.shipped(), name))
+        else:
+            assert not code.startswith(("vllm serve", "VLLM_"))
+
+
+def test_both_languages_have_the_same_blocks_headings_and_numbers() -> None:
+    english, chinese = GUIDES
+    assert fences(english) == fences(chinese)
+    headings = [len(re.findall(r"^#+ ", path.read_text(), re.MULTILINE)) for path in GUIDES]
+    assert headings[0] == headings[1]
+    scores = [re.findall(r"\d\d\.\d", path.read_text()) for path in GUIDES]
+    assert scores[0] == scores[1]
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_our_commands_exist(path: Path) -> None:
+    lines = re.findall(r"^vllm-gptoss (.*)$|`vllm-gptoss ([a-z][^`]*)`", path.read_text(), re.MULTILINE)
+    for line in {"".join(pair) for pair in lines}:
+        words = shlex.split(line.split("#")[0].replace("\n", " "))
+        parts = [word for word in words[:2] if re.fullmatch(r"[a-z]+", word)]
+        done = CliRunner().invoke(main.app, [*parts[: 2 if parts[0] in ("recipe", "tools", "bench") else 1], "--help"])
+        assert done.exit_code == 0, line

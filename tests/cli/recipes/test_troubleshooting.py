@@ -1,0 +1,200 @@
+"""Whoever sees an error that says what to do finds it in troubleshooting, in English and in Chinese."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from vllm_gptoss.cli.recipes import check, variables
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGE = ROOT / "vllm_gptoss"
+PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
+TWIN = (ROOT / "docs" / "zh" / "troubleshooting.md").read_text()
+SPAN = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)")
+
+
+def names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+ANSWERED = names(
+    "ApiError ChatInputError DeniedError EngineError LostError NotAllowedError NotEnforceableError PageError"
+    " QuotaError Refused RetiredKeyError TakenError TooLargeError UsageError"
+)
+"""Errors that answer one request, or that the model reads; docs/responses.md and docs/tools.md have those."""
+HELD = names(
+    "BusyError CgroupError ConfinedError DocumentError FetchError IsolationError KernelError LayoutError MalformedError"
+    " NotHereError ProtocolError SlowError UnavailableError _LostError _RefusedError _TooManyFilesError"
+)
+"""Errors that another part of ours catches."""
+OPERATORS = names(
+    "BackendError CheckpointError ChoiceError CompareError DamagedFileError DataError DeviceError"
+    " MissingVariableError NvrtcError PlanError ProbeError RecipeError RecordError RequestError ResultsError"
+    " SandboxError ServedError SettingsError StoppedError StoreError ToolConfigError YamlFileError"
+)
+"""Errors that whoever starts a server or types a command of ours reads; so are these of Python's and typer's."""
+FOREIGN = frozenset({"ValueError", "typer.BadParameter"})
+
+VERBS = "use|set|unset|name|run|give|leave|put|write|choose|install|configure|delete|remove|start"
+REMEDY = re.compile(
+    rf"(?i:(?:^|[:;.?] |else |or )(?:{VERBS})\b)|`(?:vllm-gptoss|git) |pip install|(?<![\w-])--[a-z]"
+    r"|\b[A-Z]+_[A-Z_]+\b|\bthere (?:is|are|…)|docs/"
+)
+"""What a message says that tells what to do: an imperative after a stop, a command, a flag, a variable, a choice."""
+
+
+def template(node: ast.AST) -> str:
+    """The text of a message, `…` for what is filled in."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.sub(r"%[sdr]", "…", node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(template, node.values))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return template(node.left) + template(node.right)
+    return "…"
+
+
+def is_said(node: ast.AST) -> ast.Call | None:
+    """The call that holds a message to an operator: an error, a warning in the log, a word on stderr."""
+    if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+        name = ast.unparse(node.exc.func)
+        return node.exc if name.rpartition(".")[2] in OPERATORS or name in FOREIGN else None
+    if not isinstance(node, ast.Call):
+        return None
+    to_stderr = ast.unparse(node.func) == "typer.echo" and any(word.arg == "err" for word in node.keywords)
+    return node if to_stderr or ast.unparse(node.func) in ("logger.warning", "logger.error") else None
+
+
+def messages(source: str) -> Iterator[str]:
+    """What a file tells operators, where it says what to do."""
+    for node in ast.walk(ast.parse(source)):
+        call = is_said(node)
+        text = max(map(template, call.args), key=len, default="") if call is not None else ""
+        if REMEDY.search(text):
+            yield text
+
+
+MESSAGES: Mapping[str, str] = {
+    text: str(path.relative_to(PACKAGE))
+    for path in sorted(PACKAGE.rglob("*.py"))
+    for text in messages(path.read_text())
+}
+
+
+def rows(page: str) -> list[tuple[str, list[str]]]:
+    """(heading, cells) of every row of the page's tables."""
+    found, heading = [], ""
+    for line in page.splitlines():
+        if line.startswith("#"):
+            heading = line.lstrip("# ")
+        elif line.startswith("| ") and not line.startswith("| ---"):
+            found.append((heading, [cell.strip() for cell in line.strip("|").split(" | ")]))
+    return [row for row in found if not set(row[1][0]) <= {"-", " "}]
+
+
+def spans(cell: str) -> list[str]:
+    return [text for _, text in SPAN.findall(cell)]
+
+
+SEEN = [span for _, cells in rows(PAGE) for span in spans(cells[0])]
+
+
+def is_on_the_page(text: str) -> bool:
+    """A part of it that is long enough to be searched for."""
+    return any(len(span.strip("… ")) >= 10 and span in text for span in SEEN)
+
+
+def test_every_class_of_errors_has_its_readers() -> None:
+    defined = {
+        node.name
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and any(re.search("Error$|Exception$", ast.unparse(b)) for b in node.bases)
+    }
+    assert defined == ANSWERED | HELD | OPERATORS
+
+
+def test_every_error_that_names_a_remedy_has_its_line() -> None:
+    assert len(MESSAGES) > 50
+    missing = [f"{file}: {text}" for text, file in MESSAGES.items() if not is_on_the_page(text)]
+    assert not missing, "not in docs/troubleshooting.md:\n" + "\n".join(missing)
+
+
+def test_what_would_be_missing_is_seen() -> None:
+    said = list(
+        messages('raise ChoiceError(f"{a} cannot do {b}; use {c}")\nraise ChoiceError("no")\nlogger.info("use x")')
+    )
+    assert said == ["… cannot do …; use …"]
+    assert not is_on_the_page(said[0])
+
+
+def strings(node: ast.expr) -> str:
+    """A constant, or the constant beginning of an f-string."""
+    return template(node).partition("…")[0]
+
+
+def calls(path: Path, name: str) -> list[ast.Call]:
+    tree = ast.parse(path.read_text())
+    return [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+    ]
+
+
+def test_every_bad_finding_of_doctor_has_its_line() -> None:
+    made = [call for name in ("findings",) for call in calls(PACKAGE / "cli" / "doctor" / f"{name}.py", "Finding")]
+    bad = [call for call in made if re.search("PROBLEM|WARNING|^status$", ast.unparse(call.args[0]))]
+    names = {strings(call.args[1]).strip() for call in bad} - {""}
+    assert len(names) > 12
+    assert not {name for name in names if f"`{name}" not in PAGE}
+
+
+def test_every_rule_has_its_line() -> None:
+    made = calls(Path(check.__file__), "Trouble")
+    rules = {strings(call.args[1]) for call in made}
+    ours = {"expects", "gpus", "defaults", "claims", "release"}
+    """Of recipes alone: no user's command has them."""
+    assert len(rules) > 10
+    assert not {rule for rule in rules - ours if f"`serve line: {rule}`" not in PAGE}
+
+
+def test_every_dead_variable_and_what_replaced_it_has_its_line() -> None:
+    for name, instead in variables.REPLACED.items():
+        assert f"| `{name}` | {instead} |" in PAGE
+        assert f"| `{name}` | " in TWIN
+
+
+def test_every_renamed_key_has_its_line() -> None:
+    for name in ("full_cuda_graph", "flashinfer_trtllm_mxfp8"):
+        assert name in check.RENAMED
+        assert name in PAGE
+
+
+def typed(cell: str) -> list[str]:
+    """What stands in code, flags and variables: what no language changes."""
+    bare = re.findall(r"(?<![\w-])--[a-z][\w.-]*|\b(?:VLLM|GPTOSS)_[A-Z0-9_]+\b", SPAN.sub("", cell))
+    return sorted([*spans(cell), *bare])
+
+
+def test_both_languages_have_the_same_entries() -> None:
+    english, chinese = rows(PAGE), rows(TWIN)
+    for (_, ours), (_, theirs) in zip(english, chinese, strict=True):
+        assert typed(ours[0]) == typed(theirs[0])
+        assert typed(ours[-1]) == typed(theirs[-1])
+    for page in (english, chinese):
+        assert len({heading for heading, _ in page}) == len({heading for heading, _ in english})
+    listed = [re.findall(r"^- (.+(?:\n  .+)*)", page, re.MULTILINE) for page in (PAGE, TWIN)]
+    assert [typed(item) for item in listed[0]] == [typed(item) for item in listed[1]]
+
+
+@pytest.mark.parametrize("page", ["docs/troubleshooting.md", "docs/zh/troubleshooting.md"])
+def test_our_links_lead_somewhere(page: str) -> None:
+    path = ROOT / page
+    for target in re.findall(r"\]\(([^)#]+)", path.read_text()):
+        assert (path.parent / target).is_file(), target

@@ -1,0 +1,1 @@
+"""The `vllm-gptoss` command. Nothing else of the package imports it."""

@@ -1,0 +1,5 @@
+"""`python -m vllm_gptoss.cli`."""
+
+from vllm_gptoss.cli.main import app
+
+app()

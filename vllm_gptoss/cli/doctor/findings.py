@@ -1,0 +1,400 @@
+"""What doctor looks at. Every check gives findings; a `problem` makes the exit code non-zero."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+
+from vllm_gptoss import _vllm
+from vllm_gptoss._vllm import compatibility
+from vllm_gptoss.cli.recipes import check as rules
+from vllm_gptoss.cli.recipes import command as typed
+from vllm_gptoss.cli.recipes import find, load, variables
+from vllm_gptoss.cli.recipes.deployment import choices
+from vllm_gptoss.cli.recipes.probe import ProbeError, answer_of, ask
+from vllm_gptoss.engine import choose, spec
+from vllm_gptoss.engine.choose import vllm_config as describe
+from vllm_gptoss.engine.choose.device import Device, detect
+from vllm_gptoss.plugin import endpoint_is_off
+from vllm_gptoss.settings import Settings
+from vllm_gptoss.version import __version__
+
+
+class Status(StrEnum):
+    """How bad a finding is; only `PROBLEM` fails."""
+
+    OK = "ok"
+    INFO = "info"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. `fix` says what to do, where there is something to do."""
+
+    status: Status
+    check: str
+    detail: str
+    fix: str = ""
+
+
+Findings = Iterator[Finding]
+
+ABSENT = "not installed"
+INSTALL = f"pip install 'vllm{_vllm.RANGE}'"
+
+TRITONS = {"triton", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu", "triton-nightly", "triton-rocm"}
+"""Distributions that own the module `triton`."""
+
+
+def examine(model: Path | None = None, command: Sequence[str] = ()) -> list[Finding]:
+    """Runs every check, in the order of the report. `command` is a `vllm serve` line to judge, if one is given.
+
+    Without vLLM or torch, what would ask them is left out: `packages` says that they are missing, once."""
+    has_torch = importlib.util.find_spec("torch") is not None
+    found = _probe() if _vllm.version() and has_torch else {}
+    checks: list[tuple[bool, Callable[[], Findings]]] = [
+        (True, packages),
+        (bool(_vllm.version()), lambda: versions(found)),
+        (bool(found), lambda: active(found)),
+        (has_torch, settings_and_choices),
+        (has_torch, recipes_here),
+        (True, lambda: dead_variables(found)),
+        (True, clashes),
+        (has_torch, toolkit),
+        (True, orphaned_engines),
+        (True, python_tool),
+        (True, lambda: serve_command(command)),
+        (bool(found) and bool(command), lambda: serve_line(command)),
+        (True, lambda: checkpoint(model)),
+    ]
+    return [finding for applies, check in checks if applies for finding in _guarded(check)]
+
+
+def _guarded(check: Callable[[], Findings]) -> Findings:
+    try:
+        yield from check()
+    except Exception as error:  # one broken check must not hide the others
+        if isinstance(error, ModuleNotFoundError) and any(packages()):  # which say what to do about it
+            yield Finding(Status.INFO, "doctor", f"a check was left out: {error}")
+            return
+        yield Finding(
+            Status.PROBLEM, "doctor", f"a check failed: {type(error).__name__}: {error}", "please report this"
+        )
+
+
+def _probe() -> dict[str, Any]:
+    try:
+        return answer_of("vllm_gptoss.cli.doctor.probe", "vLLM's plugin discovery")
+    except ProbeError as error:
+        return {"error": str(error)}
+
+
+def packages() -> Findings:
+    """What is not installed and must be: vLLM, its torch, and what our own metadata requires."""
+    if not _vllm.version():
+        yield Finding(Status.PROBLEM, "package vllm", "not installed", INSTALL)
+    if importlib.util.find_spec("torch") is None:
+        yield Finding(Status.PROBLEM, "package torch", "not installed", f"vLLM brings the torch it needs: {INSTALL}")
+    for requirement in _requirements():
+        found, wanted = _version(requirement.name), requirement.specifier
+        if found != ABSENT and wanted.contains(found, prereleases=True):
+            continue
+        detail = ABSENT if found == ABSENT else f"{found} is installed, {wanted} is needed"
+        fix = f"pip install '{requirement.name}{wanted}'"
+        yield Finding(Status.PROBLEM, f"package {requirement.name}", detail, fix)
+
+
+def _requirements() -> Iterator[Requirement]:
+    """Our own metadata's, without extras; none where we run from a folder that is not installed."""
+    try:
+        lines = importlib.metadata.requires("vllm-gptoss") or []
+    except importlib.metadata.PackageNotFoundError:
+        return
+    for line in lines:
+        requirement = Requirement(line)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            yield requirement
+
+
+def versions(found: dict[str, Any]) -> Findings:
+    """vLLM in the supported range, and what else matters beside it."""
+    version = _vllm.version()
+    if why := _vllm.outside_range(version):
+        yield Finding(Status.PROBLEM, "versions", f"vllm-gptoss {__version__}: {why}", INSTALL)
+    else:
+        others = ", ".join(f"{name} {_version(name)}" for name in ("torch", "oss-harmony", "mcp"))
+        yield Finding(Status.OK, "versions", f"vllm-gptoss {__version__}, vLLM {version}, {others}")
+    if "error" in found:
+        yield Finding(Status.PROBLEM, "vLLM", found["error"], "fix this first: the plugin cannot be active")
+
+
+def active(probe: dict[str, Any]) -> Findings:
+    """What vLLM's own discovery, run just now in a fresh interpreter, ended up with."""
+    if "error" in probe:
+        return
+    for part in ("model", "quantization"):
+        ours = str(probe.get(part, "")).startswith("vllm_gptoss")
+        yield Finding(
+            Status.OK if ours else Status.PROBLEM,
+            f"plugin: {part}",
+            f"{spec.ARCHITECTURE if part == 'model' else spec.QUANTIZATION} is {probe.get(part)}",
+            "" if ours else _inactive(probe),
+        )
+    for part, name in (("runner and scheduler", "runner"), ("streams", "streams")):
+        why = compatibility.why_not(name)
+        detail = f"vLLM's own: {why}" if why else "ours: vLLM has the tested functions"
+        yield Finding(Status.INFO if why else Status.OK, f"plugin: {part}", detail)
+    for part, why in (probe.get("parts") or {}).items():
+        what = f"vLLM's own implementation is used: {why.partition('; ')[0]}"
+        yield Finding(Status.PROBLEM, f"plugin: {part}", what, why.partition("; ")[2] or "reinstall vllm-gptoss")
+    endpoint = "gptoss" in (probe.get("endpoint_plugins") or ())
+    if probe.get("rust_frontend"):
+        what = "VLLM_USE_RUST_FRONTEND is set: no Python serves requests; /v1/responses, tools, Harmony are vLLM's"
+        yield Finding(Status.WARNING, "Rust front end", what, "unset VLLM_USE_RUST_FRONTEND; kernels are ours anyway")
+    if endpoint_is_off():
+        yield Finding(Status.INFO, "plugin: endpoint", "/v1/responses is vLLM's own: GPTOSS_ENDPOINT is off")
+    elif endpoint and "Responses API" not in (probe.get("parts") or {}):
+        yield Finding(Status.OK, "plugin: endpoint", f"/v1/responses is ours (VLLM_PLUGINS={probe['VLLM_PLUGINS']})")
+    elif not endpoint:
+        yield Finding(Status.PROBLEM, "plugin: endpoint", "/v1/responses is vLLM's own", _inactive(probe))
+
+
+def _inactive(probe: dict[str, Any]) -> str:
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "gptoss" not in allowed.split(","):
+        return f"VLLM_PLUGINS={allowed} leaves us out: add gptoss to it, or unset it"
+    return "start vLLM and read its first lines: it logs why a plugin failed to load"
+
+
+def settings_and_choices() -> Findings:
+    """The device, and what the tables choose for it."""
+    settings = Settings.load()
+    device, deployment = detect(), choose.Deployment(spec.GPT_OSS_20B, aiter=describe.uses_aiter())
+    yield Finding(Status.INFO, "device", f"{device}: {choose.family(device)} row" + (_unknown(device)))
+    for model in (spec.GPT_OSS_20B, spec.GPT_OSS_120B):
+        ranks = choose.tensor_parallel(device, model)
+        yield Finding(Status.INFO, f"{model.name}: tensor parallel", str(ranks))
+    yield Finding(Status.OK, "attention", str(choose.attention(device, deployment)))
+    for what, table, wish in (
+        ("layers", choose.layers, settings.layers),
+        ("experts", choose.experts, settings.experts),
+    ):
+        try:
+            yield Finding(Status.OK, what, str(table(device, deployment, wish)))
+        except choose.ChoiceError as error:
+            yield Finding(Status.PROBLEM, what, str(error), f"change or unset GPTOSS_{what.upper()}")
+    yield Finding(Status.OK, "KV cache", str(choose.kv_cache_dtype(device)))
+
+
+def recipes_here() -> Findings:
+    """Recipes for this machine, or for the nearest one."""
+    found = find.for_device(load.shipped(), detect())
+    many = f"{len(found.recipes)} for this machine" if not found.why else found.why
+    yield Finding(Status.INFO, "recipes", f"{many}: `vllm-gptoss recipe list --device auto`")
+
+
+def _unknown(device: Device) -> str:
+    if why := choose.unserved(device):
+        return f"; {why}"
+    return "; no table knows it, vLLM decides everything" if choose.family(device) is choose.OTHER else ""
+
+
+def dead_variables(probe: dict[str, Any]) -> Findings:
+    """Variables that do nothing today, with what to set instead."""
+    found = variables.dead(os.environ, probe.get("variables") or ())
+    for name, instead in found.items():
+        yield Finding(Status.PROBLEM, f"variable {name}", "this vLLM does not read it", variables.remedy(instead))
+    for name, why in variables.IGNORED_BY_US.items():
+        if name in os.environ:
+            yield Finding(Status.INFO, f"variable {name}", f"not needed: {why}")
+    if not found:
+        yield Finding(Status.OK, "variables", "no dead VLLM_* variable is set")
+
+
+def clashes() -> Findings:
+    """Distributions that own the same files: the last installed one wins, and pip does not say so."""
+    present = {str(d.metadata["Name"]).lower().replace("_", "-") for d in importlib.metadata.distributions()}
+    if {"openai-harmony", "oss-harmony"} <= present:
+        yield Finding(
+            Status.PROBLEM,
+            "harmony",
+            "openai-harmony and oss-harmony both own the module openai_harmony; openai-harmony fetches its vocabulary"
+            " from the network at start",
+            "pip uninstall -y openai-harmony oss-harmony; pip install oss-harmony; install gpt-oss with --no-deps",
+        )
+    elif "oss-harmony" in present:
+        yield Finding(Status.OK, "harmony", f"oss-harmony {_version('oss-harmony')} alone owns openai_harmony")
+    tritons = sorted(present & TRITONS)
+    if len(tritons) > 1:
+        yield Finding(
+            Status.PROBLEM,
+            "triton",
+            f"{' and '.join(tritons)} own the same module",
+            "keep the one that torch names in its metadata: pip uninstall -y the others, then reinstall it",
+        )
+
+
+def toolkit() -> Findings:
+    """A driver or CUDA toolkit older than torch's CUDA breaks kernels that are compiled at run time."""
+    import torch
+
+    if detect().vendor != "nvidia":
+        return
+    wanted = torch.version.cuda or "0"
+    driver = driver_cuda()
+    if driver and _number(driver)[0] < _number(wanted)[0]:
+        yield Finding(
+            Status.PROBLEM,
+            "CUDA",
+            f"torch was built for CUDA {wanted}, the driver speaks {driver}",
+            "update the driver",
+        )
+    else:
+        yield Finding(Status.OK, "CUDA", f"torch {wanted}, driver {driver or 'unknown'}")
+    home = os.environ.get("CUDA_HOME")
+    if home and (found := _nvcc(Path(home))) and _number(found)[0] != _number(wanted)[0]:
+        yield Finding(
+            Status.PROBLEM,
+            "CUDA_HOME",
+            f"{home} is CUDA {found}, torch is {wanted}: kernels compiled with it may give garbage",
+            f"point CUDA_HOME at a {wanted} toolkit or unset it",
+        )
+
+
+def driver_cuda() -> str | None:
+    """The CUDA version that the driver speaks, as `13.0`; None without a driver."""
+    try:
+        import ctypes
+
+        number = ctypes.c_int()
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)):
+            return None
+    except OSError:
+        return None
+    return f"{number.value // 1000}.{number.value % 1000 // 10}"
+
+
+def _nvcc(home: Path) -> str | None:
+    try:
+        text = subprocess.run([home / "bin" / "nvcc", "--version"], capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    _, _, rest = text.partition("release ")
+    return rest.split(",")[0] or None
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdigit())
+
+
+def orphaned_engines() -> Findings:
+    """Engines whose server is gone; one that keeps a GPU's memory makes the next start fail."""
+    from vllm_gptoss.cli.doctor.orphans import orphans
+
+    found = list(orphans())
+    for orphan in found:
+        yield Finding(
+            Status.PROBLEM if orphan.gpu_memory else Status.WARNING,
+            "engine without a server",
+            f"{orphan}, and the server that started it is gone",
+            f"kill {orphan.pid}; if it is still there after ten seconds, kill -9 {orphan.pid}",
+        )
+    if not found:
+        yield Finding(Status.OK, "engines", "none runs on without its server")
+
+
+def python_tool() -> Findings:
+    """How the python tool would hold programs here, tried for real (`docs/security.md`)."""
+    from vllm_gptoss.tools.python import PythonOptions, tiers
+
+    tier, reason = asyncio.run(tiers.diagnose(PythonOptions(preload=())))
+    if tier is None:
+        fix = "allow user namespaces, or pip install 'vllm-gptoss[portable]'; docs/security.md"
+        yield Finding(Status.WARNING, "python tool", f"off, no isolation: {reason}", fix)
+        return
+    status = Status.INFO if tier is tiers.PORTABLE else Status.OK
+    yield Finding(status, "python tool", f"{tier.name}: {tier.what}{f' (because {reason})' if reason else ''}")
+
+
+def serve_command(command: Sequence[str]) -> Findings:
+    """Judges a `vllm serve` line: flags that gpt-oss needs or that change what the plugin may choose."""
+    if not command:
+        return
+    text = list(command)
+    if "--enable-auto-tool-choice" not in text or not any(word.startswith("--tool-call-parser") for word in text):
+        parser = Settings.load().parser
+        yield Finding(
+            Status.INFO if parser else Status.PROBLEM,
+            "tool parser flags",
+            "--enable-auto-tool-choice --tool-call-parser openai are missing: "
+            + (
+                "the plugin reads tool calls without them"
+                if parser
+                else "chat completions drop every tool call silently"
+            ),
+            "" if parser else "add both flags, or set GPTOSS_PARSER=1",
+        )
+    if not any(word.startswith("--api-server-count") or word == "-asc" for word in text):
+        yield Finding(
+            Status.INFO,
+            "API servers",
+            "one process streams about 40,000 tokens a second, what one core can; vLLM lets no plugin start more",
+            "for more: --api-server-count 4; docs/host.md",
+        )
+    for flag in ("--moe-backend", "--attention-backend", "--kv-cache-dtype"):
+        if (word := next((w for w in text if w.startswith(flag)), None)) is not None:
+            yield Finding(Status.INFO, flag, f"{word} decides instead of the plugin's tables")
+
+
+def serve_line(command: Sequence[str]) -> Findings:
+    """A `vllm serve` line as this vLLM's own parser reads it: what `recipe check` finds, and what it chooses."""
+    environ = {**os.environ, **typed.variables(command)}
+    try:
+        release = ask([typed.words(command)])
+    except ProbeError as error:
+        yield Finding(Status.WARNING, "serve line", f"not judged: {error}")
+        return
+    troubles = rules.line(detect(), environ, [(release, release.parsed[0])])
+    for trouble in troubles:
+        if trouble.rule != "variables" or trouble.what.split()[-1] not in os.environ:  # those are said above
+            status = Status.PROBLEM if trouble.fatal else Status.WARNING
+            yield Finding(status, f"serve line: {trouble.rule}", trouble.what, trouble.remedy)
+    if any(trouble.fatal for trouble in troubles):
+        return
+    case = rules.case_of(release.parsed[0].values, detect(), environ)
+    for what, choice in choices(case.device, case.config, case.env, case.spec).items():
+        yield Finding(Status.OK, f"serve line: {what}", str(choice))
+
+
+def checkpoint(model: Path | None) -> Findings:
+    """The headers of a local checkpoint, against what gpt-oss must have."""
+    if model is None:
+        return
+    from vllm_gptoss.engine.checkpoint.check import CheckpointError
+    from vllm_gptoss.engine.checkpoint.check import check as check_files
+
+    try:
+        check_files(model)
+    except CheckpointError as error:
+        yield Finding(Status.PROBLEM, "checkpoint", str(error), "download it again, or name another directory")
+    else:
+        yield Finding(Status.OK, "checkpoint", f"{model}: every tensor is there, whole and of its shape")
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ABSENT

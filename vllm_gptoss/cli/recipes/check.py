@@ -1,0 +1,390 @@
+"""Holds a configuration against a vLLM release, the tables and its own claims. One rule is one function.
+
+`recipe` runs all of them on a recipe, `command` those that are a user's business on a `vllm serve` line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date, timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from vllm_gptoss import _vllm
+from vllm_gptoss.cli.recipes import defaults, plan, variables
+from vllm_gptoss.cli.recipes.deployment import MAY_BE_ZERO, NUMBERS, bounds, choices, deployment, gpus, no_numbers
+from vllm_gptoss.cli.recipes.load import FOLDER
+from vllm_gptoss.cli.recipes.plan import PlanError
+from vllm_gptoss.cli.recipes.probe import Parsed, Release
+from vllm_gptoss.cli.recipes.schema import SPECS, Claim, Recipe
+from vllm_gptoss.engine import choose
+from vllm_gptoss.engine.choose import ChoiceError, devices
+from vllm_gptoss.engine.choose.device import Device
+from vllm_gptoss.engine.spec import ModelSpec
+from vllm_gptoss.settings import SettingsError
+from vllm_gptoss.tools.yaml_file import line_of
+
+RESULTS: Final = FOLDER.resolve().parent / "benchmarks" / "results"
+"""Where claims are proven; a wheel has none."""
+
+VALID: Final = timedelta(days=180)
+"""How long a measurement counts in a release check."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """One finding. fatal: the server does not start, or the recipe says what is not so; else it is advice."""
+
+    place: str
+    rule: str
+    what: str
+    remedy: str = ""
+    fatal: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.what}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration on a device. place: what a message starts with."""
+
+    place: str
+    spec: ModelSpec
+    device: Device
+    config: Mapping[str, Any]
+    env: Mapping[str, str]
+
+
+Rule = Callable[[Case], Iterator[Trouble]]
+
+NEW_FLAGS: Final[Mapping[str, str]] = {
+    "--monokernel": "0.33",
+    "--no-monokernel": "0.33",
+    "--reasoning-effort-map": "0.33",
+    "--sleep-mode-backend": "0.33",
+    "--watchdog-config": "0.33",
+}
+"""Flags, and the first release that has them. 0.33 also has `--disable-x` beside each `--enable-x`, and the reverse."""
+
+RENAMED: Final[Mapping[str, str]] = {
+    "full_cuda_graph": "full_cuda_graph became cudagraph_mode, whose default already has full graphs: leave it out",
+    "flashinfer_trtllm_mxfp8": 'use --additional-config \'{"gptoss": {"experts": "flashinfer_trtllm_mxfp8"}}\'',
+    "enable_fi_allreduce_fusion": "it is pass_config.fuse_allreduce_rms today",
+    "enable_noop": "it is pass_config.eliminate_noops today",
+}
+"""What old recipes write and parsers refuse, and what it is today."""
+
+
+def parses(case: Case, release: Release, parsed: Parsed) -> Iterator[Trouble]:
+    """The release's own parser takes it, whole."""
+    where = f"{case.place} (vLLM {release.version})"
+    if parsed.error:
+        yield Trouble(where, "parses", f"does not start: {parsed.error}", since_then(parsed.error, release))
+    for key in parsed.dropped:
+        yield Trouble(where, "parses", f"{key}: false is dropped by --config without a word", f"write no-{key}: true")
+
+
+def since_then(error: str, release: Release) -> str:
+    """What a parser's error means where another release, or an old recipe, has what it refuses; else empty."""
+    if (remedy := next((remedy for name, remedy in RENAMED.items() if name in error), None)) is not None:
+        return remedy
+    unknown = [word.split("=")[0] for word in error.split() if word.startswith("--")] if "unrecognized" in error else []
+    said = []
+    for flag in unknown:
+        if since := _since(flag, release):
+            said.append(f"{flag} needs vLLM {since}")
+        elif near := difflib.get_close_matches(flag, release.flags, n=1):
+            said.append(f"did you mean {near[0]}?")
+    return ", ".join(said)
+
+
+def _since(flag: str, release: Release) -> str | None:
+    pairs = (("--disable-", "--enable-"), ("--enable-", "--disable-"))
+    twin = next((other + flag.removeprefix(prefix) for prefix, other in pairs if flag.startswith(prefix)), "")
+    found = NEW_FLAGS.get(flag) or ("0.33" if twin in release.flags else None)
+    return found if found is not None and flag not in release.flags else None
+
+
+def names_exist(case: Case, release: Release) -> Iterator[Trouble]:
+    """Names that the parser takes without looking: backends, draft keys, cache dtypes."""
+    where = f"{case.place} (vLLM {release.version})"
+    draft = case.config.get("speculative-config")
+    draft = draft if isinstance(draft, Mapping) else {}
+    asked = [
+        ("attention-backend", [case.config.get("attention-backend")], release.attention_backends),
+        ("kv-cache-dtype", [case.config.get("kv-cache-dtype")], release.cache_dtypes),
+        ("speculative-config", list(draft), release.speculative_keys),
+        ("speculative-config.method", [draft.get("method")], release.speculative_methods),
+    ]
+    for key, given, known in asked:
+        for name in given:
+            if name is not None and name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1)
+                remedy = f"did you mean {near[0]}?" if near else ""
+                yield Trouble(where, "names", f"{key}: this release knows no {name!r}", remedy)
+
+
+def numbers(case: Case) -> Iterator[Trouble]:
+    """Numbers that the parser takes and the engine refuses when it starts."""
+    for key in no_numbers(case.config):
+        value = case.config[key]
+        length_of_memory = (key, value) == ("max-model-len", -1)  # what `auto` becomes
+        if isinstance(value, NUMBERS[key]) and not (isinstance(value, bool) or length_of_memory or key in MAY_BE_ZERO):
+            yield Trouble(case.place, "numbers", f"--{key} {value} is refused at the start", f"it is {bounds(key)}")
+
+
+def numbers_agree(case: Case) -> Iterator[Trouble]:
+    """Numbers that are right one by one."""
+    if why := defaults.refused(case.device, case.config):
+        yield Trouble(case.place, "numbers", why, "raise the first, or lower the second")
+
+
+def settings_and_tables(case: Case) -> Iterator[Trouble]:
+    """vLLM runs on that GPU, our settings exist, the model divides over the GPUs, and there are so many GPUs."""
+    if why := choose.unserved(case.device):
+        yield Trouble(case.place, "tables", why)
+    try:
+        choices(case.device, case.config, case.env, case.spec)
+    except (ChoiceError, SettingsError) as error:
+        yield Trouble(case.place, "tables", str(error))
+    if (used := gpus(case.config)) > case.device.count and case.device.vendor != "cpu":
+        what = f"uses {used} GPUs, {devices.label(case.device)} has {case.device.count}"
+        yield Trouble(case.place, "tables", what, "lower the parallel sizes, or name more GPUs")
+
+
+def reads_sinks(case: Case) -> Iterator[Trouble]:
+    """The attention backend that was named reads sinks on that GPU: vLLM refuses it at the start."""
+    named = case.config.get("attention-backend")
+    if named is not None and not choose.reads_sinks(case.device, str(named)):
+        what = f"--attention-backend {named} reads no sinks on {case.device.name}"
+        yield Trouble(case.place, "tables", what, "leave it out: one that does is chosen")
+
+
+def fits(case: Case) -> Iterator[Trouble]:
+    """The memory plan holds the weights and one request of full length."""
+    try:
+        found = plan.plan(case.spec, case.device, case.config, case.env)
+    except PlanError:
+        return  # a CPU, or said by settings_and_tables
+    if not found.fits:
+        yield Trouble(case.place, "plan", f"does not fit {devices.label(case.device)}: {found.why}", found.would_fit)
+
+
+def room_on_host(case: Case) -> Iterator[Trouble]:
+    """A CPU's weights fit into the host's memory, where that is known."""
+    have = case.device.memory_gib
+    if case.device.vendor != "cpu" or not have or case.spec.name not in str(case.config.get("model", "")):
+        return
+    try:
+        need = plan.on_cpu(case.spec, case.device, case.config, case.env)
+    except PlanError:
+        return  # said by settings_and_tables
+    if need > have:
+        what = f"the weights take {need:.0f} GiB, this host has {have:.0f}"
+        yield Trouble(case.place, "host", what, "take a host with more memory, or a GPU", fatal=False)
+
+
+def room_for_several(case: Case) -> Iterator[Trouble]:
+    """Several H100 at a utilisation of 0.95 ran out of memory, says vLLM's usage guide."""
+    if plan.crowded(case.device, case.config):
+        what = f"--gpu-memory-utilization {case.config['gpu-memory-utilization']} on several 80 GB cards may run out"
+        yield Trouble(case.place, "utilization", what, "stay below 0.95", fatal=False)
+
+
+def aiter_is_on(case: Case) -> Iterator[Trouble]:
+    """Whoever names AITER has it turned on."""
+    asked = deployment(case.spec, case.device, case.config, case.env)
+    names = [case.config.get("attention-backend"), case.config.get("moe-backend")]
+    named = [name for name in names if name and "aiter" in str(name).lower()]
+    if named and not asked.aiter:
+        remedy = "set VLLM_ROCM_USE_AITER=1, which is off by default"
+        yield Trouble(case.place, "aiter", f"{' and '.join(named)} is AITER's, which is off", remedy)
+
+
+def keeps_fused_layers(case: Case) -> Iterator[Trouble]:
+    """An fp8 KV cache costs the fused layers."""
+    asked = deployment(case.spec, case.device, case.config, case.env)
+    exact = replace(asked, kv_cache_dtype="auto")
+    if asked.kv_cache_dtype == exact.kv_cache_dtype or choose.layers(case.device, exact).value != "gptoss":
+        return
+    if choose.layers(case.device, asked).value != "gptoss":
+        what = f"--kv-cache-dtype {asked.kv_cache_dtype} costs the fused layers for few tokens"
+        yield Trouble(case.place, "fp8", what, "leave it out unless the KV cache is too small", fatal=False)
+
+
+def needless(case: Case) -> Iterator[Trouble]:
+    """`--async-scheduling` of old guides."""
+    draft = case.config.get("speculative-config")
+    method = draft.get("method") if isinstance(draft, Mapping) else None
+    if case.config.get("async-scheduling") is not True:
+        return
+    if method == "ngram":
+        what = "--async-scheduling beside n-gram drafts is a start error with vLLM's first model runner"
+        yield Trouble(case.place, "async", what, "leave --async-scheduling out: vLLM turns it off by itself")
+    else:
+        yield Trouble(case.place, "async", "--async-scheduling is on by default", "leave it out", fatal=False)
+
+
+def dead_variables(case: Case, release: Release) -> Iterator[Trouble]:
+    """Variables that this release does not read."""
+    for name, instead in variables.dead(case.env, release.variables).items():
+        where = f"{case.place} (vLLM {release.version})"
+        yield Trouble(where, "variables", f"nothing reads {name}", variables.remedy(instead))
+
+
+# What a recipe promises beyond that.
+
+
+def expected(case: Case, recipe: Recipe) -> Iterator[Trouble]:
+    """`choose` equals `expects`."""
+    try:
+        found = choices(case.device, case.config, case.env, case.spec)
+    except (ChoiceError, SettingsError):
+        return  # said by settings_and_tables
+    for part, choice in found.items():
+        if (wanted := getattr(recipe.entry.expects, part)) != choice.value:
+            yield Trouble(case.place, "expects", f"expects.{part} is {wanted!r}, the tables choose {choice}")
+
+
+def every_gpu(case: Case, recipe: Recipe) -> Iterator[Trouble]:
+    """The parallel sizes use all GPUs that the recipe is for."""
+    if gpus(case.config) != case.device.count:
+        yield Trouble(case.place, "gpus", f"uses {gpus(case.config)} of {devices.label(case.device)}")
+
+
+def no_default(case: Case, parsed: Parsed) -> Iterator[Trouble]:
+    """Nothing restates what vLLM does anyway."""
+    filled = defaults.of(case.device)
+    same = {key for key, value in case.config.items() if key in filled and filled[key] == value}
+    for key in sorted(same.union(parsed.restated)):
+        yield Trouble(case.place, "defaults", f"{key}: {case.config[key]} is the default", "leave it out")
+
+
+def claims_hold(case: Case, recipe: Recipe, results: Path) -> Iterator[Trouble]:
+    """Each claim's figures are in its results file, of that device and these flags."""
+    for claim in recipe.claims:
+        where = f"{case.place}: claim of {claim.requests} requests"
+        try:
+            data = json.loads((results / claim.results).read_text())
+        except (OSError, ValueError) as error:
+            yield Trouble(where, "claims", f"{claim.results}: {error}")
+            continue
+        if case.device.name not in data["gpu"]:
+            yield Trouble(where, "claims", f"{claim.results} was measured on {data['gpu']}, not on {case.device.name}")
+        rows = [row for row in data["rows"] if _same(row, claim, case)]
+        if not any(_equal(row, claim) for row in rows):
+            found = ", ".join(f"{row['plugin_tpot_ms']:.2f}" for row in rows) or "no such row"
+            yield Trouble(where, "claims", f"{claim.results} says {found}, the recipe {claim.tpot_ms:.2f} ms")
+
+
+def _same(row: Mapping[str, Any], claim: Claim, case: Case) -> bool:
+    draft = case.config.get("speculative-config") or {}
+    return (
+        (row["model"], row["batch"]) == (claim.model, claim.requests)
+        and row["tensor_parallel"] == case.config.get("tensor-parallel-size", 1)
+        and row["eagle3"] == draft.get("num_speculative_tokens", 0)
+        and not row["skew"]
+        and row["options"] == _engine_options(case.config)
+        and row["plugin"] == "plugin"
+    )
+
+
+_NOT_OPTIONS = {"model", "tensor-parallel-size", "speculative-config", "tool-server", "no-enable-prefix-caching"}
+"""Flags that a results file says elsewhere, that no engine sees, or that every measurement has."""
+
+
+def _engine_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What `vllm-gptoss bench decode --options` was given where it measured this very configuration."""
+    return {key.replace("-", "_"): value for key, value in config.items() if key not in _NOT_OPTIONS}
+
+
+def _equal(row: Mapping[str, Any], claim: Claim) -> bool:
+    ours = round(row["plugin_tpot_ms"], 2) == claim.tpot_ms
+    return ours and (claim.stock_ms is None or round(row["stock_tpot_ms"], 2) == claim.stock_ms)
+
+
+def still_valid(case: Case, recipe: Recipe, results: Path, today: date) -> Iterator[Trouble]:
+    """At a release, a measurement is not older than `VALID` and of the newest vLLM that is supported."""
+    newest = f"{_vllm.SUPPORTED[1][0]}.{_vllm.SUPPORTED[1][1] - 1}"
+    for name in dict.fromkeys(claim.results for claim in recipe.claims):
+        try:
+            data = json.loads((results / name).read_text())
+        except (OSError, ValueError):
+            continue  # said by claims_hold
+        measured = date.fromisoformat(data["date"])
+        if today - measured > VALID:
+            yield Trouble(case.place, "release", f"{name} is {(today - measured).days} days old", "measure again")
+        if not data["vllm"].startswith(newest):
+            yield Trouble(case.place, "release", f"{name} is of vLLM {data['vllm']}, not {newest}", "measure again")
+
+
+def recipe(
+    recipe: Recipe, releases: Sequence[tuple[Release, Parsed]], results: Path = RESULTS, today: date | None = None
+) -> list[Trouble]:
+    """Every rule on one recipe. releases: each with what it made of `recipe.config`; today: a release is being made."""
+    case = Case(f"{recipe.place} {recipe.id}", recipe.spec, recipe.device, recipe.config, recipe.env)
+    found = [each for each in _anyone(case, releases) if each.fatal]  # a recipe may choose what costs something
+    if wrong := no_numbers(case.config):
+        said = Trouble(case.place, "numbers", f"{wrong[0]}: {case.config[wrong[0]]!r} is no number")
+        return found if any(each.rule == "numbers" for each in found) else [*found, said]
+    found += [*expected(case, recipe), *every_gpu(case, recipe)]
+    if releases:
+        found += no_default(case, releases[-1][1])
+    if results.is_dir():
+        found += claims_hold(case, recipe, results)
+        found += still_valid(case, recipe, results, today) if today is not None else ()
+    return found
+
+
+def command(case: Case, releases: Sequence[tuple[Release, Parsed]]) -> list[Trouble]:
+    """What is wrong, or could be better, with somebody's own configuration."""
+    return list(_anyone(case, releases))
+
+
+def case_of(values: Mapping[str, Any], device: Device, env: Mapping[str, str]) -> Case:
+    """What somebody's own command asks for; the model is told by its name."""
+    return Case("vllm serve", _spec(values), device, values, env)
+
+
+def _spec(values: Mapping[str, Any]) -> ModelSpec:
+    return SPECS["120b" if "120b" in str(values.get("model", "")) else "20b"]
+
+
+def guessed(values: Mapping[str, Any]) -> str:
+    """What a model is taken for whose name tells neither size; empty where it does."""
+    named = any(size in str(values.get("model", "")) for size in SPECS)
+    return "" if named else _spec(values).name
+
+
+def line(device: Device, env: Mapping[str, str], releases: Sequence[tuple[Release, Parsed]]) -> list[Trouble]:
+    """`command`, on the words that `releases` were asked about."""
+    values = next((parsed.values for _, parsed in releases if not parsed.error), {})
+    return command(case_of(values, device, env), releases)
+
+
+def in_file(trouble: Trouble, path: Path, root: yaml.Node, keys: Iterable[str]) -> Trouble:
+    """The same finding of a file for `vllm serve --config`, with the line of the key that it names."""
+    said = re.findall(r"[\w-]+", trouble.what)
+    key = next((key for key in keys if f"--{key}" in said or key == said[0]), None)
+    place = str(path) if key is None else f"{path}:{line_of(root, [key])}"
+    return replace(trouble, place=trouble.place.replace("vllm serve", place, 1))
+
+
+def _anyone(case: Case, releases: Sequence[tuple[Release, Parsed]]) -> Iterator[Trouble]:
+    for release, parsed in releases:
+        yield from parses(case, release, parsed)
+        yield from names_exist(case, release)
+        yield from dead_variables(case, release)
+    if no_numbers(case.config):  # the parser has said so, or reads `auto`, which nothing below counts with
+        yield from numbers(case)
+        return
+    rooms: tuple[Rule, ...] = (fits, room_on_host, room_for_several)
+    for rule in (settings_and_tables, reads_sinks, numbers_agree, *rooms, aiter_is_on, keeps_fused_layers, needless):
+        yield from rule(case)

@@ -1,5 +1,0 @@
-"""`vllm-gptoss doctor`: is the plugin active, does this machine fit, and which settings do nothing."""
-
-from vllm_gptoss.doctor.findings import Finding, Status, examine
-
-__all__ = ["Finding", "Status", "examine"]
