@@ -75,7 +75,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
 
     asleep = [name for name in ENGINES if name.startswith("sleep")]
     awake = [name for name in ENGINES if name not in asleep]
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(3) as pool:
         found = dict(zip(awake, pool.map(run, awake), strict=True))
     return found | {name: run(name) for name in asleep}
 
