@@ -8,13 +8,14 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
+from tests.support import scale
 from tests.support.all_routes import MODEL
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -41,17 +42,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]
             process.kill()
 
 
-@pytest.fixture
-async def alice(server: tuple[str, int]) -> AsyncIterator[httpx.AsyncClient]:
-    async with client(server[0], "alice") as http:
-        yield http
-
-
 def client(url: str, key: str) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=100)
-    return httpx.AsyncClient(
-        base_url=url, headers={"Authorization": f"Bearer {key}", "Connection": "close"}, timeout=60, limits=limits
-    )
+    return httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=60, limits=limits)
 
 
 def lists(count: int) -> str:
@@ -92,9 +85,7 @@ TOO_LARGE: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("name", TOO_LARGE)
-async def test_a_body_over_the_limits_is_refused_unbuilt(
-    server: tuple[str, int], alice: httpx.AsyncClient, name: str
-) -> None:
+async def test_a_body_over_the_limits_is_refused_unbuilt(server: tuple[str, int], name: str) -> None:
     path, content = TOO_LARGE[name]
 
     async def attack(http: httpx.AsyncClient) -> None:
@@ -102,16 +93,15 @@ async def test_a_body_over_the_limits_is_refused_unbuilt(
             answer = await http.post(path, content=content, headers={"Content-Type": "application/json"})
             assert (answer.status_code, "too large" in answer.text) == (413, True), answer.text[:300]
 
-    await harmless(server, alice, attack)
+    await harmless(server, attack)
 
 
-async def test_references_to_a_long_item_are_not_rendered_beyond_the_window(
-    server: tuple[str, int], alice: httpx.AsyncClient
-) -> None:
+async def test_references_to_a_long_item_are_not_rendered_beyond_the_window(server: tuple[str, int]) -> None:
     """13 kB of references to 30 MB: another key's prompt waited 11.9 s for the tokens of all of them."""
     long = [{"type": "message", "role": "user", "content": "word and number 17. " * 5000}]
-    made = await alice.post("/v1/responses", json={"model": MODEL, "input": long})
-    listed = await alice.get(f"/v1/responses/{made.json()['id']}/input_items")
+    async with client(server[0], "alice") as http:
+        made = await http.post("/v1/responses", json={"model": MODEL, "input": long})
+        listed = await http.get(f"/v1/responses/{made.json()['id']}/input_items")
     reference = {"type": "item_reference", "id": listed.json()["data"][0]["id"]}
 
     async def attack(http: httpx.AsyncClient) -> None:
@@ -119,10 +109,10 @@ async def test_references_to_a_long_item_are_not_rendered_beyond_the_window(
             answer = await http.post("/v1/responses", json={"model": MODEL, "input": [reference] * count})
             assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
 
-    await harmless(server, alice, attack)
+    await harmless(server, attack)
 
 
-async def test_a_flood_of_pings_is_read_in_slices(server: tuple[str, int], alice: httpx.AsyncClient) -> None:
+async def test_a_flood_of_pings_is_read_in_slices(server: tuple[str, int]) -> None:
     """A megabyte of pings stopped the event loop for 1.6 s at a time."""
     head = "GET /v1/responses HTTP/1.1\r\nHost: a\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
     head += f"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: {'A' * 22}==\r\nAuthorization: Bearer alice\r\n\r\n"
@@ -139,10 +129,10 @@ async def test_a_flood_of_pings_is_read_in_slices(server: tuple[str, int], alice
                     pass
         writer.transport.abort()
 
-    await harmless(server, alice, attack)
+    await harmless(server, attack)
 
 
-async def test_background_responses_are_limited_by_key(server: tuple[str, int], alice: httpx.AsyncClient) -> None:
+async def test_background_responses_are_limited_by_key(server: tuple[str, int]) -> None:
     """400 of them made another key's stored request 2.4 s slower."""
 
     async def attack(http: httpx.AsyncClient) -> None:
@@ -150,26 +140,29 @@ async def test_background_responses_are_limited_by_key(server: tuple[str, int], 
         answers = await asyncio.gather(*(http.post("/v1/responses", json=wanted) for _ in range(400)))
         assert {answer.status_code for answer in answers} <= {200, 429}
 
-    await harmless(server, alice, attack, stores=True)
+    await harmless(server, attack, stores=True)
 
 
-async def harmless(server: tuple[str, int], alice: httpx.AsyncClient, attack: Attack, *, stores: bool = False) -> None:
-    """Asserts that `attack` neither stops the event loop, nor another key's requests, nor fills the memory."""
+async def harmless(server: tuple[str, int], attack: Attack, *, stores: bool = False) -> None:
+    """Asserts that `attack` neither stops the event loop, nor another key's requests, nor fills the memory.
+
+    The pause is processor time. Another key's requests are wall clock: `make soak` judges them, on a machine that has
+    nothing else to do.
+    """
     tried = []
     for _ in range(TRIES):
-        tried.append(await measured(server, alice, attack, stores))
+        tried.append(await measured(server, attack, stores))
         print("pause {:.3f} s, slower by {:.3f} s, grown by {} MiB".format(*tried[-1][:2], tried[-1][2] >> 20))
-        if all(found <= most for found, most in zip(tried[-1], (PAUSE_S, SLOWER_S, GROWN), strict=True)):
+        pause, slower, grown = tried[-1]
+        if pause <= PAUSE_S and grown <= GROWN and (slower <= SLOWER_S or not scale.SOAK):
             return
     pytest.fail(f"{tried}")
 
 
-async def measured(
-    server: tuple[str, int], alice: httpx.AsyncClient, attack: Attack, stores: bool = False
-) -> tuple[float, float, int]:
+async def measured(server: tuple[str, int], attack: Attack, stores: bool = False) -> tuple[float, float, int]:
     """The longest pause, by how much another key's requests were slower, and the growth of the memory's peak."""
     url, pid = server
-    async with client(url, "bob") as bob:
+    async with client(url, "bob") as bob, client(url, "alice") as alice:
         alone = max([await asked(bob, stores) for _ in range(10)])
         before = psutil.Process(pid).memory_info().rss
         Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak begins anew

@@ -44,7 +44,7 @@ def app_of(model: str, store: str) -> Any:
 
 async def main(model: str, store: str) -> None:
     app = app_of(model, store)
-    parts = [part for plugin in app.state.endpoint_plugins for part in plugin._parts]
+    parts = [each.part for plugin in app.state.endpoint_plugins for each in plugin._parts.installed]
     endpoint = next(part for part in parts if isinstance(part, ResponsesEndpoint))
     said = encoding().encode(SAID, allowed_special="all")
     engine = ReplayEngine(lambda prompt: said)
