@@ -45,7 +45,10 @@ Make = Callable[[Any], list[int]]
 @pytest.fixture
 async def renderer() -> Any:
     """The server's renderer with our step in it, of which `make` is the way in."""
-    renderer = SimpleNamespace(_make_request_with_harmony=lambda *_: pytest.fail("upstream's prompt"))
+    renderer = SimpleNamespace(
+        _make_request_with_harmony=lambda *_: pytest.fail("upstream's prompt"),
+        model_config=SimpleNamespace(max_model_len=10_000_000),
+    )
     renderer.exclude_tools_when_tool_choice_none = True
     part = ChatCompletions()
     part.attach(FastAPI(), arguments(), Settings())
