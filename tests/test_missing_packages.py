@@ -21,7 +21,6 @@ from packaging.utils import canonicalize_name
 from demo.server import NAME
 from demo.server import serve as start
 from tests.support import warm
-from tests.support.machine import SAME_EVERYWHERE
 from tests.support.places import ROOT
 from vllm_gptoss.tools.missing import DISTRIBUTIONS, reason, requirement
 
@@ -288,7 +287,7 @@ def test_a_command_that_cannot_run_names_the_package(tmp_path: Path, module: str
 @pytest.mark.vllm
 @pytest.mark.serve
 def test_vllm_serve_with_its_tools_and_without_one_package(model_dir: Path, tmp_path: Path) -> None:
-    environ = {**hiding(tmp_path, "webencodings"), **SAME_EVERYWHERE}
+    environ = hiding(tmp_path, "webencodings")
     with start(model_dir, tmp_path / "serve.log", ["--tool-server", "demo"], environ) as server:
         body = {"model": NAME, "input": "Is it?", "max_output_tokens": 4, "store": True}
         answer = httpx.post(f"{server.api}/responses", json=body, timeout=120)

@@ -46,7 +46,7 @@ def state(plugins, tool_server):
     done = asyncio.run(hiding.serve(mine, client, hiding.QUESTIONS))
     done["parsers"] = sorted({
         f"{type(value).__name__}.{name}: {kind.__module__}"
-        for value in done.pop("handlers") for name, kind in vars(value).items()
+        for value in done.pop("handlers") for name, kind in getattr(value, "__dict__", {}).items()
         if isinstance(kind, type) and kind.__name__ == "HarmonyParser"
     })
     done["answers"] = {path: [status, "Yes." in text] for path, (status, text) in done["answers"].items()}

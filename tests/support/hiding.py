@@ -90,7 +90,11 @@ async def serve(args: Any, client: Engine, questions: Mapping[str, Any]) -> dict
     app = build_app(args, ("generate",), client.model_config)
     await init_app_state(client, app.state, args, ("generate",))
     routes = {route.path: route.endpoint.__module__ for route in app.routes if getattr(route, "methods", None)}
-    answers, tools, handlers = {}, type(app.state.tool_server).__name__, [*vars(app.state)["_state"].values()]
+    answers, tools, handlers = (
+        {},
+        type(app.state.openai_serving_responses.tool_server).__name__,
+        [*vars(app.state)["_state"].values()],
+    )
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://app") as http,

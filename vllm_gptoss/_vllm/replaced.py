@@ -6,9 +6,8 @@ this happens in a server of another model. `tests/contract/test_door.py` counts 
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,7 +124,7 @@ FILLED: Mapping[str, frozenset[str]] = {
         }
     ),
     "server/responses/endpoint.py": frozenset({"args.tool_server"}),
-    "_vllm/replaced.py": frozenset({"theirs[name]", "args.tool_server", "state.tool_server", "handler.tool_server"}),
+    "_vllm/replaced.py": frozenset({"theirs[name]", "args.tool_server", "handler.tool_server"}),
     "_vllm/runner.py": frozenset({"parallel.worker_cls", "scheduling.scheduler_cls"}),
     "engine/runner/scheduler.py": frozenset(
         {
@@ -179,27 +178,18 @@ def use_parser(ours: type) -> None:
     module.HarmonyParser = ours
 
 
-@contextlib.contextmanager
-def own_parser_on_error(state: Any) -> Iterator[None]:
-    """After an exception in the block, vLLM's own parser again: in its module, and in each handler of the `state`."""
-    try:
-        yield
-    except Exception:
-        from vllm.parser import harmony as module
+def use_own_parser(state: Any) -> None:
+    """Undoes `use_parser`: in vLLM's module, and in the handlers in the app's `state` that were made meanwhile."""
+    from vllm.parser import harmony as module
 
-        ours = module.HarmonyParser
-        theirs = next(base for base in ours.__mro__ if base.__module__ == module.__name__)
-        for name in (
-            "reasoning_parser_cls",
-            "tool_parser_cls",
-            "tool_strict_level",
-        ):  # set on ours as handlers are made
-            setattr(theirs, name, getattr(ours, name))
-        module.HarmonyParser = theirs
-        for handler in _table(state).values():
-            fields = getattr(handler, "__dict__", {})
-            fields.update({name: theirs for name, value in fields.items() if value is ours})
-        raise
+    ours = module.HarmonyParser
+    theirs = next(base for base in ours.__mro__ if base.__module__ == module.__name__)
+    for name in ("reasoning_parser_cls", "tool_parser_cls", "tool_strict_level"):  # set as handlers are made
+        setattr(theirs, name, getattr(ours, name))
+    module.HarmonyParser = theirs
+    for handler in _table(state).values():
+        fields = getattr(handler, "__dict__", {})
+        fields.update({name: theirs for name, value in fields.items() if value is ours})
 
 
 async def use_tool_server(state: Any, args: Any, spec: str) -> None:
@@ -207,9 +197,8 @@ async def use_tool_server(state: Any, args: Any, spec: str) -> None:
     from vllm.entrypoints.mcp.tool_server import init_tool_server
 
     args.tool_server = spec
-    state.tool_server = await init_tool_server(args)
     if (handler := getattr(state, "openai_serving_responses", None)) is not None:
-        handler.tool_server = state.tool_server
+        handler.tool_server = await init_tool_server(args)
 
 
 def remember(*objects: Any) -> Callable[[], None]:

@@ -6,6 +6,7 @@ after. A part fails where a package is missing or where vLLM has moved something
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import os
@@ -46,6 +47,7 @@ class Kind:
         return next((f"the setting {name!r} (GPTOSS_{name.upper()})" for name in named), next(iter(own), None))
 
 
+CHAT = Kind("chat completions", "vllm_gptoss.server.chat.endpoint", "ChatCompletions", ("parser",))
 RESPONSES = Kind(
     "Responses API",
     "vllm_gptoss.server.responses.endpoint",
@@ -55,7 +57,7 @@ RESPONSES = Kind(
 )
 KINDS = (
     Kind("completions", "vllm_gptoss.server.chat.completions", "Completions"),
-    Kind("chat completions", "vllm_gptoss.server.chat.endpoint", "ChatCompletions", ("parser",)),
+    CHAT,
     RESPONSES,
     Kind("event loop watch", "vllm_gptoss.server.streaming.process_tuning", "Host"),
 )
@@ -105,7 +107,7 @@ class Parts:
         except Exception as error:
             restore()
             there[:] = before
-            self._report(kind, error)
+            self._left_out(kind, self._app.state, error)
         else:
             ours = [route for route in there if not any(route is each for each in before)]
             self.installed.append(_Installed(kind, part, ours))
@@ -124,9 +126,12 @@ class Parts:
                 restore()
                 routes.put_back(self._app, each.routes, self._before)
                 self.installed.remove(each)
-                self._report(each.kind, error)
+                self._left_out(each.kind, state, error)
 
-    def _report(self, kind: Kind, error: Exception) -> None:
+    def _left_out(self, kind: Kind, state: Any, error: Exception) -> None:
+        if kind is CHAT:
+            with contextlib.suppress(ImportError, AttributeError):  # vLLM has moved its parser: it was not replaced
+                replaced.use_own_parser(state)
         if isinstance(error, SettingsError):
             raise error
         if request := kind.request(self._settings, os.environ):

@@ -43,11 +43,8 @@ class ChatCompletions:
         """Installs the parser and fills in the arguments without which vLLM would drop tool calls."""
         self._is_on = bool(settings.parser and install())
         self._streams = settings.host != "stock"
-        if self._is_on:
-            with replaced.own_parser_on_error(app.state):
-                self._attach(app, args, settings)
-
-    def _attach(self, app: Any, args: Namespace, settings: Any) -> None:
+        if not self._is_on:
+            return
         args.middleware = [*args.middleware, ERROR_FORMAT]  # vLLM adds these last, around its authentication
         if not chat_route.replace_route(app):
             logger.warning("Chat completions refuse tool_choice allowed_tools: vLLM has no such route to replace.")
@@ -76,11 +73,8 @@ class ChatCompletions:
 
     async def start(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Gives vLLM's renderer our prompt, and its chat handlers our stop strings; see `_vllm/replaced.py`."""
-        if self._is_on:
-            with replaced.own_parser_on_error(state):
-                self._start(state, args)
-
-    def _start(self, state: Any, args: Namespace) -> None:
+        if not self._is_on:
+            return
         makes_text = not self._streams or getattr(args, "enable_log_outputs", False)
         replaced.watch_generation(state, partial(AnswerStops, makes_text=makes_text))
         for name in ("openai_serving_chat", "openai_serving_chat_batch"):
