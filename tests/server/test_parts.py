@@ -20,12 +20,12 @@ STEPS = {
         "ResponsesEndpoint": "vllm_gptoss.server.responses.transport.container_routes:add_routes",
     },
     "start": {
-        "Completions": "vllm_gptoss._vllm.replaced:use_completion_stream",
+        "Completions": "vllm_gptoss.server.chat.completions:CompletionStream",
         "ChatCompletions": "vllm_gptoss._vllm.replaced:use_chat_prompt",
         "ResponsesEndpoint": "vllm_gptoss.server.responses.endpoint:served_models",
     },
 }
-"""The last function that each part calls in a step."""
+"""What each part uses last in a step."""
 
 RUN = """
 import asyncio, copy, importlib, json, os, sys
@@ -55,6 +55,7 @@ def state(plugins, tool_server):
 stock = state("", spec)
 for target in filter(None, broken.split(",")):
     module, _, name = target.partition(":")
+    assert hasattr(importlib.import_module(module), name)
     setattr(importlib.import_module(module), name, fail)
 print("\\n" + json.dumps([stock, state("gptoss", spec)]))
 """
