@@ -18,6 +18,8 @@ from tests.support import warm
 from tests.support.vllm_log import heard, lines
 from vllm_gptoss import _vllm, fallback, plugin
 from vllm_gptoss._vllm import compatibility
+from vllm_gptoss.server import parts
+from vllm_gptoss.settings import Settings
 
 DISCOVER = "from vllm.plugins import load_general_plugins as load; load(); "
 
@@ -168,7 +170,7 @@ app = FastAPI()
 structured = types.SimpleNamespace(reasoning_parser="", backend="auto")
 app.state.args = Namespace(
     model=sys.argv[2], enable_auto_tool_choice=False, tool_call_parser=None, tool_strict_level=None,
-    structured_outputs_config=structured,
+    structured_outputs_config=structured, middleware=[],
 )
 before = len(app.routes)
 plugin.GptOssEndpoint().attach_router(app)
@@ -194,9 +196,13 @@ def test_streams_are_vllms_where_its_functions_are_not_known(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str | None
 ) -> None:
     hosts: list[str] = []
-    part = SimpleNamespace(attach=lambda app, args, settings: hosts.append(settings.host))
+
+    def attach(app: object, args: object, settings: Settings) -> SimpleNamespace:
+        hosts.append(settings.host)
+        return SimpleNamespace(installed=[])
+
     monkeypatch.setattr(_vllm, "model_type", lambda args: "gpt_oss")
-    monkeypatch.setattr(plugin, "_parts", lambda settings: [part])
+    monkeypatch.setattr(parts, "Parts", attach)
     monkeypatch.setattr(compatibility, "why_not", lambda part: why)
     monkeypatch.setattr(fallback, "_said", set())
     with heard(caplog, logging.WARNING):

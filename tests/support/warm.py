@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from prometheus_client import REGISTRY
+
 from demo.server import KEEP_MEMORY, on_gpu
 from tests.support import warm_vllm
 
@@ -131,6 +133,8 @@ def _instead(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     os.closerange(3, 1024)  # by one of these the parent is told that the program has begun
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm_gptoss"]:
         del sys.modules[name]
+    for metric in {metric for name, metric in REGISTRY._names_to_collectors.items() if name.startswith("gptoss_")}:
+        REGISTRY.unregister(metric)
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, "rw"[number > 0]) for number in range(3))
     _run_to_its_end(arguments, environ)
 

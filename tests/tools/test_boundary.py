@@ -26,7 +26,7 @@ DOCUMENTS = "vllm_gptoss.tools.documents"
 YAML_FILE = "vllm_gptoss.tools.yaml_file"
 """Reads an operator's YAML: not about tools either."""
 
-ROOTS = {"endpoint.py"}
+ROOTS = {"endpoint.py", "parts.py"}
 """Where the parts are put together."""
 
 
