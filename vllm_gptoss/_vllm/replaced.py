@@ -88,6 +88,7 @@ FILLED: Mapping[str, frozenset[str]] = {
     "_vllm/__init__.py": frozenset(
         {"streamed.stop", "streamed.output_text_buffer_length", "streamed.output_kind", "params.detokenize"}
     ),
+    "_vllm/worker.py": frozenset({"target[name]"}),
     "server/chat/endpoint.py": frozenset(
         {
             "args.enable_auto_tool_choice",

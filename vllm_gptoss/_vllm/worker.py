@@ -92,6 +92,12 @@ def replace_parameter(layer: Any, name: str, tensor: Any) -> None:
     replace_parameter(layer, name, tensor)
 
 
+def set_attributes(target: Any, attributes: dict[str, Any]) -> None:
+    """Makes a layer, or its method, refer to the objects again that vLLM had set there before a reload."""
+    for name, value in attributes.items():
+        setattr(target, name, value)
+
+
 def weight_scale(precision: Any) -> Any:
     """The MXFP4 scales of a triton_kernels `PrecisionConfig`, whose field was renamed between its versions."""
     from vllm.model_executor.layers.quantization.utils.mxfp4_utils import weight_mx_scale

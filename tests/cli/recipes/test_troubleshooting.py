@@ -23,13 +23,15 @@ def names(text: str) -> frozenset[str]:
 
 
 ANSWERED = names(
-    "ApiError ChatInputError DeniedError EngineError LostError NotAllowedError NotEnforceableError PageError"
-    " QuotaError Refused RetiredKeyError TakenError TooLargeError UsageError"
+    "ApiError BodyError ChatInputError DeniedError EngineError FullError LostError NotAllowedError NotEnforceableError"
+    " NotNowError PageError QuotaError Refused RetiredKeyError TakenError TooLargeError UsageError"
 )
 """Errors that answer one request, or that the model reads; docs/responses.md and docs/tools.md have those."""
 HELD = names(
-    "BusyError CgroupError ConfinedError DocumentError FetchError IsolationError KernelError LayoutError MalformedError"
-    " NotHereError ProtocolError SlowError UnavailableError _LostError _RefusedError _TooManyFilesError"
+    "BusyError CgroupError ConfinedError DocumentError FaultError FetchError FloodError"
+    " IsolationError KernelError LayoutError MalformedError"
+    " NotHereError ProtocolError SlowError TooManyTokensError UnavailableError UnwantedError _KilledError"
+    " _OutOfTimeError _RefusedError _TooManyFilesError"
 )
 """Errors that another part of ours catches."""
 OPERATORS = names(

@@ -59,6 +59,5 @@ class LaidOut:
 
     def restore(self, method: Any, layer: Any) -> None:
         """Makes `layer` and `method` refer to these objects again."""
-        for target, attributes in ((layer, self.weights), (method, self.method)):
-            for name, value in attributes.items():
-                setattr(target, name, value)
+        worker.set_attributes(layer, self.weights)
+        worker.set_attributes(method, self.method)

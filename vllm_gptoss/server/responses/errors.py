@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_gptoss.server.http.callers import FullError
-from vllm_gptoss.server.responses.state.stored import StoreError
 
 
 class ApiError(Exception):
@@ -54,8 +53,8 @@ def id_taken(identifier: str) -> ApiError:
     return ApiError(f"The id '{identifier}' is taken.", param="request_id", code="invalid_value")
 
 
-def store_failed(error: StoreError) -> ApiError:
-    """A `StoreError` for the client: 507 for a quota, else 503."""
+def store_failed(error: Any) -> ApiError:
+    """A `StoreError` of `state/` for the client: 507 for a quota, else 503."""
     return ApiError(str(error), code=error.code, status=error.status, kind="server_error")
 
 

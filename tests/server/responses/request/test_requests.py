@@ -96,7 +96,7 @@ def test_errors_have_the_api_shape_over_http(start: Start) -> None:
         assert answer.status_code == 404
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
         assert http.post("/responses", content=b"{").json()["error"]["code"] == "invalid_json"
-        assert http.post("/responses", content=b"[" * 100_000).status_code == 400
+        assert http.post("/responses", content=b"[" * 100_000).status_code == 413
         assert http.post("/responses", json=[]).status_code == 400
         unknown = [{"type": "function_call_output", "call_id": "c", "output": "x"}]
         error = http.post("/responses", json={"input": unknown}).json()["error"]
