@@ -72,7 +72,7 @@ class FewTokens:
         return tokens <= MAX_TOKENS or worker.longest_query(context) == 1
 
     def check_addresses(self) -> bool:
-        """True: kernels may read the addresses of `prepare`.
+        """Returns True if every weight is where `prepare` found it.
 
         Raises:
             NotHereError: a weight has moved since `prepare`; the message names it.
