@@ -26,7 +26,7 @@ import httpx
 import typer
 
 from vllm_gptoss.cli.bench import checkpoint, operations, shapes, truth
-from vllm_gptoss.cli.bench.worker import EngineRun, is_plugin, put, settings
+from vllm_gptoss.cli.bench.worker import EngineRun, is_plugin, put, variant_options
 
 VOCABULARY = 8192
 """Of random checkpoints, so that the LM head is a small part of the file."""
@@ -125,10 +125,7 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
         "max_num_seqs": max(load.sizes),
         "enable_sleep_mode": any(name.startswith("sleep") for name in job["after"]),
     }
-    if own := settings(job["variant"]):
-        options["additional_config"] = {"gptoss": own}
-    if not is_plugin(job["variant"]):
-        options["moe_backend"] = job["variant"]
+    options |= variant_options(job["variant"])
     engine, rows, weights = LLM(**{**options, **job["engine"]}), [], job["model"]
     for name in ("none", *job["after"]):
         weights = operations.apply(name, engine, weights, job["reload_from"])

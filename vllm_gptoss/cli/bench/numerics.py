@@ -34,7 +34,7 @@ from typing import Annotated, Any
 import typer
 
 from vllm_gptoss.cli.bench import checkpoint, shapes, truth
-from vllm_gptoss.cli.bench.worker import EngineRun, is_plugin, put, settings
+from vllm_gptoss.cli.bench.worker import EngineRun, is_plugin, put, variant_options
 from vllm_gptoss.engine.choose import bands
 
 TOP = 20
@@ -81,10 +81,7 @@ def read(job: dict[str, Any]) -> dict[str, Any]:
         # several tokens a step must not fall into piecewise graphs, which are upstream's
         "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, job["chunk"]]},
     }
-    if own := settings(variant):
-        arguments["additional_config"] = {"gptoss": own}
-    if not is_plugin(variant):
-        arguments["moe_backend"] = variant
+    arguments |= variant_options(variant)
     engine = LLM(**{**arguments, **options})
     if job["chunk"] == 1:
         return {**decode(engine, job["stream"], job["prompt"]), "paths": engine.apply_model(paths)[0]}

@@ -74,6 +74,14 @@ def settings(variant: str) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in own.split(";")) if own else {}
 
 
+def variant_options(variant: str) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` that choose a variant: our settings, or vLLM's experts."""
+    if not is_plugin(variant):
+        return {"moe_backend": variant}
+    own = settings(variant)
+    return {"additional_config": {"gptoss": own}} if own else {}
+
+
 def engine_options(job: EngineRun, directory: Path) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for a job; writes the configs that they name into `directory`."""
     model = shapes.shape(job.model)
@@ -95,10 +103,7 @@ def engine_options(job: EngineRun, directory: Path) -> dict[str, Any]:
         (directory / "draft" / "config.json").write_text(json.dumps(shapes.draft_config(model)))
         draft = {"method": "eagle3", "model": str(directory / "draft"), "num_speculative_tokens": job.eagle3}
         options["speculative_config"] = draft
-    if not job.is_plugin:
-        options["moe_backend"] = job.variant
-    elif own := settings(job.variant):
-        options["additional_config"] = {"gptoss": own}
+    options |= variant_options(job.variant)
     if "max_cudagraph_capture_size" in job.options:
         del options["compilation_config"]  # vLLM refuses sizes that end elsewhere
     return {**options, **job.options}
