@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from demo.conversation import BUILTIN, Conversation, Step, function, tools
@@ -63,7 +64,8 @@ def ours(conversation: Conversation, turn: int, step: int) -> list[int]:
             said += [messages.final(item.text)] if item.text else []
             continue
         kind = "code" if item.channel == "analysis" else "json" if item.json else None
-        said.append(messages.call(item.call, item.text, channel=Channel(item.channel), content_type=kind))
+        call = messages.call(item.call, item.text, channel=Channel(item.channel), content_type=kind)
+        said.append(replace(call, text=item.text))  # as generated: `call` writes `{}` for empty arguments
         said.append(messages.tool_result(item.call, item.results[0], channel=Channel(item.channel)))
     return prompt.render(messages.Conversation(system, developer, said))
 

@@ -27,6 +27,7 @@ def prompt(server: Server, **fields: Any) -> str:
     assert answer.status_code == 200, answer.text
     ids = answer.json()["prompt_token_ids"]
     told = post(server, "/tokenize", return_token_strs=True, **fields).json()
+    assert "tokens" in told, told
     assert (told["tokens"], told["count"], len(told["token_strs"])) == (ids, len(ids), len(ids))
     return str(encoding().decode(ids))
 

@@ -15,7 +15,7 @@ from vllm_gptoss.server.harmony.messages import IDENTITY, Conversation, Response
 from vllm_gptoss.server.harmony.prompt import today
 from vllm_gptoss.server.harmony.tokens import TooManyTokensError
 from vllm_gptoss.server.http.bodies import unless_gone
-from vllm_gptoss.server.http.error_format import overflow
+from vllm_gptoss.server.http.error_format import count_limit, overflow
 from vllm_gptoss.tools.confined import BusyError
 
 
@@ -75,12 +75,13 @@ async def render_chat_early(request: Any, raw_request: Request, *, counts: bool 
     window: Any = getattr(getattr(renderer, "model_config", None), "max_model_len", None)
     is_cut = getattr(request, "truncate_prompt_tokens", None) is not None
     work = render_early(
-        lambda: conversation_of(renderer, request, shows_tools, answer), None if is_cut or counts else window
+        lambda: conversation_of(renderer, request, shows_tools, answer),
+        None if is_cut or counts or window is None else count_limit(window),
     )
     try:
         await unless_gone(raw_request, work)
     except TooManyTokensError:
-        raise HTTPException(400, overflow(window, window, "messages")) from None
+        raise HTTPException(400, overflow(window, None, "messages")) from None
     except BusyError as error:
         raise HTTPException(429, f"{error}.") from None
 

@@ -188,7 +188,7 @@ def bound(app: FastAPI, limits: BodyLimits) -> None:
 
 
 class _Read(Request):
-    """A request whose body is read by `Bodies`. `value`: what FastAPI is given as its JSON, once it is validated."""
+    """A request whose body is read by `Bodies`. `value`: the validated body, returned by the first `json`, FastAPI's."""
 
     raw: bytes | None = None
     value: Any = None
@@ -199,7 +199,8 @@ class _Read(Request):
         return self.raw
 
     async def json(self) -> Any:
-        return await bodies_of(self).parse(await self.body()) if self.value is None else self.value
+        value, self.value = self.value, None
+        return await bodies_of(self).parse(await self.body()) if value is None else value
 
 
 def _handler(route: APIRoute) -> Callable[[Request], Awaitable[Response]]:

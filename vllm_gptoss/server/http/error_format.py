@@ -32,15 +32,24 @@ TYPES = {
 """Anthropic's error types by HTTP status; of others `invalid_request_error` below 500, `api_error` from there on."""
 
 _OVERFLOW = re.compile(r"maximum (?:context|model) length")
-_COUNTED = re.compile(r"maximum context length is (\d+) tokens\. However, your \w+ resulted in (\d+) tokens")
+_COUNTED = re.compile(r"maximum context length is (\d+) tokens\. However, your \w+ resulted in (?:more than )?(\d+) tokens")
 _FIELD = re.compile(r"""'loc': 'body\.?([^']*)', 'msg': (?:'([^']*)'|"([^"]*)")""")
 _PARAMETER = re.compile(r" \(parameter=[^)]*\)$")
 
 
-def overflow(window: int, tokens: int, what: str) -> str:
-    """OpenAI's words for a prompt of `tokens` that a context window of `window` tokens cannot hold."""
+def count_limit(window: int) -> int:
+    """Tokens of a prompt after which counting stops: twice the context window bounds the work of a refused request."""
+    return 2 * window
+
+
+def overflow(window: int, tokens: int | None, what: str) -> str:
+    """OpenAI's message for a prompt of `tokens` that a context window of `window` tokens cannot hold.
+
+    `tokens` is None where counting stopped at `count_limit`.
+    """
+    counted = f"more than {count_limit(window)}" if tokens is None else tokens
     return (
-        f"This model's maximum context length is {window} tokens. However, your {what} resulted in {tokens} tokens."
+        f"This model's maximum context length is {window} tokens. However, your {what} resulted in {counted} tokens."
         f" Please reduce the length of the {what}."
     )
 

@@ -183,7 +183,8 @@ async def test_a_worker_writes_what_this_process_would() -> None:
 
 async def test_a_killed_worker_is_no_verdict_on_its_schema() -> None:
     """The kernel kills workers first when memory runs out; afterwards the same schema has its grammar."""
-    schema = closed({"type": "string", "pattern": "^[a-z]{2}$", "description": "killed"})
+    slow = {f"p{n}": {"type": "string", "pattern": f"^(a|b)*a(a|b){{5}}{n}$"} for n in range(20)}  # 0.3 s to write
+    schema = {"type": "object", "properties": slow, "additionalProperties": False}
     await pool().start()
     killing = threading.Event()
 

@@ -13,7 +13,7 @@ from vllm_gptoss.server.harmony import messages as harmony
 from vllm_gptoss.server.harmony.messages import Conversation, Message
 from vllm_gptoss.server.harmony.prompt import render, render_message, today, without_spent_analysis
 from vllm_gptoss.server.harmony.tokens import LONGEST, TooManyTokensError
-from vllm_gptoss.server.http.error_format import overflow
+from vllm_gptoss.server.http.error_format import count_limit, overflow
 from vllm_gptoss.server.responses.errors import ApiError
 from vllm_gptoss.server.responses.prompt.developer import extra_words, response_format
 from vllm_gptoss.server.responses.prompt.history import History
@@ -68,9 +68,9 @@ def characters_of(messages: Sequence[Message]) -> int:
     return sum(len(message.text) for message in messages)
 
 
-def too_long(window: int) -> ApiError:
-    """For an input that leaves no room for an answer."""
-    return ApiError(overflow(window, window, "input"), param="input", code="context_length_exceeded")
+def too_long(window: int, tokens: int | None = None) -> ApiError:
+    """For an input of `tokens`, None if it has more than were counted, that leaves no room for an answer."""
+    return ApiError(overflow(window, tokens, "input"), param="input", code="context_length_exceeded")
 
 
 def fit(request: CreateRequest, conversation: Conversation, window: int) -> tuple[list[int], Conversation]:
@@ -83,11 +83,14 @@ def fit(request: CreateRequest, conversation: Conversation, window: int) -> tupl
     """
     is_cut = request.truncation == "auto"
     goal = window - min(request.max_output_tokens or TRUNCATION_RESERVE, window // 2) if is_cut else window - 1
+    prompt: list[int] = []
     with suppress(TooManyTokensError):
-        return render(conversation, goal), conversation
+        prompt = render(conversation, goal if is_cut else count_limit(window))
+        if len(prompt) <= goal:
+            return prompt, conversation
+    if not is_cut:
+        raise too_long(window, len(prompt) or None)
     try:
-        if not is_cut:
-            raise TooManyTokensError
         frame = len(render(replace(conversation, messages=()), window))
         kept = newest(without_spent_analysis(conversation.messages), goal - frame)
         conversation = replace(conversation, messages=tuple(kept))
