@@ -58,8 +58,8 @@ def test_a_wide_line_is_found() -> None:
 
 
 def test_a_missing_file_or_anchor_is_found() -> None:
-    text = "[kernels](docs/nowhere.md), [state](docs/responses.md#nowhere), [speed](#speed) and `vllm_gptoss/nowhere.py`"
-    expected = ["docs/nowhere.md", "docs/responses.md#nowhere", "vllm_gptoss/nowhere.py"]
+    text = "[kernels](docs/nowhere.md), [](docs/host.md#nowhere), [](#speed), `vllm_gptoss/nowhere.py`"
+    expected = ["docs/nowhere.md", "docs/host.md#nowhere", "vllm_gptoss/nowhere.py"]
     assert missing(ROOT / "README.md", text) == expected
 
 
@@ -68,3 +68,10 @@ def test_comments_name_documents_that_exist() -> None:
     sources = [p for kind in ("*.py", "*.cu", "*.cuh") for p in (ROOT / "vllm_gptoss").rglob(kind)]
     found = {(path.name, name) for path in sources for name in named.findall(path.read_text())}
     assert not {(source, name) for source, name in found if not (ROOT / name).exists()}
+
+
+def test_the_picture_shows_the_packages_of_today() -> None:
+    drawn = re.findall(r'font-weight="bold"[^>]*>([a-z_]+)/?<', (ROOT / "docs" / "structure.svg").read_text())
+    parts = [ROOT / "vllm_gptoss" / name for name in ("server", "tools", "engine", "cli")]
+    packages = [path.parent for part in parts for path in part.glob("*/*.py")]
+    assert sorted(drawn) == sorted({path.name for path in (*parts, *packages)}), "run scripts/structure_svg.py"
