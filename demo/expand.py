@@ -1,7 +1,7 @@
 """`python -m demo.expand [DIR] [--wide]`: the small model as a full model directory, ready for `vllm serve DIR`.
 
-Built beside the target and renamed, so a directory that exists is whole; whatever an interrupted run left is removed
-by the next. Checksums written into it are compared on every use: a damaged directory is built again.
+Built under a temporary name and renamed, so an existing directory is complete; the next run removes the files of an
+interrupted one. Checksums written into it are compared on every use: a damaged directory is built again.
 """
 
 from __future__ import annotations

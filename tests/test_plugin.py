@@ -1,4 +1,4 @@
-"""What vLLM loads must never hurt a server, whatever it serves."""
+"""Loading the plugin never harms a server of any model."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ Done = subprocess.CompletedProcess[str]
 
 
 def python(code: str, **environ: str | None) -> Done:
-    """Runs `code` where nothing of vLLM or ours is imported; a variable set to None is unset."""
+    """Runs `code` in an interpreter without vLLM and the plugin; a variable set to None is unset."""
     return warm.run(["-c", code], environment(environ))
 
 
 def fresh(code: str, **environ: str | None) -> Done:
-    """The same in an interpreter that nobody started another one in."""
+    """The same in an interpreter that was not forked."""
     command = [sys.executable, "-c", code]
     return subprocess.run(command, capture_output=True, text=True, env=environment(environ), timeout=300)
 
