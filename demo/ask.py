@@ -103,7 +103,7 @@ def main(base_url: str, model: str, console: Console | None = None) -> None:
     ask_python(console, client, model)
     console.print("This model knows a few conversations by heart (demo/conversations) and nothing else.")
     console.print("Keep it running:       [bold]make serve[/]")
-    console.print("The real one, on a GPU: [bold]pip install vllm-gptoss[/] beside vLLM, then")
+    console.print("The real one, on a GPU: [bold]pip install vllm-gptoss[/] next to vLLM, then")
     console.print("                        [bold]vllm serve openai/gpt-oss-20b --tool-server demo[/]")
 
 

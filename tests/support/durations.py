@@ -1,7 +1,7 @@
 """How long each test took in the last full run: what `make check` leaves out, and what comes first in `make test`.
 
 `tests/durations.txt` has a line for each test function of more than half a second: the seconds of its longest case, of
-all its cases with their fixtures, and its name. `make test DURATIONS=1` writes it anew.
+all its cases with their fixtures, and its name. `make test DURATIONS=1` rewrites it.
 """
 
 from __future__ import annotations

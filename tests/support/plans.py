@@ -1,4 +1,4 @@
-"""As much of a step and of FlashAttention's metadata builder as ours reads, for tests without a GPU."""
+"""The parts of a step and of FlashAttention's metadata builder that the plugin reads, for tests without a GPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A Ray cluster of two nodes on this machine, in a process of its own: the second has other variables than the first.
+"""A Ray cluster of two nodes on this machine, in a separate process: the second has other variables than the first.
 
-Prints the cluster's address. `kill` on stdin ends the second node without a word and prints a line; its end is the
-cluster's.
+Prints the cluster's address. `kill` on stdin kills the second node and prints a line; the end of stdin stops the
+cluster.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def check_response(body: dict[str, Any]) -> Response:
 
 
 def check_stream(events: list[dict[str, Any]], *, first: int = 0) -> None:
-    """What must hold for every stream, whatever it is about."""
+    """Properties of every stream."""
     assert [event["sequence_number"] for event in events] == list(range(first, first + len(events)))
     places: dict[str, int] = {}
     added: list[int] = []
