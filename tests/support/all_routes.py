@@ -2,7 +2,7 @@
 
 The app is vLLM's own for the gpt-oss `config.json` in the folder MODEL, with the API keys alice and bob. The Responses
 API replays `SAID`; chat and messages end before vLLM's handlers. Prints its port. `/pause` answers with the
-event loop's longest pause since it was last asked, in seconds of processor time.
+event loop's longest pause since the previous call, in seconds of processor time.
 """
 
 from __future__ import annotations
