@@ -32,7 +32,7 @@ def test_what_a_client_is_told_is_no_fault(fields: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"status": ""}, "nobody knows"),
+        ({"status": ""}, "no known outcome"),
         ({"last": "response.output_text.delta"}, "without a last event"),
         ({"status": NOT_THERE}, "reported as completed, and is not"),
         ({"style": "whole", "last": "", "status": NOT_THERE}, "answered, and is not stored"),

@@ -1,7 +1,7 @@
 """What the fuzz targets do with one hostile input, and how inputs are made. Jobs: a confined worker runs a batch.
 
 A worker's limits of time and memory are the batch's, so a case that never ends, or takes all memory, ends the batch and
-names its seeds. Code without a worker in production is strict: it raises only the errors of its docstring.
+names its seeds. What has no worker in production is strict: it raises what its docstring says, and nothing else.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "schemas": _schemas,
 }
 STRICT = {"kernel", "frames", "json", "schemas", "encodings", "robots"}
-"""Where any exception is a failure. Parsers of documents may raise one: the worker reports it and exits."""
+"""Where any exception is a failure. Parsers of documents may give up with one: the worker says so, and ends."""
 
 
 @dataclass
