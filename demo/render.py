@@ -77,7 +77,7 @@ class Prompt:
 
 
 def target(step: Step) -> str:
-    """What the model generates for `step`, from the first header to the stop token."""
+    """Text that the model generates for `step`, from the first header to the stop token."""
     parts = []
     if step.analysis:
         parts.append(f"<|channel|>analysis<|message|>{step.analysis}<|end|>")

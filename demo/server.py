@@ -61,7 +61,7 @@ class Server:
 
     @property
     def api(self) -> str:
-        """What the `openai` client takes as `base_url`."""
+        """`base_url` for the `openai` client."""
         return f"{self.url}/v1"
 
 

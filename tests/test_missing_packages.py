@@ -155,7 +155,7 @@ REQUESTS: tuple[tuple[str, str, str], ...] = (
 
 @pytest.fixture(scope="module")
 def apps(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of CASES, then each of REQUESTS, came to."""
+    """Results of each of CASES, then of each of REQUESTS."""
     cases: list[tuple[str, str, dict[str, str]]] = [(module, spec, {}) for module, spec in CASES.items()]
     cases += [(module, "", {name: value}) for module, name, value in REQUESTS]
     home = str(tmp_path_factory.mktemp("hidden"))

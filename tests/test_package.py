@@ -25,7 +25,7 @@ BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, 'b
 
 
 def files(data_at: str) -> set[str]:
-    """What must be in a distribution. data_at: where it has the folder recipes/."""
+    """Files of a distribution. data_at: its place of the folder recipes/."""
     package, recipes = ROOT / "vllm_gptoss", ROOT / "recipes"
     there = [path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     data = [path for path in recipes.rglob("*") if path.is_file() and "__pycache__" not in path.parts]

@@ -50,14 +50,14 @@ ORDER = (
 """Top to bottom: what is imported by anyone, to what imports anything. A room is a folder or file of the package."""
 
 SHARED = frozenset({"_vllm", "fallback", "settings", "startup_line", "version"})
-"""What engine and server may both import, besides themselves."""
+"""Imports that engine and server may both have."""
 
 MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "tools": frozenset(),
     "engine": SHARED,
     "server": SHARED | {"tools"},
 }
-"""What each package may import of the rest: engine and server import nothing of each other, and nothing imports cli."""
+"""Allowed imports of each package: engine and server import nothing of each other, and nothing imports cli."""
 
 
 @functools.cache

@@ -73,7 +73,7 @@ class Ledger:
     conversations: int = 0
 
     def counts(self) -> dict[str, int]:
-        """How requests ended, by style."""
+        """Outcomes of requests, by style."""
         found = Counter(f"{asked.style} {asked.status}" for asked in self.asked)
         found["connection cut"] = sum(asked.cut for asked in self.asked)
         for asked in self.asked:
@@ -193,7 +193,7 @@ class Talker:
                 asked.refused = f"{answered.status_code} of the balancer"
 
     async def settled(self, asked: Asked) -> dict[str, Any]:
-        """What became of it: the response that has ended, or nothing where none is there."""
+        """The response that has ended, or nothing if there is none."""
 
         async def attempt() -> dict[str, Any] | None:
             answered = await self.http.get(f"/responses/{asked.id}")

@@ -1,4 +1,4 @@
-"""What a real server answers where a client must act on the error: a prompt that is too long, a wrong message."""
+"""Errors of a real server that a client must handle: a prompt that is too long, a wrong message."""
 
 from __future__ import annotations
 

@@ -66,9 +66,9 @@ TOLD = (
     "closed to make room",
     "are lost",
 )
-"""What the model reads where a call, or what earlier ones left, is lost or may be."""
+"""Notes to the model that a call or the results of earlier calls are lost or may be lost."""
 UNSEEN = "Calls that you do not see ran in this python session"
-"""What it reads where an attempt that died left something behind."""
+"""Notes to the model that a failed attempt left results."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Replayed:
 
 @dataclass
 class ByHeart:
-    """What the bundled model knows. The first conversation's second turn needs the first one's variable."""
+    """Conversations of the bundled model. The first conversation's second turn needs the first one's variable."""
 
     python: bool
     turns: int
@@ -246,7 +246,7 @@ async def transactions_by_style(cluster: Cluster, script: Callable[[int], Script
 
 
 def figures(cluster: Cluster, ledger: Ledger, took: float) -> dict[str, Any]:
-    """What the run was like, for the record."""
+    """Figures of the run, for the record."""
     watch, end = cluster.watch, cluster.watch.samples[-1].at
     last_death = cluster.killed[-1][0]
     held = {}
@@ -303,7 +303,7 @@ def is_flat(cluster: Cluster) -> None:
 
 
 async def gone(watch: Watch, patience: float = 30) -> list[int]:
-    """What is left of all processes that were ever seen, once it had time to go."""
+    """Processes that are still alive after a waiting time, of all that were seen."""
     began = time.monotonic()
     while (left := watch.left()) and time.monotonic() - began < patience:
         await asyncio.sleep(0.2)

@@ -1,4 +1,4 @@
-"""What one API key can do to another's requests, to the event loop and to the server's memory: hardly anything."""
+"""One API key cannot delay another's requests or the event loop, or exhaust the server's memory."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def shrunk(config: dict[str, Any]) -> list[str]:
 
 
 def config(recipe: Recipe) -> dict[str, Any]:
-    """What a CPU can serve of it."""
+    """The part of the recipe that a CPU can serve."""
     return {key: value for key, value in recipe.config.items() if key in here(recipe)}
 
 

@@ -73,7 +73,7 @@ def call_of(response: dict[str, Any]) -> dict[str, Any]:
 
 
 def said(response: dict[str, Any]) -> str:
-    """What the model read of the call."""
+    """The call's result as the model read it."""
     return "".join(out["logs"] for out in call_of(response)["outputs"] if out["type"] == "logs")
 
 

@@ -105,7 +105,7 @@ def build(name: str = "example") -> MCPServer:
 
     @tool()
     def seen(note: str) -> str:
-        """What `hang` noted."""
+        """Records of `hang`."""
         return ",".join(notes.get(note, ["nothing"]))
 
     @tool()

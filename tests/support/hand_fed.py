@@ -133,7 +133,7 @@ class Client:
         return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(self._socket, size), 30)
 
     async def rest(self) -> bytes:
-        """What is left of the answer's body, its chunks joined."""
+        """The rest of the answer's body, its chunks joined."""
         raw = b""
         while part := await self.read():
             raw += part

@@ -1,4 +1,4 @@
-"""What this machine lets a test do, checked once; each value is None or the reason why not."""
+"""Capabilities of this machine, checked once; each value is None or the reason why not."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from vllm_gptoss.engine.attention import sm90
 
 @dataclass
 class Common:
-    """As much of vLLM's as the builder reads."""
+    """The part of vLLM's object that the builder reads."""
 
     num_actual_tokens: int
     max_query_len: int = 1

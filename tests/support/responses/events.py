@@ -16,7 +16,7 @@ EVENT_TYPES: dict[str, type[BaseModel]] = {
 }
 
 OURS = {"lines", "presence_penalty", "frequency_penalty", "store", "name", "bytes", "status"}
-"""What we add to openai's types: line ranges of citations, three echoed parameters and the bytes of streamed logprobs
+"""Additions to openai's types: line ranges of citations, three echoed parameters and the bytes of streamed logprobs
 (Open Responses), the function's name on `function_call_arguments.done` (OpenAI's API reference), and the status of a
 custom tool call (`ResponseCustomToolCallItem` has it, the union of output items does not)."""
 

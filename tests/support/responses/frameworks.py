@@ -88,7 +88,7 @@ CHAT = {"chat", "chat_streamed", "overflow"}
 
 
 def play(name: str, api: str, model: str, folder: Path, *, chat: bool = False, **ask: list[str]) -> dict[str, Any]:
-    """What the framework's user gets, by scene. `chat`: whether the server has chat completions, too. `ask`: other
+    """Results for the framework's user, by scene. `chat`: whether the server has chat completions, too. `ask`: other
     questions than `ASK`."""
     asked = {"url": api, "model": model, "ask": ASK | ask, "weather": WEATHER, "chat": chat}
     ran = subprocess.run(

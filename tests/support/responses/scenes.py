@@ -37,7 +37,7 @@ SCENES: dict[str, tuple[list[str], dict[str, Any]]] = {
 """By the user's text: the model's turns, and the request's fields."""
 
 TERMINALS = {"cut": "response.incomplete", "dead": "response.failed"}
-"""How a scene ends that does not end in `response.completed`."""
+"""The last event of scenes without `response.completed`."""
 
 NEVER = (
     "error",  # what fails before the stream is an HTTP error; what fails later is `response.failed`
