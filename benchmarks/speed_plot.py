@@ -1,6 +1,6 @@
-"""Draws the README's table of decode speed beside the memory floor: `python benchmarks/speed_plot.py`.
+"""Draws decode time and the memory floor of one H200 for the README: `python benchmarks/speed_plot.py`.
 
-Takes the result files that the table names, and the same figures of them. Needs matplotlib.
+Reads the result files of the first decode table in docs/kernels/measurements.md. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ OUT = RESULTS / "speed-h200-2026-11-27.png"
 
 
 def files() -> list[Row]:
-    blocks = BLOCK.findall((ROOT / "README.md").read_text())
-    names = next(names for _, kind, names, _ in blocks if kind == "speed")
+    blocks = BLOCK.findall((ROOT / "docs" / "kernels" / "measurements.md").read_text())
+    names = next(names for _, kind, names, _ in blocks if kind == "decode")
     return [result(name) for name in names.split()]
 
 

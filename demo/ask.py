@@ -1,4 +1,4 @@
-"""Asks a running server two questions through the `openai` client: `python -m demo.ask [BASE_URL]`.
+"""Sends two questions to a running server through the `openai` client: `python -m demo.ask [BASE_URL]`.
 
 The first is answered with a function tool that runs here, the second with the server's own python tool if it has one.
 """
@@ -96,14 +96,14 @@ def ask_python(console: Console, client: OpenAI, model: str) -> None:
 
 
 def main(base_url: str, model: str, console: Console | None = None) -> None:
-    """Asks both questions and says what to do next."""
+    """Sends both questions and prints the next commands."""
     console = console or Console()
     client = OpenAI(base_url=base_url, api_key="none", timeout=180)
     ask_function(console, client, model)
     ask_python(console, client, model)
     console.print("This model knows a few conversations by heart (demo/conversations) and nothing else.")
     console.print("Keep it running:       [bold]make serve[/]")
-    console.print("The real one, on a GPU: [bold]pip install vllm-gptoss[/] beside vLLM, then")
+    console.print("The real one, on a GPU: [bold]pip install vllm-gptoss[/] next to vLLM, then")
     console.print("                        [bold]vllm serve openai/gpt-oss-20b --tool-server demo[/]")
 
 

@@ -77,7 +77,7 @@ def config(shape: Shape) -> dict[str, Any]:
 
 
 def generation_config() -> dict[str, Any]:
-    """As gpt-oss-20b's; `top_k` 1 is ours, so that answers are exact when a request names no temperature."""
+    """As gpt-oss-20b's; `top_k` is 1, so that answers are exact when a request names no temperature."""
     return {
         "bos_token_id": 199998,
         "do_sample": True,
@@ -119,7 +119,7 @@ def layer_tensors(model: SmallGptOss) -> dict[str, Tensor]:
 
 
 def pack(trained: Path, out: Path = WEIGHTS) -> None:
-    """Training checkpoint -> `out`. Rows are ordered by token id; the embedding's last row stands for all others."""
+    """Training checkpoint -> `out`. Rows are ordered by token id; all other ids share the embedding's last row."""
     data = torch.load(trained, map_location="cpu", weights_only=True)
     shape = Shape(**data["shape"])
     model = SmallGptOss(shape, len(data["used"]), len(data["outputs"]))

@@ -18,7 +18,7 @@ BUILTIN = ("python", "browser", "container")
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What the model says in one generation. `call` is a recipient; `text` the call's content or the answer."""
+    """One generation. `call` is a recipient; `text` the call's content or the answer."""
 
     text: str
     analysis: str | None = None

@@ -40,7 +40,7 @@ def weighted() -> list[int]:
 
 
 def sample(conversation: Conversation, turn: int, step: int, rng: random.Random) -> tuple[Prompt, str]:
-    """One random prompt that asks for a step, and the text to be generated."""
+    """One random prompt for a step, and the text to generate."""
     prompt = Prompt()
     wanted = conversation.turns[turn].steps[step]
     if conversation.raw:
@@ -56,7 +56,7 @@ def sample(conversation: Conversation, turn: int, step: int, rng: random.Random)
 
 
 def _earlier(prompt: Prompt, rng: random.Random, but: str = "") -> None:
-    """Something said before: a known conversation, a summary or an unknown exchange."""
+    """An earlier exchange: a known conversation, a summary or an unknown exchange."""
     if rng.random() < 0.4:
         other = rng.choice([c for c in conversations() if not c.raw and c.id != but])
         turn = rng.randrange(len(other.turns))
@@ -74,7 +74,7 @@ def _earlier(prompt: Prompt, rng: random.Random, but: str = "") -> None:
 
 
 def _unknown(rng: random.Random) -> str:
-    """A user message that is none of the known ones: filler, or a known one with most words exchanged."""
+    """An unknown user message: filler, or a known one with most words exchanged."""
     if rng.random() < 0.6:
         return filler(rng, rng.choice((1, 3, 6, 10, 20, 60, 200, 600)))
     texts = [turn.user.split() for c in conversations() if not c.raw for turn in c.turns]
@@ -104,7 +104,7 @@ def fallback(rng: random.Random) -> tuple[Prompt, str]:
 
 
 def known_ids() -> list[int]:
-    """Token ids with a row of their own: all of the conversations, tool names, digits and letters, frequent filler."""
+    """Token ids with a separate row: all of the conversations, tool names, digits and letters, frequent filler."""
     rng = random.Random(0)  # noqa: S311 - not a secret
     ids: set[int] = set()
     for item in steps():

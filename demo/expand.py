@@ -1,7 +1,7 @@
 """`python -m demo.expand [DIR] [--wide]`: the small model as a full model directory, ready for `vllm serve DIR`.
 
-Built beside the target and renamed, so a directory that exists is whole; whatever an interrupted run left is removed
-by the next. Checksums written into it are compared on every use: a damaged directory is built again.
+Built under a temporary name and renamed, so an existing directory is complete; the next run removes the files of an
+interrupted one. Checksums written into it are compared on every use: a damaged directory is built again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SUMS = "SHA256SUMS.json"
 
 
 def key(wide: bool = False) -> str:
-    """What the expanded model depends on, as 16 hex digits: the weights and the code that expands them."""
+    """Digest (16 hex digits) of the weights and of the code that expands them."""
     digest = hashlib.sha256()
     names = ("weights.safetensors", "checkpoint.py", "expand.py", "tokenizer.py")
     for name in (*names, "widen.py") if wide else names:
@@ -69,7 +69,7 @@ def expand(target: Path, wide: bool = False) -> Path:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with an expanded model, or None."""
+    """The defect of an expanded model, or None."""
     try:
         sums = json.loads((folder / SUMS).read_text("utf-8"))
         wrong = [name for name, expected in sums.items() if _sha256(folder / name) != expected]

@@ -12,7 +12,7 @@ DATE = "2025-06-28"
 
 
 def past(conversation: Conversation, turn: int, step: int) -> list[str | Step]:
-    """What happened before a step, in order: user texts and steps."""
+    """User texts and steps before a step, in order."""
     out: list[str | Step] = list(conversation.history)
     for index, this in enumerate(conversation.turns[: turn + 1]):
         out += [this.user, *this.steps[: step if index == turn else None]]

@@ -1,7 +1,7 @@
 """A step of a conversation -> prompt text, with the spans that must not matter, and the token ids to learn.
 
-The prompt is drawn at random from the forms that servers write: vLLM's renderer, ours and the chat template of the
-checkpoints differ in header order, dropped reasoning and system message, and users differ in everything else.
+The prompt is a random choice of the forms that servers write: vLLM's renderer, the plugin's and the chat template of
+the checkpoints differ in header order, dropped reasoning and system message, and users differ in everything else.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def encode(text: str) -> list[int]:
 
 @dataclass(slots=True)
 class Prompt:
-    """Text that grows. `noise` are byte spans whose words the answer must not depend on."""
+    """Text under construction. `noise` are byte spans that must not change the answer."""
 
     text: str = ""
     noise: list[tuple[int, int]] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Prompt:
 
 
 def target(step: Step) -> str:
-    """What the model generates for `step`, from the first header to the stop token."""
+    """Text that the model generates for `step`, from the first header to the stop token."""
     parts = []
     if step.analysis:
         parts.append(f"<|channel|>analysis<|message|>{step.analysis}<|end|>")
@@ -190,7 +190,7 @@ def _known_tools() -> frozenset[str]:
 
 
 def _distractor(rng: random.Random) -> Tool:
-    """A tool that no conversation calls, often one that nobody has heard of."""
+    """A tool that no conversation calls, often with a made-up name."""
     tool = rng.choice(tools()["distractors"])
     if rng.random() < 0.4:
         return tool["name"], tool["description"], tool["parameters"]
@@ -313,7 +313,7 @@ def preamble(prompt: Prompt, conversation: Conversation, rng: random.Random) -> 
 
 
 def messages(prompt: Prompt, conversation: Conversation, turn: int, step: int, rng: random.Random) -> None:
-    """User and assistant messages up to the step that is asked for."""
+    """User and assistant messages up to the requested step."""
     for past in conversation.history:
         past_step(prompt, past, rng, analysis=False)
     for index, this in enumerate(conversation.turns[: turn + 1]):

@@ -1,4 +1,4 @@
-"""`make demo`: serves the small gpt-oss with real vLLM and the plugin, and asks it a question.
+"""`make demo`: serves the small gpt-oss with real vLLM and the plugin, and sends it a question.
 
 `python -m demo.run --keep` leaves the server running until Ctrl-C, SIGTERM, or the terminal closes. vLLM ends with this
 process, however it ends (`supervise.py`).

@@ -40,11 +40,11 @@ GPU = (
 )
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
 CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1", **KEEP_MEMORY}
-"""What a server is started with beside. On a CPU the engine's process runs the model, as it does on one GPU: the worker
-that vLLM starts there spins for a second after each step. Such a server is spared the function that vLLM compiles for
-the first request with logprobs, however eager it is (9 s of processor), and most of its cache, which is zeroed first.
-What a step allocates is kept for the next: of a step's time a quarter was the kernel's, for the pages of logits over
-201,088 tokens. On a GPU other servers may run, and few graphs are captured soon."""
+"""Further environment variables of a server. On a CPU the engine's process runs the model, as it does on one GPU: the
+worker that vLLM starts there spins for a second after each step. Such a server is spared the function that vLLM
+compiles for the first request with logprobs, however eager it is (9 s of processor), and most of its cache, which is
+zeroed first. What a step allocates is reused by the next: of a step's time a quarter was the kernel's, for the pages of
+logits over 201,088 tokens. On a GPU other servers may run, and few graphs are captured soon."""
 
 
 class ServerError(RuntimeError):
@@ -61,13 +61,14 @@ class Server:
 
     @property
     def api(self) -> str:
-        """What the `openai` client takes as `base_url`."""
+        """`base_url` for the `openai` client."""
         return f"{self.url}/v1"
 
 
 def reserved(port: int = 0) -> socket.socket:
-    """A socket on `port`, or on a port that nobody else is given while it is open. It does not listen, so that a server
-    that sets SO_REUSEADDR, as vLLM's and uvicorn's do, can bind that port too; one only looked up may be taken before.
+    """A socket on `port`, or on a port that the system gives to no other process while the socket is open. It does not
+    listen, so that a server that sets SO_REUSEADDR, as vLLM's and uvicorn's do, can bind that port too; one only looked
+    up may be taken before.
 
     Raises:
         ServerError: another server listens on `port`, or it may not be bound.
@@ -89,7 +90,7 @@ def on_gpu() -> bool:
 
 
 def command(model: Path, port: int, base_arguments: Sequence[str], arguments: Sequence[str]) -> list[str]:
-    """`vllm serve` on this device. Where vLLM is on a path of its own and has no script, its module is run."""
+    """`vllm serve` on this device. Where vLLM is on a separate path and has no script, its module is run."""
     script = Path(sys.executable).with_name("vllm")
     vllm = [str(script)] if script.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
     where = ["--host", "127.0.0.1", "--port", str(port)]
@@ -148,7 +149,7 @@ def _wait(server: Server, timeout: float, progress: Callable[[float], None]) -> 
 
 
 def stop(process: subprocess.Popen[bytes], patience: float = 20) -> None:
-    """Ends the server politely, then whatever is left of its process group."""
+    """Ends the server with SIGTERM, then the rest of its process group with SIGKILL."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(patience)

@@ -1,7 +1,7 @@
 """`python -m demo.supervise COMMAND…`: runs COMMAND until standard input ends, then ends its whole process group.
 
 Standard input is a pipe that only the process that started this one holds open, so it ends with that process, however
-that one ends. This process has a session of its own: what a terminal sends when it closes does not reach it.
+that one ends. This process has a new session, so it does not receive the signal of a closing terminal.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PATIENCE_S = 15.0
 
 
 def popen(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """A `subprocess.Popen` of `command` that does not outlive the calling process. Its `stdin` is kept open."""
+    """A `subprocess.Popen` of `command` that does not outlive the calling process. Its `stdin` stays open."""
     return subprocess.Popen([sys.executable, "-m", "demo.supervise", *command], **{**options, "stdin": subprocess.PIPE})
 
 

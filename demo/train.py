@@ -52,7 +52,7 @@ class Batches:
                     yield self.batch(groups[index], rng)
 
     def held_out(self, budget: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """The samples kept back, once."""
+        """The held-out samples, once."""
         rng = np.random.default_rng(0)
         lengths = np.diff(self.offsets)
         kept = np.arange(self.split, len(lengths))

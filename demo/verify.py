@@ -64,7 +64,7 @@ def engine(model: Path) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came out for a case, and the probability of its least likely token."""
+    """The output for a case, and the probability of its least likely token."""
 
     case: Case
     tokens: list[int]

@@ -1,7 +1,7 @@
 """The small model in a larger shape that answers alike, so that kernels made for gpt-oss's own sizes run on it.
 
-Net2Net's wider and deeper transformations (arXiv:1511.05641): neurons and heads are copied, whoever reads them divides
-by the number of copies, and a new layer adds nothing. The parts are powers of two, so that every product is exact in
+Net2Net's wider and deeper transformations (arXiv:1511.05641): neurons and heads are copied, their readers divide by the
+number of copies, and a new layer adds nothing. The parts are powers of two, so that every product is exact in
 bf16 and MXFP4, and the two models differ by the order of their sums alone. A mean of squares over copies is the mean
 over the originals: RMSNorm needs no change.
 """
@@ -24,7 +24,7 @@ NEVER = -30_000.0
 
 
 def shifts(copies: int) -> list[int]:
-    """Exponents s whose 2**-s sum up to one, as even as can be."""
+    """Exponents s with a sum of 2**-s of one, as equal as possible."""
     out = [0]
     while len(out) < copies:
         out.sort()

@@ -49,7 +49,7 @@ def filler(rng: random.Random, words: int) -> str:
 
 
 def output(rng: random.Random, words: int) -> str:
-    """What a tool may print: prose, the same line again and again, numbered lines, records."""
+    """Possible tool outputs: prose, one line repeated, numbered lines, records."""
     kind = rng.random()
     if kind < 0.5 or words < 4:
         return filler(rng, words)

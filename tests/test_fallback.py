@@ -1,4 +1,4 @@
-"""A fault of ours at any step ends in upstream's path and one line; a wish ends in an error. vLLM is a stand-in."""
+"""A fault at any step leads to vLLM's path and one log line; an explicit request leads to an error. vLLM is a fake."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def wishing(**settings: str) -> Any:
-    """A `VllmConfig` of which only the plugin's settings are read: `describe` is a stand-in."""
+    """A `VllmConfig` of which only the plugin's settings are read: `describe` is a fake."""
     return SimpleNamespace(additional_config={"gptoss": settings}, load_config=None)
 
 
@@ -87,7 +87,7 @@ def vllm_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def serve(layers: str, tokens: int = 1) -> list[Any]:
-    """What two steps of a new model answer."""
+    """Output of two steps of a new model."""
     model = gpt_oss.GptOssForCausalLM(vllm_config=wishing(layers=layers))
     return [model.forward(FIRST.expand(tokens), FIRST.expand(tokens)) for _ in range(2)]
 
@@ -177,7 +177,7 @@ def vllm_experts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load_and_run(monkeypatch: pytest.MonkeyPatch, wish: str) -> tuple[Any, list[str], list[Any]]:
-    """(the backend that vLLM was told, what its loading did, what two steps answer)."""
+    """(the backend that vLLM received, what its loading did, what two steps answer)."""
     monkeypatch.setattr(quantization._vllm, "current_config", lambda: wishing(experts=wish))
     moe = SimpleNamespace(moe_backend="auto", is_lora_enabled=False, experts_per_token=4, num_experts=32)
     made = quantization.GptOssQuantConfig()._make_moe_method(moe)
@@ -206,7 +206,7 @@ def test_a_fault_of_the_experts_leaves_upstreams_and_one_line(
     planted.plant(where, monkeypatch.setattr)
     backend, done, steps = load_and_run(monkeypatch, "auto")
     assert steps == ["upstream", "upstream"]
-    assert done == ["laid out"] or backend == "auto", "upstream's own choice where ours was never built"
+    assert done == ["laid out"] or backend == "auto", "vLLM's own choice where the plugin's was never built"
     assert lines(said) == [f"experts: upstream from here on (RuntimeError: {planted.MESSAGE})"]
 
 

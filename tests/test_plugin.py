@@ -1,4 +1,4 @@
-"""What vLLM loads must never hurt a server, whatever it serves."""
+"""Loading the plugin never harms a server of any model."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ Done = subprocess.CompletedProcess[str]
 
 
 def python(code: str, **environ: str | None) -> Done:
-    """Runs `code` where nothing of vLLM or ours is imported; a variable set to None is unset."""
+    """Runs `code` in an interpreter without vLLM and the plugin; a variable set to None is unset."""
     return warm.run(["-c", code], environment(environ))
 
 
 def fresh(code: str, **environ: str | None) -> Done:
-    """The same in an interpreter that nobody started another one in."""
+    """The same in an interpreter that was not forked."""
     command = [sys.executable, "-c", code]
     return subprocess.run(command, capture_output=True, text=True, env=environment(environ), timeout=300)
 
@@ -136,26 +136,37 @@ def test_another_packages_endpoint_is_not_opted_in_behind_its_back(tmp_path: Pat
 
 
 @pytest.mark.vllm
-def test_rays_workers_are_told_what_was_wished_and_no_secret() -> None:
-    """By vLLM's own list, to which the user's entries belong too."""
+@pytest.mark.parametrize("switch", [{}, {"GPTOSS": "off"}], ids=["on", "off"])
+def test_settings_of_ray_workers_are_copied_and_secrets_are_not(switch: dict[str, str]) -> None:
+    """vLLM copies the variables of a list, which also has the user's entries."""
     code = DISCOVER + (
         "from vllm.ray.ray_env import get_env_vars_to_copy as copied;"
-        "print(sorted(n for n in copied() if n.startswith(('GPTOSS_', 'MINE'))))"
+        "print(sorted(n for n in copied() if n.startswith(('GPTOSS', 'MINE'))))"
     )
     done = python(
         code, GPTOSS_EXPERTS="upstream", GPTOSS_TOOLS_KEY="secret", VLLM_RAY_EXTRA_ENV_VARS_TO_COPY="MINE",
-        GPTOSS_LAYERS=None,
+        GPTOSS_LAYERS=None, **switch,
     )  # fmt: skip
-    assert done.stdout.splitlines()[-1] == "['GPTOSS_EXPERTS', 'MINE']", done.stderr
+    assert done.stdout.splitlines()[-1] == str(sorted([*switch, "GPTOSS_EXPERTS", "MINE"])), done.stderr
 
 
-def test_an_unsupported_vllm_makes_us_step_aside(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("version", "switch", "reason"),
+    [
+        ("0.99.0", "on", "outside the supported range >=0.32,<0.34"),
+        ("0.33.0", "off", "GPTOSS=off. vLLM serves gpt-oss without the plugin"),
+        ("0.33.0", "0", "GPTOSS=off"),
+    ],
+)
+def test_nothing_is_registered_where_the_plugin_is_inactive(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], version: str, switch: str, reason: str
 ) -> None:
-    monkeypatch.setattr(_vllm, "version", lambda: "0.99.0")
+    monkeypatch.setattr(_vllm, "version", lambda: version)
+    monkeypatch.setenv("GPTOSS", switch)
+    monkeypatch.setenv(plugin.COPIED, "")
     monkeypatch.setattr(plugin, "REGISTRATIONS", (("never", lambda: pytest.fail("registered anyway")),))
     plugin.register()
-    assert "outside the supported range >=0.32,<0.34" in capsys.readouterr().err
+    assert reason in capsys.readouterr().err
 
 
 ATTACH = """
@@ -179,11 +190,13 @@ print(json.dumps([len(app.routes) > before, harmony.HarmonyParser.__module__.sta
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize(("version", "attached"), [("0.33.1", True), ("0.34.0", False)])
-def test_the_endpoint_steps_aside_with_the_rest(tmp_path: Path, version: str, attached: bool) -> None:
-    """With VLLM_PLUGINS set, vLLM loads the endpoint even where `register` steps aside."""
+@pytest.mark.parametrize(
+    ("version", "switch", "attached"), [("0.33.1", "on", True), ("0.34.0", "on", False), ("0.33.1", "off", False)]
+)
+def test_the_endpoint_is_inactive_with_the_rest(tmp_path: Path, version: str, switch: str, attached: bool) -> None:
+    """With VLLM_PLUGINS set, vLLM loads the endpoint even where `register` registers nothing."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]}))
-    environ = environment({"VLLM_PLUGINS": "gptoss", "GPTOSS_RESPONSES_STORE": "off"})
+    environ = environment({"VLLM_PLUGINS": "gptoss", "GPTOSS_STORE": "off", "GPTOSS": switch})
     command = ["-c", ATTACH, version, str(tmp_path)]
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environ, timeout=300)
     assert json.loads(done.stdout.splitlines()[-1]) == [attached, attached], done.stderr[-3000:]

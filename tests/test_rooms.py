@@ -1,4 +1,4 @@
-"""The package's rooms stand in one order: imports go down it, and no two files import each other, near or far."""
+"""The package's rooms have one order: imports go down it, and there is no circle of imports."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ ORDER = (
 """Top to bottom: what is imported by anyone, to what imports anything. A room is a folder or file of the package."""
 
 SHARED = frozenset({"_vllm", "fallback", "settings", "startup_line", "version"})
-"""What engine and server may both import, besides themselves."""
+"""Imports that engine and server may both have."""
 
 MAY_IMPORT: Mapping[str, frozenset[str]] = {
     "tools": frozenset(),
     "engine": SHARED,
     "server": SHARED | {"tools"},
 }
-"""What each package may import of the rest: engine and server know nothing of each other, and nobody knows cli."""
+"""Allowed imports of each package: engine and server import nothing of each other, and nothing imports cli."""
 
 
 @functools.cache
@@ -158,7 +158,7 @@ def test_nothing_imports_the_command_line() -> None:
 
 
 def test_the_format_imports_neither_vllm_nor_fastapi() -> None:
-    """Nor does anything of ours that it imports."""
+    """Nor does any module of the package that it imports."""
     seen: set[str] = set()
     ahead = {name for name in modules() if name.startswith("server.harmony.")}
     assert len(ahead) > 20

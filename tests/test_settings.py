@@ -1,9 +1,13 @@
-"""Plugin settings: two ways in, one meaning, and a mistake is named."""
+"""Plugin settings: configuration and environment mean the same, and an error names the mistake."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from tests.support.places import ROOT
+from vllm_gptoss.server.responses.options import ResponsesOptions
 from vllm_gptoss.settings import Settings, SettingsError
 
 
@@ -37,3 +41,15 @@ def test_the_config_of_others_is_left_alone() -> None:
 def test_a_mistake_is_named(config: object, environ: dict[str, str], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         Settings.load(config, environ)
+
+
+def test_the_document_lists_every_setting_and_variable() -> None:
+    document, responses = ((ROOT / "docs" / name).read_text() for name in ("settings.md", "responses.md"))
+    rows = [f"| `{name}` | `GPTOSS_{name.upper()}` |" for name in Settings.model_fields]
+    sources = [path.read_text() for path in (ROOT / "vllm_gptoss").rglob("*.py")]
+    named = {name for source in sources for name in re.findall(r'"(GPTOSS(?:_[A-Z]+)+)"', source)}
+    variables = {name for name in named if not name.startswith("GPTOSS_BENCH_")}  # `bench host` sets them itself
+    assert [row for row in rows if row not in document] == []
+    assert {name for name in variables | {"GPTOSS"} if f"`{name}`" not in document} == set()
+    options = ResponsesOptions.model_fields.keys() - Settings.model_fields.keys()
+    assert [name for name in options if f"_{name.upper()}`" not in responses] == []

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "vllm_gptoss"
 FUNCTION_P90, FUNCTION_MOST = 25, 60
 FILE_P90, FILE_MOST = 300, 400
 CUDA_MOST = 120
-"""Lines. Kernels' host sides are files like any other; device code has a limit of its own."""
+"""Lines. Kernels' host sides are files like any other; device code has a separate limit."""
 
 
 def functions(source: str) -> Iterator[tuple[int, str]]:

@@ -30,8 +30,8 @@ OTHER_GROUPS = (
 NAME = "gptoss"
 
 COPIED = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
-FOR_WORKERS = ("GPTOSS_EXPERTS", "GPTOSS_LAYERS")
-"""The settings that a worker reads. Others may hold secrets, which it need not have."""
+FOR_WORKERS = ("GPTOSS", "GPTOSS_EXPERTS", "GPTOSS_LAYERS")
+"""The settings that a worker reads. Other settings may hold secrets."""
 
 
 def _quantization() -> type:
@@ -76,8 +76,9 @@ REGISTRATIONS: tuple[tuple[str, Callable[[], None]], ...] = (
 
 
 def register() -> None:
-    """Registers the plugin's parts, or steps aside with a reason. Never raises."""
-    if why := _vllm.outside_range(_vllm.version()):
+    """Registers the plugin's parts, or logs why the plugin is inactive. Never raises."""
+    if why := _why_inactive():
+        _tell_ray_workers()
         _say(f"stepping aside: {why}. vLLM serves gpt-oss without the plugin.")
         return
     for name, entry in (*REGISTRATIONS, *ENVIRONMENT):
@@ -87,14 +88,19 @@ def register() -> None:
             _say(f"not registered: {name}: {type(error).__name__}: {error}. Run `vllm-gptoss doctor`.")
 
 
+def _why_inactive() -> str | None:
+    """Why this process uses no part of the plugin, or None."""
+    return "GPTOSS=off" if _is_off() else _vllm.outside_range(_vllm.version())
+
+
 def endpoint_is_off() -> bool:
     """Whether `GPTOSS_ENDPOINT` leaves `/v1/responses` to vLLM."""
     return _is_off("endpoint")
 
 
-def _is_off(setting: str) -> bool:
-    """Read without `Settings`, whose errors must not stop vLLM."""
-    return os.environ.get(f"GPTOSS_{setting.upper()}", "1").lower() in ("0", "false", "no", "off")
+def _is_off(setting: str = "") -> bool:
+    """Read without `Settings`, whose errors must not stop vLLM. Without an argument: the variable `GPTOSS`."""
+    return os.environ.get(f"GPTOSS_{setting.upper()}".rstrip("_"), "1").lower() in ("0", "false", "no", "off")
 
 
 def _is_run_batch() -> bool:
@@ -143,9 +149,8 @@ def _allow_endpoint() -> None:
 
 
 def _tell_ray_workers() -> None:
-    """Names our settings in vLLM's list of variables that it copies to data-parallel engines that Ray starts, and with
-    0.32's first Ray executor to workers: those of other nodes would choose by defaults while this one follows a wish.
-    """
+    """Adds the plugin's settings to vLLM's list of variables that it copies to data-parallel engines that Ray starts,
+    and with 0.32's first Ray executor to workers. Otherwise engines on other nodes would use the defaults."""
     named = [name for name in os.environ.get(COPIED, "").split(",") if name]
     if missing := [name for name in FOR_WORKERS if name in os.environ and name not in named]:
         os.environ[COPIED] = ",".join([*named, *missing])
@@ -182,7 +187,7 @@ class GptOssEndpoint:
         """
         args: Namespace = app.state.args
         # `register` logs the reason. With VLLM_PLUGINS set, vLLM loads the endpoint even then.
-        if _vllm.outside_range(_vllm.version()) or _vllm.model_type(args) != spec.MODEL_TYPE:
+        if _why_inactive() or _vllm.model_type(args) != spec.MODEL_TYPE:
             return
         try:
             _vllm.share_logging()  # vLLM sets its logging up between loading plugins and here

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator, Mapping
 
 import pytest
@@ -123,21 +122,12 @@ def test_the_lists_name_files_that_exist() -> None:
     assert not NAMED - set(TREES)
 
 
-def test_the_documents_say_how_many_and_which() -> None:
-    table = (
-        (ROOT / "docs" / "harmony.md").read_text().partition("| replaced | by | because |\n")[2].partition("\n\n")[0]
-    )
-    rows = table.splitlines()[1:]
+def test_the_document_lists_every_replaced_attribute() -> None:
+    document = (ROOT / "docs" / "harmony.md").read_text()
+    rows = document.partition("| replaced | by | because |\n")[2].partition("\n\n")[0].splitlines()[1:]
     assert len(rows) == len(REPLACED)
     for entry in REPLACED:
         assert any(entry.attribute.rpartition(".")[2] in row for row in rows), entry.attribute
-    count = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"][len(REPLACED)]
-    said = {
-        "README.md": rf"\[{count}, listed with their",
-        "CONTRIBUTING.md": rf"lists the {count}\s+attributes",
-        "docs/harmony.md": rf"There are {count}, all listed",
-    }
-    assert [name for name, words in said.items() if not re.search(words, (ROOT / name).read_text())] == []
 
 
 def test_a_new_patch_would_be_seen() -> None:

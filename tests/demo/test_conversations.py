@@ -1,4 +1,4 @@
-"""The data: what a step needs must exist, or training would teach something that no test can ask for."""
+"""The data: everything that a step needs exists, or training would teach steps that no test can reach."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_json_answers_fit_their_format() -> None:
 
 
 def test_two_conversations_that_look_alike_differ_in_what_the_prompt_shows() -> None:
-    """Same user message, same setting: the model could not tell them apart."""
+    """Same user message, same setting: the model could not distinguish them."""
     seen: dict[tuple[object, ...], str] = {}
     for c in conversations():
         setting = (c.turns[0].user, c.instructions, c.effort, c.tools is None, c.history)

@@ -1,4 +1,4 @@
-"""A model directory that exists must be whole, whatever happened before."""
+"""An existing model directory is complete after any interruption."""
 
 from __future__ import annotations
 

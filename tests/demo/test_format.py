@@ -109,7 +109,7 @@ def test_words_of_many_scripts_are_cut_alike(tokenizer: Any) -> None:
 
 
 def test_transformers_loads_it_and_knows_the_conversations(model_dir: Path) -> None:
-    """transformers dequantises the experts by itself: an implementation of the format that is not ours."""
+    """transformers dequantises the experts: an independent implementation of the format."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16)

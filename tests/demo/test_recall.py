@@ -18,11 +18,9 @@ from vllm_gptoss.engine.choose.device import detect
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("plugins", ["", "gptoss"], ids=["stock vLLM", "with the plugin"])
 def test_every_step_is_recalled_token_for_token(model_dir: Path, plugins: str) -> None:
-    """In a process of its own: an engine leaves threads and global state behind."""
+    """In a separate process: an engine leaves threads and global state behind."""
     if not plugins and "amx" not in detect().features:
-        pytest.skip(
-            "this CPU has no AMX: stock vLLM has no MXFP4 kernel for it; docs/testing.md says where it passed last"
-        )
+        pytest.skip("this CPU has no AMX: stock vLLM has no MXFP4 kernel for it; docs/testing.md has its last pass")
     environment = {**os.environ, "VLLM_PLUGINS": plugins, "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "demo.verify", str(model_dir), "--fresh", "0"]
     done = warm_vllm.run(command, environment, 580)

@@ -1,4 +1,4 @@
-"""`make serve` leaves no process behind, however it ends. Its server is a stand-in whose engine ignores SIGTERM; the
+"""`make serve` leaves no process behind, however it ends. Its server is a fake with an engine that ignores SIGTERM; the
 last test starts vLLM."""
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ sys.exit(run.main())
 
 @pytest.fixture
 def fake_bin(tmp_path: Path) -> Callable[[str], Path]:
-    """A folder for the Makefile's BIN, whose `python -m demo.run` serves with the stand-in."""
+    """A folder for the Makefile's BIN. Its `python -m demo.run` serves with the fake."""
 
     def make(manner: str = "willing") -> Path:
         (tmp_path / "server.py").write_text(SERVER)
@@ -74,7 +74,7 @@ def free_port() -> int:
 
 
 class Terminal:
-    """A command that leads a session on a terminal of its own."""
+    """A command that leads a session on a new terminal."""
 
     def __init__(self, command: list[str], environ: dict[str, str]) -> None:
         pid, self.master = pty.fork()

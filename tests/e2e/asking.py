@@ -1,4 +1,4 @@
-"""Asks the small model on the real server, streamed or not, and looks at what came back."""
+"""Requests to the small model on the real server, streamed or not, and checks of the answers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def logs(call: dict[str, Any]) -> str:
 
 
 def tokens_of_results(recipient: str, results: Sequence[str]) -> int:
-    """How much longer the prompt is with these results of a built-in tool, the next turns' headers included."""
+    """Additional prompt tokens of these results of a built-in tool, including the next turns' headers."""
     told = [harmony.tool_result(recipient, text, channel=Channel.ANALYSIS) for text in results]
     return sum(len(render_message(message)) + len(("<|start|>", "assistant")) for message in told)
 

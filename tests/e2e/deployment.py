@@ -1,4 +1,4 @@
-"""A deployment whose every part can be killed: two servers behind HAProxy, a tools service, PostgreSQL, S3 (moto)."""
+"""A deployment of parts that can be killed: two servers behind HAProxy, a tools service, PostgreSQL, S3 (moto)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OLD, OTHER, UPGRADED = "replica 0", "replica 1", "replica 1, upgraded"
 
 @dataclass(frozen=True)
 class Chaos:
-    """What is done to a cluster, however long the load takes.
+    """Kills and restarts the parts of a cluster while the load runs.
 
     down, between: seconds that a part is down before it is started, and that all are there between two deaths
     upgrades: in a round that begins behind `half` of the load, not the first, one replica comes back as the next
@@ -96,7 +96,7 @@ class Cluster:
                     return
 
     def has_had(self, plan: Chaos) -> bool:
-        """Whether each part came back; and where one is upgraded, the old one after it."""
+        """Whether each part restarted, and an old part after an upgraded one."""
         if {name for _, name in self.killed} != {part.name for part in self.parts}:
             return False
         after = self.returned[self.returned.index(UPGRADED) :] if UPGRADED in self.returned else []
@@ -151,7 +151,7 @@ def engine_of(database: Postgres) -> AsyncEngine:
 
 
 async def transactions(database: Postgres) -> int:
-    """How many the database has committed since it was started."""
+    """Number of transactions that the database has committed since its start."""
     await asyncio.sleep(1.5)  # its processes report once a second
     engine = engine_of(database)
     async with engine.begin() as connection:
@@ -171,7 +171,7 @@ async def write_as_earlier(database: Postgres) -> None:
 
 
 async def schema_of(database: Postgres) -> int:
-    """The schema, in whose database what the earliest servers wrote is still read."""
+    """The schema; rows of the earliest servers are still read."""
     store = Store(ResponsesOptions(store=database.url))
     await store.open()
     try:

@@ -28,7 +28,7 @@ BOUND = 90.0
 @dataclass
 class Asked:
     """One request. `answered`: an HTTP status, 0 without any; `cut`: the connection ended before the answer did;
-    `last`: the type of the stream's last event; `status`: what GET says in the end; `error`: how it failed."""
+    `last`: the type of the stream's last event; `status`: the final result of GET; `error`: how it failed."""
 
     id: str
     conversation: int
@@ -51,7 +51,7 @@ class Asked:
 
 
 class Script(Protocol):
-    """What a conversation says. `turns`: how many there are."""
+    """The texts of a conversation. `turns`: their number."""
 
     turns: int
 
@@ -66,14 +66,14 @@ class Script(Protocol):
 
 @dataclass
 class Ledger:
-    """All requests; `kept`: the completed responses as they were first read."""
+    """All requests; `kept`: completed responses at their first read."""
 
     asked: list[Asked] = field(default_factory=list)
     kept: dict[str, dict[str, Any]] = field(default_factory=dict)
     conversations: int = 0
 
     def counts(self) -> dict[str, int]:
-        """How requests ended, by style."""
+        """Outcomes of requests, by style."""
         found = Counter(f"{asked.style} {asked.status}" for asked in self.asked)
         found["connection cut"] = sum(asked.cut for asked in self.asked)
         for asked in self.asked:
@@ -84,7 +84,7 @@ class Ledger:
 
 @dataclass
 class Talker:
-    """Holds one conversation after the other, and asks again until each turn has a completed response."""
+    """Runs one conversation after the other and retries until each turn has a completed response."""
 
     http: httpx.AsyncClient
     ledger: Ledger
@@ -113,8 +113,8 @@ class Talker:
     async def completed(
         self, number: int, turn: int, script: Script, chance: random.Random, where: dict[str, Any]
     ) -> dict[str, Any]:
-        """The turn's completed response. What is not there is asked for under the same id, so that one that is stored
-        after all is not made twice; every attempt has a nonce of its own."""
+        """The turn's completed response. A missing response is requested again with the same id, so that a stored one
+        is not created twice; every attempt has its nonce."""
         style, identifier = chance.choice(self.styles), f"turn_{uuid.uuid4().hex}"
         began, attempt = time.monotonic(), 0
         while True:
@@ -155,7 +155,7 @@ class Talker:
             await self.resume(asked)
 
     async def resume(self, asked: Asked) -> None:
-        """Follows on, wherever; no event is missed or told twice."""
+        """Continues on any replica; no event is missing or repeated."""
         seen = asked.events - 1
         try:
             await self.listen(asked, "GET", f"/responses/{asked.id}", params={"stream": "true", "starting_after": seen})
@@ -193,7 +193,7 @@ class Talker:
                 asked.refused = f"{answered.status_code} of the balancer"
 
     async def settled(self, asked: Asked) -> dict[str, Any]:
-        """What became of it: the response that has ended, or nothing where none is there."""
+        """The response that has ended, or nothing if there is none."""
 
         async def attempt() -> dict[str, Any] | None:
             answered = await self.http.get(f"/responses/{asked.id}")
@@ -223,18 +223,18 @@ class Talker:
 
 
 def faults(ledger: Ledger) -> list[str]:
-    """What no request may end as, whoever was killed."""
+    """Outcomes that no request may have after any kill."""
     found = []
     for asked in ledger.asked:
         if not asked.status:
-            found.append(f"nobody knows what became of {asked}")
+            found.append(f"no known outcome of {asked}")
         streams = asked.style == "streamed" and asked.answered == 200
         if streams and not asked.cut and asked.last not in LAST:
             found.append(f"a stream ended without a last event: {asked}")
         if asked.last == "response.completed" and asked.status != "completed":
-            found.append(f"told as completed, and is not: {asked}")
+            found.append(f"reported as completed, and is not: {asked}")
         if asked.style == "whole" and asked.answered == 200 and asked.status != "completed":
-            found.append(f"answered, and is not kept: {asked}")
+            found.append(f"answered, and is not stored: {asked}")
         if asked.in_background and asked.answered == 200 and asked.status == NOT_THERE:
             found.append(f"taken in the background, and is not there: {asked}")
         if asked.status == "failed" and not asked.error:

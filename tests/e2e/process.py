@@ -1,4 +1,4 @@
-"""What a running server holds, seen from outside."""
+"""Resources of a running server, measured from outside."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def children(process: psutil.Process) -> dict[int, str]:
 
 
 def settled(pid: int, enough: Callable[[Held], bool], patience: float = 15) -> Held:
-    """What is held once `enough` is true, or when `patience` is over: things may take a moment to go."""
+    """Resources once `enough` is true, or after `patience` seconds."""
     began = time.monotonic()
     while not enough(now := held(pid)) and time.monotonic() - began < patience:
         time.sleep(0.1)

@@ -1,8 +1,8 @@
 """`python -m tests.e2e.replay_server TOOLS STORE`: our endpoint, its real tools, and an obedient model.
 
 A user's message is a JSON list: the turns that the model generates, control tokens spelled out; `{users}` in them is
-the number of user messages that the model was shown. Prints its port. `/pause` says how long the event loop stood still
-at most since it was last asked.
+the number of user messages that the model was shown. Prints its port. `/pause` returns the event loop's longest pause
+since the previous call.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TURN = re.compile(r" to=assistant(?:(?!<\|start\|>).)*<\|end\|><\|start\|>assist
 
 
 class Obedient(ReplayEngine):
-    """Says the turn that comes next, and forgets what it was asked."""
+    """Returns the next turn and forgets the request."""
 
     def __init__(self, rate: float | None) -> None:
         super().__init__(self._next, rate=rate, chunk=1 if rate else 16)
@@ -88,5 +88,5 @@ if __name__ == "__main__":
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--rate", type=float, help="tokens per second and stream")
     parser.add_argument("--clock", type=float, default=0.0, help="seconds by which this host's clock is wrong")
-    parser.add_argument("--later", action="store_true", help="of the next release, whose schema is newer")
+    parser.add_argument("--later", action="store_true", help="of the next release, with a newer schema")
     asyncio.run(main(**vars(parser.parse_args())))

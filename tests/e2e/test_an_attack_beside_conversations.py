@@ -1,4 +1,4 @@
-"""One caller's hostile pages, programs and requests beside 32 conversations: their tokens must keep coming."""
+"""One caller's hostile pages, programs and requests do not stop the tokens of 32 conversations."""
 
 from __future__ import annotations
 
@@ -190,6 +190,6 @@ async def test_tokens_keep_coming(server: str, site: str, name: str) -> None:
 
 
 def good(calm: float, beside: float, pause: float) -> bool:
-    """Whether a try shows what is promised: tokens that kept coming, as far as this run judges them."""
+    """Whether a try passes: tokens without a pause, as far as this run measures them."""
     in_time = calm < 1 / RATE + QUIET_S and beside - calm <= GROWTH_S
     return pause <= PAUSE_S and (in_time or not scale.SOAK)

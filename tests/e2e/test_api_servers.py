@@ -1,6 +1,6 @@
-"""Several API servers of one `vllm serve`: each has the endpoint and the tools, and they keep one state.
+"""Several API servers of one `vllm serve`: each has the endpoint and the tools, and they share one state.
 
-A connection stays with the process that accepted it, so that a client here knows which of them it asks. The last test
+A connection stays with the process that accepted it, so a client knows its process. The last test
 kills them: what a server started would keep its memory and its port.
 """
 
@@ -144,7 +144,7 @@ def test_a_background_response_is_followed_and_cancelled_at_the_other_api_server
 
 
 def test_everything_ends_with_the_killed_server(servers: Servers) -> None:
-    """Spawned, as vLLM does on a CPU whatever VLLM_WORKER_MULTIPROC_METHOD says; tests/engine/test_parent_death.py
+    """Spawned, as vLLM does on a CPU for any VLLM_WORKER_MULTIPROC_METHOD; tests/engine/test_parent_death.py
     forks."""
     main, *started = servers.processes()
     names = {child.pid: " ".join(child.cmdline()).strip() for child in started}

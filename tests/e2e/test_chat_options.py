@@ -1,4 +1,4 @@
-"""Options of chat requests on a real server: honoured, or refused by name; and the prompt that other routes tell of."""
+"""Options of chat requests on a real server: honoured, or refused by name; and the prompt that other routes return."""
 
 from __future__ import annotations
 

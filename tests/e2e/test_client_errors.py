@@ -1,4 +1,4 @@
-"""What a real server answers where a client must act on the error: a prompt that is too long, a wrong message."""
+"""Errors of a real server that a client must handle: a prompt that is too long, a wrong message."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def words(number: int) -> list[dict[str, str]]:
 
 @pytest.fixture
 def overhead(served: Server) -> int:
-    """Tokens of a prompt beside its words."""
+    """Tokens of a prompt in addition to its words."""
     count = post(served, "/v1/messages/count_tokens", messages=words(10)).json()
     return int(count["input_tokens"]) - 10
 

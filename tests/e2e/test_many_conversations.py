@@ -153,7 +153,7 @@ class Replay:
 
 @pytest.fixture
 def replay(mcp_servers: McpServers, tmp_path: Path) -> Iterator[Replay]:
-    """A server of its own, whose temporary files are in a folder of its own."""
+    """A separate server with a separate folder for temporary files."""
     python = {"preload": [], "warm": WARM, "max_conversations": CONVERSATIONS, "file_store_mib": 1, "file_keep_s": 1.0}
     tools, temporary = tmp_path / "tools.yaml", tmp_path / "temporary"
     browser = {"documents": str(ROOT / "demo" / "documents"), "max_conversations": 50}
@@ -170,12 +170,12 @@ def replay(mcp_servers: McpServers, tmp_path: Path) -> Iterator[Replay]:
 
 
 def full(now: Held) -> bool:
-    """The fork server's two, and two for each kernel that is kept."""
+    """Two of the fork server, and two for each live kernel."""
     return len(now.sandboxed) == 2 + 2 * (CONVERSATIONS + WARM)
 
 
 def running(pids: Iterable[int], patience: float = 10) -> list[int]:
-    """Those of a dead server's children that do not end; nobody may be there to bury them."""
+    """Children of a dead server that do not exit; they may have no parent that reaps them."""
 
     def alive(pid: int) -> bool:
         try:

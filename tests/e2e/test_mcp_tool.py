@@ -130,7 +130,7 @@ def test_a_server_killed_in_a_call_costs_that_call(
     (call,) = calls(response)
     assert (call["status"], call["output"]) == ("failed", None)
     assert "The call may have run" in call["error"]["content"][0]["text"]
-    assert said(response) == answer, "the model goes on; this one says the same whatever it reads"
+    assert said(response) == answer, "the model continues; this one answers the same to any result"
     if ask.streamed:
         assert "response.mcp_call.failed" in [event["type"] for event in ask.events]
     (other,) = calls(ask("Compute 17 * 23 with Python.", PYTHON))

@@ -1,4 +1,4 @@
-"""`/v1/messages`, asked by Anthropic's own client: thinking, tools, answers of a schema, whole and streamed."""
+"""`/v1/messages` with Anthropic's client: thinking, tools, answers of a schema, whole and streamed."""
 
 from __future__ import annotations
 
@@ -131,13 +131,13 @@ def test_an_answers_schema_without_a_grammar_is_refused(ask: Ask) -> None:
     ],
 )
 def test_a_choice_that_no_answer_could_meet_is_refused(ask: Ask, fields: Any, why: str) -> None:
-    """vLLM's handler answers as if nothing had been asked for."""
+    """vLLM's handler ignores such a request."""
     with pytest.raises(anthropic.BadRequestError, match=why):
         ask(**{"messages": [QUESTION], **fields})
 
 
 def test_a_tool_that_was_searched_for_can_be_called(ask: Ask) -> None:
-    """As Claude Code finds the tools that it keeps back: their search answers with references."""
+    """Claude Code's tool search: the result has references to tools."""
     history = [
         QUESTION,
         {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "find", "input": {"q": "weather"}}]},
@@ -157,7 +157,7 @@ def test_a_tool_that_was_searched_for_can_be_called(ask: Ask) -> None:
 
 
 def test_what_a_tool_returned_is_read_or_described(ask: Ask, served: Server) -> None:
-    """As Claude Code reads an image or a PDF: its history has it on every later turn."""
+    """Claude Code's image or PDF, which is in the history of every later turn."""
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
     document = {"type": "document", "title": "a", "source": {"type": "text", "media_type": "text/plain", "data": "one"}}
     encoded = base64.b64encode(pdf("two")).decode()

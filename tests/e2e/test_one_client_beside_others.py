@@ -1,4 +1,4 @@
-"""What one API key can do to another's requests, to the event loop and to the server's memory: hardly anything."""
+"""One API key cannot delay another's requests or the event loop, or exhaust the server's memory."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def body(**fields: str) -> str:
     return "{" + ",".join(f'"{name}":{value}' for name, value in ({"model": f'"{MODEL}"'} | fields).items()) + "}"
 
 
-LONG = "a prompt that is rendered beside the event loop " * 500
+LONG = "a prompt that is rendered outside the event loop " * 500
 HI = '[{"role": "user", "content": "hi"}]'
 MILLION = lists(1_000_000)
 NUMBERS = f"[{','.join(['1'] * 1_000_000)}]"
@@ -182,7 +182,7 @@ async def measured(server: tuple[str, int], attack: Attack, stores: bool = False
     async with client(url, "bob") as bob, client(url, "alice") as alice:
         alone = max([await asked(bob, stores) for _ in range(10)])
         before = psutil.Process(pid).memory_info().rss
-        Path(f"/proc/{pid}/clear_refs").write_text("5")  # the peak begins anew
+        Path(f"/proc/{pid}/clear_refs").write_text("5")  # resets the peak
         await bob.get("/pause")
         attacking = asyncio.create_task(attack(alice))
         beside = [await asked(bob, stores)]

@@ -1,4 +1,4 @@
-"""Another model behaves byte for byte as if the plugin were not installed, whatever `VLLM_PLUGINS` says."""
+"""Another model behaves byte for byte as without the plugin, for any `VLLM_PLUGINS`."""
 
 from __future__ import annotations
 
@@ -51,8 +51,7 @@ SETTINGS: dict[str, dict[str, str]] = {
     "other": {"VLLM_PLUGINS": "other"},
     "unset": {},
 }
-"""`other` names a plugin that is not there, so that nothing of ours loads: the server without us. Unset, as a user has
-it, all of ours loads."""
+"""`other` names a missing plugin, so no part of the plugin loads. Unset, as for a user, every part loads."""
 
 
 def write_llama(directory: Path) -> Path:
@@ -143,7 +142,7 @@ def bodies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]
     for name, environment in SETTINGS.items():
         with pytest.MonkeyPatch.context() as patch:
             patch.delenv("VLLM_PLUGINS", raising=False)
-            popen = subprocess.Popen if name == "unset" else warm_vllm.popen  # ours starts as a user starts it
+            popen = subprocess.Popen if name == "unset" else warm_vllm.popen  # "unset" starts as a user starts it
             with serve(model, base / f"{name}.log", (), environment, base_arguments=ARGUMENTS, popen=popen) as server:
                 out[name] = {label: ask(server.url, *request) for label, request in REQUESTS.items()}
                 metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
@@ -191,4 +190,4 @@ def test_the_plugin_was_there_and_then_not(bodies: dict[str, dict[str, str]]) ->
     assert "VLLM_PLUGINS was unset; set to" in bodies["unset"]["log"]
     assert "vllm-gptoss" in without_paths(bodies["unset"]["log"])
     assert "vllm-gptoss" not in without_paths(bodies["other"]["log"])
-    assert "is active" not in bodies["unset"]["log"], "nothing of ours serves another model"
+    assert "is active" not in bodies["unset"]["log"], "no part of the plugin serves another model"

@@ -1,5 +1,5 @@
-"""vLLM's own ways to spread a model, two processes that stand for two nodes: the plugin is active in each and says so
-once for the group, endpoint and tools work wherever HTTP is served.
+"""vLLM's parallelism, with two processes as two nodes: the plugin is active in each and logs one line for the group;
+endpoint and tools work in every process that serves HTTP.
 
 The weights are dummies: vLLM's CPU experts cannot split the small model's.
 """

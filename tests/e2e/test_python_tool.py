@@ -83,7 +83,7 @@ def test_an_endless_loop_ends_at_the_wall_clock(ask: Asker) -> None:
 
 
 def test_a_memory_bomb_meets_its_limit(ask: Asker) -> None:
-    """It asks for 4 GiB and may have 512 MiB; one process that asks is refused, and not killed."""
+    """It allocates 4 GiB with a limit of 512 MiB; a single process gets an error and is not killed."""
     response = ask("Fill the memory in Python.", PYTHON)
     (call,) = calls(response)
     assert call["status"] == "failed"

@@ -91,7 +91,7 @@ def served_by_ray(model_dir: Path, tmp_path: Path) -> Iterator[Ray]:
 
 @dataclass
 class Load:
-    """Clients that ask one question after the other. kept: what was told complete; lost: what was not answered."""
+    """Clients with one request after the other. kept: completed responses; lost: unanswered requests."""
 
     http: httpx.AsyncClient
     kept: dict[str, str] = field(default_factory=dict)

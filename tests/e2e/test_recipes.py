@@ -67,7 +67,7 @@ def shrunk(config: dict[str, Any]) -> list[str]:
 
 
 def config(recipe: Recipe) -> dict[str, Any]:
-    """What a CPU can serve of it."""
+    """The part of the recipe that a CPU can serve."""
     return {key: value for key, value in recipe.config.items() if key in here(recipe)}
 
 
@@ -99,7 +99,7 @@ def test_flags_start_and_answer(name: str, model_dir: Path, tmp_path: Path) -> N
 
 
 def said_by_the_guide(served: Server) -> str:
-    """What the program of docs/guide.md prints, asking this server; its Chinese twin has the same one, a test says."""
+    """Output of docs/guide.md's program with this server; a test compares it with the Chinese guide's."""
     (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guide.md").read_text(), re.DOTALL)
     for theirs, ours in (("http://localhost:8000/v1", served.api), ("openai/gpt-oss-20b", NAME)):
         assert program.count(theirs) == 1

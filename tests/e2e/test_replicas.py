@@ -1,4 +1,4 @@
-"""Replicas behind a load balancer that knows no affinity: what was reported complete is there, whoever is killed.
+"""Replicas behind a load balancer that knows no affinity: completed responses survive any kill.
 
 Two servers on one PostgreSQL, an hour apart by their clocks, and HAProxy, which sends every request to either. Both
 servers and the database are killed and started again, in turn, all the time.
@@ -71,7 +71,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 class Counting:
-    """Each answer says how many user messages it was shown: a turn that is lost or counted twice is seen."""
+    """Each answer has the number of user messages in its prompt, which shows lost and repeated turns."""
 
     turns = TURNS
 

@@ -1,4 +1,4 @@
-"""A user's first hour: `vllm serve` with the plugin, asked through the `openai` client."""
+"""A user's first hour: `vllm serve` with the plugin and the `openai` client."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ async def written_once_left(served: Server, path: str, body: dict[str, object]) 
 
 @pytest.mark.parametrize("path", WHOLE_STORY)
 async def test_a_client_that_leaves_holds_the_engine_for_8_tokens_or_50_ms_at_most(served: Server, path: str) -> None:
-    """The tokens of a stream beside it are the clock. A machine with other work delays anybody: the best of ten."""
+    """The tokens of a concurrent stream are the clock. Other load delays both: the best of ten."""
     found = []
     async with httpx.AsyncClient(timeout=60) as http:
         for _ in range(10):

@@ -1,4 +1,4 @@
-"""The built-in tools inside `/v1/responses`: the model asks, the real tool answers, the model goes on."""
+"""The built-in tools inside `/v1/responses`: the model calls, the real tool answers, the model continues."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_max_tool_calls_ends_in_an_answer_with_what_there_is(ask: Asker) -> None
     """The model wants two calls and has one: the second is neither run nor shown."""
     response = ask("Set x to 20 in Python, then double it.", PYTHON, max_tool_calls=1)
     assert [call["code"] for call in calls(response)] == ["x = 20"]
-    assert said(response) == "x is now 40.", "the model's habit; it was told that no calls are left"
+    assert said(response) == "x is now 40.", "the model's habit; it has read that no calls are left"
     after = ask("Is x still defined in Python?", PYTHON, previous_response_id=response["id"])
     assert logs(calls(after)[0]) == "20\n"
 

@@ -1,5 +1,5 @@
-"""Replicas whose python is on nodes of its own: a notebook follows its conversation, whichever replica is asked, and
-what is lost with a node is told."""
+"""Replicas with python on separate nodes: a notebook follows its conversation to every replica, and a node's losses are
+reported."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DONE = "<|channel|>final<|message|>Done.<|return|>"
 
 @dataclass
 class Service:
-    """Two nodes, and replicas that share a store. `ask` runs code in a conversation, at one of them."""
+    """Two nodes, and replicas that share a store. `ask` runs code in a conversation at one replica."""
 
     nodes: list[ToolsNode]
     replicas: list[httpx.Client] = field(default_factory=list)
@@ -73,7 +73,7 @@ def call_of(response: dict[str, Any]) -> dict[str, Any]:
 
 
 def said(response: dict[str, Any]) -> str:
-    """What the model read of the call."""
+    """The call's result as the model read it."""
     return "".join(out["logs"] for out in call_of(response)["outputs"] if out["type"] == "logs")
 
 

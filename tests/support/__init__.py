@@ -1,1 +1,1 @@
-"""What several test modules share. Tests import from here and from their own folder, never from another test."""
+"""Shared by several test modules. Tests import from here and from their own folder, never from another test."""

@@ -1,8 +1,8 @@
-"""`python -m tests.support.all_routes MODEL STORE`: every route of `vllm serve` with the plugin, before no engine.
+"""`python -m tests.support.all_routes MODEL STORE`: every route of `vllm serve` with the plugin, without an engine.
 
 The app is vLLM's own for the gpt-oss `config.json` in the folder MODEL, with the API keys alice and bob. The Responses
-API replays `SAID`; chat and messages end where vLLM's handlers would begin. Prints its port. `/pause` answers with the
-event loop's longest pause since it was last asked, in seconds of processor time.
+API replays `SAID`; chat and messages end before vLLM's handlers. Prints its port. `/pause` answers with the
+event loop's longest pause since the previous call, in seconds of processor time.
 """
 
 from __future__ import annotations

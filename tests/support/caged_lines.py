@@ -1,8 +1,8 @@
 """Which lines run in the sandbox's own processes, for coverage.
 
-Those start without our environment, leave the host's root, and are killed or end through `os._exit`: coverage can
-neither start in them by itself nor write its file there. Memory that they share with us survives all of that, so each
-line that runs sets one byte in it. `install` changes what the launchers of this process start; `save` reads the bytes.
+They start without this environment, leave the host's root, and are killed or exit through `os._exit`: coverage can
+neither start in them nor write its file. Each line that runs sets one byte in shared memory. `install` changes what the
+launchers of this process start; `save` reads the bytes.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Recorder:
         return {name: [n - first for n in range(first + 1, end) if seen[n]] for (name, first), end in spans}
 
     def save(self, data_file: Path) -> None:
-        """Beside what coverage writes itself, where it combines all."""
+        """Next to coverage's own files, where it combines them."""
         from coverage import CoverageData
 
         data = CoverageData(basename=str(data_file), suffix=f"caged.{os.getpid()}")

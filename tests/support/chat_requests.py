@@ -38,7 +38,7 @@ def request_of(**fields: Any) -> Any:
 
 
 def chat_handlers() -> tuple[Any, Any]:
-    """vLLM's chat handler with our parser, and ours over it, without a server around them."""
+    """vLLM's chat handler with the plugin's parser, and the plugin's subclass of it, without a server."""
     from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
     from vllm.parser.parser_manager import ParserManager
 

@@ -1,4 +1,4 @@
-"""Kills confined workers as the kernel does when memory runs out: by SIGKILL, whatever they do."""
+"""Kills confined workers as the kernel does when memory runs out: by SIGKILL at any point."""
 
 from __future__ import annotations
 

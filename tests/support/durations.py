@@ -1,7 +1,7 @@
-"""How long each test took in the last full run: what `make check` leaves out, and what comes first in `make test`.
+"""Duration of each test in the last full run, which selects the tests of `make check` and orders `make test`.
 
 `tests/durations.txt` has a line for each test function of more than half a second: the seconds of its longest case, of
-all its cases with their fixtures, and its name. `make test DURATIONS=1` writes it anew.
+all its cases with their fixtures, and its name. `make test DURATIONS=1` rewrites it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def is_slow(nodeid: str) -> bool:
 
 
 def seconds_of_file(file: str) -> float:
-    """What the slow tests of `tests/…/test_file.py` took together."""
+    """Total duration of the slow tests of `tests/…/test_file.py`."""
     return _by_file().get(file, 0.0)
 
 

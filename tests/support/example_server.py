@@ -1,4 +1,4 @@
-"""A real MCP server with every kind of result, run as a process of its own: `python example_server.py TRANSPORT`.
+"""A real MCP server with every kind of result, run as a separate process: `python example_server.py TRANSPORT`.
 
 HTTP transports bind a free port of the loopback and print it.
 """
@@ -105,7 +105,7 @@ def build(name: str = "example") -> MCPServer:
 
     @tool()
     def seen(note: str) -> str:
-        """What `hang` noted."""
+        """Records of `hang`."""
         return ",".join(notes.get(note, ["nothing"]))
 
     @tool()
@@ -131,7 +131,7 @@ def build(name: str = "example") -> MCPServer:
 
     @tool()
     async def grow(ctx: Context[Any, Any]) -> str:
-        """Adds a tool and says so."""
+        """Adds a tool and sends the notification."""
 
         def grown() -> str:
             """Came later."""

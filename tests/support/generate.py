@@ -1,13 +1,13 @@
-"""Run vLLM's `LLM` on token prompts, each job in a process of its own, and keep what it says.
+"""Runs vLLM's `LLM` on token prompts, each job in a separate process, and stores its output.
 
 Run as a program: `python -m tests.support.generate JOBS OUT`, JOBS a JSON object of jobs by name:
     {"model": directory, "environ": {...}, "args": {arguments of LLM}, "rounds": [[request, ...], ...],
-     "seconds": limit of the job, "paths": whether to say what of ours runs, "sleep": whether to sleep after a round}
+     "seconds": limit of the job, "paths": whether to report the active parts, "sleep": whether to sleep after a round}
     request: {"prompt": [token, ...], "lora": directory or null, ...fields of SamplingParams}
 vLLM is imported once and each job forked from there. Writes OUT/<name>.json: one list per round of
     {"tokens", "logprobs": [{token: logprob}], "prompt_logprobs": [...], "cached": prompt tokens found in the cache,
      "text"}
-beside them "paths", and "preemptions" where statistics are on; or {"error": ...}; and OUT/<name>.log with what the
+and "paths", and "preemptions" where statistics are on; or {"error": ...}; and OUT/<name>.log with what the
 job logged.
 """
 
@@ -29,7 +29,7 @@ ONCE_MORE = {
     "died unexpectedly (exit code: -4)": "a worker of vLLM's died of an illegal instruction",
     "Memory usage increased after sleeping": "vLLM compared the memory of a GPU that growing neighbours share",
 }
-"""By what the log says: what was no fault of the engine's."""
+"""Failures that the log attributes to the environment, not to the engine."""
 SMALL_CACHE = {} if on_gpu() else {"kv_cache_memory_bytes": 2**28}
 
 
@@ -88,7 +88,7 @@ def run(job: dict[str, Any], out: Path) -> None:
 
 
 def facts(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """What of ours runs, the same on every rank, and how often a request was preempted."""
+    """Active parts of the plugin, equal on every rank, and the number of preemptions."""
     found: dict[str, Any] = {}
     if job.get("paths"):
         from vllm_gptoss.cli.bench import numerics
@@ -105,7 +105,7 @@ def main() -> None:
     import vllm.entrypoints.llm
 
     context = multiprocessing.get_context("fork")
-    if not on_gpu():  # this worker's module puts events of its own in place of CUDA's; CUDA's ranks cannot be forked
+    if not on_gpu():  # this worker's module replaces CUDA's events; CUDA's ranks cannot be forked
         import vllm.v1.worker.cpu_worker  # noqa: F401
 
         contexts._concrete_contexts["spawn"] = context  # type: ignore[attr-defined]  # ranks import nothing again

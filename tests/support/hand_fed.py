@@ -17,7 +17,7 @@ from vllm_gptoss.server.harmony.tokens import FIRST_CONTROL, VOCABULARY, control
 
 
 def client() -> Any:
-    """An `AsyncLLM`. `say` gives every request the same tokens; `queued` counts what reached a request's queue."""
+    """An `AsyncLLM`. `say` sends every request the same tokens; `queued` counts what reached a request's queue."""
     from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
@@ -77,7 +77,7 @@ def client() -> Any:
                 await asyncio.sleep(0.001)
 
         async def tell(self, token_ids: Sequence[int], finish: str | None = "stop", pause: float = 0) -> None:
-            """Says tokens one a step, each when the one before has been read."""
+            """Sends one token a step, each after the previous one has been read."""
             for number, token in enumerate(token_ids, 1):
                 self.say(token, finish=finish if number == len(token_ids) else None)
                 for _ in range(8):
@@ -104,7 +104,7 @@ def _tokenizer() -> Any:
 
 @asynccontextmanager
 async def asking(app: Any, engine: Any, path: str, body: bytes, *, buffer: int | None = None) -> AsyncIterator[Client]:
-    """A client of `app`, behind the web server that vLLM uses, whose request has come to `engine`."""
+    """A client of `app`, behind vLLM's web server, after its request has reached `engine`."""
     async with running(app, lifespan="off") as url:
         reader = Client(int(url.rpartition(":")[2]), path, body, buffer=buffer)
         await reader.ask()
@@ -113,7 +113,7 @@ async def asking(app: Any, engine: Any, path: str, body: bytes, *, buffer: int |
 
 
 class Client:
-    """A bare socket that has asked for `path` and reads as it likes."""
+    """A bare socket that has requested `path` and reads at any pace."""
 
     def __init__(self, port: int, path: str, body: bytes, *, buffer: int | None = None) -> None:
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
@@ -133,7 +133,7 @@ class Client:
         return await asyncio.wait_for(asyncio.get_running_loop().sock_recv(self._socket, size), 30)
 
     async def rest(self) -> bytes:
-        """What is left of the answer's body, its chunks joined."""
+        """The rest of the answer's body, its chunks joined."""
         raw = b""
         while part := await self.read():
             raw += part
@@ -144,7 +144,7 @@ class Client:
 
 
 def unchunked(raw: bytes) -> bytes:
-    """The body that stands in chunks (RFC 9112, section 7.1)."""
+    """The body of a chunked message (RFC 9112, section 7.1)."""
     body = b""
     while raw:
         size, _, raw = raw.partition(b"\r\n")

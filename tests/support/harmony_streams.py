@@ -64,7 +64,7 @@ def spelled(ids: Sequence[int]) -> str:
 
 
 def transcript(events: Sequence[HarmonyEvent]) -> str:
-    """The generated text as the events tell it."""
+    """The generated text, joined from the events."""
     out, is_added = "", False
     for event in events:
         match event:

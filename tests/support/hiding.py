@@ -1,6 +1,6 @@
 """`python -m tests.support.hiding MODEL CASE…`: vLLM's app of a gpt-oss server, each time without one module.
 
-The app is built and its state filled by vLLM's own functions; the engine is a stand-in that gives one answer. A case is
+The app is built and its state filled by vLLM's own functions; the engine is a fake with one answer. A case is
 a JSON list: the module, the server's `--tool-server`, environment variables. Prints a JSON line for each case: the log,
 the module that serves each route, the class of vLLM's tool server, and the answers to three requests, or the error that
 ended the start. vLLM is imported before a module is hidden, so that a module that vLLM needs is hidden from the plugin.
@@ -41,7 +41,7 @@ class Hidden(importlib.abc.MetaPathFinder):
 
 
 def hide(module: str) -> None:
-    """From what is imported later; our own package is imported anew."""
+    """From later imports; this package is imported again."""
     for name in [*sys.modules]:
         if f"{name}.".startswith((f"{module}.", "vllm_gptoss.")):
             del sys.modules[name]

@@ -1,4 +1,4 @@
-"""What vLLM takes of transformers, which imports its parts when they are asked for: loaded beforehand by `warm.py`."""
+"""Parts of transformers that vLLM uses and that transformers imports lazily; `warm.py` loads them beforehand."""
 
 import gc
 import os

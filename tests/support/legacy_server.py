@@ -1,4 +1,4 @@
-"""A stdio server as they were in 2024, without any SDK: `initialize` only, listing in pages, annotations of its own."""
+"""A stdio server as they were in 2024, without any SDK: `initialize` only, listing in pages, custom annotations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine lets a test do, asked once; each answer is None or the reason why not, in words."""
+"""Capabilities of this machine, checked once; each value is None or the reason why not."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from functools import cache
 from demo.server import on_gpu
 
 SAME_EVERYWHERE = {} if on_gpu() else {"GPTOSS_EXPERTS": "dequantize"}
-"""Experts of the shared servers. A CPU with AMX has another kernel by default, whose roundings are others: what the
-model does not know by heart then goes on differently. That kernel is tested by itself."""
+"""Experts of the shared servers. A CPU with AMX has another kernel by default, which rounds differently: text that the
+model has not memorised then differs. That kernel has separate tests."""
 
 OWN_NAMESPACES = """
 from vllm_gptoss.tools.sandbox import linux
@@ -25,4 +25,4 @@ def without_namespaces() -> str | None:
     done = subprocess.run([sys.executable, "-c", OWN_NAMESPACES], capture_output=True, text=True, timeout=60)
     if done.returncode == 0:
         return None
-    return f"nobody may make user namespaces with mounts here: {(done.stderr.strip().splitlines() or ['?'])[-1]}"
+    return f"user namespaces with mounts are not available here: {(done.stderr.strip().splitlines() or ['?'])[-1]}"

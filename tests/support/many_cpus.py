@@ -1,4 +1,4 @@
-"""What vLLM 0.32's CPU platform lacks for data parallelism of a mixture of experts: a gather of uneven parts.
+"""Adds a gather of uneven parts, which vLLM 0.32's CPU platform lacks for data parallelism of experts.
 
 Tests run two engines on one machine with it. It enters by vLLM's own door, a platform plugin, in the environment of
 the tested servers alone.

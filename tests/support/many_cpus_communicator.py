@@ -1,4 +1,4 @@
-"""What `many_cpus_platform` names, and vLLM imports when it has imported itself."""
+"""The communicator that `many_cpus_platform` names and vLLM imports last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MCP servers beside the session's model server, one per transport: a test may hold one up, kill it, bring it back."""
+"""MCP servers for the session's model server, one per transport: a test may delay one, kill it, restart it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class McpServer:
 
 @dataclass(frozen=True)
 class McpServers:
-    """All three, and the tools.yaml that names them; at the port of `nobody` nothing listens."""
+    """All three, and the tools.yaml that names them; nothing listens at the third port."""
 
     streamable_http: McpServer
     stdio: McpServer
@@ -92,7 +92,7 @@ class McpServers:
 
     @property
     def config(self) -> dict[str, dict[str, Any]]:
-        """By the labels that the small model knows. `clock` is configured, and nobody is there."""
+        """By the labels that the small model knows. `clock` is configured, and no server listens there."""
         http, stdio, sse = (server.config for server in self.all)
         return {
             "weather": http | {"allowed_tools": ["get_forecast", "get_alerts"]},

@@ -36,7 +36,7 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     scaled = groups / scale[..., None]
     magnitudes = torch.tensor(E2M1_VALUES[:8], dtype=torch.float64, device=x.device)
     middles = (magnitudes[1:] + magnitudes[:-1]) / 2
-    # A value at a middle goes to whichever neighbour has an even code, that is mantissa bit 0.
+    # A value in the middle rounds to the neighbour with an even code (mantissa bit 0).
     up, down = (torch.bucketize(scaled.abs(), middles, right=r) for r in (True, False))
     codes = torch.where(up % 2 == 0, up, down) + 8 * (scaled.signbit()).long()
     return pack(codes.to(torch.uint8).reshape(x.shape)), (exponent + E8M0_BIAS).to(torch.uint8)

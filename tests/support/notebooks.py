@@ -1,4 +1,4 @@
-"""Python tools for a test: one that is started, and a call in a conversation of its own."""
+"""Python tools for a test: a started one, and a call in a new conversation."""
 
 from __future__ import annotations
 

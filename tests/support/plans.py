@@ -1,4 +1,4 @@
-"""As much of a step and of FlashAttention's metadata builder as ours reads, for tests without a GPU."""
+"""The parts of a step and of FlashAttention's metadata builder that the plugin reads, for tests without a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_gptoss.engine.attention import sm90
 
 @dataclass
 class Common:
-    """As much of vLLM's as the builder reads."""
+    """The part of vLLM's object that the builder reads."""
 
     num_actual_tokens: int
     max_query_len: int = 1

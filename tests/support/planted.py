@@ -1,7 +1,7 @@
-"""Where tests plant an exception: every step of ours between choosing and a replayed graph.
+"""Where tests plant an exception: every step of the plugin between choosing and a replayed graph.
 
-Each is `module:attribute`, and the part of the plugin that must then be upstream's. CPU tests run them against
-stand-ins (`tests/test_fallback.py`), GPU tests in a real engine (`tests/gpu/test_fallback.py`).
+Each is `module:attribute`, and the part of the plugin that must then be upstream's. CPU tests run them against fakes
+(`tests/test_fallback.py`), GPU tests in a real engine (`tests/gpu/test_fallback.py`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ EXPERTS = (
 """Steps of the experts: choosing, sampling, laying out, compiling, running."""
 
 EXPERTS_ON_A_GPU = ("vllm_gptoss.engine.kernels.experts_many:unit_maps",)
-"""Steps that stand-ins have none of: what the driver must know of the weights."""
+"""Steps that fakes do not have: registration of the weights with the driver."""
 
 ATTENTION = (
     "vllm_gptoss.engine.attention.sm90:made_for",

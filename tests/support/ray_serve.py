@@ -1,4 +1,4 @@
-"""Ray Serve LLM as `recipes/deploy/ray_serve.yaml` has it, with the small model on a CPU, in a process of its own.
+"""Ray Serve LLM as `recipes/deploy/ray_serve.yaml` has it, with the small model on a CPU, in a separate process.
 
 usage: ray_serve.py MODEL STATE PORT; each change of the number of running replicas is a line of JSON. A line on stdin
 ends it. ray reads its variables when it is imported: the process is started with them.

@@ -23,7 +23,7 @@ HAPROXY = shutil.which("haproxy", path=f"{os.environ.get('PATH', '')}:/usr/sbin"
 NO_HAPROXY = "there is no haproxy: the distribution's package has it"
 PATIENCE = 400.0  # seconds for a process to start on a busy machine
 SERVED_BY = "x-replica"
-"""The header in which the balancer says which replica answered: `r0`, `r1`, …"""
+"""The balancer's header with the replica that answered: `r0`, `r1`, …"""
 
 BALANCER = """
 defaults
@@ -118,7 +118,7 @@ class Replica:
 
 @dataclass
 class VllmReplica(Replica):
-    """`vllm serve` with the bundled model; the real engine in a process of its own."""
+    """`vllm serve` with the bundled model; the real engine in a separate process."""
 
     model: Path = Path()
 

@@ -1,4 +1,4 @@
-"""How much of a long test runs: a sample in `make test`, all of it in `make soak`."""
+"""The share of a long test that runs: a sample in `make test`, all of it in `make soak`."""
 
 from __future__ import annotations
 

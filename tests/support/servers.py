@@ -1,4 +1,4 @@
-"""Real servers on the loopback, in this process or one of their own."""
+"""Real servers on the loopback, in this process or a separate one."""
 
 from __future__ import annotations
 

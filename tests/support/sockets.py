@@ -1,4 +1,4 @@
-"""Sockets for the servers that tests run in an asyncio loop of their own."""
+"""Sockets for the servers that tests run in a separate asyncio loop."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def rotate(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
 
 
 def store(rows: Tensor, slots: Tensor, kv_cache: Tensor) -> None:
-    """rows: [T, K, 128], keys beside values; a token whose slot is negative has none."""
+    """rows: [T, K, 128], keys and values; a token with a negative slot has none."""
     block = kv_cache.shape[2]
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:

@@ -1,4 +1,5 @@
-"""Served streams without a model: vLLM's handlers with ours over them, behind its web server, fed by a test.
+"""Served streams without a model: vLLM's handlers and the plugin's subclasses, behind vLLM's web server, with tokens
+from a test.
 
 `hand_fed.client` is the engine.
 """
@@ -35,7 +36,7 @@ def completion_request(**fields: Any) -> Any:
 
 
 def completion_handlers() -> tuple[Any, Any]:
-    """vLLM's completions handler, and ours over it, without a server around them."""
+    """vLLM's completions handler, and the plugin's subclass of it, without a server."""
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 
     from vllm_gptoss._vllm.replaced import use_handler
@@ -54,7 +55,7 @@ def handler_of(path: str) -> Any:
 
 
 def completion_frames(handler: Any, request: Any, results: Any, identifier: str, metadata: Any) -> Any:
-    """What `handler` streams of the engine's results for the request's one prompt."""
+    """The stream of `handler` for the engine's results of the request's one prompt."""
     from vllm.utils.async_utils import merge_async_iterators
 
     return handler.completion_stream_generator(
@@ -63,7 +64,7 @@ def completion_frames(handler: Any, request: Any, results: Any, identifier: str,
 
 
 def handler_app(path: str, engine: Any, *, is_direct: bool = True, **fields: Any) -> FastAPI:
-    """vLLM's handler of `path` with ours over it, behind the middlewares that vLLM puts before it."""
+    """vLLM's handler of `path` and the plugin's subclass, behind vLLM's middlewares."""
     app, handler = FastAPI(), handler_of(path)
     vars(handler)["engine_client"] = engine
 
@@ -90,7 +91,7 @@ def handler_app(path: str, engine: Any, *, is_direct: bool = True, **fields: Any
 
 
 class Wraps(BaseHTTPMiddleware):
-    """What `--middleware` makes of a function: it passes the body on through a stream of its own."""
+    """A middleware as `--middleware` builds it from a function: it passes the body on through a new stream."""
 
     async def dispatch(self, request: Request, call_next: Any) -> Any:
         return await call_next(request)
@@ -134,7 +135,7 @@ def text_of(path: str, body: bytes) -> str:
 
 
 def without_made_up(body: bytes) -> str:
-    """What is not made up anew for each stream."""
+    """The parts that do not differ between streams."""
     return re.sub(
         r'"(created|created_at|completed_at)":\d+|(chatcmpl|chatcmpl-tool|cmpl|resp|rs|msg|fc|call)_?-?[0-9a-f]{16,}',
         "",

@@ -15,7 +15,7 @@ CHECK = "not vllm and not slow"
 
 
 def test_every_line_names_a_test() -> None:
-    """One that was renamed would run in `make check` again; `make test DURATIONS=1` writes the list anew."""
+    """One that was renamed would run in `make check` again; `make test DURATIONS=1` rewrites the list."""
     there = {}
     for path in sorted({name.partition("::")[0] for name in durations.kept()}):
         nodes = ast.walk(ast.parse((ROOT / path).read_text())) if (ROOT / path).exists() else ()

@@ -1,4 +1,4 @@
-"""A test that judges by the clock, beside another one, fails for no reason of its own."""
+"""A test that measures time would fail because of a concurrent test."""
 
 from __future__ import annotations
 

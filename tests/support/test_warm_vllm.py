@@ -1,4 +1,4 @@
-"""A program that starts with vLLM imported ends as another would, and with the tests that asked for it."""
+"""A program that starts with vLLM imported ends as any other program, and with the tests that started it."""
 
 from __future__ import annotations
 

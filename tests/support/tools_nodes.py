@@ -1,4 +1,4 @@
-"""Nodes of a tools service as processes of their own, killed without a word and started again at the same address."""
+"""Nodes of a tools service as separate processes, killed and started again at the same address."""
 
 from __future__ import annotations
 

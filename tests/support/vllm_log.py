@@ -1,4 +1,4 @@
-"""What vLLM's logger says, whose lines do not reach pytest by themselves."""
+"""Lines of vLLM's logger, which do not propagate to pytest."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 def soon(what: Callable[[], bool], seconds: float = 60.0) -> float:
-    """Seconds until `what` is true; fails after `seconds`, which say that it never happens: not how soon it should."""
+    """Seconds until `what` is true; fails after `seconds`, a bound for an event that never happens, not a target."""
     began = time.monotonic()
     while not what():
         assert time.monotonic() - began < seconds, "it did not happen in time"

@@ -1,9 +1,9 @@
 """A fresh interpreter for a test that imports vLLM, forked from one that has torch and transformers already.
 
-They are two thirds of the 7 to 9 s of processor that `import vllm` takes; vLLM and this package are imported anew each
+They are two thirds of the 7 to 9 s of processor that `import vllm` takes; vLLM and this package are imported again each
 time. A command that is not about importing vLLM is forked from `warm_vllm`, which has all of it; so are the processes
-in which our commands ask vLLM. What is forked tells coverage nothing, so that where lines are counted an ordinary
-process is started.
+in which the plugin's commands query vLLM. Coverage does not follow a fork, so with coverage an ordinary process is
+started.
 
 Run as a program, `python -m tests.support.warm FOLDER ARGUMENTS` is what is forked so.
 """
@@ -34,13 +34,13 @@ from tests.support import warm_vllm
 PRELOADED = ("torch", "torch._dynamo", "torch._inductor", "transformers", "openai", "aiohttp", "tests.support.lazy")
 LIMIT_S = 300
 ASKING = ("vllm_gptoss.cli.doctor.probe", "vllm_gptoss.cli.recipes.probe")
-"""What our commands start to ask vLLM."""
+"""Modules that the plugin's commands start as processes of vLLM."""
 
 
 def run(
     arguments: Sequence[str], environ: Mapping[str, str] | None = None, limit_s: float = LIMIT_S, *, vllm: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """What `python ARGUMENTS` says, of the forms `-c CODE` and `-m MODULE …`. environ: all of it, or this process's.
+    """Output of `python ARGUMENTS`, of the forms `-c CODE` and `-m MODULE …`. environ: all of it, or this process's.
     vllm: it and what it starts of `ASKING` may have vLLM imported from the beginning.
 
     Raises:
@@ -115,7 +115,7 @@ def _become(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
 
 
 class Forking(subprocess.Popen[Any]):
-    """A process, which is forked from this one where it is one of `ASKING` and asks the vLLM that is imported here."""
+    """A process. It is forked from this one, which has imported vLLM, if it is one of `ASKING`."""
 
     def __init__(self, args: Any, *rest: Any, **options: Any) -> None:
         environ = dict(options.get("env") or os.environ)
@@ -130,7 +130,7 @@ def _has_another_vllm(environ: Mapping[str, str]) -> bool:
 
 def _instead(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     """Of the program that would be started after this."""
-    os.closerange(3, 1024)  # by one of these the parent is told that the program has begun
+    os.closerange(3, 1024)  # signals the parent that the program has started
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm_gptoss"]:
         del sys.modules[name]
     for metric in {metric for name, metric in REGISTRY._names_to_collectors.items() if name.startswith("gptoss_")}:

@@ -2,11 +2,11 @@
 
 A `vllm serve` takes some 43 s of processor until it is healthy, three fifths of it for imports in three processes; so
 started, about 17. It differs from a user's in nothing after the imports but that its processes fork where they would
-spawn; our own package is imported after the fork, as ever. The start itself is tested with what a user starts
+spawn; this package is imported after the fork. The start itself is tested with what a user starts
 (`served`, test_other_model.py, test_api_servers.py, test_recipes.py).
 
 Run as a program, `python -m tests.support.warm_vllm SOCKET MODEL` is that process. It forks one that waits for every
-program it is asked for, and ends it when who asked is gone. MODEL's tokenizer, 5 s of processor, is read once too.
+requested program, and ends it when the requester has exited. MODEL's tokenizer, 5 s of processor, is read once too.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Process:
 
 
 def popen(arguments: Sequence[str], **options: Any) -> Any:
-    """Such a process; an ordinary one where lines are counted, which a fork does not tell coverage, and on a GPU."""
+    """Such a process; an ordinary one on a GPU, and with coverage, which does not follow a fork."""
     from demo.server import on_gpu
 
     plain = "COVERAGE_PROCESS_CONFIG" in os.environ or on_gpu()
@@ -118,7 +118,7 @@ def run(arguments: Sequence[str], env: Mapping[str, str], limit_s: float) -> sub
 
 @cache
 def _socket() -> str:
-    """Where the process listens that all workers of a run share: the first starts it, the last to end ends it."""
+    """The socket of the process that all workers of a run share: the first starts it, the last ends it."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
     folder = Path("/tmp", f"gptoss-warm-{os.getuid()}-{run}")
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -154,13 +154,13 @@ def main(path: str, model: str) -> None:
 
     import torch
 
-    torch.cpu._init_amx()  # which asks the kernel's leave; what is forked has it
+    torch.cpu._init_amx()  # which needs the kernel's permission; forked processes have it
     for name in PRELOADED:
         importlib.import_module(name)
     from vllm.tokenizers.registry import cached_get_tokenizer
 
     options = {"runner_type": "generate", "tokenizer_mode": "auto", "revision": None, "trust_remote_code": False}
-    cached_get_tokenizer(model, **options)  # what the server will ask for
+    cached_get_tokenizer(model, **options)  # imports of the server
     assert "vllm_gptoss" not in sys.modules
     gc.freeze()  # vLLM collects seven times in an engine's life: 1.9 s over what is imported here
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -192,7 +192,7 @@ def _wait_for(line: socket.socket) -> None:
         os.close(stream)
     line.sendall(b"%d" % pid)
     child = os.pidfd_open(pid)
-    if line in select.select([child, line], [], [])[0]:  # who asked is gone
+    if line in select.select([child, line], [], [])[0]:  # the requester has exited
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)

@@ -1,4 +1,4 @@
-"""What the processes of a cluster hold over time, seen from outside."""
+"""Resources of a cluster's processes over time, measured from outside."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Watch:
         return found
 
     def connections_between(self, since: float, until: float) -> list[int]:
-        """How many the database had, while it was up."""
+        """Number of the database's connections, while it was up."""
         return [count for at, count in self.connected if since <= at < until and count]
 
 

@@ -1,4 +1,4 @@
-"""The small model's conversations on the replay engine: its clients ask both engines the same."""
+"""The small model's conversations on the replay engine: its clients send both engines the same requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.responses.server import harmony, text_of_prompt
 from vllm_gptoss.tools.protocol import Text, ToolCall, ToolResult
 
 MIXED = "Find a number in Python, then look the weather up."
-"""What the small model has not learned: a python call, then the client's own, in one turn."""
+"""Not known to the small model: a python call, then a client's function, in one turn."""
 
 OWN = {
     MIXED: (
@@ -26,7 +26,7 @@ RESULT = "to=assistant<|channel|>"
 
 
 def by_heart(prompt: Sequence[int]) -> list[int]:
-    """What the small model has learned to say here."""
+    """The small model's memorised answers."""
     question, _, since = text_of_prompt(prompt).rpartition(USER)[2].partition("<|end|>")
     return harmony(target(_steps(question)[since.count(RESULT)]))
 

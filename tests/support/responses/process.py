@@ -1,4 +1,4 @@
-"""A server in a process of its own, to be killed: `python -c SERVER store port turn rate`."""
+"""A server in a separate process, to be killed: `python -c SERVER store port turn rate`."""
 
 from __future__ import annotations
 

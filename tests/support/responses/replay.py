@@ -89,7 +89,7 @@ class ReplayEngine(Engine):
         try:
             for at in range(0, max(len(tokens), 1), self._chunk):
                 if self.fail_after is not None and at >= self.fail_after:
-                    raise EngineError("The replay engine was told to die.")
+                    raise EngineError("The replay engine was stopped by the test.")
                 await asyncio.sleep(self._delay)
                 part = tokens[at : at + self._chunk]
                 last = at + self._chunk >= len(tokens)

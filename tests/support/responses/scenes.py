@@ -1,4 +1,4 @@
-"""Requests that together make every event this server can send, with what the model says to each."""
+"""Requests that together make every event this server can send, with the model's answer to each."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ SCENES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "compact": ([SUMMARY, HELLO], {"context_management": [{"type": "compaction", "compact_threshold": 20}]}),
     "dead": ([], {}),
 }
-"""By the word that the user says: what the model says turn by turn, and the request's fields."""
+"""By the user's text: the model's turns, and the request's fields."""
 
 TERMINALS = {"cut": "response.incomplete", "dead": "response.failed"}
-"""How a scene ends that does not end in `response.completed`."""
+"""The last event of scenes without `response.completed`."""
 
 NEVER = (
     "error",  # what fails before the stream is an HTTP error; what fails later is `response.failed`
@@ -66,7 +66,7 @@ class Stage:
     def __call__(self, prompt: Sequence[int]) -> list[int]:
         name = text_of_prompt(prompt).rsplit("scene ", 1)[1].split("<")[0]
         if name == "dead":
-            raise EngineError("The engine was told to die.")
+            raise EngineError("The engine was stopped by the test.")
         turns = SCENES[name][0]
         at = self._turns.get(name, 0)
         self._turns[name] = at + 1

@@ -38,7 +38,7 @@ def text_of_prompt(prompt: Sequence[int]) -> str:
 
 
 class Script:
-    """What the model says, turn by turn; the last turn repeats."""
+    """The model's turns; the last one repeats."""
 
     def __init__(self, *turns: str) -> None:
         self.turns = list(turns)
