@@ -33,14 +33,11 @@ def _add_tools() -> None:
 
 
 def _add_bench() -> None:
-    from vllm_gptoss.cli.bench import consistency, decode, host, numerics, streams
+    from vllm_gptoss.cli.bench import consistency, decode, host, streams
 
     bench = typer.Typer(no_args_is_help=True, help="Benchmarks of the plugin against stock vLLM on this machine.")
     bench.command("decode", help="TPOT and GPU time per step, shapes of 20b and 120b with dummy weights.")(decode.main)
     bench.command("merge", help="Add the measurements of several results files up.")(decode.merge)
-    bench.command("numerics", help="Logits and perplexity of the plugin within the spread of vLLM's backends?")(
-        numerics.main
-    )
     bench.command("consistency", help="Log-probabilities of decode against those of prompts, also after a reload.")(
         consistency.main
     )

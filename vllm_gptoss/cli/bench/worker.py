@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from vllm_gptoss.cli.bench import shapes, traces
 
 PLUGIN = "plugin"
@@ -206,6 +208,47 @@ def memory(worker: Any) -> dict[str, float]:
         found["allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
         found["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
     return found
+
+
+def paths(model: Any) -> dict[str, int]:
+    """The number of layers that run our fused kernels, one launch for all, kernels for many tokens, and our experts."""
+    from vllm_gptoss.engine.choose import bands
+    from vllm_gptoss.engine.experts import method
+
+    few = getattr(model, "few_tokens", None)
+    layers = [module for module in model.modules() if method.own(getattr(module, "quant_method", None))]
+    fused = len(few.places) if few else 0
+    return {
+        "fused_layers": fused,
+        "one_launch": fused if few and few.one_token else 0,
+        "many_tokens": fused if few and few.most > bands.FUSED_TOKENS else 0,
+        "own_experts": len(layers),
+    }
+
+
+# Processes
+
+
+def in_process(module: str, job: dict[str, Any]) -> Any:
+    """The result of `module` for a job of `variant`, in a new process: the module's `__main__` calls `answer`.
+
+    Raises:
+        typer.BadParameter: the process failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "job.json").write_text(json.dumps(job))
+        environment = {**EngineRun("", job["variant"], ()).environment, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+        command = [sys.executable, "-m", module, folder]
+        done = subprocess.run(command, env=environment, stdout=sys.stderr, check=False)
+        if done.returncode:
+            raise typer.BadParameter(f"{job['variant']}: the engine ended with {done.returncode}")
+        return json.loads((Path(folder) / "result.json").read_text())
+
+
+def answer(run: Callable[[dict[str, Any]], Any]) -> None:
+    """Writes what `run` returns for the job of `in_process`."""
+    folder = Path(sys.argv[1])
+    put(folder / "result.json", json.dumps(run(json.loads((folder / "job.json").read_text()))))
 
 
 @contextlib.contextmanager
