@@ -21,10 +21,11 @@ from vllm_gptoss.cli.recipes import check as rules
 from vllm_gptoss.cli.recipes import command as typed
 from vllm_gptoss.cli.recipes import find, load, variables
 from vllm_gptoss.cli.recipes.deployment import choices
-from vllm_gptoss.cli.recipes.probe import ProbeError, answer_of, ask
+from vllm_gptoss.cli.recipes.here import detect
+from vllm_gptoss.cli.recipes.probe import ProbeError, answer_of, of_line
 from vllm_gptoss.engine import choose, spec
 from vllm_gptoss.engine.choose import vllm_config as describe
-from vllm_gptoss.engine.choose.device import Device, detect
+from vllm_gptoss.engine.choose.device import Device
 from vllm_gptoss.plugin import endpoint_is_off
 from vllm_gptoss.settings import Settings
 from vllm_gptoss.version import __version__
@@ -76,7 +77,7 @@ def examine(model: Path | None = None, command: Sequence[str] = ()) -> list[Find
         (True, orphaned_engines),
         (True, python_tool),
         (True, lambda: serve_command(command)),
-        (bool(found) and bool(command), lambda: serve_line(command)),
+        (bool(command), lambda: serve_line(command)),
         (True, lambda: checkpoint(model)),
     ]
     return [finding for applies, check in checks if applies for finding in _guarded(check)]
@@ -362,18 +363,18 @@ def serve_line(command: Sequence[str]) -> Findings:
     """A `vllm serve` line as this vLLM's own parser reads it: what `recipe check` finds, and what it chooses."""
     environ = {**os.environ, **typed.variables(command)}
     try:
-        release = ask([typed.words(command)])
-    except ProbeError as error:
+        values, releases = of_line(typed.words(command), environ)
+        case = rules.case_of(values, detect(), environ)
+    except (ProbeError, ValueError) as error:
         yield Finding(Status.WARNING, "serve line", f"not judged: {error}")
         return
-    troubles = rules.line(detect(), environ, [(release, release.parsed[0])])
+    troubles = rules.command(case, releases)
     for trouble in troubles:
         if trouble.rule != "variables" or trouble.what.split()[-1] not in os.environ:  # those are said above
             status = Status.PROBLEM if trouble.fatal else Status.WARNING
             yield Finding(status, f"serve line: {trouble.rule}", trouble.what, trouble.remedy)
     if any(trouble.fatal for trouble in troubles):
         return
-    case = rules.case_of(release.parsed[0].values, detect(), environ)
     for what, choice in choices(case.device, case.config, case.env, case.spec).items():
         yield Finding(Status.OK, f"serve line: {what}", str(choice))
 

@@ -17,12 +17,12 @@ from typing import Any, Final
 import yaml
 
 from vllm_gptoss import _vllm
-from vllm_gptoss.cli.recipes import defaults, plan, variables
+from vllm_gptoss.cli.recipes import defaults, plan, variables, verdicts
 from vllm_gptoss.cli.recipes.deployment import MAY_BE_ZERO, NUMBERS, bounds, choices, deployment, gpus, no_numbers
 from vllm_gptoss.cli.recipes.load import FOLDER
 from vllm_gptoss.cli.recipes.plan import PlanError
 from vllm_gptoss.cli.recipes.probe import Parsed, Release
-from vllm_gptoss.cli.recipes.schema import SPECS, Claim, Recipe
+from vllm_gptoss.cli.recipes.schema import SPECS, Claim, Recipe, size_of
 from vllm_gptoss.engine import choose
 from vllm_gptoss.engine.choose import ChoiceError, devices
 from vllm_gptoss.engine.choose.device import Device
@@ -165,6 +165,26 @@ def reads_sinks(case: Case) -> Iterator[Trouble]:
     if named is not None and not choose.reads_sinks(case.device, str(named)):
         what = f"--attention-backend {named} reads no sinks on {case.device.name}"
         yield Trouble(case.place, "tables", what, "leave it out: one that does is chosen")
+
+
+def engine_starts(case: Case, releases: Sequence[tuple[Release, Parsed]]) -> Iterator[Trouble]:
+    """vLLM's engine accepts the arguments: its own verdict, else that of `verdicts`."""
+    verdict = [(release, parsed.refused) for release, parsed in releases if not parsed.error]
+    if verdict and not any(why for _, why in verdict):
+        return
+    table = list(verdicts.refused(case.device, case.config, case.env))
+    for what, remedy in table:
+        yield Trouble(case.place, "engine", what, remedy)
+    for release, why in verdict if not table else ():
+        if why:
+            yield Trouble(f"{case.place} (vLLM {release.version})", "engine", f"refused at the start: {why}")
+
+
+def ignored(case: Case) -> Iterator[Trouble]:
+    """Flags without effect on gpt-oss."""
+    if "chat-template" in case.config:
+        what = "--chat-template is ignored: the prompt of gpt-oss is Harmony"
+        yield Trouble(case.place, "ignored", what, "leave it out", fatal=False)
 
 
 def fits(case: Case) -> Iterator[Trouble]:
@@ -354,19 +374,13 @@ def case_of(values: Mapping[str, Any], device: Device, env: Mapping[str, str]) -
 
 
 def _spec(values: Mapping[str, Any]) -> ModelSpec:
-    return SPECS["120b" if "120b" in str(values.get("model", "")) else "20b"]
+    return SPECS[size_of(str(values.get("model", "")))]
 
 
 def guessed(values: Mapping[str, Any]) -> str:
     """What a model is taken for whose name tells neither size; empty where it does."""
     named = any(size in str(values.get("model", "")) for size in SPECS)
     return "" if named else _spec(values).name
-
-
-def line(device: Device, env: Mapping[str, str], releases: Sequence[tuple[Release, Parsed]]) -> list[Trouble]:
-    """`command`, on the words that `releases` were asked about."""
-    values = next((parsed.values for _, parsed in releases if not parsed.error), {})
-    return command(case_of(values, device, env), releases)
 
 
 def in_file(trouble: Trouble, path: Path, root: yaml.Node, keys: Iterable[str]) -> Trouble:
@@ -382,9 +396,11 @@ def _anyone(case: Case, releases: Sequence[tuple[Release, Parsed]]) -> Iterator[
         yield from parses(case, release, parsed)
         yield from names_exist(case, release)
         yield from dead_variables(case, release)
-    if no_numbers(case.config):  # the parser has said so, or reads `auto`, which nothing below counts with
-        yield from numbers(case)
-        return
+    countable = not no_numbers(case.config)  # else the parser refused it, or it is `auto`
     rooms: tuple[Rule, ...] = (fits, room_on_host, room_for_several)
-    for rule in (settings_and_tables, reads_sinks, numbers_agree, *rooms, aiter_is_on, keeps_fused_layers, needless):
-        yield from rule(case)
+    rules: tuple[Rule, ...] = (settings_and_tables, reads_sinks, numbers_agree, *rooms, aiter_is_on, keeps_fused_layers)
+    found = [trouble for rule in ((*rules, needless) if countable else (numbers,)) for trouble in rule(case)]
+    yield from found
+    yield from ignored(case)
+    if not any(each.fatal and each.rule != "plan" for each in found):
+        yield from engine_starts(case, releases)

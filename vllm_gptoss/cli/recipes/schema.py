@@ -16,6 +16,12 @@ from vllm_gptoss.engine.spec import GPT_OSS_20B, GPT_OSS_120B, ModelSpec
 
 SPECS: Mapping[str, ModelSpec] = {"20b": GPT_OSS_20B, "120b": GPT_OSS_120B}
 
+
+def size_of(model: str) -> str:
+    """`20b` or `120b`, by the name of a model or its folder; 20b where the name has neither."""
+    return "120b" if "120b" in model else "20b"
+
+
 ModelName = Literal["20b", "120b"]
 Scalar = bool | int | float | str
 Short = Annotated[str, Field(min_length=1, max_length=400)]

@@ -1,0 +1,118 @@
+"""Reads the words of a `vllm serve` line without vLLM, for `plan`, and where vLLM is not installed.
+
+It knows the types of the flags that the tables and the plan read. Other flags are kept as text, also unknown ones: only
+vLLM's own parser (`probe`) refuses them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from vllm_gptoss.cli.recipes.deployment import NUMBERS
+from vllm_gptoss.cli.recipes.load import RecipeError, read
+
+SHORT: Final[Mapping[str, str]] = {
+    "-tp": "tensor-parallel-size",
+    "-pp": "pipeline-parallel-size",
+    "-dp": "data-parallel-size",
+    "-dcp": "decode-context-parallel-size",
+    "-pcp": "prefill-context-parallel-size",
+    "-ep": "enable-expert-parallel",
+    "-cc": "compilation-config",
+    "-sc": "speculative-config",
+    "-ac": "attention-config",
+    "-asc": "api-server-count",
+    "-q": "quantization",
+}
+SWITCHES: Final = re.compile(r"(enable|disable|no|skip|trust)-.*|async-scheduling|enforce-eager|headless")
+"""Flags that take no value."""
+
+COUNTED: Final = re.compile(
+    "|".join(NUMBERS) + r"|model|dtype|(no-)?enable-.*|enforce-eager|.*-backend|kv-cache-dtype|cudagraph-capture-sizes"
+    r"|(compilation|speculative)-config|additional-config|(reasoning|tool-call)-parser|chat-template"
+)
+"""Flags that a plan depends on."""
+
+_UNITS: Final = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def values(words: Sequence[str]) -> dict[str, Any]:
+    """Values by flag, as `probe` returns them; keys of a `--config` file that the line does not set included.
+
+    Raises:
+        RecipeError: a value cannot be read; the message names the flag.
+    """
+    found: dict[str, Any] = {}
+    for key, text in _pairs(words):
+        name, *inner = key.split(".")
+        value = _value(name, text) if not inner else text if text is None else _plain(text)
+        if not inner:
+            found[name] = value
+            continue
+        at = found.setdefault(name, {})
+        for part in inner[:-1]:
+            at = at.setdefault(part, {})
+        at[inner[-1]] = True if value is None else value
+    if "config" not in found:
+        return found
+    data, _ = read(Path(str(found.pop("config"))))
+    if not isinstance(data, dict):
+        raise RecipeError("--config: the file holds no keys")
+    file = {str(key).replace("_", "-"): value for key, value in data.items() if value is not False}
+    return file | found
+
+
+def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """Flags without their dashes and their values; the model is the first word that belongs to no flag."""
+    rest, model = list(words), False
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-"):
+            if not model:
+                yield "model", word
+            model = True  # a later word is one more value of a flag, as of --served-model-name
+            continue
+        flag, sign, value = word.partition("=")
+        head, dot, inner = flag.partition(".")
+        key = SHORT.get(head, head.lstrip("-").replace("_", "-")) + dot + inner
+        if sign:
+            yield key, value
+        elif SWITCHES.fullmatch(key) or not rest or rest[0].startswith("--"):
+            yield key, None
+        else:
+            yield key, rest.pop(0)
+
+
+def _value(key: str, text: str | None) -> Any:
+    if text is None:
+        return True
+    if key in NUMBERS:
+        return _number(key, text)
+    if text.lower() in ("true", "false") and SWITCHES.fullmatch(key):
+        return text.lower() == "true"
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text
+    return found if isinstance(found, dict | list) else text
+
+
+def _number(key: str, text: str) -> int | float | str:
+    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)([kKmMgG]?)", text)
+    if key == "max-model-len" and text == "auto":
+        return -1
+    if match is None:
+        raise RecipeError(f"--{key}: {text!r} is no number")
+    number = float(match[1]) * _UNITS.get(match[2], 1)
+    return number if NUMBERS[key] is float or not number.is_integer() else int(number)
+
+
+def _plain(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
