@@ -76,6 +76,7 @@ def examine(model: Path | None = None, command: Sequence[str] = ()) -> list[Find
         (has_torch, toolkit),
         (True, orphaned_engines),
         (True, python_tool),
+        (True, browser_tool),
         (True, lambda: serve_command(command)),
         (bool(command), lambda: serve_line(command)),
         (True, lambda: checkpoint(model)),
@@ -327,6 +328,15 @@ def python_tool() -> Findings:
         return
     status = Status.INFO if tier is tiers.PORTABLE else Status.OK
     yield Finding(status, "python tool", f"{tier.name}: {tier.what}{f' (because {reason})' if reason else ''}")
+
+
+def browser_tool() -> Findings:
+    """Whether the browser tool can search; opening pages needs no backend."""
+    from vllm_gptoss.tools.browser.provider import BrowserProvider
+
+    note, _, fix = (BrowserProvider().note or "").partition(": ")
+    found = "no search backend: `open` works, `search` finds nothing" if note else "search has a backend"
+    yield Finding(Status.INFO if note else Status.OK, "browser tool", found, fix.partition(";")[0])
 
 
 def serve_command(command: Sequence[str]) -> Findings:
