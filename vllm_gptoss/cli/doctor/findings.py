@@ -7,7 +7,8 @@ import importlib.metadata
 import importlib.util
 import os
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -26,6 +27,7 @@ from vllm_gptoss.cli.recipes.probe import ProbeError, answer_of, of_line
 from vllm_gptoss.engine import choose, spec
 from vllm_gptoss.engine.choose import vllm_config as describe
 from vllm_gptoss.engine.choose.device import Device
+from vllm_gptoss.engine.choose.devices import DeviceError
 from vllm_gptoss.plugin import endpoint_is_off
 from vllm_gptoss.settings import Settings
 from vllm_gptoss.version import __version__
@@ -60,35 +62,37 @@ TRITONS = {"triton", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xp
 
 
 def examine(model: Path | None = None, command: Sequence[str] = ()) -> list[Finding]:
-    """Runs every check, in the order of the report. `command` is a `vllm serve` line to judge, if one is given.
+    """Runs every check, in the order of the report. `command` is a `vllm serve` line to check, if one is given.
 
-    Without vLLM or torch, what would ask them is left out: `packages` says that they are missing, once."""
+    Without vLLM or torch, checks that need them are left out: `packages` reports each once.
+    """
     has_torch = importlib.util.find_spec("torch") is not None
-    found = _probe() if _vllm.version() and has_torch else {}
-    checks: list[tuple[bool, Callable[[], Findings]]] = [
-        (True, packages),
-        (bool(_vllm.version()), lambda: versions(found)),
-        (bool(found), lambda: active(found)),
-        (has_torch, settings_and_choices),
-        (has_torch, recipes_here),
-        (True, lambda: dead_variables(found)),
-        (True, clashes),
-        (has_torch, toolkit),
-        (True, orphaned_engines),
-        (True, python_tool),
-        (True, browser_tool),
-        (True, lambda: serve_command(command)),
-        (bool(command), lambda: serve_line(command)),
-        (True, lambda: checkpoint(model)),
+    has_vllm = bool(_vllm.version())
+    with ThreadPoolExecutor(2) as pool:  # each starts a process that imports vLLM
+        probe = pool.submit(_probe if has_vllm and has_torch else dict)
+        line = pool.submit(lambda: list(serve_line(command)) if command else [])
+        here = [*_guarded(settings_and_choices), *_guarded(recipes_here)]
+        checks = [clashes, *([toolkit] if has_torch else []), orphaned_engines, python_tool, browser_tool]
+        others = [finding for check in checks for finding in _guarded(check)]
+        found = probe.result()
+    return [
+        *_guarded(packages),
+        *(_guarded(lambda: versions(found)) if has_vllm else ()),
+        *(_guarded(lambda: active(found)) if found else ()),
+        *here,
+        *_guarded(lambda: dead_variables(found)),
+        *others,
+        *_guarded(lambda: serve_command(command)),
+        *_guarded(line.result),
+        *_guarded(lambda: checkpoint(model)),
     ]
-    return [finding for applies, check in checks if applies for finding in _guarded(check)]
 
 
-def _guarded(check: Callable[[], Findings]) -> Findings:
+def _guarded(check: Callable[[], Iterable[Finding]]) -> Findings:
     try:
         yield from check()
     except Exception as error:  # one broken check must not hide the others
-        if isinstance(error, ModuleNotFoundError) and any(packages()):  # which say what to do about it
+        if isinstance(error, ModuleNotFoundError | DeviceError) and any(packages()):  # they report what to install
             yield Finding(Status.INFO, "doctor", f"a check was left out: {error}")
             return
         yield Finding(
@@ -250,10 +254,10 @@ def clashes() -> Findings:
 
 def toolkit() -> Findings:
     """A driver or CUDA toolkit older than torch's CUDA breaks kernels that are compiled at run time."""
-    import torch
-
     if detect().vendor != "nvidia":
         return
+    import torch
+
     wanted = torch.version.cuda or "0"
     driver = driver_cuda()
     if driver and _number(driver)[0] < _number(wanted)[0]:
