@@ -1,4 +1,4 @@
-"""What doctor looks at. Every check gives findings; a `problem` makes the exit code non-zero."""
+"""The checks of doctor. A `problem` makes the exit code non-zero."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. `fix` says what to do, where there is something to do."""
+    """One line of the report. fix: the remedy, if there is one."""
 
     status: Status
     check: str
@@ -108,7 +108,7 @@ def _probe() -> dict[str, Any]:
 
 
 def packages() -> Findings:
-    """What is not installed and must be: vLLM, its torch, and what our own metadata requires."""
+    """Missing packages: vLLM, torch, and the requirements of this package."""
     if not _vllm.version():
         yield Finding(Status.PROBLEM, "package vllm", "not installed", INSTALL)
     if importlib.util.find_spec("torch") is None:
@@ -123,7 +123,7 @@ def packages() -> Findings:
 
 
 def _requirements() -> Iterator[Requirement]:
-    """Our own metadata's, without extras; none where we run from a folder that is not installed."""
+    """Of this package's metadata, without extras; none where the package is not installed."""
     try:
         lines = importlib.metadata.requires("vllm-gptoss") or []
     except importlib.metadata.PackageNotFoundError:
@@ -135,7 +135,7 @@ def _requirements() -> Iterator[Requirement]:
 
 
 def versions(found: dict[str, Any]) -> Findings:
-    """vLLM in the supported range, and what else matters beside it."""
+    """Whether vLLM is in the supported range, and versions of related packages."""
     version = _vllm.version()
     if why := _vllm.outside_range(version):
         yield Finding(Status.PROBLEM, "versions", f"vllm-gptoss {__version__}: {why}", INSTALL)
@@ -147,7 +147,7 @@ def versions(found: dict[str, Any]) -> Findings:
 
 
 def active(probe: dict[str, Any]) -> Findings:
-    """What vLLM's own discovery, run just now in a fresh interpreter, ended up with."""
+    """The result of vLLM's plugin discovery in a new interpreter."""
     if "error" in probe:
         return
     for part in ("model", "quantization"):
@@ -168,7 +168,7 @@ def active(probe: dict[str, Any]) -> Findings:
     endpoint = "gptoss" in (probe.get("endpoint_plugins") or ())
     if probe.get("rust_frontend"):
         what = "VLLM_USE_RUST_FRONTEND is set: no Python serves requests; /v1/responses, tools, Harmony are vLLM's"
-        yield Finding(Status.WARNING, "Rust front end", what, "unset VLLM_USE_RUST_FRONTEND; kernels are ours anyway")
+        yield Finding(Status.WARNING, "Rust front end", what, "unset VLLM_USE_RUST_FRONTEND; the kernels run anyway")
     if endpoint_is_off():
         yield Finding(Status.INFO, "plugin: endpoint", "/v1/responses is vLLM's own: GPTOSS_ENDPOINT is off")
     elif endpoint and "Responses API" not in (probe.get("parts") or {}):
@@ -230,7 +230,7 @@ def dead_variables(probe: dict[str, Any]) -> Findings:
 
 
 def clashes() -> Findings:
-    """Distributions that own the same files: the last installed one wins, and pip does not say so."""
+    """Distributions that own the same files: the last installed one wins, without a warning of pip."""
     present = {str(d.metadata["Name"]).lower().replace("_", "-") for d in importlib.metadata.distributions()}
     if {"openai-harmony", "oss-harmony"} <= present:
         yield Finding(
@@ -306,7 +306,7 @@ def _number(version: str) -> tuple[int, ...]:
 
 
 def orphaned_engines() -> Findings:
-    """Engines whose server is gone; one that keeps a GPU's memory makes the next start fail."""
+    """Engines without a server; one that holds a GPU's memory makes the next start fail."""
     from vllm_gptoss.cli.doctor.orphans import orphans
 
     found = list(orphans())
@@ -384,7 +384,7 @@ def serve_line(command: Sequence[str]) -> Findings:
         return
     troubles = rules.command(case, releases)
     for trouble in troubles:
-        if trouble.rule != "variables" or trouble.what.split()[-1] not in os.environ:  # those are said above
+        if trouble.rule != "variables" or trouble.what.split()[-1] not in os.environ:  # reported above
             status = Status.PROBLEM if trouble.fatal else Status.WARNING
             yield Finding(status, f"serve line: {trouble.rule}", trouble.what, trouble.remedy)
     if any(trouble.fatal for trouble in troubles):

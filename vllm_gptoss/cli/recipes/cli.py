@@ -30,10 +30,10 @@ from vllm_gptoss.engine.choose.device import Device
 from vllm_gptoss.engine.choose.devices import DeviceError
 from vllm_gptoss.tools import yaml_file
 
-app = typer.Typer(no_args_is_help=True, help="Which command for which machine, held against vLLM's own parser.")
+app = typer.Typer(no_args_is_help=True, help="Which command for which machine, checked with vLLM's own parser.")
 
 USAGE = 2
-"""Exit code for what was asked wrongly; 1 is for what was found wrong."""
+"""Exit code of a wrong command line; 1 is that of findings."""
 
 Checked = Annotated[list[str] | None, typer.Argument(help="an id, a path, or a `vllm serve` line after `--`")]
 Memory = Annotated[float, typer.Option(min=0, help="GiB of one GPU, for a device that no table has")]
@@ -71,7 +71,7 @@ def list_(
     as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="as the table of recipes/README.md")] = False,
 ) -> None:
-    """Device, model, goal, who has run it, and what we measured."""
+    """Device, model, goal, evidence, and what we measured."""
     recipes = [recipe for recipe in load.shipped() if model in ("", recipe.model) and goal in (None, recipe.goal)]
     if device or fits:
         try:
@@ -90,7 +90,7 @@ def list_(
         typer.echo(render.table(recipes), nl=False)
         return
     if not rows:
-        return  # said above
+        return  # `find` has printed why
     table = Table(box=None, padding=(0, 1))
     for column in rows[0]:
         table.add_column(column, no_wrap=column in ("id", "status"))
@@ -146,15 +146,15 @@ def schema() -> None:
 @app.command()
 def check(
     what: Checked = None,
-    device: Annotated[str, typer.Option(help="for a command: on what it shall run")] = "auto",
+    device: Annotated[str, typer.Option(help="for a command: the machine that runs it")] = "auto",
     memory_gib: Memory = 0.0,
-    source: Annotated[list[Path] | None, typer.Option(help="an unpacked vLLM release to ask as well")] = None,
+    source: Annotated[list[Path] | None, typer.Option(help="an unpacked vLLM release to check with as well")] = None,
     release: Annotated[
         bool, typer.Option("--release", help="measurements may be neither old nor of an older vLLM")
     ] = False,
     today: Annotated[str, typer.Option(help="the date of the release, as 2026-11-23", show_default="today")] = "",
 ) -> None:
-    """Hold recipes, a file, or a `vllm serve` line against vLLM's parser, the tables and the results."""
+    """Check recipes, a file, or a `vllm serve` line with vLLM's parser and engine, the tables and the results."""
     try:
         day, place = _day(today, release), functools.partial(machine, device, memory_gib)
         if not what:
@@ -172,14 +172,14 @@ def check(
 
 
 def _day(today: str, release: bool) -> date | None:
-    """Of the release that is being made; None: none is."""
+    """The date of our release; None: no release is made."""
     if today and not release:
         raise RecipeError("--today is the date of a release: give --release as well")
     return (date.fromisoformat(today) if today else date.today()) if release else None
 
 
 def _is_named(word: str) -> bool:
-    """Whether a word is a file, a folder or a recipe's id, and no part of a command."""
+    """Whether a word is a file, a folder or a recipe's id, not part of a command."""
     if word.startswith("-") or word == "vllm" or "=" in word:
         return False
     return Path(word).exists() or Path(word).suffix in (".yaml", ".yml") or "/" not in word
@@ -188,7 +188,7 @@ def _is_named(word: str) -> bool:
 def _check_named(
     names: Sequence[str], place: Callable[[], Device], sources: Sequence[Path], day: date | None
 ) -> list[Trouble]:
-    """Of paths, and of the recipes that are called so."""
+    """Findings of paths and of recipes' ids."""
     recipes: list[Recipe] = []
     found: list[Trouble] = []
     for name in names:
@@ -203,7 +203,7 @@ def _check_named(
 
 
 def _recipes_in(path: Path) -> list[Recipe] | None:
-    """Of a file or folder of recipes; None: it is a file that `vllm serve --config` reads."""
+    """Recipes of a file or folder; None: it is a file for `vllm serve --config`."""
     files = yaml_file.files(path)
     if not files:
         raise RecipeError(f"{path}: no .yaml file is here")
@@ -309,7 +309,7 @@ def _searched(case: Case, users: int) -> tuple[Case, str, bool]:
 
 
 def _case(what: Sequence[str], device: str, memory_gib: float, line: bool) -> Case:
-    """A recipe on its device or another, or the words of a command, read without vLLM: `check` asks it."""
+    """A recipe on its device or another, or the words of a command, which `plan` reads without vLLM."""
     several = len(what) > 1 and all(map(_is_named, what))
     if not what or several or (what[0] == "vllm" and len(what) < 3):
         raise RecipeError("plan what? the id of one recipe, a `vllm serve` line after `--`, or --model")
@@ -353,7 +353,7 @@ def serve(
     try:
         os.execvp(words[0], words)  # noqa: S606  the server takes this process's place, and its signals
     except FileNotFoundError:
-        typer.echo("vllm is not on PATH; `vllm-gptoss doctor` says what to install", err=True)
+        typer.echo("vllm is not on PATH; `vllm-gptoss doctor` reports what to install", err=True)
         raise typer.Exit(1) from None
 
 

@@ -15,7 +15,7 @@ from vllm_gptoss.engine.choose.device import Device
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Recipes for a machine, and why they are not exactly its own; empty where they are."""
+    """Recipes for a machine. why: the reason if they are another machine's, else empty."""
 
     recipes: tuple[Recipe, ...]
     why: str = ""
@@ -25,7 +25,7 @@ def by_id(recipes: Sequence[Recipe], name: str) -> Recipe:
     """The recipe called `name`.
 
     Raises:
-        RecipeError: there is none; the message has near ones.
+        RecipeError: there is none; the message has similar ids.
     """
     known = {recipe.id: recipe for recipe in recipes}
     if name.lower() in known:
@@ -37,7 +37,7 @@ def by_id(recipes: Sequence[Recipe], name: str) -> Recipe:
 
 
 def fitting(recipes: Sequence[Recipe], device: Device) -> Found:
-    """Recipes of the device's family, for as many GPUs or fewer, whose plan fits its memory."""
+    """Recipes of the device's family, for as many GPUs or fewer, that fit its memory."""
     family = families.of(device).name
     kin = [recipe for recipe in recipes if recipe.family == family and recipe.device.count <= device.count]
     found = tuple(recipe for recipe in kin if plan.fits(recipe.spec, device, recipe.config, recipe.env))
@@ -77,7 +77,7 @@ def _nearest(recipes: Sequence[Recipe], device: Device) -> Found:
     near = min({recipe.device.name for recipe in kin}, key=lambda each: abs(_memory(kin, each) - device.memory_gib))
     chosen = tuple(recipe for recipe in kin if recipe.device.name == near)
     why = f"no recipe is for {device}: these are for {near}, of the same family ({family.name})"
-    return Found(chosen, f"{why}; `recipe plan` says what fits")
+    return Found(chosen, f"{why} ; `recipe plan` calculates what fits")
 
 
 def _memory(recipes: Sequence[Recipe], name: str) -> float:

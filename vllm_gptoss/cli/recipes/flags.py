@@ -1,7 +1,7 @@
 """Reads the words of a `vllm serve` line without vLLM, for `plan`, and where vLLM is not installed.
 
-It knows the types of the flags that the tables and the plan read. Other flags are kept as text, also unknown ones: only
-vLLM's own parser (`probe`) refuses them.
+It knows the types of the flags that the tables and the plan read. Other flags remain text, also unknown ones: only
+vLLM's parser (`probe`) refuses them.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ def detect() -> Device:
     """As `engine.choose.device.detect`, which imports torch; here only for AMD, and where NVIDIA's tool fails.
 
     Raises:
-        DeviceError: there are GPUs, and no torch to ask.
+        DeviceError: there are GPUs, and torch, which reads them, is missing.
     """
     if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
         return device.without_gpu()

@@ -1,4 +1,4 @@
-"""`vllm serve --config FILE` with a recipe: the file is in the cache folder, flags of the user's own win over it."""
+"""`vllm serve --config FILE` with a recipe. The file is in the cache folder; the user's flags replace its keys."""
 
 from __future__ import annotations
 
@@ -62,6 +62,6 @@ def elsewhere(recipe: Recipe, device: Device) -> str:
 
 
 def overridden(recipe: Recipe, environ: Mapping[str, str]) -> list[str]:
-    """A line for each variable that is set to something else than the recipe says, which wins."""
+    """A line for each variable that has another value than in the recipe, which replaces it."""
     differ = {name: value for name, value in recipe.env.items() if environ.get(name, value) != value}
     return [f"{name}={value}, as the recipe has it, instead of {environ[name]}" for name, value in differ.items()]

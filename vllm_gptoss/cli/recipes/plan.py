@@ -1,4 +1,4 @@
-"""Does it fit, how many requests at once, what to turn where it does not: one GPU's memory before anything starts."""
+"""Memory of one GPU before a start: whether a configuration fits, for how many requests, and which settings would."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CALCULATED = "calculated"
 
 
 class PlanError(ValueError):
-    """A configuration that cannot be planned; the message says why."""
+    """A configuration that cannot be planned; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Part:
 class Plan:
     """Memory of one of `gpus` GPUs. parts add up to `budget`, the share of `total` that vLLM may take.
 
-    length: of the longest request; requests: so long, at once, on each replica; least: GiB that one of them needs.
+    length: of the longest request; requests: of that length, concurrently, on each replica; least: GiB of one of them.
     """
 
     device: Device
@@ -85,8 +85,8 @@ def plan(
     """The plan of a configuration on a device, with advice where it does not fit.
 
     Raises:
-        PlanError: heads or experts do not divide, a wish cannot be met, too few or too old GPUs, numbers that vLLM
-            refuses, or a CPU.
+        PlanError: heads or experts do not divide, an explicit request cannot be met, too few or too old GPUs, numbers
+        that vLLM refuses, or a CPU.
     """
     if device.memory_gib <= 0 or device.vendor == "cpu":
         raise PlanError(
@@ -110,7 +110,7 @@ def on_cpu(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mapp
     """GiB of the host's memory that a CPU's weights take.
 
     Raises:
-        PlanError: a wish that cannot be met.
+        PlanError: an explicit request cannot be met.
     """
     return memory.weights(deployment(spec, device, config, env), _experts(spec, device, config, env)).total
 
@@ -206,7 +206,7 @@ def _crowds(device: Device) -> bool:
 
 
 def fits(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mapping[str, str]) -> bool:
-    """Whether a configuration fits the memory of a GPU, or of a host whose memory is known."""
+    """Whether a configuration fits the memory of a GPU, or of a CPU's host where that is known."""
     try:
         if device.vendor == "cpu":
             return not device.memory_gib or on_cpu(spec, device, config, env) <= device.memory_gib

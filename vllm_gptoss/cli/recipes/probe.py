@@ -1,7 +1,7 @@
-"""Asks one vLLM release what it makes of configurations: `python -m vllm_gptoss.cli.recipes.probe`, JSON in, JSON out.
+"""Runs one vLLM release's parser and engine checks on configurations, JSON in and out, in a separate process.
 
-In a process of its own: vLLM's modules hold the platform that they were imported with, and an unpacked release must
-not mix with an installed one. One start (9 to 14 s) answers for all configurations.
+vLLM's modules store the platform at import, and an unpacked release must not mix with an installed one. One start (9 to
+14 s) answers for all configurations.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PLUGIN = "gptoss_parsing"
 
 
 class ProbeError(RuntimeError):
-    """A vLLM that cannot be asked; the message says why."""
+    """A vLLM that does not start; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Parsed:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """What a release knows. Names that its parser takes without looking are in the lists."""
+    """What a release has. The sets are names that its parser does not check."""
 
     version: str
     parsed: tuple[Parsed, ...]
@@ -100,10 +100,8 @@ def of_line(
 
 
 def answer_of(module: str, what: str, asked: str = "", environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The JSON in the last line that `python -m module` prints when it reads `asked`. what: its name in an error.
-
-    Raises:
-        ProbeError: it ended badly, said nothing, or took longer than `LIMIT_S`.
+    """The JSON in the last line that `python -m module` prints for the input `asked`. what: its name in an error.
+    Raises: ProbeError: it failed, printed nothing, or took longer than `LIMIT_S`.
     """
     try:
         done = subprocess.run(
@@ -121,12 +119,12 @@ def answer_of(module: str, what: str, asked: str = "", environ: Mapping[str, str
 
 
 def platform() -> str:
-    """vLLM's entry point for platforms: parsing needs no device, and must be the same on every machine."""
+    """vLLM's entry point for platforms: parsing needs no device, and must not depend on the machine."""
     return str(serve.PLATFORM)
 
 
 def _platform_plugin(folder: Path) -> Path:
-    """A distribution with that entry point, on the path of the asked process alone."""
+    """A distribution with that entry point, only on the path of the probe's process."""
     info = folder / f"{_PLUGIN}-0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {_PLUGIN}\nVersion: 0\n")
@@ -204,7 +202,7 @@ def _parsed(
 
 
 def _file(words: Sequence[str]) -> Mapping[str, Any]:
-    """What `--config` names, empty where vLLM will say what is wrong with it."""
+    """The keys of the `--config` file; empty where vLLM will report an error in it."""
     name = next((after for word, after in itertools.pairwise(words) if word == "--config"), None)
     try:
         found = yaml.safe_load(Path(name).read_text()) if name is not None else {}

@@ -1,6 +1,5 @@
-"""What vLLM's engine refuses to start with, for the places where vLLM is not asked: `plan`, and machines without it.
-
-A test compares every row with the verdict of the installed vLLM (`_vllm/serve.py`, `refusal`).
+"""Arguments that vLLM's engine refuses, for `plan` and for machines without vLLM. A test compares them with the verdict
+of the installed vLLM (`_vllm/serve.py`, `refusal`).
 """
 
 from __future__ import annotations
