@@ -205,7 +205,7 @@ def test_a_server_that_died_ends_the_run_soon_and_says_so(tmp_path: Path) -> Non
         assert len(served.app.bodies) < 200
     assert done.exit_code == 3, done.output
     assert "in a row were lost" in done.output
-    assert "were not asked yet" in re.sub(r"\s+", " ", done.output)
+    assert "samples are missing" in re.sub(r"\s+", " ", done.output)
     assert not summary(out)["complete"]
 
 

@@ -1,9 +1,9 @@
 """`vllm-gptoss bench host`: what the API server's process costs for each streamed token, stock vLLM and the plugin.
 
-Both run as real `vllm serve` processes on `replay.ReplayExecutor`, which says a prepared answer: the scheduler, the
+Both run as real `vllm serve` processes on `replay.ReplayExecutor`, which returns a prepared answer: the scheduler, the
 engine's process and the transport are vLLM's, no model runs and no GPU is needed. The clients are bare sockets. What is
 counted is the processor time of the API server's process, so that a busy machine disturbs little, and in turns, so that
-it disturbs both alike. Answers of two lengths tell what a token costs from what a request costs.
+it disturbs both alike. Answers of two lengths separate the cost of a token from that of a request.
 """
 
 from __future__ import annotations

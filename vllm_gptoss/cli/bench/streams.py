@@ -31,7 +31,7 @@ from vllm_gptoss.cli.bench import engine_process
 from vllm_gptoss.cli.bench.served import ServedError, post
 
 CLIENTS = 4
-"""Processes that read, so that none of them is what is slow: one reads some 30,000 events a second."""
+"""Reading processes, enough not to be the bottleneck: one reads some 30,000 events a second."""
 WORDS = 190_000
 """Token ids below are words of gpt-oss's vocabulary; control tokens lie above."""
 STARTS_S = 120
@@ -53,7 +53,7 @@ class Load:
 
 @dataclass
 class Stream:
-    """What one client read. began: when it asked; reads: (when, events). Seconds of the machine's one clock."""
+    """One client's stream. began: time of its request; reads: (time, events). Seconds of the machine's clock."""
 
     began: float
     reads: list[tuple[float, int]] = field(default_factory=list)
@@ -100,11 +100,7 @@ def _record(out: Path | None) -> dict[str, Any]:
 
 
 def name_of_model(port: int) -> str:
-    """The first model that the server on `port` has.
-
-    Raises:
-        OSError: nobody answers.
-    """
+    """The first model of the server on `port`. Raises: OSError: no server answers."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=10) as answer:
         return str(json.load(answer)["data"][0]["id"])
 
@@ -211,11 +207,8 @@ def _client(port: int, requests: Sequence[bytes], tokens: int) -> list[Stream]:
 
 
 async def stream(port: int, request: bytes, tokens: int) -> Stream:
-    """Asks, and reads to the end.
-
-    Raises:
-        ServedError: the server refused, or ended the stream before its last event.
-        OSError: nobody listens.
+    """Sends the request, and reads to the end. Raises: ServedError: the server refused, or ended the stream before its
+    last event. OSError: no server listens.
     """
     loop = asyncio.get_running_loop()
     transport, reader = await loop.create_connection(lambda: _Reader(request, loop.create_future), "127.0.0.1", port)
@@ -247,7 +240,7 @@ class _Reader(asyncio.Protocol):
         now = time.monotonic()
         if len(self.head) < 2000:
             self.head += data[:2000]
-        # A read may end within the mark that is counted; the tail kept of it is too short to hold a whole one.
+        # A read may end within the mark that is counted; the stored tail is too short to hold a whole one.
         text = self.tail[1 - len(EVENT) :] + data
         if events := text.count(EVENT):
             self.stream.reads.append((now, events))

@@ -1,8 +1,8 @@
-"""What one process of the decode benchmark measures: `python -m vllm_gptoss.cli.bench.worker JOB RESULT`.
+"""One process of the decode benchmark: `python -m vllm_gptoss.cli.bench.worker JOB RESULT`.
 
-vLLM's engine runs in this process (its workers do not, above one GPU); what must happen beside the model (GPU times,
-memory, skewed routing) is sent to the workers, so one GPU and several are measured alike. The result is written when
-the engine is up and after every batch: a process that is stopped has not worked for nothing.
+vLLM's engine runs in this process (its workers do not, above one GPU); functions for GPU times, memory and skewed
+routing are sent to the workers, so one GPU and several are measured alike. The result is written when the engine is up
+and after every batch, so a stopped process has results.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PLUGIN = "plugin"
 class EngineRun:
     """What one process measures.
 
-    variant: `plugin`, `plugin:layers=upstream;experts=triton` (settings of ours), or a name of vLLM's `--moe-backend`.
+    variant: `plugin`, `plugin:layers=upstream;experts=triton` (plugin settings), or a name of vLLM's `--moe-backend`.
     eagle3: draft tokens per step, 0 for none; options: further engine arguments; seconds: stop after so many, 0: never.
     """
 
@@ -145,7 +145,7 @@ def _runner(engine: Any, prompt: int) -> Callable[[int, int], float]:
     from vllm import SamplingParams
 
     def run(batch: int, tokens: int) -> float:
-        """Seconds for `tokens` greedy tokens to each of `batch` random prompts, the same whatever was run before."""
+        """Seconds for `tokens` greedy tokens to each of `batch` random prompts, the same in every run."""
         random = np.random.default_rng(batch)
         prompts = [{"prompt_token_ids": random.integers(0, 190_000, prompt).tolist()} for _ in range(batch)]
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
@@ -265,7 +265,7 @@ def started(job: EngineRun, result: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def put(path: Path, text: str) -> None:
-    """Writes beside and renames: whoever reads `path`, after whatever end of this process, sees all of a text."""
+    """Writes a temporary file and renames it: a reader of `path` always sees a complete text."""
     part = path.with_name(f".{path.name}.part")
     part.write_text(text)
     os.replace(part, path)
