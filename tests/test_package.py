@@ -129,7 +129,7 @@ def test_both_distributions_are_whole(sdist: Path, wheel: Path) -> None:
 
 
 def test_doctor_names_what_is_missing_and_nothing_else(installed: Path, tmp_path: Path) -> None:
-    code, found, _ = doctor(installed, tmp_path)
+    code, found, said = doctor(installed, tmp_path)
     assert code == 1
     assert said == ""
     vllm = "pip install 'vllm>=0.32,<0.34'"

@@ -1,4 +1,4 @@
-"""`--help` is fast: it imports none of the packages that commands need."""
+"""`--help` is fast: it does not import the packages of the commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of the API server: its arithmetic, and the replay that stands for a model."""
+"""The benchmark of the API server: its arithmetic, and the replay instead of a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_gptoss.cli.bench.host import Load, Measured, Round
 
 
 def test_a_token_is_told_from_its_request() -> None:
-    """10 streams whose requests cost 2 ms and whose tokens cost 50 µs, whatever an odd round says."""
+    """10 streams: a request costs 2 ms and a token 50 µs, also with one deviating round."""
     load = Load(streams=10, tokens=400, rounds=3)
 
     def turn(tokens: int, more: float = 0.0) -> Round:

@@ -1,4 +1,4 @@
-"""What a benchmark says of a server that did not start."""
+"""A benchmark's report of a server that did not start."""
 
 from __future__ import annotations
 

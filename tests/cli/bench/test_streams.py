@@ -130,7 +130,7 @@ def test_a_real_server_is_measured_with_its_engine(served: Server, tmp_path: Pat
 
 
 def test_all_streams_of_a_load_are_asked_for_at_once() -> None:
-    """No client begins its share after another's: this server answers nobody before all five have asked."""
+    """All clients send at once: this server answers only after all five requests."""
     loop, asked = asyncio.new_event_loop(), []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""Doctor must see what is wrong, say what to do, and fail."""
+"""Doctor must find problems, name their remedies, and fail."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_what_a_serve_line_chooses_is_said_with_its_reason() -> None:
 
 
 def test_the_readme_shows_what_doctor_and_the_start_up_line_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one H200. `…` in the README stands for what it leaves out."""
+    """On one H200. `…` in the README marks omitted text."""
     monkeypatch.setattr(findings, "detect", lambda: devices.named("H200"))
     probe = {"model": "vllm_gptoss.engine.model.gpt_oss:GptOssForCausalLM", "endpoint_plugins": ["gptoss"]}
     found = [*findings.settings_and_choices(), *findings.active({**probe, "VLLM_PLUGINS": "gptoss,others"})]

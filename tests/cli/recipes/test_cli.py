@@ -1,4 +1,4 @@
-"""The command: each form of a recipe says the same, and what is wrong ends with a code and a remedy."""
+"""The command: all forms of a recipe agree, and errors have an exit code and a remedy."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_variables_come_with_every_form() -> None:
 
 
 def serve(folder: Path, *extra: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """`recipe serve` of a recipe with a variable, beside a `vllm` that says what it was given."""
+    """`recipe serve` of a recipe with a variable, with a `vllm` that prints its arguments."""
     program = folder / "vllm"
     program.write_text('#!/bin/sh\necho "$VLLM_ROCM_USE_AITER" "$@"\nexit 7\n')
     program.chmod(0o755)

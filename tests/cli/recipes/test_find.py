@@ -1,4 +1,4 @@
-"""A machine gets its recipes, or the nearest, which is said."""
+"""A machine gets its recipes, or the nearest with the reason, and only those that fit."""
 
 from __future__ import annotations
 
