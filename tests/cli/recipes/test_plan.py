@@ -154,7 +154,7 @@ def test_the_guides_flags_are_advised_where_they_help() -> None:
     """The usage guide's case: one H100, more batched tokens and requests than its memory has room for."""
     crowded = {"max-num-batched-tokens": 120_000, "max-num-seqs": 1024}
     found = plan(GPT_OSS_120B, devices.named("H100"), crowded, {})
-    assert "--gpu-memory-utilization 0.95 --max-num-batched-tokens 1024" in found.advice
+    assert "--max-num-batched-tokens 1024" in found.advice  # without the guide's --gpu-memory-utilization 0.95
     more = plan(GPT_OSS_120B, devices.named("H100"), {**crowded, "max-num-seqs": 1025}, {})
     assert more.advice  # of which none has fewer batched tokens than requests, which vLLM refuses
     assert all("--max-num-seqs 16" in each for each in more.advice if "--max-num-batched-tokens" in each)
