@@ -1,4 +1,4 @@
-"""`vllm-gptoss bench host`: what the API server's process costs for each streamed token, stock vLLM and the plugin.
+"""`python -m benchmarks.host`: what the API server's process costs for each streamed token, stock vLLM and the plugin.
 
 Both run as real `vllm serve` processes on `replay.ReplayExecutor`, which returns a prepared answer: the scheduler, the
 engine's process and the transport are vLLM's, no model runs and no GPU is needed. The clients are bare sockets. What is
@@ -37,7 +37,7 @@ CHAT, RESPONSES, COMPLETIONS = "chat completions", "responses", "completions"
 _PATHS = {CHAT: "/v1/chat/completions", RESPONSES: "/v1/responses", COMPLETIONS: "/v1/completions"}
 _ARGUMENTS = (
     "--max-model-len", "4096", "--max-num-seqs", "1024", "--no-enable-prefix-caching",
-    "--distributed-executor-backend", "vllm_gptoss.cli.bench.replay.ReplayExecutor",
+    "--distributed-executor-backend", "benchmarks.replay.ReplayExecutor",
 )  # fmt: skip
 _TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "openai", "--reasoning-parser", "openai_gptoss")
 
@@ -212,6 +212,7 @@ def _server(
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_PLUGINS": "gptoss" if variant == PLUGIN else "none",
         "GPTOSS_STORE": "off",
+        "PYTHONPATH": str(served.CHECKOUT),
         TOKENS: str(tokens),
         STEP_MS: str(step_ms),
     }
@@ -227,3 +228,7 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return "unknown"
+
+
+if __name__ == "__main__":
+    typer.run(main)

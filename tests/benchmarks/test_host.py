@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from vllm_gptoss.cli.bench import host, served
-from vllm_gptoss.cli.bench.host import Load, Measured, Round
+from benchmarks import host
+from benchmarks.host import Load, Measured, Round
+from vllm_gptoss.cli.bench import served
 
 
 def test_a_token_is_told_from_its_request() -> None:
@@ -48,7 +49,7 @@ def test_a_stream_that_ends_early_is_no_measurement() -> None:
 @pytest.mark.vllm
 def test_the_replay_says_its_answer_a_token_a_step_once_the_prompt_is_read() -> None:
     pytest.importorskip("vllm")
-    from vllm_gptoss.cli.bench.replay import ReplayExecutor, answer
+    from benchmarks.replay import ReplayExecutor, answer
 
     executor: Any = object.__new__(ReplayExecutor)
     executor._init_executor()

@@ -1,6 +1,6 @@
 """An executor that returns a prepared answer without a model, for the cost of vLLM's front end.
 
-`vllm serve --distributed-executor-backend vllm_gptoss.cli.bench.replay.ReplayExecutor` is vLLM's documented way to
+`vllm serve --distributed-executor-backend benchmarks.replay.ReplayExecutor` is vLLM's documented way to
 bring an executor. Scheduler, engine process, transport between processes, API server and handlers are the real ones;
 the weights are not read, and no GPU is used. Every request gets the same answer, half reasoning and half final message.
 """
@@ -19,7 +19,7 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 
-from vllm_gptoss.cli.bench.host import STEP_MS, TOKENS
+from benchmarks.host import STEP_MS, TOKENS
 from vllm_gptoss.server.harmony.tokens import encoding
 
 _CACHE_BYTES = 1 << 33
