@@ -67,20 +67,20 @@ GROUPS: Final[Mapping[str, tuple[Callable[[], typer.Typer], str]]] = {
 class _Groups(TyperGroup):
     """The commands of this file, and `GROUPS`."""
 
-    def list_commands(self, ctx: typer.Context) -> list[str]:
+    def list_commands(self, ctx: Any) -> list[str]:
         return [*super().list_commands(ctx), *GROUPS]
 
-    def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in GROUPS:
             return TyperCommand(cmd_name, help=GROUPS[cmd_name][1])
         return super().get_command(ctx, cmd_name)
 
-    def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
-        if name not in GROUPS:
+        if name is None or name not in GROUPS:
             return name, command, rest
         try:
-            return name, typer.main.get_command(GROUPS[name][0]()), rest
+            return name, typer.main.get_group(GROUPS[name][0]()), rest
         except ImportError as error:  # the other commands need no such package; `doctor` names all that are missing
             raise SystemExit(f"vllm-gptoss {name} cannot run: {reason(error)}; see vllm-gptoss doctor") from None
 

@@ -185,7 +185,7 @@ def test_a_flag_of_another_release_says_which(release: probe.Release) -> None:
 
 def test_new_flags_are_new(release: probe.Release) -> None:
     old = release.version.startswith("0.32")
-    assert {flag for flag in check.NEW_FLAGS if flag in release.flags} == (set() if old else set(check.NEW_FLAGS))
+    assert {flag for flag in flags.NEW_FLAGS if flag in release.flags} == (set() if old else set(flags.NEW_FLAGS))
 
 
 def test_dead_variables_are_found_and_living_ones_left(release: probe.Release) -> None:

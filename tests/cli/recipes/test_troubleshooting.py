@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_gptoss.cli.recipes import check, variables
+from vllm_gptoss.cli.recipes import check, flags, variables
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "vllm_gptoss"
@@ -174,7 +174,7 @@ def test_every_dead_variable_and_what_replaced_it_has_its_line() -> None:
 
 def test_every_renamed_key_has_its_line() -> None:
     for name in ("full_cuda_graph", "flashinfer_trtllm_mxfp8"):
-        assert name in check.RENAMED
+        assert name in flags.RENAMED
         assert name in PAGE
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 import yaml
 
 from vllm_gptoss import _vllm
-from vllm_gptoss.cli.recipes import defaults, plan, variables, verdicts
+from vllm_gptoss.cli.recipes import defaults, flags, plan, variables, verdicts
 from vllm_gptoss.cli.recipes.deployment import MAY_BE_ZERO, NUMBERS, bounds, choices, deployment, gpus, no_numbers
 from vllm_gptoss.cli.recipes.load import FOLDER
 from vllm_gptoss.cli.recipes.plan import PlanError
@@ -63,52 +63,14 @@ class Case:
 
 Rule = Callable[[Case], Iterator[Trouble]]
 
-NEW_FLAGS: Final[Mapping[str, str]] = {
-    "--monokernel": "0.33",
-    "--no-monokernel": "0.33",
-    "--reasoning-effort-map": "0.33",
-    "--sleep-mode-backend": "0.33",
-    "--watchdog-config": "0.33",
-}
-"""Flags, and the first release that has them. 0.33 also has `--disable-x` for each `--enable-x`, and the reverse."""
-
-RENAMED: Final[Mapping[str, str]] = {
-    "full_cuda_graph": "full_cuda_graph became cudagraph_mode, which has full graphs by default: leave it out",
-    "flashinfer_trtllm_mxfp8": 'use --additional-config \'{"gptoss": {"experts": "flashinfer_trtllm_mxfp8"}}\'',
-    "enable_fi_allreduce_fusion": "it is pass_config.fuse_allreduce_rms today",
-    "enable_noop": "it is pass_config.eliminate_noops today",
-}
-"""Options of old recipes that parsers refuse, and today's."""
-
 
 def parses(case: Case, release: Release, parsed: Parsed) -> Iterator[Trouble]:
     """The release's parser accepts all of it."""
     where = f"{case.place} (vLLM {release.version})"
     if parsed.error:
-        yield Trouble(where, "parses", f"does not start: {parsed.error}", since_then(parsed.error, release))
+        yield Trouble(where, "parses", f"does not start: {parsed.error}", flags.since_then(parsed.error, release.flags))
     for key in parsed.dropped:
         yield Trouble(where, "parses", f"{key}: false is dropped by --config without a word", f"write no-{key}: true")
-
-
-def since_then(error: str, release: Release) -> str:
-    """What a parser's error means where another release or an old recipe has the option; else empty."""
-    if (remedy := next((remedy for name, remedy in RENAMED.items() if name in error), None)) is not None:
-        return remedy
-    unknown = [word.split("=")[0] for word in error.split() if word.startswith("--")] if "unrecognized" in error else []
-    said = []
-    for flag in unknown:
-        if since := _since(flag, release):
-            said.append(f"{flag} needs vLLM {since}")
-        elif near := difflib.get_close_matches(flag, release.flags, n=1):
-            said.append(f"did you mean {near[0]}?")
-    return ", ".join(said)
-
-
-def _since(flag: str, release: Release) -> str | None:
-    pairs = (("--disable-", "--enable-"), ("--enable-", "--disable-"))
-    twin = next((other + flag.removeprefix(prefix) for prefix, other in pairs if flag.startswith(prefix)), "")
-    found = NEW_FLAGS.get(flag) or ("0.33" if twin in release.flags else None)
-    return found if found is not None and flag not in release.flags else None
 
 
 def names_exist(case: Case, release: Release) -> Iterator[Trouble]:

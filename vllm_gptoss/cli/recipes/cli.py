@@ -317,7 +317,7 @@ def _case(what: Sequence[str], device: str, memory_gib: float, line: bool) -> Ca
         recipe = find.by_id(load.shipped(), what[0])
         place = machine(device, memory_gib) if device else recipe.device
         return Case(recipe.id, recipe.spec, place, recipe.config, recipe.env)
-    if means := [means for name, means in rules.RENAMED.items() if any(name in word for word in what)]:
+    if means := [means for name, means in flags.RENAMED.items() if any(name in word for word in what)]:
         raise RecipeError(f"vLLM does not take this line: {means[0]}")
     values, environ = flags.values(typed.words(what)), {**os.environ, **typed.variables(what)}
     if unread := [key for key in values if not flags.COUNTED.fullmatch(key)]:

@@ -6,6 +6,7 @@ vLLM's parser (`probe`) refuses them.
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +37,23 @@ COUNTED: Final = re.compile(
     r"|(compilation|speculative)-config|additional-config|(reasoning|tool-call)-parser|chat-template"
 )
 """Flags that a plan depends on."""
+
+NEW_FLAGS: Final[Mapping[str, str]] = {
+    "--monokernel": "0.33",
+    "--no-monokernel": "0.33",
+    "--reasoning-effort-map": "0.33",
+    "--sleep-mode-backend": "0.33",
+    "--watchdog-config": "0.33",
+}
+"""Flags, and the first release that has them. 0.33 also has `--disable-x` for each `--enable-x`, and the reverse."""
+
+RENAMED: Final[Mapping[str, str]] = {
+    "full_cuda_graph": "full_cuda_graph became cudagraph_mode, which has full graphs by default: leave it out",
+    "flashinfer_trtllm_mxfp8": 'use --additional-config \'{"gptoss": {"experts": "flashinfer_trtllm_mxfp8"}}\'',
+    "enable_fi_allreduce_fusion": "it is pass_config.fuse_allreduce_rms today",
+    "enable_noop": "it is pass_config.eliminate_noops today",
+}
+"""Options of old recipes that parsers refuse, and today's."""
 
 _UNITS: Final = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
 
@@ -116,3 +134,24 @@ def _plain(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def since_then(error: str, known: frozenset[str]) -> str:
+    """What a parser's error means where another release or an old recipe has the option; else empty."""
+    if (remedy := next((remedy for name, remedy in RENAMED.items() if name in error), None)) is not None:
+        return remedy
+    unknown = [word.split("=")[0] for word in error.split() if word.startswith("--")] if "unrecognized" in error else []
+    said = []
+    for flag in unknown:
+        if since := _since(flag, known):
+            said.append(f"{flag} needs vLLM {since}")
+        elif near := difflib.get_close_matches(flag, known, n=1):
+            said.append(f"did you mean {near[0]}?")
+    return ", ".join(said)
+
+
+def _since(flag: str, known: frozenset[str]) -> str | None:
+    pairs = (("--disable-", "--enable-"), ("--enable-", "--disable-"))
+    twin = next((other + flag.removeprefix(prefix) for prefix, other in pairs if flag.startswith(prefix)), "")
+    found = NEW_FLAGS.get(flag) or ("0.33" if twin in known else None)
+    return found if found is not None and flag not in known else None
