@@ -108,7 +108,7 @@ def test_serve_without_vllm_says_what_to_do() -> None:
         (["show", "120b-rtx"], "near: 120b-rtx-pro-6000-latency, 120b-rtx-pro-6000-throughput, "),
         (["show", "120b-4xr9700"], "near: 120b-4xr9700-latency, 120b-4xr9700-agent\n"),
         (["show", ""], "recipe list"),
-        (["list", "--device", "H10"], "there are"),
+        (["list", "--device", "H10"], "there is H100"),
         (["check", "/nowhere.yaml"], "/nowhere.yaml: No such file"),
         (["check", "20b-h10-latency"], "near: 20b-h100-latency"),
         (["check", "--release", "--today", "yesterday"], "yesterday"),
