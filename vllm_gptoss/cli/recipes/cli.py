@@ -294,6 +294,7 @@ def _searched(case: Case, users: int) -> tuple[Case, str, bool]:
     """The case with the settings that serve `users`, its command, and whether it does: else it is the nearest."""
     found = plan.search(case.spec, case.device, case.config, case.env, users)
     if found is None:
+        plan.plan(case.spec, case.device, case.config, case.env)  # raises for a CPU, and a GPU that vLLM refuses
         smaller = ", or gpt-oss-20b" if case.spec.name != "gpt-oss-20b" else ""
         where = devices.label(case.device)
         raise PlanError(f"no settings make {case.spec.name} fit {where}: take more or larger GPUs{smaller}")

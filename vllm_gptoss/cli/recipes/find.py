@@ -52,7 +52,7 @@ def for_device(recipes: Sequence[Recipe], device: Device) -> Found:
     if not lost:
         return near
     others = sorted({devices.label(recipe.device) for recipe in near.recipes if recipe not in found})
-    why = f"{lost} recipes of {', '.join(others)} need more memory than {device}"
+    why = f"{lost} of {len(near.recipes)} recipes for {', '.join(others)} need more memory than {device}"
     search = "" if device.vendor == "cpu" else "; `recipe plan --context 8k` searches settings that fit"
     start = near.why if found and near.why else "" if found else f"no recipe is for {device}"
     return Found(found, "; ".join(filter(None, (start, why))) + search)
