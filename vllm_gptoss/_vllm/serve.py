@@ -78,10 +78,10 @@ def refusal(namespace: Any, model: str) -> str:
         _check_server(args)
         args.reasoning_parser = ""  # vLLM would read the model's tokenizer
         AsyncEngineArgs.from_cli_args(args).create_engine_config()
-    except (ValueError, KeyError, TypeError, AssertionError, NotImplementedError) as error:
-        return _first_line(error)
-    except Exception:  # another release's modules, or a file that is not here: no verdict
-        return ""
+    except Exception as error:
+        own = (ValueError, KeyError, TypeError, AssertionError, NotImplementedError)
+        # else another release's modules, or a package that is not here: no verdict
+        return _first_line(error) if isinstance(error, own) or type(error).__module__.startswith("vllm") else ""
     return ""
 
 

@@ -7,6 +7,7 @@ vLLM's parser (`probe`) refuses them.
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,9 @@ SHORT: Final[Mapping[str, str]] = {
 }
 SWITCHES: Final = re.compile(r"(enable|disable|no|skip|trust)-.*|async-scheduling|enforce-eager|headless")
 """Flags that take no value."""
+
+LISTS: Final = ("cudagraph-capture-sizes",)
+"""Flags that take several numbers."""
 
 COUNTED: Final = re.compile(
     "|".join(NUMBERS) + r"|model|dtype|(no-)?enable-.*|enforce-eager|.*-backend|kv-cache-dtype|cudagraph-capture-sizes"
@@ -66,6 +70,9 @@ def values(words: Sequence[str]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for key, text in _pairs(words):
+        if key.startswith("no-"):
+            found[key.removeprefix("no-")] = False
+            continue
         name, *inner = key.split(".")
         value = _value(name, text) if not inner else text if text is None else _plain(text)
         if not inner:
@@ -97,7 +104,11 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
         flag, sign, value = word.partition("=")
         head, dot, inner = flag.partition(".")
         key = SHORT.get(head, head.lstrip("-").replace("_", "-")) + dot + inner
-        if sign:
+        if key in LISTS and not sign:
+            numbers = list(itertools.takewhile(str.isdigit, rest))
+            del rest[: len(numbers)]
+            yield key, f"[{', '.join(numbers)}]"
+        elif sign:
             yield key, value
         elif SWITCHES.fullmatch(key) or not rest or rest[0].startswith("--"):
             yield key, None

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from vllm_gptoss.cli.recipes import defaults
 from vllm_gptoss.engine.choose.device import Device
-from vllm_gptoss.engine.spec import MAX_POSITIONS
+from vllm_gptoss.engine.spec import GPT_OSS_20B, MAX_POSITIONS
 
 LONGER: Final = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 
@@ -60,13 +60,14 @@ def _parsers(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _combinations(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     tokens, length = config["max-num-batched-tokens"], config["max-model-len"]
-    whole = config.get("enable-chunked-prefill") is False or config.get("no-enable-chunked-prefill") is True
+    whole = config["enable-chunked-prefill"] is False or config.get("no-enable-chunked-prefill") is True
     if whole and isinstance(length, int) and tokens < length:
         what = f"without chunked prefill, --max-num-batched-tokens {tokens} is refused below --max-model-len {length}"
         yield what, "remove --no-enable-chunked-prefill"
     tensor, context = config.get("tensor-parallel-size", 1), config.get("decode-context-parallel-size", 1)
-    if isinstance(tensor, int) and isinstance(context, int) and context > 0 and tensor % context:
-        what = f"--decode-context-parallel-size {context} does not divide --tensor-parallel-size {tensor}"
-        yield what, "name a divisor"
+    heads = GPT_OSS_20B.kv_heads
+    if isinstance(tensor, int) and isinstance(context, int) and context > 1 and (tensor <= heads or tensor % context):
+        what = f"--decode-context-parallel-size {context} is refused with --tensor-parallel-size {tensor}"
+        yield what, f"leave it out: it needs a multiple of it above the {heads} KV heads"
     if config.get("enable-log-outputs") is True and config.get("enable-log-requests") is not True:
         yield "--enable-log-outputs is refused without --enable-log-requests", "add the second, or remove the first"
