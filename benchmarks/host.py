@@ -25,7 +25,9 @@ from typing import Annotated, Any
 import psutil
 import typer
 
-from vllm_gptoss.cli.bench import served, shapes
+from benchmarks import served
+from vllm_gptoss.cli.bench import shapes
+from vllm_gptoss.cli.bench.streams import ServedError, post
 
 TOKENS = "GPTOSS_BENCH_TOKENS"
 """Variable of the executor: words of the answer, a token each; the control tokens around them come in addition."""
@@ -166,7 +168,7 @@ def _request(endpoint: str, tokens: int) -> bytes:
         RESPONSES: {"input": "hi", "max_output_tokens": tokens, "store": False},
         COMPLETIONS: {"prompt": "hi", "max_tokens": tokens},
     }
-    return served.post(_PATHS[endpoint], {"model": served.NAME, "stream": True, **bodies[endpoint]})
+    return post(_PATHS[endpoint], {"model": served.NAME, "stream": True, **bodies[endpoint]})
 
 
 class _Sink(asyncio.Protocol):
@@ -196,7 +198,7 @@ async def _stream_all(port: int, request: bytes, streams: int) -> list[_Sink]:
         _, sink = await loop.create_connection(lambda: _Sink(request), "127.0.0.1", port)
         end = await sink.done
         if b"[DONE]" not in end and b"response.completed" not in end and b"response.incomplete" not in end:
-            raise served.ServedError(f"a stream ended early: {end!r}")
+            raise ServedError(f"a stream ended early: {end!r}")
         return sink
 
     return await asyncio.gather(*(one() for _ in range(streams)))

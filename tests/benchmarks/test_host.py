@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import host
 from benchmarks.host import Load, Measured, Round
-from vllm_gptoss.cli.bench import served
+from vllm_gptoss.cli.bench.streams import ServedError
 
 
 def test_a_token_is_told_from_its_request() -> None:
@@ -42,7 +42,7 @@ def test_a_stream_that_ends_early_is_no_measurement() -> None:
         assert [sink.size for sink in sinks] == [len(last) + 29] * 3
 
     asyncio.run(run(b"data: [DONE]\n\n"))
-    with pytest.raises(served.ServedError, match="ended early"):
+    with pytest.raises(ServedError, match="ended early"):
         asyncio.run(run(b"data: {}\n\n"))
 
 

@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 from demo.server import Server
 from vllm_gptoss.cli import main
 from vllm_gptoss.cli.bench import engine_process, streams
-from vllm_gptoss.cli.bench.served import ServedError
-from vllm_gptoss.cli.bench.streams import Load, Stream
+from vllm_gptoss.cli.bench.streams import Load, ServedError, Stream
 
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"

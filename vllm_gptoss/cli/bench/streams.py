@@ -28,7 +28,6 @@ import psutil
 import typer
 
 from vllm_gptoss.cli.bench import engine_process
-from vllm_gptoss.cli.bench.served import ServedError, post
 
 CLIENTS = 4
 """Reading processes, enough not to be the bottleneck: one reads some 30,000 events a second."""
@@ -40,6 +39,10 @@ WARM_UP = 30
 """Tokens of a stream that is not measured: kernels are compiled and graphs captured at first use."""
 EVENT = b'"text":'
 """Once in each event of a completion."""
+
+
+class ServedError(RuntimeError):
+    """The server or the client ended; the message holds the end of its output."""
 
 
 @dataclass(frozen=True)
@@ -249,3 +252,10 @@ class _Reader(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.done.done():
             self.done.set_result(None)
+
+
+def post(path: str, body: dict[str, Any]) -> bytes:
+    """An HTTP request that closes its connection, for clients on bare sockets."""
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data

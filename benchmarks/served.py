@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -15,15 +14,12 @@ import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-CHECKOUT = Path(__file__).resolve().parents[3]
+from vllm_gptoss.cli.bench.streams import ServedError
+
+CHECKOUT = Path(__file__).resolve().parents[1]
 NAME = "gpt-oss"
 CAUSE = re.compile(r"^(?!.*WARNING).*\b[A-Z]\w*(Error|Exception): ")
-
-
-class ServedError(RuntimeError):
-    """The server or the client ended; the message holds the end of its output."""
 
 
 def write_tokenizer(directory: Path, tokenizer: Path | None) -> None:
@@ -86,17 +82,10 @@ def vllm_command() -> list[str]:
     return [str(command)] if command.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 
 
-def post(path: str, body: dict[str, Any]) -> bytes:
-    """An HTTP request that closes its connection, for clients on bare sockets."""
-    data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
-
-
 def healthy(url: str) -> bool:
     """Whether the server at `url` answers `/health`."""
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:  # noqa: S310  our own server
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False
