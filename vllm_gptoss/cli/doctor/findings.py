@@ -6,7 +6,6 @@ import asyncio
 import importlib.metadata
 import importlib.util
 import os
-import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from packaging.requirements import Requirement
 
 from vllm_gptoss import _vllm
 from vllm_gptoss._vllm import compatibility
+from vllm_gptoss.cli.doctor import cuda
 from vllm_gptoss.cli.recipes import check as rules
 from vllm_gptoss.cli.recipes import command as typed
 from vllm_gptoss.cli.recipes import find, load, variables
@@ -259,8 +259,8 @@ def toolkit() -> Findings:
     import torch
 
     wanted = torch.version.cuda or "0"
-    driver = driver_cuda()
-    if driver and _number(driver)[0] < _number(wanted)[0]:
+    driver = cuda.driver_cuda()
+    if driver and cuda.number(driver)[0] < cuda.number(wanted)[0]:
         yield Finding(
             Status.PROBLEM,
             "CUDA",
@@ -270,39 +270,13 @@ def toolkit() -> Findings:
     else:
         yield Finding(Status.OK, "CUDA", f"torch {wanted}, driver {driver or 'unknown'}")
     home = os.environ.get("CUDA_HOME")
-    if home and (found := _nvcc(Path(home))) and _number(found)[0] != _number(wanted)[0]:
+    if home and (found := cuda.nvcc(Path(home))) and cuda.number(found)[0] != cuda.number(wanted)[0]:
         yield Finding(
             Status.PROBLEM,
             "CUDA_HOME",
             f"{home} is CUDA {found}, torch is {wanted}: kernels compiled with it may give garbage",
             f"point CUDA_HOME at a {wanted} toolkit or unset it",
         )
-
-
-def driver_cuda() -> str | None:
-    """The CUDA version that the driver speaks, as `13.0`; None without a driver."""
-    try:
-        import ctypes
-
-        number = ctypes.c_int()
-        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)):
-            return None
-    except OSError:
-        return None
-    return f"{number.value // 1000}.{number.value % 1000 // 10}"
-
-
-def _nvcc(home: Path) -> str | None:
-    try:
-        text = subprocess.run([home / "bin" / "nvcc", "--version"], capture_output=True, text=True, timeout=20).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    _, _, rest = text.partition("release ")
-    return rest.split(",")[0] or None
-
-
-def _number(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".") if part.isdigit())
 
 
 def orphaned_engines() -> Findings:
