@@ -6,6 +6,7 @@ touches a device once a platform plugin has named the CPU.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import copy
 import dataclasses
@@ -16,6 +17,7 @@ import re
 import typing
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 PLATFORM = "vllm.platforms.cpu.CpuPlatform"
 """What a platform plugin names for parsing: a CUDA release's own detection fails where there is no GPU."""
@@ -67,21 +69,20 @@ def refusal(namespace: Any, model: str) -> str:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.platforms import current_platform
 
-        with contextlib.suppress(AttributeError):
-            for check in ("check_and_update_config", "is_sleep_mode_available"):
-                setattr(current_platform, check, lambda *_: True)
-        args = copy.deepcopy(namespace)  # vLLM writes into objects that all namespaces of a parser share
-        args.model = args.model_tag = model
-        args.tokenizer = args.distributed_executor_backend = None
-        if (args.speculative_config or {}).get("model"):
-            args.speculative_config = None
-        _check_server(args)
-        args.reasoning_parser = ""  # vLLM would read the model's tokenizer
-        AsyncEngineArgs.from_cli_args(args).create_engine_config()
+        given = copy.deepcopy(vars(namespace))  # vLLM writes into objects that all namespaces of a parser share
+        given |= {"model": model, "model_tag": model, "tokenizer": None, "distributed_executor_backend": None}
+        if (given.get("speculative_config") or {}).get("model"):
+            given["speculative_config"] = None
+        _check_server(argparse.Namespace(**given))
+        given["reasoning_parser"] = ""  # vLLM would read the model's tokenizer
+        checks = {name: lambda *_: True for name in ("check_and_update_config", "is_sleep_mode_available")}
+        with mock.patch.multiple(current_platform, create=True, **checks):
+            AsyncEngineArgs.from_cli_args(argparse.Namespace(**given)).create_engine_config()
     except Exception as error:
-        own = (ValueError, KeyError, TypeError, AssertionError, NotImplementedError)
-        # else another release's modules, or a package that is not here: no verdict
-        return _first_line(error) if isinstance(error, own) or type(error).__module__.startswith("vllm") else ""
+        refusals = (ValueError, KeyError, TypeError, AssertionError, NotImplementedError)
+        if isinstance(error, refusals) or type(error).__module__.startswith("vllm"):
+            return _first_line(error)
+        # another release's modules, or a package that is not installed: no verdict
     return ""
 
 
