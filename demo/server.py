@@ -17,7 +17,7 @@ from pathlib import Path
 
 import httpx
 
-from vllm_gptoss.cli.bench.served import tail
+from benchmarks.served import tail
 
 NAME = "gpt-oss"
 

@@ -160,14 +160,31 @@ def test_the_recipes_are_there(installed: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "vllm serve openai/gpt-oss-20b\n"), done.stderr
 
 
+def test_lines_are_planned_and_checked_without_vllm_and_torch(installed: Path, tmp_path: Path) -> None:
+    line = ["--", "vllm", "serve", "openai/gpt-oss-120b", "--dtype", "float16"]
+    for command, code, said in (
+        (["plan", "--device", "H100", *line[:-2]], 0, "requests of 131,072 tokens"),
+        (["plan", "--device", "H100", *line], 2, "--dtype float16 is refused"),
+        (["check", "--device", "H100", *line], 1, "--dtype float16 is refused"),
+        (["check", "120b-h100-latency"], 0, "no vLLM: 0 found wrong"),
+        (["serve", "120b-h100-latency", "--dry-run"], 0, "vllm serve --config"),
+        (["list", "--device", "auto"], 0, ""),
+    ):
+        done = run(installed, ["vllm-gptoss", "recipe", *command], tmp_path)
+        assert done.returncode == code, done.stderr
+        assert said in done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+
+
 def test_doctor_runs_without_what_the_tools_need(installed: Path, tmp_path: Path) -> None:
     """As after `pip install --no-deps`. Last, because it removes packages."""
     for name in ("mcp", "httpx"):
         shutil.rmtree(site_packages(installed) / name)  # a real folder: importing wrote its __pycache__
         for link, _ in links(name, site_packages(installed)):
             link.unlink(missing_ok=True)
-    code, found, said = doctor(installed, tmp_path)
+    code, found, _ = doctor(installed, tmp_path)
     assert code == 1
     assert problems(found).keys() == {"package vllm", "package torch", "package mcp", "package httpx"}
     assert problems(found)["package httpx"] == "pip install 'httpx>=0.28'"
-    assert "no `tools` commands: No module named" in said
+    done = run(installed, ["vllm-gptoss", "tools", "check"], tmp_path)
+    assert done.stderr.startswith("vllm-gptoss tools cannot run: No module named")

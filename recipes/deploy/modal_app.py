@@ -1,6 +1,6 @@
 """gpt-oss on Modal: `modal deploy recipes/deploy/modal_app.py`, then `modal run recipes/deploy/modal_app.py`.
 
-Weights and compiled graphs are in volumes, so that the second start is fast; no container runs while nobody asks.
+Weights and compiled graphs are in volumes, so that the second start is fast; no container runs without requests.
 The flags are those of the recipe `20b-h100-agent`, which a test compares. Needs `pip wheel --no-deps -w dist .` first.
 """
 
@@ -20,7 +20,7 @@ AT_ONCE = 64
 """Requests that one container takes before Modal starts another."""
 
 STOP = ["--shutdown-timeout", "20"]
-"""Seconds in which what generates may end. Modal kills a container 30 seconds after it has told it to stop."""
+"""Seconds for running requests to end. Modal kills a container 30 seconds after SIGTERM."""
 KILL_S = 28
 
 MINUTE = 60
@@ -69,13 +69,13 @@ class Server:
 
     @modal.exit()
     def stop(self) -> None:
-        """Tells the server to stop and waits for it, before Modal kills the container."""
+        """Stops the server and waits for it, before Modal kills the container."""
         self.process.terminate()
         self.process.wait(KILL_S)
 
 
 def asked(url: str, question: str) -> str:
-    """One streamed answer with the tools at hand; reasoning and tool calls are printed as they come."""
+    """One streamed answer with tools; reasoning and tool calls are printed as they arrive."""
     python = {"type": "code_interpreter", "container": {"type": "auto"}}
     body = {"model": MODEL, "input": question, "stream": True, "tools": [python]}
     headers = {"Content-Type": "application/json"}
@@ -97,7 +97,7 @@ def asked(url: str, question: str) -> str:
 
 @app.local_entrypoint()
 def main(question: str = "What is 2 ** 100? Use python.") -> None:
-    """Wakes a container, waits for its health, and asks."""
+    """Starts a container, waits for its health, and sends a request."""
     url = Server().serve.get_web_url()
     assert url, "deploy it first: modal deploy recipes/deploy/modal_app.py"
     with urllib.request.urlopen(f"{url}/health", timeout=25 * MINUTE) as response:

@@ -57,7 +57,8 @@ def engine(blocks: int, caching: bool, tokenizer: str | None = None) -> Any:
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": "gptoss"}
     from vllm import LLM
 
-    from vllm_gptoss.cli.bench import served, shapes
+    from benchmarks import served
+    from vllm_gptoss.cli.bench import shapes
     from vllm_gptoss.plugin import register
 
     register()

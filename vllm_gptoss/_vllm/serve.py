@@ -6,13 +6,18 @@ touches a device once a platform plugin has named the CPU.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import copy
 import dataclasses
 import enum
+import importlib
 import io
+import re
 import typing
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 PLATFORM = "vllm.platforms.cpu.CpuPlatform"
 """What a platform plugin names for parsing: a CUDA release's own detection fails where there is no GPU."""
@@ -52,6 +57,58 @@ def parse(parser: Any, words: Sequence[str]) -> tuple[Any, str]:
         return None, " ".join(text[text.rfind("error:") + 6 :].split()) or "it was refused"
     except Exception as error:  # a validator's own
         return None, f"{type(error).__name__}: {error}"
+
+
+def refusal(namespace: Any, model: str) -> str:
+    """Why vLLM refuses the arguments of `vllm serve` for the model in the folder `model`; empty where it accepts them.
+
+    Runs the checks of the API server and `create_engine_config`. Skipped: a platform's own checks, Ray, and drafts,
+    whose configuration is on the hub.
+    """
+    try:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+
+        given = copy.deepcopy(vars(namespace))  # vLLM writes into objects that all namespaces of a parser share
+        given |= {"model": model, "model_tag": model, "tokenizer": None, "distributed_executor_backend": None}
+        if (given.get("speculative_config") or {}).get("model"):
+            given["speculative_config"] = None
+        _check_server(argparse.Namespace(**given))
+        given["reasoning_parser"] = ""  # vLLM would read the model's tokenizer
+        checks = {name: lambda *_: True for name in ("check_and_update_config", "is_sleep_mode_available")}
+        with mock.patch.multiple(current_platform, create=True, **checks):
+            AsyncEngineArgs.from_cli_args(argparse.Namespace(**given)).create_engine_config()
+    except Exception as error:
+        refusals = (ValueError, KeyError, TypeError, AssertionError, NotImplementedError)
+        if isinstance(error, refusals) or type(error).__module__.startswith("vllm"):
+            return _first_line(error)
+        # another release's modules, or a package that is not installed: no verdict
+    return ""
+
+
+def _check_server(args: Any) -> None:
+    """The checks of `vllm.entrypoints` before an engine starts."""
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    modules = ("launchers", "openai", "common")
+    for name in modules:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(f"vllm.entrypoints.{name}.cli_args").validate_parsed_serve_args(args)
+            break
+    for what, name, plugin, manager in (
+        ("tool call", args.enable_auto_tool_choice and args.tool_call_parser, "tool_parser_plugin", ToolParserManager),
+        ("reasoning", args.reasoning_parser, "reasoning_parser_plugin", ReasoningParserManager),
+    ):
+        if name and not getattr(args, plugin, None) and name not in manager.list_registered():
+            raise ValueError(f"invalid {what} parser: {name}")
+
+
+def _first_line(error: Exception) -> str:
+    """The sentence of a validation error, without pydantic's frame."""
+    said = error.args[0] if isinstance(error, KeyError) and error.args else str(error)
+    found = re.search(r"(?:Value error|Assertion failed), (.*?) \[type=", str(said), re.DOTALL)
+    return " ".join((found[1] if found else str(said)).split())[:400] or type(error).__name__
 
 
 def actions(parser: Any) -> dict[str, Any]:

@@ -4,75 +4,88 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Final
 
 from vllm_gptoss.tools.missing import reason
 from vllm_gptoss.version import __version__
 
 try:
     import typer
-    from rich.console import Console
-    from rich.table import Table
-
-    from vllm_gptoss.cli.doctor import Finding, Status, examine
+    from typer.core import TyperCommand, TyperGroup
 except ImportError as error:
     raise SystemExit(f"vllm-gptoss cannot run: {reason(error)}") from None
 
-app = typer.Typer(name="vllm-gptoss", no_args_is_help=True, add_completion=False, help="gpt-oss on vLLM.")
 
-
-def _add_tools() -> None:
+def _tools() -> typer.Typer:
     from vllm_gptoss.tools.check import check
     from vllm_gptoss.tools.serve import serve
 
-    tools = typer.Typer(no_args_is_help=True, help="The tools that the model calls inside /v1/responses.")
+    tools = typer.Typer(no_args_is_help=True, help=GROUPS["tools"][1])
     tools.command("check", help="Start every configured tool, run one call each, print a table.")(check)
     tools.command("serve", help="Serve our python and browser tools as MCP servers, for any engine.")(serve)
-    app.add_typer(tools, name="tools")
+    return tools
 
 
-def _add_bench() -> None:
-    from vllm_gptoss.cli.bench import consistency, decode, host, numerics, streams
+def _bench() -> typer.Typer:
+    from vllm_gptoss.cli.bench import consistency, decode, streams
 
-    bench = typer.Typer(no_args_is_help=True, help="Benchmarks of the plugin against stock vLLM on this machine.")
+    bench = typer.Typer(no_args_is_help=True, help=GROUPS["bench"][1])
     bench.command("decode", help="TPOT and GPU time per step, shapes of 20b and 120b with dummy weights.")(decode.main)
-    bench.command("merge", help="Add the measurements of several results files up.")(decode.merge)
-    bench.command("numerics", help="Logits and perplexity of the plugin within the spread of vLLM's backends?")(
-        numerics.main
-    )
+    bench.command("merge", help="Add up the measurements of several results files.")(decode.merge)
     bench.command("consistency", help="Log-probabilities of decode against those of prompts, also after a reload.")(
         consistency.main
-    )
-    bench.command("host", help="CPU time of the API server for each streamed token, stock and plugin; needs no GPU.")(
-        host.main
     )
     bench.command("streams", help="Time between tokens of a running server, and its engine's processor time.")(
         streams.main
     )
-    app.add_typer(bench, name="bench")
+    return bench
 
 
-def _add_recipes() -> None:
-    from vllm_gptoss.cli.recipes.cli import app as recipes
+def _recipe() -> typer.Typer:
+    from vllm_gptoss.cli.recipes.cli import app
 
-    app.add_typer(recipes, name="recipe")
-
-
-def _add_eval() -> None:
-    from vllm_gptoss.cli.eval.command import app as evaluate
-
-    app.add_typer(evaluate, name="eval")
+    return app
 
 
-for _add in (_add_tools, _add_bench, _add_recipes, _add_eval):
-    try:
-        _add()
-    except ImportError as _error:  # where packages are missing, `doctor` must run and name them all
-        _what = _add.__name__.removeprefix("_add_")
-        typer.echo(f"no `{_what}` commands: {reason(_error)}", err=True)
+def _eval() -> typer.Typer:
+    from vllm_gptoss.cli.eval.command import app
 
-_STYLE = {Status.OK: "green", Status.INFO: "cyan", Status.WARNING: "yellow", Status.PROBLEM: "bold red"}
+    return app
+
+
+GROUPS: Final[Mapping[str, tuple[Callable[[], typer.Typer], str]]] = {
+    "tools": (_tools, "The tools that the model calls inside /v1/responses."),
+    "bench": (_bench, "Benchmarks of the plugin against stock vLLM on this machine."),
+    "recipe": (_recipe, "Which command for which machine, checked with vLLM's own parser."),
+    "eval": (_eval, "GPQA, AIME and other evaluations of a running server."),
+}
+"""Groups of commands, which are imported when one of their commands runs, and their lines in `--help`."""
+
+
+class _Groups(TyperGroup):
+    """The commands of this file, and `GROUPS`."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *GROUPS]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in GROUPS:
+            return TyperCommand(cmd_name, help=GROUPS[cmd_name][1])
+        return super().get_command(ctx, cmd_name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        if name is None or name not in GROUPS:
+            return name, command, rest
+        try:
+            return name, typer.main.get_group(GROUPS[name][0]()), rest
+        except ImportError as error:  # the other commands need no such package; `doctor` names all that are missing
+            raise SystemExit(f"vllm-gptoss {name} cannot run: {reason(error)}; see vllm-gptoss doctor") from None
+
+
+app = typer.Typer(name="vllm-gptoss", cls=_Groups, no_args_is_help=True, add_completion=False, help="gpt-oss on vLLM.")
 
 
 @app.callback(invoke_without_command=True)
@@ -84,11 +97,18 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 @app.command()
 def doctor(
-    command: Annotated[list[str] | None, typer.Argument(help="A `vllm serve` line to judge, after `--`.")] = None,
+    command: Annotated[list[str] | None, typer.Argument(help="A `vllm serve` line to check, after `--`.")] = None,
     model: Annotated[Path | None, typer.Option(help="A checkpoint directory to check as well.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print findings as JSON.")] = False,
 ) -> None:
-    """Say whether the plugin is active here, what it chose and why, and which settings do nothing."""
+    """Report whether the plugin is active here, what it chose and why, and which settings have no effect."""
+    try:
+        import rich  # noqa: F401  (for `_print`)
+
+        from vllm_gptoss.cli.doctor import Status, examine
+    except ImportError as error:
+        raise SystemExit(f"vllm-gptoss cannot run: {reason(error)}") from None
+
     findings = examine(model, command or ())
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
@@ -98,11 +118,15 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _print(findings: list[Finding]) -> None:
+def _print(findings: list[Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    styles = {"ok": "green", "info": "cyan", "warning": "yellow", "problem": "bold red"}
     table = Table(box=None, show_header=False, padding=(0, 1))
     for column in ("status", "check", "detail"):
         table.add_column(column, overflow="fold")
     for finding in findings:
         detail = f"{finding.detail}\n-> {finding.fix}" if finding.fix else finding.detail
-        table.add_row(f"[{_STYLE[finding.status]}]{finding.status}[/]", finding.check, detail)
+        table.add_row(f"[{styles[finding.status]}]{finding.status}[/]", finding.check, detail)
     Console().print(table)

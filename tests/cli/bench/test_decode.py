@@ -187,7 +187,7 @@ def test_lengths_are_read_as_people_write_them() -> None:
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Bench:
-    """`vllm-gptoss bench decode`, whose engines start with vLLM imported: its exit code and what it says."""
+    """Exit code and output of `vllm-gptoss bench decode`; its engines start with vLLM imported."""
     monkeypatch.setattr(worker, "subprocess", SimpleNamespace(Popen=warm_vllm.popen))
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
 

@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 from demo.server import Server
 from vllm_gptoss.cli import main
 from vllm_gptoss.cli.bench import engine_process, streams
-from vllm_gptoss.cli.bench.served import ServedError
-from vllm_gptoss.cli.bench.streams import Load, Stream
+from vllm_gptoss.cli.bench.streams import Load, ServedError, Stream
 
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -130,7 +129,7 @@ def test_a_real_server_is_measured_with_its_engine(served: Server, tmp_path: Pat
 
 
 def test_all_streams_of_a_load_are_asked_for_at_once() -> None:
-    """No client begins its share after another's: this server answers nobody before all five have asked."""
+    """All clients send at once: this server answers only after all five requests."""
     loop, asked = asyncio.new_event_loop(), []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""Doctor must see what is wrong, say what to do, and fail."""
+"""Doctor must find problems, name their remedies, and fail."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ def test_a_good_environment_passes_and_proves_the_plugin_active() -> None:
     assert runner["status"] == ("info" if why else "ok")
     assert (why or "ours: ") in runner["detail"]
     assert "(" in of(found, "experts")["detail"]
+    assert of(found, "browser tool")["detail"].startswith("no search backend")
+    assert "GPTOSS_BROWSER_DOCUMENTS" in of(found, "browser tool")["fix"]
     assert of(found, "layers")["detail"].startswith(("gptoss (", "upstream ("))
     assert "vllm-gptoss recipe list --device auto" in of(found, "recipes")["detail"]
 
@@ -123,7 +125,8 @@ def test_a_serve_line_of_an_old_guide_is_judged_by_vllms_own_parser() -> None:
 @pytest.mark.slow
 def test_what_a_serve_line_chooses_is_said_with_its_reason() -> None:
     line = ["vllm", "serve", "openai/gpt-oss-20b", "--async-scheduling", "--kv-cache-dtype", "fp8"]
-    code, found = doctor("--", "VLLM_USE_V1=1", *line)
+    code, found = doctor("--", "VLLM_USE_V1=1", *line, "--dtype", "float16")
+    assert "--dtype float16 is refused" in of(found, "serve line: engine")["detail"]
     assert of(found, "serve line: async")["status"] == "warning"
     assert of(found, "serve line: variables")["fix"] == "unset it: there is only one engine"
     assert code == 1
@@ -134,7 +137,7 @@ def test_what_a_serve_line_chooses_is_said_with_its_reason() -> None:
 
 
 def test_the_readme_shows_what_doctor_and_the_start_up_line_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On one H200. `…` in the README stands for what it leaves out."""
+    """On one H200. `…` in the README marks omitted text."""
     monkeypatch.setattr(findings, "detect", lambda: devices.named("H200"))
     probe = {"model": "vllm_gptoss.engine.model.gpt_oss:GptOssForCausalLM", "endpoint_plugins": ["gptoss"]}
     found = [*findings.settings_and_choices(), *findings.active({**probe, "VLLM_PLUGINS": "gptoss,others"})]

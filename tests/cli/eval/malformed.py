@@ -49,7 +49,7 @@ EMPTY = f"{THOUGHT}<|channel|>commentary to=functions.get_time<|message|><|call|
 
 
 def questions() -> list[dict[str, Any]]:
-    """Each asks the same and is answered by force; whole means that the text or the call arrives."""
+    """All have the same request and a forced answer; whole means that the text or the call arrives."""
     base = {"user": "What is the weather in Paris?", "tools": [WEATHER, TIME]}
     found = [
         {"id": name, **base, "equals": text, "request": forced(written)} for name, (written, text) in TEXTS.items()

@@ -1,6 +1,7 @@
-"""A server of both APIs on a real socket that answers as a test says: well, wrongly, slowly, in pieces or not at all.
+"""A server of both APIs on a real socket that answers as a test specifies: correctly, wrongly, slowly, in pieces or
+never.
 
-`python -m tests.cli.eval.server` serves right answers to `What is N + M?` in a process of its own, and prints its port.
+`python -m tests.cli.eval.server` serves right answers to `What is N + M?` in a separate process, and prints its port.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Words:
 
 @dataclass(frozen=True)
 class Raw:
-    """Whatever a server can send. `end`: how it goes on after `parts`; `pause_s` comes before each part."""
+    """An answer. end: what follows `parts`; pause_s: before each part."""
 
     parts: Sequence[bytes] = ()
     status: int = 200
@@ -47,7 +48,7 @@ class Raw:
 
 Reply = Words | Raw
 Plan = Callable[[dict[str, Any], int], Reply]
-"""From a request's body and how often its last user message was asked before."""
+"""The answer for a request's body and the number of earlier requests with its last user message."""
 
 
 def asked(body: Mapping[str, Any]) -> str:
@@ -133,7 +134,7 @@ def rendered(reply: Reply, body: Mapping[str, Any], chat: bool) -> Raw:
 
 
 class App:
-    """The ASGI application; `bodies` holds what was asked unless `forget`."""
+    """The ASGI application; `bodies` holds all requests unless `forget`."""
 
     def __init__(self, plan: Plan, forget: bool = False) -> None:
         self.plan = plan
@@ -195,7 +196,7 @@ async def _parts(raw: Raw) -> AsyncIterator[bytes]:
 
 @dataclass(frozen=True)
 class Served:
-    """A server in a thread of its own."""
+    """A server in a thread."""
 
     api: str
     app: App

@@ -1,4 +1,4 @@
-"""What a server can do to a client: every end has its name, nothing is asked for ever, nothing grows for ever."""
+"""Failures of a server: each has a name, retries end, and memory is bounded."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_no_retry_after_makes_it_wait_for_ever(header: str) -> None:
 
 def test_a_server_that_is_not_there_is_named() -> None:
     with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))  # bound, but nobody listens
+        held.bind(("127.0.0.1", 0))  # bound, but not listening
 
         async def once() -> LostError:
             url = f"http://127.0.0.1:{held.getsockname()[1]}/v1"

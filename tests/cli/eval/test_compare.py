@@ -67,7 +67,7 @@ def test_chance_is_not_called_a_loss_and_what_it_could_hide_is_said(tmp_path: Pa
 
 @pytest.mark.parametrize(("limit", "code"), [("-20", 0), ("-12", 1), ("0", 1)])
 def test_the_gate_looks_at_the_lower_end(tmp_path: Path, limit: str, code: int) -> None:
-    """30 of 200 questions lost: -15 points, whose interval begins near -20 (standard error 2.5)."""
+    """30 of 200 questions lost: -15 points, with an interval from about -20 (standard error 2.5)."""
     before, after = run(tmp_path / "a", fates(150, 200)), run(tmp_path / "b", fates(124, 200))
     done = told(before, after, "--fail-below", limit)
     assert done.exit_code == code, done.output

@@ -20,7 +20,7 @@ SAMPLES = count(10_000, 4_000)
 
 @contextlib.contextmanager
 def server() -> Iterator[str]:
-    """In a process of its own: its memory is not the client's."""
+    """In a separate process: its memory is not the client's."""
     command = [sys.executable, "-m", "tests.cli.eval.server"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""`vllm-gptoss eval` from the command line to its files: nothing asked twice, nothing lost, nothing hidden."""
+"""`vllm-gptoss eval` from the command line to its files: no duplicate requests, no lost or hidden samples."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_a_server_that_died_ends_the_run_soon_and_says_so(tmp_path: Path) -> Non
         assert len(served.app.bodies) < 200
     assert done.exit_code == 3, done.output
     assert "in a row were lost" in done.output
-    assert "were not asked yet" in re.sub(r"\s+", " ", done.output)
+    assert "samples are missing" in re.sub(r"\s+", " ", done.output)
     assert not summary(out)["complete"]
 
 
@@ -292,7 +292,7 @@ def test_a_score_too_low_fails_and_lost_samples_count_against_it(tmp_path: Path)
 
 @pytest.fixture
 def caller() -> Iterator[Served]:
-    """Calls as asked for, one an answer, then says what came."""
+    """Makes the requested calls, one an answer, then returns their results."""
 
     def plan(body: dict[str, Any], before: int) -> Reply:
         done = results(body)

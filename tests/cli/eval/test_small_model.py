@@ -1,6 +1,5 @@
-"""Against real vLLM with the small model: what it knows by heart is the score, and malformed Harmony loses nothing.
-
-The plugin and stock vLLM are started the same way, asked the same questions, and made to write the same tokens.
+"""Against real vLLM with the small model: memorised answers are the score, and malformed Harmony loses nothing. The
+plugin and stock vLLM start the same way, get the same questions, and are forced to write the same tokens.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""The command: each form of a recipe says the same, and what is wrong ends with a code and a remedy."""
+"""The command: all forms of a recipe agree, and errors have an exit code and a remedy."""
 
 from __future__ import annotations
 
 import json
 import os
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def test_variables_come_with_every_form() -> None:
 
 
 def serve(folder: Path, *extra: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """`recipe serve` of a recipe with a variable, beside a `vllm` that says what it was given."""
+    """`recipe serve` of a recipe with a variable, with a `vllm` that prints its arguments."""
     program = folder / "vllm"
     program.write_text('#!/bin/sh\necho "$VLLM_ROCM_USE_AITER" "$@"\nexit 7\n')
     program.chmod(0o755)
@@ -65,7 +66,9 @@ def test_serve_runs_vllm_with_the_recipes_file_and_what_comes_after(tmp_path: Pa
     assert done.stdout == f"1 serve --config {file} --port 9000 --served-model-name two words\n"
     assert file.read_text() == recipe("show", AITER, "--config").stdout
     assert [path.name for path in file.parent.iterdir()] == [file.name]
+    shutil.rmtree(file.parent)
     dry = serve(tmp_path, "--dry-run", "--", "--served-model-name", "two words")
+    assert not file.parent.exists()
     words = ["vllm", "serve", "--config", str(file), "--served-model-name", "two words"]
     assert shlex.split(dry.stdout) == ["VLLM_ROCM_USE_AITER=1", *words]
 
@@ -73,8 +76,10 @@ def test_serve_runs_vllm_with_the_recipes_file_and_what_comes_after(tmp_path: Pa
 def test_serve_says_which_variable_of_the_user_the_recipe_wins_over(tmp_path: Path) -> None:
     done = serve(tmp_path, VLLM_ROCM_USE_AITER="0")
     assert done.stdout.startswith("1 serve")
-    assert done.stderr == "VLLM_ROCM_USE_AITER=1, as the recipe has it, instead of 0\n"
-    assert serve(tmp_path, VLLM_ROCM_USE_AITER="1").stderr == ""
+    assert done.stderr.endswith("VLLM_ROCM_USE_AITER=1, as the recipe has it, instead of 0\n")
+    other = serve(tmp_path, VLLM_ROCM_USE_AITER="1").stderr
+    assert other.startswith(f"{AITER} is for MI355X, this machine has "), "and runs"
+    assert other.count("\n") == 1
 
 
 def test_serve_takes_no_second_file(tmp_path: Path) -> None:
@@ -103,7 +108,7 @@ def test_serve_without_vllm_says_what_to_do() -> None:
         (["show", "120b-rtx"], "near: 120b-rtx-pro-6000-latency, 120b-rtx-pro-6000-throughput, "),
         (["show", "120b-4xr9700"], "near: 120b-4xr9700-latency, 120b-4xr9700-agent\n"),
         (["show", ""], "recipe list"),
-        (["list", "--device", "H10"], "there are"),
+        (["list", "--device", "H10"], "there is H100"),
         (["check", "/nowhere.yaml"], "/nowhere.yaml: No such file"),
         (["check", "20b-h10-latency"], "near: 20b-h100-latency"),
         (["check", "--release", "--today", "yesterday"], "yesterday"),
@@ -111,6 +116,10 @@ def test_serve_without_vllm_says_what_to_do() -> None:
         (["check", "20b-h100-agent", "--source", "/nowhere"], "no vLLM is unpacked in /nowhere"),
         (["check", "20b-h100-agent", "20b-h10-agent"], "near: 20b-h100-agent"),
         (["plan", "--", "vllm"], "plan what?"),
+        (["plan", "--device", "H100", "--", "vllm", "serve", "m", "--max-model-len", "262144"], "131,072 positions"),
+        (["plan", "--device", "H100", "--", "vllm", "serve", "m", "--dtype", "float16"], "--dtype float16 is refused"),
+        (["plan", "--device", "H100", "--", "vllm", "serve", "m", "--max-num-seqs", "many"], "'many' is no number"),
+        (["plan", "--device", "RTX-3060", "--model", "120b", "--users", "1"], "larger GPUs, or gpt-oss-20b"),
         (["plan", "20b-h100-agent", "20b-h200-agent"], "plan what? the id of one recipe,"),
         (["plan", "20b-h100-agent", "--device", "T4"], "compute capability 8.0"),
     ],
@@ -126,6 +135,34 @@ def test_a_machine_without_recipes_gets_no_empty_table() -> None:
     done = recipe("list", "--device", "V100")
     assert (done.returncode, done.stdout) == (0, "")
     assert "V100 is sm_70" in done.stderr
+
+
+def test_a_question_of_users_gets_a_command() -> None:
+    done = recipe("plan", "--model", "20b", "--device", "2xL40S", "--context", "32k", "--users", "20")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("vllm serve openai/gpt-oss-20b --max-model-len 32000\n")
+    done = recipe("plan", "--model", "120b", "--device", "2xL40S", "--context", "32k", "--users", "20", "--json")
+    assert done.returncode == 1
+    assert "nearest that fits" in done.stderr
+    found = json.loads(done.stdout)
+    assert found["command"].startswith("vllm serve openai/gpt-oss-120b --max-model-len 32000 ")
+    assert 10 < found["requests"] < 20
+
+
+def test_a_list_is_filtered_and_whole_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    lines = recipe("list", "--goal", "agent", "--model", "20b").stdout.splitlines()
+    assert len(lines) > 10
+    assert all("20b-" in line and "-agent" in line for line in lines[1:])
+    rows = json.loads(recipe("list", "--fits", "--device", "RTX-3090", "--json").stdout)
+    assert {row["model"] for row in rows} == {"openai/gpt-oss-20b"}
+    rows = json.loads(recipe("list", "--device", "sm89", "--memory-gib", "30", "--json").stdout)
+    assert {row["device"] for row in rows} == {"RTX-4090"}
+
+
+def test_a_flag_that_a_plan_does_not_read_is_reported() -> None:
+    done = recipe("plan", "--device", "H100", "--", "vllm", "serve", "openai/gpt-oss-20b", "--max-modle-len", "8192")
+    assert (done.returncode, done.stderr) == (0, "the plan does not depend on --max-modle-len\n")
 
 
 def test_a_program_reads_the_model_the_goal_and_the_claims() -> None:

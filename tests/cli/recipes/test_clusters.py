@@ -18,9 +18,9 @@ TOOLS = "browser,service:http://gptoss-tools:8001"
 
 
 KUBERNETES_OWN = 30
-"""Seconds that a pod has to end where nothing is said, as in the production-stack's chart."""
+"""Kubernetes' default seconds for a pod to end, as in the production-stack's chart."""
 STOPS = {"ray": 1700, "stack": 20, "llm-d": 120}
-"""Seconds in which what generates may end when a server is told to stop."""
+"""Seconds for running requests to end after SIGTERM."""
 
 
 def read(name: str) -> list[dict[str, Any]]:
@@ -63,14 +63,14 @@ def test_vllms_parser_reads_each_as_the_recipe() -> None:
 
 
 def test_ray_is_given_its_tools_where_it_reads_them() -> None:
-    """As `--tool-server` vLLM would look for an MCP server of that name, before the plugin is asked."""
+    """As `--tool-server`, vLLM would search for an MCP server of that name before the plugin sees it."""
     config = llm_config()
     assert config["runtime_env"]["env_vars"] == {"GPTOSS_TOOLS": TOOLS}
     assert "tool_server" not in config["engine_kwargs"]
 
 
 def test_what_generates_may_end_before_a_replica_is_killed() -> None:
-    """Behind that time the plugin still says why it fails the rest, and stores it."""
+    """After that time the plugin still reports why it fails the rest, and stores it."""
     assert STOPS["ray"] + 25 < llm_config()["deployment_config"]["graceful_shutdown_timeout_s"]
     (patch,) = read("llm_d.yaml")
     assert STOPS["llm-d"] + 25 < patch["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]

@@ -94,7 +94,7 @@ def test_the_manifest_itself_is_the_recipe_that_it_names() -> None:
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
 def test_systemd_takes_the_unit_and_not_a_misspelt_one(tmp_path: Path) -> None:
-    """The program, the user and the folder of /opt are not there where this runs: others stand in for them."""
+    """The program, the user and the folder of /opt do not exist here: others replace them."""
     text = (DEPLOY / "vllm-gptoss.service").read_text()
     here = text.replace("/opt/vllm-gptoss/bin/vllm-gptoss", "/bin/true").replace("User=vllm", "User=root")
     for name, unit, clean in (("good", here, True), ("bad", here.replace("KillMode=", "KilMode="), False)):
@@ -107,7 +107,7 @@ def test_systemd_takes_the_unit_and_not_a_misspelt_one(tmp_path: Path) -> None:
 
 
 def test_what_generates_may_end_before_a_server_is_killed() -> None:
-    """Behind that time the plugin still says why it fails the rest, and stores it."""
+    """After that time the plugin still reports why it fails the rest, and stores it."""
     (name, seconds), unit = render.STOP, (DEPLOY / "vllm-gptoss.service").read_text()
     (deployment,) = (
         each for each in manifests((DEPLOY / "kubernetes.yaml").read_text()) if each["kind"] == "Deployment"
@@ -124,7 +124,7 @@ def test_what_generates_may_end_before_a_server_is_killed() -> None:
 
 
 def test_docker_stop_waits_as_well() -> None:
-    """A Dockerfile cannot say how long: `docker run` does, and docker waits 10 s where it is silent."""
+    """A Dockerfile cannot set the time: `docker run` does; its default is 10 s."""
     text = (DEPLOY / "Dockerfile").read_text()
     (command,) = re.findall(r"^CMD (\[.*\])$", text, re.MULTILINE)
     assert tuple(json.loads(command)[1:]) == render.STOP
@@ -158,7 +158,7 @@ def test_modal_reads_the_app_and_runs_the_recipe() -> None:
 
 
 def test_modal_tells_the_server_to_stop_and_waits_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Modal kills a container 30 s after it ran what is marked as its exit; a shell stands in for the server."""
+    """Modal kills a container 30 s after it ran what is marked as its exit; a shell replaces the server."""
     app, said = modal_app(), tmp_path / "said"
     name, seconds = app.STOP
     assert (name, app.command()[-2:]) == (render.STOP[0], app.STOP)
@@ -206,7 +206,7 @@ def releases() -> list[Path]:
 
 
 def metrics(release: Path) -> set[str]:
-    """Names of vLLM's source and ours, as they are defined."""
+    """Names that vLLM's source and the plugin's define."""
     folders = (release / "v1", ROOT / "vllm_gptoss")
     named = re.compile(r'"((?:vllm:|gptoss_)[a-z_]+)"')
     return {name for folder in folders for path in folder.rglob("*.py") for name in named.findall(path.read_text())}
@@ -222,7 +222,7 @@ def panels() -> list[dict[str, Any]]:
 
 
 def queries() -> list[str]:
-    """As Prometheus is asked: Grafana fills the interval in."""
+    """As Grafana sends it to Prometheus, with the interval filled in."""
     asked = [target["expr"] for panel in panels() for target in panel["targets"]]
     return [query.replace("$__rate_interval", "1m") for query in asked]
 

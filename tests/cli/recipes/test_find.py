@@ -1,10 +1,12 @@
-"""A machine gets its recipes, or the nearest, which is said."""
+"""A machine gets its recipes, or the nearest with the reason, and only those that fit."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from vllm_gptoss.cli.recipes import find, load
+from vllm_gptoss.cli.recipes import find, load, plan
 from vllm_gptoss.cli.recipes.load import RecipeError
 from vllm_gptoss.engine.choose import devices, families
 from vllm_gptoss.engine.choose.device import Device
@@ -42,8 +44,32 @@ def test_an_unknown_card_gets_the_nearest_of_its_family(device: Device, near: st
 def test_a_card_without_recipes_can_be_named_and_is_told_whose_it_gets(model: devices.Model) -> None:
     found = find.for_device(RECIPES, devices.named(model.name.lower()))
     assert f"no recipe is for {model.name}" in found.why
-    assert bool(found.recipes) == (families.of(model.device()).name != "other")
+    assert all(plan.fits(each.spec, model.device(), each.config, each.env) for each in found.recipes)
     assert {recipe.family for recipe in found.recipes} <= {families.of(model.device()).name}
+
+
+@pytest.mark.parametrize(
+    ("device", "sizes"),
+    [
+        (devices.named("RTX-5080"), set()),
+        (devices.named("RTX-4090-48G"), {"20b"}),
+        (dataclasses.replace(devices.named("CPU"), memory_gib=24.0), set()),
+        (dataclasses.replace(devices.named("CPU"), memory_gib=64.0), {"20b"}),
+        (devices.named("CPU"), {"20b"}),
+    ],
+    ids=str,
+)
+def test_no_recipe_is_offered_that_needs_more_memory(device: Device, sizes: set[str]) -> None:
+    found = find.for_device(RECIPES, device)
+    assert {recipe.model for recipe in found.recipes} == sizes
+    assert bool(found.recipes) == ("need more memory" not in found.why)
+
+
+def test_all_recipes_that_fit_a_card_are_found() -> None:
+    found = find.fitting(RECIPES, devices.named("RTX-3090")).recipes
+    assert {recipe.model for recipe in found} == {"20b"}
+    assert {recipe.device.name for recipe in found} >= {"RTX-4090", "A100"}
+    assert "no recipe fits" in find.fitting(RECIPES, devices.named("RTX-3060")).why
 
 
 def test_a_family_that_nobody_knows_gets_none_and_says_what_happens() -> None:

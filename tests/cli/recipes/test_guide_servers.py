@@ -1,4 +1,4 @@
-"""openai's own tool servers, started as the guide says, serve our `--tool-server host:port,…`.
+"""openai's tool servers, started as in the guide, serve our `--tool-server host:port,…`.
 
 They need mcp 1.x and Python 3.12: `GPTOSS_OPENAI_SERVERS` names the folder `gpt-oss-mcp-server` of a clone in which the
 first two lines of the guide's block were run. `uv` fetches a Python for the python server's first call.
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not SERVERS, reason="GPTOSS_OPENAI_SERVERS names
 
 @contextmanager
 def started(line: str) -> Iterator[None]:
-    """The server that a line of the guide starts, once it listens; it has a port of its own choice."""
+    """The server that a line of the guide starts, once it listens, on a port that it chooses."""
     process = subprocess.Popen(["bash", "-c", f"exec env {line}"], cwd=SERVERS, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     said = []

@@ -1,5 +1,5 @@
-"""Whatever vLLM's first guides, in both languages, its announcement and Modal's example tell a user to set stands in a
-recipe, or in troubleshooting with what it is today."""
+"""Every setting in vLLM's first guides, in both languages, its announcement and Modal's example is in a recipe, or in
+troubleshooting with its replacement."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SET: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("20b", "H100", {"kv-cache-dtype": "fp8", "max-model-len": 2**15, "max-num-seqs": 32}),
     ("20b", "H100", {"tool-server": "demo"}),
 )
-"""Flags: model, device, and what one recipe of theirs sets."""
+"""Flags: model, device, and the settings of one of their recipes."""
 
 PLAIN = (
     *(("20b", each) for each in ("A100", "H100", "H200", "B200")),

@@ -15,7 +15,7 @@ import pytest
 from tests.support import warm
 from vllm_gptoss.cli.recipes import check, load, memory
 from vllm_gptoss.cli.recipes.memory import MEASURED, Cache, Start
-from vllm_gptoss.cli.recipes.plan import Plan, PlanError, plan
+from vllm_gptoss.cli.recipes.plan import Plan, PlanError, plan, search
 from vllm_gptoss.cli.recipes.schema import SPECS
 from vllm_gptoss.engine.choose import Deployment, devices
 from vllm_gptoss.engine.spec import GPT_OSS_20B, GPT_OSS_120B
@@ -154,12 +154,44 @@ def test_the_guides_flags_are_advised_where_they_help() -> None:
     """The usage guide's case: one H100, more batched tokens and requests than its memory has room for."""
     crowded = {"max-num-batched-tokens": 120_000, "max-num-seqs": 1024}
     found = plan(GPT_OSS_120B, devices.named("H100"), crowded, {})
-    assert "--gpu-memory-utilization 0.95 --max-num-batched-tokens 1024" in found.advice
+    assert "--max-num-batched-tokens 1024" in found.advice  # without the guide's --gpu-memory-utilization 0.95
     more = plan(GPT_OSS_120B, devices.named("H100"), {**crowded, "max-num-seqs": 1025}, {})
     assert more.advice  # of which none has fewer batched tokens than requests, which vLLM refuses
     assert all("--max-num-seqs 16" in each for each in more.advice if "--max-num-batched-tokens" in each)
     assert plan(GPT_OSS_120B, devices.named("H100"), {}, {}).fits
     assert plan(GPT_OSS_20B, devices.named("H100"), {}, {}).advice == ()
+
+
+@pytest.mark.parametrize(("device", "length"), [("2xA100-40GB", 8192), ("4xL4", 16_384)])
+def test_a_combination_is_advised_where_no_single_setting_fits(device: str, length: int) -> None:
+    """Of four settings on the first: any three of them do not fit."""
+    (only,) = plan(GPT_OSS_120B, devices.named(device), {}, {}).advice
+    assert f"--max-model-len {length}" in only
+    assert {"--tensor-parallel-size", "--max-num-seqs", "--max-num-batched-tokens"} <= set(only.split())
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "length", "users", "reached"),
+    [
+        ("20b", "2xL40S", 32_768, 20, True),
+        ("120b", "2xL40S", 32_768, 20, False),
+        ("120b", "8xH100", 131_072, 200, True),
+        ("20b", "RTX-4090", 32_768, 1, True),
+    ],
+)
+def test_users_get_settings_that_serve_them_or_the_nearest(
+    model: str, device: str, length: int, users: int, reached: bool
+) -> None:
+    found = search(SPECS[model], devices.named(device), {"max-model-len": length}, {}, users)
+    assert found is not None
+    config, result = found
+    assert plan(SPECS[model], devices.named(device), config, {}).fits
+    assert (result.length >= length and result.requests >= users) == reached
+    assert result.requests > users / 2
+
+
+def test_what_fits_with_no_settings_has_no_nearest() -> None:
+    assert search(GPT_OSS_120B, devices.named("RTX-3060"), {"max-model-len": 4096}, {}, 1) is None
 
 
 def test_two_gpus_are_advised_to_stay_below_the_guides_limit() -> None:

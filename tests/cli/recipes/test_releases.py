@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm_gptoss.cli.recipes import check, load, probe, render, variables
+from vllm_gptoss.cli.recipes import check, flags, load, probe, render, variables
 from vllm_gptoss.cli.recipes.check import Case
 from vllm_gptoss.engine.choose import devices
 from vllm_gptoss.engine.spec import GPT_OSS_20B
@@ -35,6 +35,44 @@ WORDS = (
     ["openai/gpt-oss-20b", "-tp", "2", "--attention-backend", "TRITON_ATTN", "-cc.cudagraph_mode", "PIECEWISE"],
     ["openai/gpt-oss-20b", "--disable-prefix-caching"],
 )
+REFUSED = (
+    "--dtype float16",
+    "--dtype float32",
+    "--max-model-len 131073",
+    "--max-model-len 262144",
+    "--max-model-len 256k",
+    "--reasoning-parser GptOss",
+    "--enable-auto-tool-choice",
+    "--enable-auto-tool-choice --tool-call-parser gptoss",
+    "--chat-template /nowhere/template.jinja",
+    "--no-enable-chunked-prefill --max-num-batched-tokens 2048 --max-model-len 4096",
+    "-tp 8 -dcp 3",
+    "-tp 8 -dcp 2",
+    "-tp 3",
+    "--enable-log-outputs",
+    "--max-num-seqs 512 --max-num-batched-tokens 256",
+    "--max-num-seqs 0",
+    "--gpu-memory-utilization 1.5",
+)
+ACCEPTED = (
+    "",
+    "--dtype bfloat16",
+    "--max-model-len 131072",
+    "--max-model-len auto",
+    "--max-model-len 32k",
+    '--max-model-len 262144 --hf-overrides {"max_position_embeddings":262144}',
+    "--reasoning-parser openai_gptoss",
+    "--tool-call-parser gptoss",
+    "--enable-auto-tool-choice --tool-call-parser openai",
+    "--chat-template {{messages}}",
+    "--no-enable-chunked-prefill --max-num-batched-tokens 4096 --max-model-len 4096",
+    "-tp 2 --served-model-name a b --enforce-eager -cc.cudagraph_mode PIECEWISE",
+    "--enable-log-outputs --enable-log-requests",
+    "--kv_cache_dtype=fp8 --cudagraph-capture-sizes 1 2 4 --port 9000",
+    '--speculative-config {"method":"eagle3","model":"nvidia/gpt-oss-120b-Eagle3","num_speculative_tokens":3}',
+    "--enable-sleep-mode --distributed-executor-backend ray -tp 2",
+)
+"""Arguments that vLLM's engine refuses and accepts for gpt-oss, which a parser takes all."""
 FIRST = len(RECIPES) + len(BROKEN) + 1
 """Of `WORDS`, in what a release answered."""
 MORE = ["--port", "9000", "--max-num-seqs", "7"]
@@ -59,7 +97,29 @@ def release(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     mine.write_text("model: openai/gpt-oss-20b\nenable-prefix-caching: false\nheadless: false\nmax-num-seqs: 8\n")
     others = [["--config", str(mine)], ["/local/model", "--config", str(mine), "--max-num-seqs", "9"]]
     questions = [*(recipe.config for recipe in RECIPES), *broken, {**MODEL, **RESTATED}, *WORDS]
-    return probe.ask([*questions, *served, *typed, *others], request.param)
+    engine = [[MODEL["model"], *line.split()] for line in (*REFUSED, *ACCEPTED)]
+    return probe.ask([*questions, *served, *typed, *engine, *others], request.param)
+
+
+@pytest.mark.parametrize("line", [*REFUSED, *ACCEPTED])
+def test_the_engines_verdict_and_ours_without_it_agree(release: probe.Release, line: str) -> None:
+    parsed = release.parsed[[*REFUSED, *ACCEPTED].index(line) - len(REFUSED) - len(ACCEPTED) - 2]
+    read = flags.values([MODEL["model"], *line.split()])
+    assert not parsed.error
+    assert bool(parsed.refused) == (line in REFUSED), parsed.refused
+    device = devices.named("8xH200")
+    for values, releases in ((parsed.values, [(release, parsed)]), (read, [])):
+        found = [each for each in check.command(check.case_of(values, device, {}), releases) if each.fatal]
+        assert bool(found) == (line in REFUSED), found
+
+
+@pytest.mark.parametrize("line", ACCEPTED)
+def test_a_line_is_read_as_vllm_reads_it(release: probe.Release, line: str) -> None:
+    theirs = release.parsed[ACCEPTED.index(line) - len(ACCEPTED) - 2].values
+    ours = {key: value for key, value in flags.values([MODEL["model"], *line.split()]).items() if key in theirs}
+    assert {key: ours.get(key) for key in theirs if flags.COUNTED.fullmatch(key)} == {
+        key: value for key, value in theirs.items() if flags.COUNTED.fullmatch(key)
+    }
 
 
 def case(config: dict[str, Any], **env: str) -> Case:
@@ -125,7 +185,7 @@ def test_a_flag_of_another_release_says_which(release: probe.Release) -> None:
 
 def test_new_flags_are_new(release: probe.Release) -> None:
     old = release.version.startswith("0.32")
-    assert {flag for flag in check.NEW_FLAGS if flag in release.flags} == (set() if old else set(check.NEW_FLAGS))
+    assert {flag for flag in flags.NEW_FLAGS if flag in release.flags} == (set() if old else set(flags.NEW_FLAGS))
 
 
 def test_dead_variables_are_found_and_living_ones_left(release: probe.Release) -> None:

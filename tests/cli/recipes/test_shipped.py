@@ -1,4 +1,4 @@
-"""The recipes that ship: every GPU of the guides has one, and none says more than it proves."""
+"""The shipped recipes: every GPU of the guides has one, and every claim has evidence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever sees an error that says what to do finds it in troubleshooting, in English and in Chinese."""
+"""Every error with a remedy is in troubleshooting, in English and in Chinese."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_gptoss.cli.recipes import check, variables
+from vllm_gptoss.cli.recipes import check, flags, variables
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "vllm_gptoss"
@@ -33,13 +33,13 @@ HELD = names(
     " NotHereError ProtocolError SlowError TooManyTokensError UnavailableError UnwantedError _KilledError"
     " _OutOfTimeError _RefusedError _TooManyFilesError"
 )
-"""Errors that another part of ours catches."""
+"""Errors that another part of the plugin catches."""
 OPERATORS = names(
     "BackendError CheckpointError ChoiceError CompareError DamagedFileError DataError DeviceError"
     " MissingVariableError NvrtcError PlanError ProbeError RecipeError RecordError RequestError ResultsError"
     " SandboxError ServedError SettingsError StoppedError StoreError ToolConfigError YamlFileError"
 )
-"""Errors that whoever starts a server or types a command of ours reads; so are these of Python's and typer's."""
+"""Errors that an operator reads at a start or a command, with those of Python and typer."""
 FOREIGN = frozenset({"ValueError", "typer.BadParameter"})
 
 VERBS = "use|set|unset|name|run|give|leave|put|write|choose|install|configure|delete|remove|start"
@@ -47,7 +47,7 @@ REMEDY = re.compile(
     rf"(?i:(?:^|[:;.?] |else |or )(?:{VERBS})\b)|`(?:vllm-gptoss|git) |pip install|(?<![\w-])--[a-z]"
     r"|\b[A-Z]+_[A-Z_]+\b|\bthere (?:is|are|…)|docs/"
 )
-"""What a message says that tells what to do: an imperative after a stop, a command, a flag, a variable, a choice."""
+"""Signs of a remedy in a message: an imperative after a stop, a command, a flag, a variable, a choice."""
 
 
 def template(node: ast.AST) -> str:
@@ -73,7 +73,7 @@ def is_said(node: ast.AST) -> ast.Call | None:
 
 
 def messages(source: str) -> Iterator[str]:
-    """What a file tells operators, where it says what to do."""
+    """Messages with a remedy in a file."""
     for node in ast.walk(ast.parse(source)):
         call = is_said(node)
         text = max(map(template, call.args), key=len, default="") if call is not None else ""
@@ -174,12 +174,12 @@ def test_every_dead_variable_and_what_replaced_it_has_its_line() -> None:
 
 def test_every_renamed_key_has_its_line() -> None:
     for name in ("full_cuda_graph", "flashinfer_trtllm_mxfp8"):
-        assert name in check.RENAMED
+        assert name in flags.RENAMED
         assert name in PAGE
 
 
 def typed(cell: str) -> list[str]:
-    """What stands in code, flags and variables: what no language changes."""
+    """Code, flags and variables: the same in every language."""
     bare = re.findall(r"(?<![\w-])--[a-z][\w.-]*|\b(?:VLLM|GPTOSS)_[A-Z0-9_]+\b", SPAN.sub("", cell))
     return sorted([*spans(cell), *bare])
 

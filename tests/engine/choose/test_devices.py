@@ -30,6 +30,8 @@ def test_every_device_has_a_family_and_every_family_a_device() -> None:
         ("NVIDIA GeForce RTX 5090", "RTX-5090", 1),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000", 1),
         ("AMD Instinct MI300X", "MI300X", 1),
+        ("NVIDIA H200 141GB", "H200", 1),
+        ("2xRTX-4090-48G", "2xRTX-4090-48G", 2),
     ],
 )
 def test_what_a_user_types_is_understood(text: str, label: str, count: int) -> None:
@@ -44,6 +46,7 @@ def test_what_a_user_types_is_understood(text: str, label: str, count: int) -> N
         ("RTX-409", "RTX-4090"),
         ("9xH100", "1 to 8 H100"),
         ("toaster", "H100"),
+        ("M3", "there are H100, .* add --memory-gib"),
         ("2xDGX-Spark", "1 to 1"),
         ("NVIDIA RTX A1000", "there "),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "no device is called"),
@@ -52,6 +55,17 @@ def test_what_a_user_types_is_understood(text: str, label: str, count: int) -> N
 def test_an_unknown_device_names_near_ones(text: str, said: str) -> None:
     with pytest.raises(DeviceError, match=said):
         devices.named(text)
+
+
+def test_the_memory_in_a_name_and_the_memory_given_replace_the_rows() -> None:
+    assert devices.named("RTX-4090-48G").memory_gib == pytest.approx(47.3, abs=0.1)
+    assert devices.named("V100-16GB").memory_gib == pytest.approx(15.8, abs=0.1)
+    assert devices.named("H100 80GB") == devices.named("H100")
+    assert devices.named("A100", 60.0).memory_gib == 60.0
+    card = devices.named("2x sm89 card", 30.0)
+    assert (card.arch, card.memory_gib, card.count) == ("sm89", 30.0, 2)
+    assert devices.named("toaster", 30.0).arch == "unknown"
+    assert devices.of(devices.named("RTX-4090-48G")) is None, "no recipe is of this card"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ import asyncio
 import dataclasses
 import json
 import random
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -25,8 +24,8 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from vllm_gptoss.cli.bench import checkpoint, operations, shapes, truth
-from vllm_gptoss.cli.bench.worker import EngineRun, is_plugin, put, variant_options
+from vllm_gptoss.cli.bench import checkpoint, operations, shapes, truth, worker
+from vllm_gptoss.cli.bench.worker import is_plugin, variant_options
 
 VOCABULARY = 8192
 """Of random checkpoints, so that the LM head is a small part of the file."""
@@ -252,22 +251,13 @@ def _offline_rows(
         vocabulary = int(json.loads((directories[0] / "config.json").read_text())["vocab_size"])
         sizes = dataclasses.replace(load, vocabulary=min(vocabulary, 190_000))
         for variant in variants:
-            job = {"variant": variant, "model": str(directories[0]), "reload_from": str(directories[1])}
-            for row in _child(job | options | {"load": dataclasses.asdict(sizes)}):
+            job: dict[str, Any] = {"variant": variant, "model": str(directories[0])}
+            job["reload_from"] = str(directories[1])
+            for row in worker.in_process(
+                "vllm_gptoss.cli.bench.consistency", job | options | {"load": dataclasses.asdict(sizes)}
+            ):
                 yield {"variant": variant, **row}
 
 
-def _child(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a job, measured in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "job.json").write_text(json.dumps(job))
-        environment = {**EngineRun("", job["variant"], ()).environment, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-        command = [sys.executable, "-m", "vllm_gptoss.cli.bench.consistency", folder]
-        done = subprocess.run(command, env=environment, stdout=sys.stderr, check=False)
-        if done.returncode:
-            raise typer.BadParameter(f"{job['variant']}: the engine ended with {done.returncode}")
-        return list(json.loads((Path(folder) / "rows.json").read_text()))
-
-
 if __name__ == "__main__":
-    put(Path(sys.argv[1]) / "rows.json", json.dumps(run(json.loads((Path(sys.argv[1]) / "job.json").read_text()))))
+    worker.answer(run)

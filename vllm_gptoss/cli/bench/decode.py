@@ -1,10 +1,10 @@
 """Decode speed of gpt-oss shapes: the plugin against vLLM's own backends on the same GPU.
 
     vllm-gptoss bench decode --models 20b,120b --batches 1,2,4,8,16,32 --rounds 2
-    vllm-gptoss bench decode --models 20b --budget 560            # ends within 560 s, whatever was measured is kept
+    vllm-gptoss bench decode --models 20b --budget 560            # ends within 560 s, and stores what it measured
     vllm-gptoss bench merge day1.json day2.json --out all.json
 
-Each variant runs in a process of its own (vLLM's in-process engine, dummy weights, greedy, random prompts, no prefix
+Each variant runs in a separate process (vLLM's in-process engine, dummy weights, greedy, random prompts, no prefix
 cache); rounds interleave the variants, repeats are inside a process. TPOT = (time for the whole output - time for one
 token) / (output - 1); of many requests it also holds steps in which some still read their prompt. `decode_ms` is a step
 while all of them decode, and GPU time the same by torch.profiler: the union of kernel intervals, so overlapping
@@ -77,7 +77,7 @@ class Campaign:
     budget: float
     took: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
     cannot: set[tuple[str, str]] = dataclasses.field(default_factory=set)
-    """Models and variants whose process ended without a measurement: not started again."""
+    """Models and variants that ended without a measurement: not started again."""
     began: float = dataclasses.field(default_factory=time.monotonic)
 
     def left(self) -> float:
@@ -165,7 +165,7 @@ def merge(
     files: Annotated[list[Path], typer.Argument(help="results of one machine and one vLLM")],
     out: Annotated[Path, typer.Option(help="the file to write")],
 ) -> None:
-    """Adds the measurements of several files up and works the rows out anew."""
+    """Adds up the measurements of several files and recalculates the rows."""
     try:
         whole = Results.read(files[0])
         for path in files[1:]:
@@ -192,7 +192,7 @@ def _open(out: Path) -> tuple[Path, Results]:
 
 
 def _machine() -> dict[str, Any]:
-    """The head of the file, from a process of its own: this one must hold no GPU memory."""
+    """The head of the file, from a separate process: this one must hold no GPU memory."""
     code = "import torch; from vllm_gptoss import _vllm; from vllm_gptoss.engine.choose import device; "
     code += "print(device.detect().name, _vllm.version() or 'unknown', torch.__version__, sep='\\n')"
     said = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout

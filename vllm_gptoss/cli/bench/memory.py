@@ -33,9 +33,8 @@ def sampled() -> Iterator[list[float]]:
 
 
 def load_peak(samples: Sequence[float], kv: float) -> float | None:
-    """The most in use before vLLM took `kv` GiB for the KV cache, in GiB; None where that moment cannot be told.
-
-    The cache is taken at once and kept: its moment is the last rise through what is in use at most, less half of it.
+    """The most in use before vLLM took `kv` GiB for the KV cache, in GiB; None where that moment is unknown. vLLM
+    allocates the cache at once: the moment is the last rise above the maximum less half the cache.
     """
     if not samples or kv <= 0:
         return None

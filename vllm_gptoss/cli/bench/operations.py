@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,51 +20,26 @@ def apply(name: str, engine: Any, weights: str, other: str) -> str:
 
     Returns the checkpoint that the engine should compute with afterwards.
     """
-    operation = _OPERATIONS[name]
-    return operation(engine, weights, other)
+    match name:
+        case "reload":
+            _reload(engine, other)
+        case "trainer":
+            engine.collective_rpc(update_in_chunks, args=(other,))
+        case "partial":
+            engine.collective_rpc(update_attention, args=(weights,))
+        case "sleep1":
+            engine.sleep(level=1)
+            engine.wake_up()
+        case "sleep2":
+            engine.sleep(level=2)
+            engine.wake_up(tags=["weights"])
+            _reload(engine, other)
+            engine.wake_up(tags=["kv_cache"])
+    return other if name in ("reload", "trainer", "sleep2") else weights
 
 
-def _none(engine: Any, weights: str, other: str) -> str:
-    return weights
-
-
-def _reload(engine: Any, weights: str, other: str) -> str:
-    engine.collective_rpc("reload_weights", kwargs={"weights_path": other})
-    return other
-
-
-def _trainer(engine: Any, weights: str, other: str) -> str:
-    engine.collective_rpc(update_in_chunks, args=(other,))
-    return other
-
-
-def _partial(engine: Any, weights: str, other: str) -> str:
-    engine.collective_rpc(update_attention, args=(weights,))
-    return weights
-
-
-def _sleep1(engine: Any, weights: str, other: str) -> str:
-    engine.sleep(level=1)
-    engine.wake_up()
-    return weights
-
-
-def _sleep2(engine: Any, weights: str, other: str) -> str:
-    engine.sleep(level=2)
-    engine.wake_up(tags=["weights"])
-    _reload(engine, weights, other)
-    engine.wake_up(tags=["kv_cache"])
-    return other
-
-
-_OPERATIONS: dict[str, Callable[[Any, str, str], str]] = {
-    "none": _none,
-    "reload": _reload,
-    "trainer": _trainer,
-    "partial": _partial,
-    "sleep1": _sleep1,
-    "sleep2": _sleep2,
-}
+def _reload(engine: Any, weights: str) -> None:
+    engine.collective_rpc("reload_weights", kwargs={"weights_path": weights})
 
 
 def update_in_chunks(worker: Any, directory: str) -> None:

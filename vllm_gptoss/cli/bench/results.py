@@ -1,7 +1,7 @@
 """The benchmark's file: raw measurements of many runs, and the rows that follow from them.
 
 `{"gpu", "vllm", "torch", "date", "command", "rows": […], "engines": […], "measurements": […], "failures": […]}`. Rows
-and engines are worked out anew whenever measurements are added, so runs of one machine add up: a run that was cut short
+and engines are recalculated when measurements are added, so runs of one machine add up: a run that was cut short
 is continued by the same command, and files are merged.
 """
 
@@ -23,7 +23,7 @@ _DEFAULTS = {field.name: field for field in dataclasses.fields(EngineRun)}
 
 
 class ResultsError(ValueError):
-    """A results file that cannot be used; the message says what to do."""
+    """A results file that cannot be used; the message has the remedy."""
 
 
 def setting(of: EngineRun | dict[str, Any]) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Results:
         return results
 
     def merge(self, other: Results) -> None:
-        """Adds another file's rounds after ours."""
+        """Appends another file's rounds."""
         self.must_match(other.head)
         for measurement in other.measurements:
             self._rounds(measurement["model"], measurement["variant"], setting(measurement)).extend(
@@ -102,7 +102,7 @@ class Results:
         return new["rounds"]  # type: ignore[no-any-return]
 
     def write(self, path: Path) -> None:
-        """The whole file anew."""
+        """Replaces the whole file."""
         measured = [of for of in self.measurements if of["rounds"]]
         record = {
             **self.head,

@@ -28,10 +28,9 @@ import psutil
 import typer
 
 from vllm_gptoss.cli.bench import engine_process
-from vllm_gptoss.cli.bench.served import ServedError, post
 
 CLIENTS = 4
-"""Processes that read, so that none of them is what is slow: one reads some 30,000 events a second."""
+"""Reading processes, enough not to be the bottleneck: one reads some 30,000 events a second."""
 WORDS = 190_000
 """Token ids below are words of gpt-oss's vocabulary; control tokens lie above."""
 STARTS_S = 120
@@ -40,6 +39,10 @@ WARM_UP = 30
 """Tokens of a stream that is not measured: kernels are compiled and graphs captured at first use."""
 EVENT = b'"text":'
 """Once in each event of a completion."""
+
+
+class ServedError(RuntimeError):
+    """The server or the client ended; the message holds the end of its output."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Load:
 
 @dataclass
 class Stream:
-    """What one client read. began: when it asked; reads: (when, events). Seconds of the machine's one clock."""
+    """One client's stream. began: time of its request; reads: (time, events). Seconds of the machine's clock."""
 
     began: float
     reads: list[tuple[float, int]] = field(default_factory=list)
@@ -100,11 +103,7 @@ def _record(out: Path | None) -> dict[str, Any]:
 
 
 def name_of_model(port: int) -> str:
-    """The first model that the server on `port` has.
-
-    Raises:
-        OSError: nobody answers.
-    """
+    """The first model of the server on `port`. Raises: OSError: no server answers."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=10) as answer:
         return str(json.load(answer)["data"][0]["id"])
 
@@ -211,11 +210,8 @@ def _client(port: int, requests: Sequence[bytes], tokens: int) -> list[Stream]:
 
 
 async def stream(port: int, request: bytes, tokens: int) -> Stream:
-    """Asks, and reads to the end.
-
-    Raises:
-        ServedError: the server refused, or ended the stream before its last event.
-        OSError: nobody listens.
+    """Sends the request, and reads to the end. Raises: ServedError: the server refused, or ended the stream before its
+    last event. OSError: no server listens.
     """
     loop = asyncio.get_running_loop()
     transport, reader = await loop.create_connection(lambda: _Reader(request, loop.create_future), "127.0.0.1", port)
@@ -247,7 +243,7 @@ class _Reader(asyncio.Protocol):
         now = time.monotonic()
         if len(self.head) < 2000:
             self.head += data[:2000]
-        # A read may end within the mark that is counted; the tail kept of it is too short to hold a whole one.
+        # A read may end within the mark that is counted; the stored tail is too short to hold a whole one.
         text = self.tail[1 - len(EVENT) :] + data
         if events := text.count(EVENT):
             self.stream.reads.append((now, events))
@@ -256,3 +252,10 @@ class _Reader(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.done.done():
             self.done.set_result(None)
+
+
+def post(path: str, body: dict[str, Any]) -> bytes:
+    """An HTTP request that closes its connection, for clients on bare sockets."""
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data

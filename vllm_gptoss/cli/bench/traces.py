@@ -44,7 +44,7 @@ def decoding(engine: Any, batch: int, prompt: int, output: int, *, profile: bool
 
 
 class Window:
-    """Steps of an engine in this process, which steps when it is told to."""
+    """Steps of an engine in this process, one for each call."""
 
     STEPS = 32
 

@@ -1,8 +1,6 @@
-"""What float64 says of a token stream: `vllm_gptoss/engine/reference.py`, a layer at a time, on a GPU where there is
-one.
+"""Log-probabilities of a token stream in float64, computed by `engine/reference.py` layer by layer.
 
-Two backends that share a rounding are near to each other whatever it costs; how far each is from this does not depend
-on what it shares.
+Two backends that share a rounding error are close to each other; the distance from float64 shows that error.
 """
 
 from __future__ import annotations
@@ -15,8 +13,9 @@ from typing import Any
 def read(
     directory: Path, pieces: Sequence[Sequence[int]], first: int, wanted: Sequence[Collection[int]]
 ) -> dict[str, Any]:
-    """`likely` and `top` of a `numerics.Reading`: float64's log-probabilities of every token from `first` on of every
-    piece, given those before it, and of the tokens `wanted` there."""
+    """Log-probabilities in float64 of each piece's tokens from index `first` on, given the tokens before them.
+
+    likely: of each token; top: of the tokens `wanted` at each position. Runs on a GPU if there is one."""
     import torch
 
     from vllm_gptoss.engine import reference

@@ -1,8 +1,8 @@
-"""What one process of the decode benchmark measures: `python -m vllm_gptoss.cli.bench.worker JOB RESULT`.
+"""One process of the decode benchmark: `python -m vllm_gptoss.cli.bench.worker JOB RESULT`.
 
-vLLM's engine runs in this process (its workers do not, above one GPU); what must happen beside the model (GPU times,
-memory, skewed routing) is sent to the workers, so one GPU and several are measured alike. The result is written when
-the engine is up and after every batch: a process that is stopped has not worked for nothing.
+vLLM's engine runs in this process (its workers do not, above one GPU); functions for GPU times, memory and skewed
+routing are sent to the workers, so one GPU and several are measured alike. The result is written when the engine is up
+and after every batch, so a stopped process has results.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from vllm_gptoss.cli.bench import shapes, traces
 
 PLUGIN = "plugin"
@@ -29,7 +31,7 @@ PLUGIN = "plugin"
 class EngineRun:
     """What one process measures.
 
-    variant: `plugin`, `plugin:layers=upstream;experts=triton` (settings of ours), or a name of vLLM's `--moe-backend`.
+    variant: `plugin`, `plugin:layers=upstream;experts=triton` (plugin settings), or a name of vLLM's `--moe-backend`.
     eagle3: draft tokens per step, 0 for none; options: further engine arguments; seconds: stop after so many, 0: never.
     """
 
@@ -143,7 +145,7 @@ def _runner(engine: Any, prompt: int) -> Callable[[int, int], float]:
     from vllm import SamplingParams
 
     def run(batch: int, tokens: int) -> float:
-        """Seconds for `tokens` greedy tokens to each of `batch` random prompts, the same whatever was run before."""
+        """Seconds for `tokens` greedy tokens to each of `batch` random prompts, the same in every run."""
         random = np.random.default_rng(batch)
         prompts = [{"prompt_token_ids": random.integers(0, 190_000, prompt).tolist()} for _ in range(batch)]
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
@@ -208,6 +210,47 @@ def memory(worker: Any) -> dict[str, float]:
     return found
 
 
+def paths(model: Any) -> dict[str, int]:
+    """The number of layers that run our fused kernels, one launch for all, kernels for many tokens, and our experts."""
+    from vllm_gptoss.engine.choose import bands
+    from vllm_gptoss.engine.experts import method
+
+    few = getattr(model, "few_tokens", None)
+    layers = [module for module in model.modules() if method.own(getattr(module, "quant_method", None))]
+    fused = len(few.places) if few else 0
+    return {
+        "fused_layers": fused,
+        "one_launch": fused if few and few.one_token else 0,
+        "many_tokens": fused if few and few.most > bands.FUSED_TOKENS else 0,
+        "own_experts": len(layers),
+    }
+
+
+# Processes
+
+
+def in_process(module: str, job: dict[str, Any]) -> Any:
+    """The result of `module` for a job of `variant`, in a new process: the module's `__main__` calls `answer`.
+
+    Raises:
+        typer.BadParameter: the process failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "job.json").write_text(json.dumps(job))
+        environment = {**EngineRun("", job["variant"], ()).environment, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+        command = [sys.executable, "-m", module, folder]
+        done = subprocess.run(command, env=environment, stdout=sys.stderr, check=False)
+        if done.returncode:
+            raise typer.BadParameter(f"{job['variant']}: the engine ended with {done.returncode}")
+        return json.loads((Path(folder) / "result.json").read_text())
+
+
+def answer(run: Callable[[dict[str, Any]], Any]) -> None:
+    """Writes what `run` returns for the job of `in_process`."""
+    folder = Path(sys.argv[1])
+    put(folder / "result.json", json.dumps(run(json.loads((folder / "job.json").read_text()))))
+
+
 @contextlib.contextmanager
 def started(job: EngineRun, result: Path) -> Iterator[subprocess.Popen[bytes]]:
     """The process that runs `main` for a job, with its own group, which does not outlive the block."""
@@ -222,7 +265,7 @@ def started(job: EngineRun, result: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def put(path: Path, text: str) -> None:
-    """Writes beside and renames: whoever reads `path`, after whatever end of this process, sees all of a text."""
+    """Writes a temporary file and renames it: a reader of `path` always sees a complete text."""
     part = path.with_name(f".{path.name}.part")
     part.write_text(text)
     os.replace(part, path)

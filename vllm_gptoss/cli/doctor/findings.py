@@ -1,4 +1,4 @@
-"""What doctor looks at. Every check gives findings; a `problem` makes the exit code non-zero."""
+"""The checks of doctor. A `problem` makes the exit code non-zero."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import importlib.metadata
 import importlib.util
 import os
-import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -17,14 +17,17 @@ from packaging.requirements import Requirement
 
 from vllm_gptoss import _vllm
 from vllm_gptoss._vllm import compatibility
+from vllm_gptoss.cli.doctor import cuda
 from vllm_gptoss.cli.recipes import check as rules
 from vllm_gptoss.cli.recipes import command as typed
 from vllm_gptoss.cli.recipes import find, load, variables
 from vllm_gptoss.cli.recipes.deployment import choices
-from vllm_gptoss.cli.recipes.probe import ProbeError, answer_of, ask
+from vllm_gptoss.cli.recipes.here import detect
+from vllm_gptoss.cli.recipes.probe import ProbeError, answer_of, of_line
 from vllm_gptoss.engine import choose, spec
 from vllm_gptoss.engine.choose import vllm_config as describe
-from vllm_gptoss.engine.choose.device import Device, detect
+from vllm_gptoss.engine.choose.device import Device
+from vllm_gptoss.engine.choose.devices import DeviceError
 from vllm_gptoss.plugin import endpoint_is_off
 from vllm_gptoss.settings import Settings
 from vllm_gptoss.version import __version__
@@ -41,7 +44,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. `fix` says what to do, where there is something to do."""
+    """One line of the report. fix: the remedy, if there is one."""
 
     status: Status
     check: str
@@ -59,34 +62,37 @@ TRITONS = {"triton", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xp
 
 
 def examine(model: Path | None = None, command: Sequence[str] = ()) -> list[Finding]:
-    """Runs every check, in the order of the report. `command` is a `vllm serve` line to judge, if one is given.
+    """Runs every check, in the order of the report. `command` is a `vllm serve` line to check, if one is given.
 
-    Without vLLM or torch, what would ask them is left out: `packages` says that they are missing, once."""
+    Without vLLM or torch, checks that need them are left out: `packages` reports each once.
+    """
     has_torch = importlib.util.find_spec("torch") is not None
-    found = _probe() if _vllm.version() and has_torch else {}
-    checks: list[tuple[bool, Callable[[], Findings]]] = [
-        (True, packages),
-        (bool(_vllm.version()), lambda: versions(found)),
-        (bool(found), lambda: active(found)),
-        (has_torch, settings_and_choices),
-        (has_torch, recipes_here),
-        (True, lambda: dead_variables(found)),
-        (True, clashes),
-        (has_torch, toolkit),
-        (True, orphaned_engines),
-        (True, python_tool),
-        (True, lambda: serve_command(command)),
-        (bool(found) and bool(command), lambda: serve_line(command)),
-        (True, lambda: checkpoint(model)),
+    has_vllm = bool(_vllm.version())
+    with ThreadPoolExecutor(2) as pool:  # each starts a process that imports vLLM
+        probe = pool.submit(_probe if has_vllm and has_torch else dict)
+        line = pool.submit(lambda: list(serve_line(command)) if command else [])
+        here = [*_guarded(settings_and_choices), *_guarded(recipes_here)]
+        checks = [clashes, *([toolkit] if has_torch else []), orphaned_engines, python_tool, browser_tool]
+        others = [finding for check in checks for finding in _guarded(check)]
+        found = probe.result()
+    return [
+        *_guarded(packages),
+        *(_guarded(lambda: versions(found)) if has_vllm else ()),
+        *(_guarded(lambda: active(found)) if found else ()),
+        *here,
+        *_guarded(lambda: dead_variables(found)),
+        *others,
+        *_guarded(lambda: serve_command(command)),
+        *_guarded(line.result),
+        *_guarded(lambda: checkpoint(model)),
     ]
-    return [finding for applies, check in checks if applies for finding in _guarded(check)]
 
 
-def _guarded(check: Callable[[], Findings]) -> Findings:
+def _guarded(check: Callable[[], Iterable[Finding]]) -> Findings:
     try:
         yield from check()
     except Exception as error:  # one broken check must not hide the others
-        if isinstance(error, ModuleNotFoundError) and any(packages()):  # which say what to do about it
+        if isinstance(error, ModuleNotFoundError | DeviceError) and any(packages()):  # they report what to install
             yield Finding(Status.INFO, "doctor", f"a check was left out: {error}")
             return
         yield Finding(
@@ -102,7 +108,7 @@ def _probe() -> dict[str, Any]:
 
 
 def packages() -> Findings:
-    """What is not installed and must be: vLLM, its torch, and what our own metadata requires."""
+    """Missing packages: vLLM, torch, and the requirements of this package."""
     if not _vllm.version():
         yield Finding(Status.PROBLEM, "package vllm", "not installed", INSTALL)
     if importlib.util.find_spec("torch") is None:
@@ -117,7 +123,7 @@ def packages() -> Findings:
 
 
 def _requirements() -> Iterator[Requirement]:
-    """Our own metadata's, without extras; none where we run from a folder that is not installed."""
+    """Of this package's metadata, without extras; none where the package is not installed."""
     try:
         lines = importlib.metadata.requires("vllm-gptoss") or []
     except importlib.metadata.PackageNotFoundError:
@@ -129,7 +135,7 @@ def _requirements() -> Iterator[Requirement]:
 
 
 def versions(found: dict[str, Any]) -> Findings:
-    """vLLM in the supported range, and what else matters beside it."""
+    """Whether vLLM is in the supported range, and versions of related packages."""
     version = _vllm.version()
     if why := _vllm.outside_range(version):
         yield Finding(Status.PROBLEM, "versions", f"vllm-gptoss {__version__}: {why}", INSTALL)
@@ -141,7 +147,7 @@ def versions(found: dict[str, Any]) -> Findings:
 
 
 def active(probe: dict[str, Any]) -> Findings:
-    """What vLLM's own discovery, run just now in a fresh interpreter, ended up with."""
+    """The result of vLLM's plugin discovery in a new interpreter."""
     if "error" in probe:
         return
     for part in ("model", "quantization"):
@@ -162,7 +168,7 @@ def active(probe: dict[str, Any]) -> Findings:
     endpoint = "gptoss" in (probe.get("endpoint_plugins") or ())
     if probe.get("rust_frontend"):
         what = "VLLM_USE_RUST_FRONTEND is set: no Python serves requests; /v1/responses, tools, Harmony are vLLM's"
-        yield Finding(Status.WARNING, "Rust front end", what, "unset VLLM_USE_RUST_FRONTEND; kernels are ours anyway")
+        yield Finding(Status.WARNING, "Rust front end", what, "unset VLLM_USE_RUST_FRONTEND; the kernels run anyway")
     if endpoint_is_off():
         yield Finding(Status.INFO, "plugin: endpoint", "/v1/responses is vLLM's own: GPTOSS_ENDPOINT is off")
     elif endpoint and "Responses API" not in (probe.get("parts") or {}):
@@ -224,7 +230,7 @@ def dead_variables(probe: dict[str, Any]) -> Findings:
 
 
 def clashes() -> Findings:
-    """Distributions that own the same files: the last installed one wins, and pip does not say so."""
+    """Distributions that own the same files: the last installed one wins, without a warning of pip."""
     present = {str(d.metadata["Name"]).lower().replace("_", "-") for d in importlib.metadata.distributions()}
     if {"openai-harmony", "oss-harmony"} <= present:
         yield Finding(
@@ -248,13 +254,13 @@ def clashes() -> Findings:
 
 def toolkit() -> Findings:
     """A driver or CUDA toolkit older than torch's CUDA breaks kernels that are compiled at run time."""
-    import torch
-
     if detect().vendor != "nvidia":
         return
+    import torch
+
     wanted = torch.version.cuda or "0"
-    driver = driver_cuda()
-    if driver and _number(driver)[0] < _number(wanted)[0]:
+    driver = cuda.driver_cuda()
+    if driver and cuda.number(driver)[0] < cuda.number(wanted)[0]:
         yield Finding(
             Status.PROBLEM,
             "CUDA",
@@ -264,7 +270,7 @@ def toolkit() -> Findings:
     else:
         yield Finding(Status.OK, "CUDA", f"torch {wanted}, driver {driver or 'unknown'}")
     home = os.environ.get("CUDA_HOME")
-    if home and (found := _nvcc(Path(home))) and _number(found)[0] != _number(wanted)[0]:
+    if home and (found := cuda.nvcc(Path(home))) and cuda.number(found)[0] != cuda.number(wanted)[0]:
         yield Finding(
             Status.PROBLEM,
             "CUDA_HOME",
@@ -273,34 +279,8 @@ def toolkit() -> Findings:
         )
 
 
-def driver_cuda() -> str | None:
-    """The CUDA version that the driver speaks, as `13.0`; None without a driver."""
-    try:
-        import ctypes
-
-        number = ctypes.c_int()
-        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)):
-            return None
-    except OSError:
-        return None
-    return f"{number.value // 1000}.{number.value % 1000 // 10}"
-
-
-def _nvcc(home: Path) -> str | None:
-    try:
-        text = subprocess.run([home / "bin" / "nvcc", "--version"], capture_output=True, text=True, timeout=20).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    _, _, rest = text.partition("release ")
-    return rest.split(",")[0] or None
-
-
-def _number(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".") if part.isdigit())
-
-
 def orphaned_engines() -> Findings:
-    """Engines whose server is gone; one that keeps a GPU's memory makes the next start fail."""
+    """Engines without a server; one that holds a GPU's memory makes the next start fail."""
     from vllm_gptoss.cli.doctor.orphans import orphans
 
     found = list(orphans())
@@ -326,6 +306,15 @@ def python_tool() -> Findings:
         return
     status = Status.INFO if tier is tiers.PORTABLE else Status.OK
     yield Finding(status, "python tool", f"{tier.name}: {tier.what}{f' (because {reason})' if reason else ''}")
+
+
+def browser_tool() -> Findings:
+    """Whether the browser tool can search; opening pages needs no backend."""
+    from vllm_gptoss.tools.browser.provider import BrowserProvider
+
+    note, _, fix = (BrowserProvider().note or "").partition(": ")
+    found = "no search backend: `open` works, `search` finds nothing" if note else "search has a backend"
+    yield Finding(Status.INFO if note else Status.OK, "browser tool", found, fix.partition(";")[0])
 
 
 def serve_command(command: Sequence[str]) -> Findings:
@@ -362,18 +351,18 @@ def serve_line(command: Sequence[str]) -> Findings:
     """A `vllm serve` line as this vLLM's own parser reads it: what `recipe check` finds, and what it chooses."""
     environ = {**os.environ, **typed.variables(command)}
     try:
-        release = ask([typed.words(command)])
-    except ProbeError as error:
+        values, releases = of_line(typed.words(command), environ)
+        case = rules.case_of(values, detect(), environ)
+    except (ProbeError, ValueError) as error:
         yield Finding(Status.WARNING, "serve line", f"not judged: {error}")
         return
-    troubles = rules.line(detect(), environ, [(release, release.parsed[0])])
+    troubles = rules.command(case, releases)
     for trouble in troubles:
-        if trouble.rule != "variables" or trouble.what.split()[-1] not in os.environ:  # those are said above
+        if trouble.rule != "variables" or trouble.what.split()[-1] not in os.environ:  # reported above
             status = Status.PROBLEM if trouble.fatal else Status.WARNING
             yield Finding(status, f"serve line: {trouble.rule}", trouble.what, trouble.remedy)
     if any(trouble.fatal for trouble in troubles):
         return
-    case = rules.case_of(release.parsed[0].values, detect(), environ)
     for what, choice in choices(case.device, case.config, case.env, case.spec).items():
         yield Finding(Status.OK, f"serve line: {what}", str(choice))
 

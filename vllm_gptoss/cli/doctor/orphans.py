@@ -1,4 +1,4 @@
-"""Engines that outlived their server: they keep memory, on a GPU the next start's, and answer nobody."""
+"""Engines that outlived their server: they hold memory that the next start needs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import psutil
 
 _TITLE = re.compile(r"\S*::(EngineCore|Worker|DPCoordinator)\b")
-"""What vLLM calls its processes: `VLLM::EngineCore`, `VLLM::Worker_TP0`; the prefix is a setting of its own."""
+"""What vLLM calls its processes: `VLLM::EngineCore`, `VLLM::Worker_TP0`; the prefix is a setting."""
 _SERVER = re.compile(r"(^|/)vllm$|^vllm\.|^VLLM")
 """A word of the command that serves: `vllm` itself, a module of it, a title; not a folder on the way to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """`memory` and `gpu_memory` in MiB; the GPU's is 0 where no driver tells."""
+    """`memory` and `gpu_memory` in MiB; 0 where no driver reports the GPU's."""
 
     pid: int
     title: str
@@ -31,7 +31,7 @@ class Orphan:
 
 
 def orphans() -> Iterator[Orphan]:
-    """Engines and workers of vLLM whose parent neither is one nor has torch loaded: who starts an engine has."""
+    """Engines and workers of vLLM without a server: the parent is no engine and has not loaded torch."""
     on_gpu: dict[int, int] | None = None
     for process in psutil.process_iter():
         try:
@@ -39,14 +39,14 @@ def orphans() -> Iterator[Orphan]:
             if not title or not _TITLE.match(title[0]) or _has_server(process):
                 continue
             memory = process.memory_info().rss >> 20
-        except psutil.Error:  # it ended just now, or is a stranger's
+        except psutil.Error:  # it ended, or belongs to another user
             continue
         on_gpu = _gpu_memory() if on_gpu is None else on_gpu
         yield Orphan(process.pid, title[0], memory, on_gpu.get(process.pid, 0))
 
 
 def _has_server(process: psutil.Process) -> bool:
-    """An orphan's parent is whoever takes orphans: pid 1, which in a container may be the server itself."""
+    """Whether the parent is a server. An orphan's parent is pid 1, which in a container may be the server."""
     parent = process.parent()
     if parent is None:
         return False
@@ -55,7 +55,7 @@ def _has_server(process: psutil.Process) -> bool:
         if _TITLE.match(" ".join(words)) or any(map(_SERVER.search, words)):
             return True
         return any("libtorch" in each.path for each in parent.memory_maps())
-    except psutil.AccessDenied:  # of another user: no server starts its engine as somebody else
+    except psutil.AccessDenied:  # of another user: no server starts its engine as another user
         return False
     except psutil.ZombieProcess:
         return False

@@ -15,7 +15,7 @@ class Fate(StrEnum):
     WRONG = "wrong"
     CUT = "cut"  # the server ended it at its token limit
     EMPTY = "empty"  # neither text nor a call
-    UNPARSED = "unparsed"  # text in which no answer of the asked kind could be found
+    UNPARSED = "unparsed"  # text without an answer of the expected kind
     REFUSED = "refused"  # a 4xx, or 429 until the tries were used up
     FAILED = "failed"  # a 5xx, or an error that the server reported inside its answer
     TIMED_OUT = "timed_out"
@@ -23,11 +23,11 @@ class Fate(StrEnum):
 
 
 LOST = frozenset({Fate.REFUSED, Fate.FAILED, Fate.TIMED_OUT, Fate.BROKEN})
-"""No answer came: asked again by the next run, and never scored as wrong in silence."""
+"""No answer came: the next run sends it again; it is never scored as wrong."""
 
 
 class LostError(Exception):
-    """No answer came. `again` says whether trying once more could help, `wait_s` what the server asked for."""
+    """No answer came. again: a retry may succeed; wait_s: the server's Retry-After."""
 
     def __init__(self, fate: Fate, detail: str, *, again: bool, wait_s: float | None = None) -> None:
         super().__init__(detail)
@@ -49,7 +49,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens; 0 where the server does not say."""
+    """Tokens; 0 where the server does not report them."""
 
     input: int = 0
     output: int = 0

@@ -1,4 +1,4 @@
-"""The two APIs: how a dialogue is asked, and how an answer is read, streamed or not.
+"""The two APIs: requests of a dialogue, and parsing of answers, streamed or not.
 
 Only what both `/v1/responses` and `/v1/chat/completions` of any OpenAI-compatible server define is sent; what else a
 server should get comes from the user (`--extra-body`) or from the question.
@@ -39,7 +39,7 @@ class Reader(Protocol):
         """Whether the data of an event of this name has to be read at all."""
 
     def feed(self, data: Any) -> None:
-        """One event. Raises LostError for one that says that there is no answer."""
+        """One event. Raises LostError for one that reports a failure."""
 
     @property
     def answer(self) -> Answer | None:
@@ -290,7 +290,7 @@ def _usage(usage: Any, read: str, written: str) -> Usage:
 
 
 def _reported(error: Any) -> LostError:
-    """An error inside an answer: the request's own fault where the server says so."""
+    """An error inside an answer: the request's fault where the server reports that."""
     error = error if isinstance(error, dict) else {"message": error}
     detail = json.dumps(error)[:500]
     code = error.get("code")

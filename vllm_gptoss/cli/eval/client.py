@@ -1,4 +1,4 @@
-"""Sends one request and brings one whole answer back, or says how it was lost.
+"""Sends one request and returns one whole answer, or the reason of its loss.
 
 Every wait, every size and every number of tries has a bound.
 """
@@ -27,7 +27,7 @@ MAX_STREAM = 512 << 20
 """Bytes of one stream. 131,072 tokens, one an event, are about 40 MiB."""
 
 MAX_WAIT_S = 60.0
-"""The longest pause before another try, whatever Retry-After says."""
+"""The longest pause before another try, also with a longer Retry-After."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Client:
         self._http = httpx.AsyncClient(
             base_url=base_url.rstrip("/"),
             headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
-            timeout=httpx.Timeout(None, connect=30.0),  # the answer's own limits are kept below
+            timeout=httpx.Timeout(None, connect=30.0),  # the answer's limits are enforced below
             limits=httpx.Limits(max_connections=at_once, max_keepalive_connections=at_once),
         )
 
@@ -83,7 +83,7 @@ class Client:
         """One whole answer.
 
         Raises:
-            LostError: none came; its `tries` says how often it was asked.
+            LostError: none came; `tries` is the number of requests.
         """
         for number in range(1, self._limits.tries + 1):
             try:
@@ -200,9 +200,9 @@ async def _events(response: httpx.Response, watch: _Watch) -> AsyncIterator[tupl
 
 
 def _plain(response: httpx.Response) -> AsyncIterator[bytes]:
-    """The body as it came: none was asked to be compressed, so that what is counted is what there is."""
+    """The body, which must not be compressed: its received bytes are counted."""
     if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
-        raise LostError(Fate.BROKEN, f"the answer is compressed ({encoding}), which was not asked for", again=False)
+        raise LostError(Fate.BROKEN, f"the answer is compressed ({encoding}), which no request accepts", again=False)
     return response.aiter_raw()
 
 

@@ -30,11 +30,11 @@ from vllm_gptoss.version import __version__
 
 FAILED = 1
 INCOMPLETE = 3
-"""Exit codes: a score below --fail-below; samples that were lost or not asked. 2 is a wrong command line."""
+"""Exit codes: a score below --fail-below; lost or missing samples. 2 is a wrong command line."""
 
 
 class RequestError(ValueError):
-    """A command that cannot be run; the message says what to change."""
+    """A command that cannot be run; the message has the remedy."""
 
 
 SETS = ", ".join(data.READERS)
@@ -100,11 +100,11 @@ def run(
     tries: Annotated[int, typer.Option(min=1, max=100, help="Of one request.")] = 5,
     extra_body: Annotated[str, typer.Option(help="JSON with further fields of every request.")] = "{}",
     keep_reasoning: Annotated[bool, typer.Option("--keep-reasoning", help="In samples.jsonl too.")] = False,
-    published: Annotated[str | None, typer.Option(help="120b or 20b, where the model's name does not say.")] = None,
+    published: Annotated[str | None, typer.Option(help="120b or 20b, where the model's name has neither.")] = None,
     fail_below: Annotated[float | None, typer.Option(help="Percent: exit 1 if an accuracy is lower.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent, and kept nowhere.")] = None,
 ) -> None:
-    """Ask, score and save: samples.jsonl, summary.json and panel.html. The same command goes on."""
+    """Run, score and save: samples.jsonl, summary.json and panel.html. The same command continues."""
     if context.invoked_subcommand:
         return
     request = Request(
@@ -135,7 +135,7 @@ def compare_runs(
     seed: Annotated[int, typer.Option(help="Of the bootstrap.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
 ) -> None:
-    """Say what differs between two runs, which questions flipped, and whether it is more than chance."""
+    """Report differences of two runs, which questions flipped, and whether that is more than chance."""
     found = _errors_told(lambda: compare(before, after, seed))
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(found), indent=1, default=str))
@@ -157,7 +157,9 @@ def _errors_told(work: Callable[[], T]) -> T:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
     except OSError as error:
-        what = f"{error.filename}: " if error.filename else "what was asked is kept, the rest could not be written: "
+        what = (
+            f"{error.filename}: " if error.filename else "completed samples are stored, the rest could not be written: "
+        )
         typer.echo(f"error: {what}{error.strerror or error}", err=True)
         raise typer.Exit(2) from None
     except ModuleNotFoundError as error:
@@ -166,7 +168,7 @@ def _errors_told(work: Callable[[], T]) -> T:
 
 
 async def _evaluate(request: Request, console: Console) -> dict[str, Any]:
-    """Asks what the folder lacks and writes the panel, also after a stop by the user or for a dead server."""
+    """Runs the missing samples and writes the panel, also after a stop by the user or for a dead server."""
     if urllib.parse.urlsplit(request.base_url).scheme not in ("http", "https"):
         raise RequestError(f"--base-url {request.base_url!r}: http:// or https:// and what the server serves at")
     sets = [data.load(name, request.files.get(name, ()), request.limit, request.seed) for name in request.evals]
@@ -198,7 +200,7 @@ async def _asked(runner: Runner, skip: set[record.Key], console: Console) -> Non
             await runner.run(skip)
         except StoppedError as stop:
             console.print(f"stopped: {stop}", style="bold red", markup=False)
-        except asyncio.CancelledError:  # Ctrl-C: what was asked is kept, and shown
+        except asyncio.CancelledError:  # Ctrl-C: completed samples are stored and shown
             console.print("stopped; the same command goes on", style="bold red")
 
 
@@ -212,7 +214,7 @@ def _written(folder: Path, console: Console) -> dict[str, Any]:
 
 
 def _head(request: Request, plan: Plan, model: str) -> dict[str, Any]:
-    """How the questions are asked: what a later command must say again to go on."""
+    """Settings that a later command must repeat to continue the run."""
     evals = {
         of.name: {"questions": len(of.questions), "repeats": plan.times(of), "sha256": of.digest} for of in plan.sets
     }
@@ -249,7 +251,7 @@ def _check_tools(request: Request, sets: Sequence[QuestionSet]) -> None:
 
 
 def _without_user(url: str) -> str:
-    """The address without a password that may stand in it."""
+    """The address without its password."""
     parts = urllib.parse.urlsplit(url)
     return urllib.parse.urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 

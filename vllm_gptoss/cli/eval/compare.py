@@ -17,7 +17,7 @@ MAX_FLIPS = 1000
 
 
 class CompareError(ValueError):
-    """Two runs that cannot be compared; the message says why."""
+    """Two runs that cannot be compared; the message has the reason."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """What the interval says, in words."""
+        """The interval's meaning in words."""
         if self.difference.high < 0:
             return "worse"
         if self.difference.low > 0:
@@ -75,7 +75,7 @@ def compare(before: Path, after: Path, seed: int = 0) -> Comparison:
         if plans[0][name]["sha256"] != plans[1][name]["sha256"]:
             raise CompareError(f"{name} was read from different files: the runs did not get the same questions")
         if heads[0].get("seed") != heads[1].get("seed") and name == "gpqa":
-            raise CompareError("the runs have different seeds: the options of GPQA stood in another order")
+            raise CompareError("the runs have different seeds: the options of GPQA were in another order")
     scores = [_scores(path) for path in (before, after)]
     groups = sorted(set(scores[0]) & set(scores[1]), key=lambda group: (group[0], _rank(group[1])))
     rows = [_row(group, scores[0][group], scores[1][group], seed) for group in groups]

@@ -1,6 +1,6 @@
 """Where questions come from: the sets bundled in `sets/`, and files in the forms their publishers use.
 
-GPQA and AIME may not be bundled; docs/eval.md says where they are.
+GPQA and AIME may not be bundled; docs/eval.md has their sources.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def load(name: str, files: Sequence[Path] = (), limit: int | None = None, seed: 
 def _bundled(name: str) -> Sequence[Path]:
     path = BUNDLED / f"{name}.yaml"
     if not path.exists():
-        raise DataError(f"{name} is not bundled: --data {name}=FILE; docs/eval.md says where to get it")
+        raise DataError(f"{name} is not bundled: --data {name}=FILE; docs/eval.md has its source")
     return [path]
 
 
@@ -112,7 +112,7 @@ def _field(where: str, row: Mapping[str, Any], *names: str) -> str:
 
 
 def _named(text: str) -> str:
-    """An id for a question whose file gives none: stays when others are added."""
+    """An id for a question without one; adding questions does not change it."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -180,7 +180,7 @@ def _own(path: Path, data: bytes) -> list[Question]:
 
 def _question(where: str, row: Mapping[str, Any], functions: Mapping[str, Any]) -> Question:
     if not isinstance(row, Mapping):
-        raise DataError(f"{where}: no object with an id and what is asked")
+        raise DataError(f"{where}: no object with an id and a question")
     if unknown := set(row) - _QUESTION:
         raise DataError(f"{where}: unknown fields {sorted(unknown)}")
     turns = row.get("turns") or [{key: row[key] for key in _TURN & set(row)}]
@@ -248,4 +248,4 @@ READERS: Mapping[str, tuple[Callable[[Path, bytes], list[Question]], int]] = {
     "harmony": (_own, 1),
     "citations": (_own, 1),
 }
-"""How an eval's files are read, and how often a question is asked: for GPQA and AIME as gpt_oss.evals does."""
+"""The reader of an eval's files, and its repeats of a question: for GPQA and AIME as in gpt_oss.evals."""

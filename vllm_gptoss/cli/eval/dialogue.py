@@ -31,7 +31,7 @@ class Sample:
 
 
 class Dialogue:
-    """Asks one question, already in the form of its repeat."""
+    """Runs one question, already in the form of its repeat."""
 
     def __init__(self, client: Client, api: Api, sampling: Sampling, effort: str | None, question: Question) -> None:
         self._client = client

@@ -26,9 +26,9 @@ def wilson(right: float, n: float, level: float = LEVEL) -> tuple[float, float]:
 def effective(scores: Sequence[Sequence[int]]) -> float:
     """How many independent samples the repeats of the questions are worth.
 
-    scores: for each question its repeats, 0 or 1. Repeats of one question are alike, so n samples say less than n
-    questions would: n is divided by the design effect, the variance of the mean over clusters relative to that of
-    independent samples (Kish 1965). Between the number of questions and that of samples.
+    scores: for each question its repeats, 0 or 1. Repeats of one question are alike, so n samples carry less
+    information than n questions: n is divided by the design effect, the variance of the mean over clusters relative to
+    that of independent samples (Kish 1965). Between the number of questions and that of samples.
     """
     n, questions = sum(map(len, scores)), len(scores)
     if questions < 2 or n == questions:

@@ -1,7 +1,5 @@
-"""What became of a question: the fate of what was said, and why.
-
-An answer is looked for in the last `TAIL` characters, where it was asked to be: no text, however long, makes a search
-slow.
+"""The fate of an answer, and why. The final answer is searched in the last `TAIL` characters, which bounds the time for
+long texts.
 """
 
 from __future__ import annotations
@@ -133,8 +131,8 @@ _ALONE = re.compile(r"(?:^|[\s(\[*_{])([A-J])(?=[\s)\]*_.}:]|$)")
 
 
 def choice_of(text: str, among: str = "ABCD") -> str | None:
-    """The letter of the option that a text ends on: the last "Answer: X", else the last box, else the only one that
-    stands alone on the last line."""
+    """The letter of the option that a text ends on: the last "Answer: X", else the last box, else the only one alone on
+    the last line."""
     tail = text[-TAIL:]
     for pattern in (_SAID_LETTER, _BOXED_LETTER):
         if found := [letter for letter in pattern.findall(tail) if letter in among]:

@@ -52,7 +52,7 @@ def notes(summary: Mapping[str, Any]) -> list[str]:
             found.append(f"{name}: {part} {one['good']:.0f} of {one['of']:.0f} ({share} %)")
     missing = summary["planned"] - summary["asked"]
     if missing > 0:
-        found.append(f"{missing} of {summary['planned']} samples were not asked yet: the same command goes on")
+        found.append(f"{missing} of {summary['planned']} samples are missing: the same command continues")
     sources = {one["source"]: None for row in summary["rows"] for one in row["published"]}
     found.append(
         "%: accuracy and its 95 % interval; tokens: mean of a sample, reasoning too; seconds: median/95th percentile"

@@ -18,7 +18,7 @@ Told = Callable[[Key, Fate], None]
 
 @contextlib.contextmanager
 def progress(total: int, there: int, console: Console) -> Iterator[Told]:
-    """Yields what is called after every sample. `there`: samples of an earlier command that need not be asked."""
+    """Yields the function to call after every sample. there: samples of an earlier command."""
     if there:
         console.print(f"{there} of {total} samples are there already", highlight=False)
     counts: Counter[Fate] = Counter()

@@ -12,7 +12,7 @@ CARD = "OpenAI, gpt-oss-120b & gpt-oss-20b model card, arXiv:2508.10925"
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """One score and who says so."""
+    """One score and its source."""
 
     percent: float
     source: str
@@ -52,7 +52,7 @@ TABLE: Mapping[str, Mapping[tuple[str, str], tuple[Published, ...]]] = {
 
 
 def size_of(model: str) -> str | None:
-    """`120b` or `20b`, where the name says so."""
+    """`120b` or `20b`, where the name has one."""
     found = re.search(r"gpt-oss-(120b|20b)(?![\w])", model.lower())
     return found[1] if found else None
 

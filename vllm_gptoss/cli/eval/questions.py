@@ -1,4 +1,4 @@
-"""A question: what is asked, turn by turn, and what is right."""
+"""A question: its turns, and the right answers."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One user message and what must come of it. Whatever is None is not looked at.
-
-    `says`: each of these stands in the text, whatever the case. `equals`: the text is this, but for outer white space.
+    """One user message and the checks of its answer; None: no check. `says`: the text contains each, in upper or lower
+    case. `equals`: the text is this, except outer white space.
     `number`, `choice` (a letter of `among`): the answer. `schema`: the text is JSON that fits it. `reasons`: reasoning
     was written. `citations`: at least this many annotations. `calls`: these calls and no others, in any order.
     `ends_with_calls`: they are not answered, and no text is asked for.
@@ -56,7 +55,7 @@ class Question:
     request: Mapping[str, Any] = field(default_factory=dict)  # further fields of its requests
 
     def asked(self, seed: int, repeat: int) -> Question:
-        """The question as it is asked in this repeat: the same for the same seed, on every machine."""
+        """The question of this repeat: the same for the same seed, on every machine."""
         if not self.options:
             return self
         order = list(range(len(self.options)))

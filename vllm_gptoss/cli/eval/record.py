@@ -1,7 +1,6 @@
-"""A run's folder: `run.json` (how it was asked), `samples.jsonl` (one line a sample, as it ends), `summary.json`.
-
-The same command again goes on where it stopped: it asks what is not there, and what was lost. A line that a kill cut in
-the middle is dropped with a message, and its sample asked again. Of two lines of one sample the later counts.
+"""A run's folder: `run.json` (settings), `samples.jsonl` (one line a sample, when it ends), `summary.json`. The same
+command continues a stopped run: it sends missing and lost samples. A line that a kill truncated is dropped with a
+message, and its sample sent again. Of two lines of one sample the later counts.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Key = tuple[str, str, str, int]
 
 
 class RecordError(ValueError):
-    """A folder that is not this run's, or no run's; the message says what to do."""
+    """A folder of another run, or of no run; the message has the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ class Recorder:
     """The folder of a run that is going on: `with Recorder(folder, head) as recorder`.
 
     Raises:
-        RecordError: another process writes there, or the folder holds a run that was asked otherwise.
+        RecordError: another process writes there, or the folder holds a run with other settings.
     """
 
     FREE = ("date", "finished", "version", "host")
@@ -106,7 +105,7 @@ class Recorder:
         differ = [k for k in {*before, *self.head} - {*self.FREE} if before.get(k) != self.head.get(k)]
         if differ:
             told = "; ".join(f"{k} was {before.get(k)!r} and is {self.head.get(k)!r}" for k in sorted(differ))
-            raise RecordError(f"{self.folder} holds a run that was asked otherwise: {told}. Name another --out")
+            raise RecordError(f"{self.folder} holds a run with other settings: {told}. Name another --out")
         self.head["date"] = before.get("date", self.head.get("date"))
 
     def add(self, row: Mapping[str, Any]) -> None:
@@ -130,7 +129,7 @@ def _mend(path: Path) -> None:
                 break
             place -= step
         if place < size:
-            log.warning("%s ends in half a line, of a run that was killed: dropped, its sample is asked again", path)
+            log.warning("%s ends in half a line, of a run that was killed: dropped, its sample is sent again", path)
             file.truncate(place)
 
 
@@ -143,7 +142,7 @@ def read_head(folder: Path) -> dict[str, Any]:
 
 
 def rows(folder: Path) -> Iterator[dict[str, Any]]:
-    """All lines; those that are none are counted and said."""
+    """All lines; invalid ones are counted and reported."""
     bad = 0
     path = folder / "samples.jsonl"
     if path.exists() and not path.is_file():
@@ -184,5 +183,5 @@ def kept(folder: Path) -> dict[Key, Kept]:
 
 
 def done(folder: Path) -> set[Key]:
-    """What need not be asked again."""
+    """Samples that are not sent again."""
     return {key for key, one in kept(folder).items() if one.fate not in LOST}

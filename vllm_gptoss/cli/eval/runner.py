@@ -21,12 +21,12 @@ from vllm_gptoss.cli.eval.record import MAX_TEXT, Key, Recorder
 
 
 class StoppedError(Exception):
-    """The server has stopped answering; what was asked is kept."""
+    """The server has stopped answering; completed samples are stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is asked: every question of every set, at every effort, `repeats` times (None: the set's own number)."""
+    """Every question of every set, at every effort, `repeats` times (None: the set's number)."""
 
     sets: Sequence[QuestionSet]
     efforts: Sequence[str | None]
@@ -49,7 +49,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Runner:
-    """Asks what a plan lacks. `told` is called after every sample with its key and fate."""
+    """Runs a plan's missing samples. `told` is called after every sample with its key and fate."""
 
     client: Client
     api: Api
@@ -115,7 +115,7 @@ class Runner:
 
 
 def _expected(turn: Any) -> Mapping[str, Any]:
-    """What was asked for, as far as the turn says."""
+    """The checks that the turn has."""
     wanted = {
         "choice": turn.choice, "number": None if turn.number is None else str(turn.number), "equals": turn.equals,
         "says": list(turn.says), "calls": [[call.name, call.arguments] for call in turn.calls],

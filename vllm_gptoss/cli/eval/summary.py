@@ -1,4 +1,4 @@
-"""The figures of a run, worked out anew from its lines."""
+"""The figures of a run, calculated from its lines."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ EFFORTS = ("low", "medium", "high")
 def summarise(folder: Path) -> dict[str, Any]:
     """`{"run", "rows": one an eval and effort, "asked", "lost", "complete"}`.
 
-    Accuracy counts the answers: right, wrong, cut, empty and unparsed. Samples that were lost are not in it; what they
-    could make of it is `worst` and `best`.
+    Accuracy counts the answers: right, wrong, cut, empty and unparsed. Samples that were lost are not in it; `worst`
+    and `best` are the bounds with them.
     """
     head = record.read_head(folder)
     samples = record.kept(folder)

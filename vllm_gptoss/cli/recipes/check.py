@@ -1,6 +1,5 @@
-"""Holds a configuration against a vLLM release, the tables and its own claims. One rule is one function.
-
-`recipe` runs all of them on a recipe, `command` those that are a user's business on a `vllm serve` line.
+"""Checks a configuration against a vLLM release, the tables and its claims. One rule is one function. `recipe` applies
+all of them to a recipe, `command` those for users to a `vllm serve` line.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from typing import Any, Final
 import yaml
 
 from vllm_gptoss import _vllm
-from vllm_gptoss.cli.recipes import defaults, plan, variables
+from vllm_gptoss.cli.recipes import defaults, flags, plan, variables, verdicts
 from vllm_gptoss.cli.recipes.deployment import MAY_BE_ZERO, NUMBERS, bounds, choices, deployment, gpus, no_numbers
 from vllm_gptoss.cli.recipes.load import FOLDER
 from vllm_gptoss.cli.recipes.plan import PlanError
 from vllm_gptoss.cli.recipes.probe import Parsed, Release
-from vllm_gptoss.cli.recipes.schema import SPECS, Claim, Recipe
+from vllm_gptoss.cli.recipes.schema import SPECS, Claim, Recipe, size_of
 from vllm_gptoss.engine import choose
 from vllm_gptoss.engine.choose import ChoiceError, devices
 from vllm_gptoss.engine.choose.device import Device
@@ -31,7 +30,7 @@ from vllm_gptoss.settings import SettingsError
 from vllm_gptoss.tools.yaml_file import line_of
 
 RESULTS: Final = FOLDER.resolve().parent / "benchmarks" / "results"
-"""Where claims are proven; a wheel has none."""
+"""Measurements behind the claims; a wheel has none."""
 
 VALID: Final = timedelta(days=180)
 """How long a measurement counts in a release check."""
@@ -39,7 +38,7 @@ VALID: Final = timedelta(days=180)
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """One finding. fatal: the server does not start, or the recipe says what is not so; else it is advice."""
+    """One finding. fatal: the server does not start, or the recipe is wrong; else it is advice."""
 
     place: str
     rule: str
@@ -64,56 +63,18 @@ class Case:
 
 Rule = Callable[[Case], Iterator[Trouble]]
 
-NEW_FLAGS: Final[Mapping[str, str]] = {
-    "--monokernel": "0.33",
-    "--no-monokernel": "0.33",
-    "--reasoning-effort-map": "0.33",
-    "--sleep-mode-backend": "0.33",
-    "--watchdog-config": "0.33",
-}
-"""Flags, and the first release that has them. 0.33 also has `--disable-x` beside each `--enable-x`, and the reverse."""
-
-RENAMED: Final[Mapping[str, str]] = {
-    "full_cuda_graph": "full_cuda_graph became cudagraph_mode, whose default already has full graphs: leave it out",
-    "flashinfer_trtllm_mxfp8": 'use --additional-config \'{"gptoss": {"experts": "flashinfer_trtllm_mxfp8"}}\'',
-    "enable_fi_allreduce_fusion": "it is pass_config.fuse_allreduce_rms today",
-    "enable_noop": "it is pass_config.eliminate_noops today",
-}
-"""What old recipes write and parsers refuse, and what it is today."""
-
 
 def parses(case: Case, release: Release, parsed: Parsed) -> Iterator[Trouble]:
-    """The release's own parser takes it, whole."""
+    """The release's parser accepts all of it."""
     where = f"{case.place} (vLLM {release.version})"
     if parsed.error:
-        yield Trouble(where, "parses", f"does not start: {parsed.error}", since_then(parsed.error, release))
+        yield Trouble(where, "parses", f"does not start: {parsed.error}", flags.since_then(parsed.error, release.flags))
     for key in parsed.dropped:
         yield Trouble(where, "parses", f"{key}: false is dropped by --config without a word", f"write no-{key}: true")
 
 
-def since_then(error: str, release: Release) -> str:
-    """What a parser's error means where another release, or an old recipe, has what it refuses; else empty."""
-    if (remedy := next((remedy for name, remedy in RENAMED.items() if name in error), None)) is not None:
-        return remedy
-    unknown = [word.split("=")[0] for word in error.split() if word.startswith("--")] if "unrecognized" in error else []
-    said = []
-    for flag in unknown:
-        if since := _since(flag, release):
-            said.append(f"{flag} needs vLLM {since}")
-        elif near := difflib.get_close_matches(flag, release.flags, n=1):
-            said.append(f"did you mean {near[0]}?")
-    return ", ".join(said)
-
-
-def _since(flag: str, release: Release) -> str | None:
-    pairs = (("--disable-", "--enable-"), ("--enable-", "--disable-"))
-    twin = next((other + flag.removeprefix(prefix) for prefix, other in pairs if flag.startswith(prefix)), "")
-    found = NEW_FLAGS.get(flag) or ("0.33" if twin in release.flags else None)
-    return found if found is not None and flag not in release.flags else None
-
-
 def names_exist(case: Case, release: Release) -> Iterator[Trouble]:
-    """Names that the parser takes without looking: backends, draft keys, cache dtypes."""
+    """Names that the parser does not check: backends, draft keys, cache dtypes."""
     where = f"{case.place} (vLLM {release.version})"
     draft = case.config.get("speculative-config")
     draft = draft if isinstance(draft, Mapping) else {}
@@ -132,7 +93,7 @@ def names_exist(case: Case, release: Release) -> Iterator[Trouble]:
 
 
 def numbers(case: Case) -> Iterator[Trouble]:
-    """Numbers that the parser takes and the engine refuses when it starts."""
+    """Numbers that the parser accepts and the engine refuses at the start."""
     for key in no_numbers(case.config):
         value = case.config[key]
         length_of_memory = (key, value) == ("max-model-len", -1)  # what `auto` becomes
@@ -141,7 +102,7 @@ def numbers(case: Case) -> Iterator[Trouble]:
 
 
 def numbers_agree(case: Case) -> Iterator[Trouble]:
-    """Numbers that are right one by one."""
+    """Numbers that are valid separately, but not together."""
     if why := defaults.refused(case.device, case.config):
         yield Trouble(case.place, "numbers", why, "raise the first, or lower the second")
 
@@ -160,11 +121,31 @@ def settings_and_tables(case: Case) -> Iterator[Trouble]:
 
 
 def reads_sinks(case: Case) -> Iterator[Trouble]:
-    """The attention backend that was named reads sinks on that GPU: vLLM refuses it at the start."""
+    """The named attention backend reads sinks on that GPU: otherwise vLLM refuses it at the start."""
     named = case.config.get("attention-backend")
     if named is not None and not choose.reads_sinks(case.device, str(named)):
         what = f"--attention-backend {named} reads no sinks on {case.device.name}"
         yield Trouble(case.place, "tables", what, "leave it out: one that does is chosen")
+
+
+def engine_starts(case: Case, releases: Sequence[tuple[Release, Parsed]]) -> Iterator[Trouble]:
+    """vLLM's engine accepts the arguments: its own verdict, else that of `verdicts`."""
+    verdict = [(release, parsed.refused) for release, parsed in releases if not parsed.error]
+    if verdict and not any(why for _, why in verdict):
+        return
+    table = list(verdicts.refused(case.device, case.config, case.env))
+    for what, remedy in table:
+        yield Trouble(case.place, "engine", what, remedy)
+    for release, why in verdict if not table else ():
+        if why:
+            yield Trouble(f"{case.place} (vLLM {release.version})", "engine", f"refused at the start: {why}")
+
+
+def ignored(case: Case) -> Iterator[Trouble]:
+    """Flags without effect on gpt-oss."""
+    if "chat-template" in case.config:
+        what = "--chat-template is ignored: the prompt of gpt-oss is Harmony"
+        yield Trouble(case.place, "ignored", what, "leave it out", fatal=False)
 
 
 def fits(case: Case) -> Iterator[Trouble]:
@@ -172,7 +153,7 @@ def fits(case: Case) -> Iterator[Trouble]:
     try:
         found = plan.plan(case.spec, case.device, case.config, case.env)
     except PlanError:
-        return  # a CPU, or said by settings_and_tables
+        return  # a CPU, or reported by settings_and_tables
     if not found.fits:
         yield Trouble(case.place, "plan", f"does not fit {devices.label(case.device)}: {found.why}", found.would_fit)
 
@@ -185,21 +166,21 @@ def room_on_host(case: Case) -> Iterator[Trouble]:
     try:
         need = plan.on_cpu(case.spec, case.device, case.config, case.env)
     except PlanError:
-        return  # said by settings_and_tables
+        return  # reported by settings_and_tables
     if need > have:
         what = f"the weights take {need:.0f} GiB, this host has {have:.0f}"
         yield Trouble(case.place, "host", what, "take a host with more memory, or a GPU", fatal=False)
 
 
 def room_for_several(case: Case) -> Iterator[Trouble]:
-    """Several H100 at a utilisation of 0.95 ran out of memory, says vLLM's usage guide."""
+    """Several H100 ran out of memory at a utilisation of 0.95, according to vLLM's usage guide."""
     if plan.crowded(case.device, case.config):
         what = f"--gpu-memory-utilization {case.config['gpu-memory-utilization']} on several 80 GB cards may run out"
         yield Trouble(case.place, "utilization", what, "stay below 0.95", fatal=False)
 
 
 def aiter_is_on(case: Case) -> Iterator[Trouble]:
-    """Whoever names AITER has it turned on."""
+    """AITER is on where it is named."""
     asked = deployment(case.spec, case.device, case.config, case.env)
     names = [case.config.get("attention-backend"), case.config.get("moe-backend")]
     named = [name for name in names if name and "aiter" in str(name).lower()]
@@ -226,8 +207,8 @@ def needless(case: Case) -> Iterator[Trouble]:
     if case.config.get("async-scheduling") is not True:
         return
     if method == "ngram":
-        what = "--async-scheduling beside n-gram drafts is a start error with vLLM's first model runner"
-        yield Trouble(case.place, "async", what, "leave --async-scheduling out: vLLM turns it off by itself")
+        what = "--async-scheduling with n-gram drafts is a start error with vLLM's first model runner"
+        yield Trouble(case.place, "async", what, "leave --async-scheduling out: vLLM turns it off")
     else:
         yield Trouble(case.place, "async", "--async-scheduling is on by default", "leave it out", fatal=False)
 
@@ -239,7 +220,7 @@ def dead_variables(case: Case, release: Release) -> Iterator[Trouble]:
         yield Trouble(where, "variables", f"nothing reads {name}", variables.remedy(instead))
 
 
-# What a recipe promises beyond that.
+# Rules for recipes only
 
 
 def expected(case: Case, recipe: Recipe) -> Iterator[Trouble]:
@@ -247,7 +228,7 @@ def expected(case: Case, recipe: Recipe) -> Iterator[Trouble]:
     try:
         found = choices(case.device, case.config, case.env, case.spec)
     except (ChoiceError, SettingsError):
-        return  # said by settings_and_tables
+        return  # reported by settings_and_tables
     for part, choice in found.items():
         if (wanted := getattr(recipe.entry.expects, part)) != choice.value:
             yield Trouble(case.place, "expects", f"expects.{part} is {wanted!r}, the tables choose {choice}")
@@ -260,7 +241,7 @@ def every_gpu(case: Case, recipe: Recipe) -> Iterator[Trouble]:
 
 
 def no_default(case: Case, parsed: Parsed) -> Iterator[Trouble]:
-    """Nothing restates what vLLM does anyway."""
+    """No flag repeats vLLM's default."""
     filled = defaults.of(case.device)
     same = {key for key, value in case.config.items() if key in filled and filled[key] == value}
     for key in sorted(same.union(parsed.restated)):
@@ -297,7 +278,7 @@ def _same(row: Mapping[str, Any], claim: Claim, case: Case) -> bool:
 
 
 _NOT_OPTIONS = {"model", "tensor-parallel-size", "speculative-config", "tool-server", "no-enable-prefix-caching"}
-"""Flags that a results file says elsewhere, that no engine sees, or that every measurement has."""
+"""Flags that a results file has in other fields, that no engine reads, or that every measurement has."""
 
 
 def _engine_options(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -317,7 +298,7 @@ def still_valid(case: Case, recipe: Recipe, results: Path, today: date) -> Itera
         try:
             data = json.loads((results / name).read_text())
         except (OSError, ValueError):
-            continue  # said by claims_hold
+            continue  # reported by claims_hold
         measured = date.fromisoformat(data["date"])
         if today - measured > VALID:
             yield Trouble(case.place, "release", f"{name} is {(today - measured).days} days old", "measure again")
@@ -328,9 +309,9 @@ def still_valid(case: Case, recipe: Recipe, results: Path, today: date) -> Itera
 def recipe(
     recipe: Recipe, releases: Sequence[tuple[Release, Parsed]], results: Path = RESULTS, today: date | None = None
 ) -> list[Trouble]:
-    """Every rule on one recipe. releases: each with what it made of `recipe.config`; today: a release is being made."""
+    """Every rule on one recipe. releases: each with its answer to `recipe.config`; today: the date of our release."""
     case = Case(f"{recipe.place} {recipe.id}", recipe.spec, recipe.device, recipe.config, recipe.env)
-    found = [each for each in _anyone(case, releases) if each.fatal]  # a recipe may choose what costs something
+    found = [each for each in _anyone(case, releases) if each.fatal]  # a recipe may accept a cost
     if wrong := no_numbers(case.config):
         said = Trouble(case.place, "numbers", f"{wrong[0]}: {case.config[wrong[0]]!r} is no number")
         return found if any(each.rule == "numbers" for each in found) else [*found, said]
@@ -344,29 +325,23 @@ def recipe(
 
 
 def command(case: Case, releases: Sequence[tuple[Release, Parsed]]) -> list[Trouble]:
-    """What is wrong, or could be better, with somebody's own configuration."""
+    """Errors and advice for a user's configuration."""
     return list(_anyone(case, releases))
 
 
 def case_of(values: Mapping[str, Any], device: Device, env: Mapping[str, str]) -> Case:
-    """What somebody's own command asks for; the model is told by its name."""
+    """The case of a user's command; its name decides the model's size."""
     return Case("vllm serve", _spec(values), device, values, env)
 
 
 def _spec(values: Mapping[str, Any]) -> ModelSpec:
-    return SPECS["120b" if "120b" in str(values.get("model", "")) else "20b"]
+    return SPECS[size_of(str(values.get("model", "")))]
 
 
 def guessed(values: Mapping[str, Any]) -> str:
-    """What a model is taken for whose name tells neither size; empty where it does."""
+    """The size assumed for a model without one in its name; empty where the name has one."""
     named = any(size in str(values.get("model", "")) for size in SPECS)
     return "" if named else _spec(values).name
-
-
-def line(device: Device, env: Mapping[str, str], releases: Sequence[tuple[Release, Parsed]]) -> list[Trouble]:
-    """`command`, on the words that `releases` were asked about."""
-    values = next((parsed.values for _, parsed in releases if not parsed.error), {})
-    return command(case_of(values, device, env), releases)
 
 
 def in_file(trouble: Trouble, path: Path, root: yaml.Node, keys: Iterable[str]) -> Trouble:
@@ -382,9 +357,11 @@ def _anyone(case: Case, releases: Sequence[tuple[Release, Parsed]]) -> Iterator[
         yield from parses(case, release, parsed)
         yield from names_exist(case, release)
         yield from dead_variables(case, release)
-    if no_numbers(case.config):  # the parser has said so, or reads `auto`, which nothing below counts with
-        yield from numbers(case)
-        return
+    countable = not no_numbers(case.config)  # else the parser refused it, or it is `auto`
     rooms: tuple[Rule, ...] = (fits, room_on_host, room_for_several)
-    for rule in (settings_and_tables, reads_sinks, numbers_agree, *rooms, aiter_is_on, keeps_fused_layers, needless):
-        yield from rule(case)
+    rules: tuple[Rule, ...] = (settings_and_tables, reads_sinks, numbers_agree, *rooms, aiter_is_on, keeps_fused_layers)
+    found = [trouble for rule in ((*rules, needless) if countable else (numbers,)) for trouble in rule(case)]
+    yield from found
+    yield from ignored(case)
+    if not any(each.fatal and each.rule != "plan" for each in found):
+        yield from engine_starts(case, releases)

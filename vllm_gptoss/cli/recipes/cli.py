@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from vllm_gptoss import _vllm
 from vllm_gptoss.cli.recipes import check as rules
 from vllm_gptoss.cli.recipes import command as typed
-from vllm_gptoss.cli.recipes import draw, find, launch, load, plan, probe, render
+from vllm_gptoss.cli.recipes import defaults, draw, find, flags, here, launch, load, plan, probe, render, verdicts
 from vllm_gptoss.cli.recipes.check import Case, Trouble
 from vllm_gptoss.cli.recipes.load import RecipeError
 from vllm_gptoss.cli.recipes.plan import PlanError
-from vllm_gptoss.cli.recipes.probe import Parsed, ProbeError
-from vllm_gptoss.cli.recipes.schema import Family, Recipe
+from vllm_gptoss.cli.recipes.probe import Parsed, ProbeError, Release
+from vllm_gptoss.cli.recipes.schema import Family, Goal, Recipe
 from vllm_gptoss.engine.choose import devices
-from vllm_gptoss.engine.choose.device import Device, detect
+from vllm_gptoss.engine.choose.device import Device
 from vllm_gptoss.engine.choose.devices import DeviceError
 from vllm_gptoss.tools import yaml_file
 
-app = typer.Typer(no_args_is_help=True, help="Which command for which machine, held against vLLM's own parser.")
+app = typer.Typer(no_args_is_help=True, help="Which command for which machine, checked with vLLM's own parser.")
 
 USAGE = 2
-"""Exit code for what was asked wrongly; 1 is for what was found wrong."""
+"""Exit code of a wrong command line; 1 is that of findings."""
 
 Checked = Annotated[list[str] | None, typer.Argument(help="an id, a path, or a `vllm serve` line after `--`")]
+Memory = Annotated[float, typer.Option(min=0, help="GiB of one GPU, for a device that no table has")]
 Planned = Annotated[list[str] | None, typer.Argument(help="an id, or a `vllm serve` line after `--`")]
 
 
@@ -41,28 +45,40 @@ def _stop(error: Exception) -> typer.Exit:
     return typer.Exit(USAGE)
 
 
-def machine(name: str) -> Device:
-    """`auto` is this machine; else a row of the table, as `8xH100`.
+def machine(name: str, memory_gib: float = 0.0) -> Device:
+    """`auto` is this machine; else a row of the table, as `8xH100`. memory_gib: of one GPU, instead of the row's.
 
     Raises:
         DeviceError: no row is called that.
     """
-    return detect() if name == "auto" else devices.named(name)
+    if name != "auto":
+        return devices.named(name, memory_gib)
+    return replace(here.detect(), memory_gib=memory_gib) if memory_gib else here.detect()
+
+
+def _console() -> Console:
+    """As wide as the terminal; in a pipe, lines are not broken."""
+    return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=1000)
 
 
 @app.command("list")
 def list_(
     device: Annotated[str, typer.Option(help="`auto` for this machine, or as H200, 8xH100; empty: all")] = "",
+    model: Annotated[str, typer.Option(help="only of 20b or 120b")] = "",
+    goal: Annotated[Goal | None, typer.Option(help="only for this goal")] = None,
+    fits: Annotated[bool, typer.Option("--fits", help="all that fit --device, also those of other GPUs")] = False,
+    memory_gib: Memory = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="as the table of recipes/README.md")] = False,
 ) -> None:
-    """Device, model, goal, who has run it, and what we measured."""
-    recipes = load.shipped()
-    if device:
+    """Device, model, goal, evidence, and what we measured."""
+    recipes = [recipe for recipe in load.shipped() if model in ("", recipe.model) and goal in (None, recipe.goal)]
+    if device or fits:
         try:
-            found = find.for_device(recipes, machine(device))
+            place = machine(device or "auto", memory_gib)
         except DeviceError as error:
             raise _stop(error) from None
+        found = find.fitting(recipes, place) if fits else find.for_device(recipes, place)
         recipes = list(found.recipes)
         if found.why:
             typer.echo(found.why, err=True)
@@ -74,13 +90,13 @@ def list_(
         typer.echo(render.table(recipes), nl=False)
         return
     if not rows:
-        return  # said above
+        return  # `find` has printed why
     table = Table(box=None, padding=(0, 1))
     for column in rows[0]:
         table.add_column(column, no_wrap=column in ("id", "status"))
     for each in rows:
         table.add_row(*each.values())
-    Console().print(table)
+    _console().print(table)
 
 
 @app.command()
@@ -130,22 +146,23 @@ def schema() -> None:
 @app.command()
 def check(
     what: Checked = None,
-    device: Annotated[str, typer.Option(help="for a command: on what it shall run")] = "auto",
-    source: Annotated[list[Path] | None, typer.Option(help="an unpacked vLLM release to ask as well")] = None,
+    device: Annotated[str, typer.Option(help="for a command: the machine that runs it")] = "auto",
+    memory_gib: Memory = 0.0,
+    source: Annotated[list[Path] | None, typer.Option(help="an unpacked vLLM release to check with as well")] = None,
     release: Annotated[
         bool, typer.Option("--release", help="measurements may be neither old nor of an older vLLM")
     ] = False,
     today: Annotated[str, typer.Option(help="the date of the release, as 2026-11-23", show_default="today")] = "",
 ) -> None:
-    """Hold recipes, a file, or a `vllm serve` line against vLLM's parser, the tables and the results."""
+    """Check recipes, a file, or a `vllm serve` line with vLLM's parser and engine, the tables and the results."""
     try:
-        day = _day(today, release)
+        day, place = _day(today, release), functools.partial(machine, device, memory_gib)
         if not what:
-            found = _check_named([str(load.FOLDER)], device, source or (), day)
+            found = _check_named([str(load.FOLDER)], place, source or (), day)
         elif all(map(_is_named, what)) or (len(what) == 1 and what != ["vllm"]):
-            found = _check_named(what, device, source or (), day)
+            found = _check_named(what, place, source or (), day)
         else:
-            found = _check_words(what, machine(device), source or ())
+            found = _check_words(what, place(), source or ())
     except (RecipeError, DeviceError, ProbeError, ValueError) as error:
         raise _stop(error) from None
     for trouble in found:
@@ -155,21 +172,23 @@ def check(
 
 
 def _day(today: str, release: bool) -> date | None:
-    """Of the release that is being made; None: none is."""
+    """The date of our release; None: no release is made."""
     if today and not release:
         raise RecipeError("--today is the date of a release: give --release as well")
     return (date.fromisoformat(today) if today else date.today()) if release else None
 
 
 def _is_named(word: str) -> bool:
-    """Whether a word is a file, a folder or a recipe's id, and no part of a command."""
+    """Whether a word is a file, a folder or a recipe's id, not part of a command."""
     if word.startswith("-") or word == "vllm" or "=" in word:
         return False
     return Path(word).exists() or Path(word).suffix in (".yaml", ".yml") or "/" not in word
 
 
-def _check_named(names: Sequence[str], device: str, sources: Sequence[Path], day: date | None) -> list[Trouble]:
-    """Of paths, and of the recipes that are called so."""
+def _check_named(
+    names: Sequence[str], place: Callable[[], Device], sources: Sequence[Path], day: date | None
+) -> list[Trouble]:
+    """Findings of paths and of recipes' ids."""
     recipes: list[Recipe] = []
     found: list[Trouble] = []
     for name in names:
@@ -179,12 +198,12 @@ def _check_named(names: Sequence[str], device: str, sources: Sequence[Path], day
         elif (theirs := _recipes_in(path)) is not None:
             recipes += theirs
         else:
-            found += _check_config(path, device, sources)
+            found += _check_config(path, place(), sources)
     return [*found, *(_check_recipes(recipes, sources, day) if recipes else ())]
 
 
 def _recipes_in(path: Path) -> list[Recipe] | None:
-    """Of a file or folder of recipes; None: it is a file that `vllm serve --config` reads."""
+    """Recipes of a file or folder; None: it is a file for `vllm serve --config`."""
     files = yaml_file.files(path)
     if not files:
         raise RecipeError(f"{path}: no .yaml file is here")
@@ -194,75 +213,121 @@ def _recipes_in(path: Path) -> list[Recipe] | None:
     return [recipe for file in files for recipe in load.load(file)]
 
 
-def _check_config(path: Path, device: str, sources: Sequence[Path]) -> list[Trouble]:
+def _check_config(path: Path, device: Device, sources: Sequence[Path]) -> list[Trouble]:
     keys, root = load.read(path)
-    found = _check_words(["vllm", "serve", "--config", str(path.absolute())], machine(device), sources)
+    found = _check_words(["vllm", "serve", "--config", str(path.absolute())], device, sources)
     return [rules.in_file(trouble, path, root, keys) for trouble in found]
 
 
 def _check_recipes(recipes: Sequence[Recipe], sources: Sequence[Path], day: date | None) -> list[Trouble]:
-    releases = [probe.ask([recipe.config for recipe in recipes], root) for root in (None, *sources)]
+    roots = [*([None] if _vllm.version() else []), *sources]
+    releases = [probe.ask([recipe.config for recipe in recipes], root) for root in roots]
     found = []
     for index, recipe in enumerate(recipes):
         found += rules.recipe(recipe, [(each, each.parsed[index]) for each in releases], today=day)
-    versions = " and ".join(each.version for each in releases)
     many = f"{len(recipes)} recipes" if len(recipes) != 1 else recipes[0].id
-    typer.echo(f"{many}, vLLM {versions}: {len(found)} found wrong")
+    versions = _versions([(each, each.parsed[0]) for each in releases])
+    typer.echo(f"{many}, {versions}: {len(found)} found wrong")
     return found
 
 
 def _check_words(words: Sequence[str], device: Device, sources: Sequence[Path]) -> list[Trouble]:
-    releases = [probe.ask([typed.words(words)], root) for root in (None, *sources)]
-    _say_what_is_guessed(releases[0].parsed[0])
     environ = {**os.environ, **typed.variables(words)}
-    found = rules.line(device, environ, [(each, each.parsed[0]) for each in releases])
+    values, releases = probe.of_line(typed.words(words), environ, sources)
+    if not all(parsed.error for _, parsed in releases) or not releases:
+        _print_guess(values)
+    found = rules.command(rules.case_of(values, device, environ), releases)
+    if not releases:
+        typer.echo("vLLM is not installed: unknown flags are not found", err=True)
     if not found:
-        versions = " and ".join(each.version for each in releases)
-        typer.echo(f"{devices.label(device)}, vLLM {versions}: nothing found wrong")
+        typer.echo(f"{devices.label(device)}, {_versions(releases)}: nothing found wrong")
     return found
 
 
-def _say_what_is_guessed(parsed: Parsed) -> None:
-    """A line where the model's name does not tell which of the two it is."""
-    if not parsed.error and (guess := rules.guessed(parsed.values)):
-        typer.echo(f"{parsed.values.get('model', 'a model without a name')} is taken for {guess}", err=True)
+def _versions(releases: Sequence[tuple[Release, Parsed]]) -> str:
+    return "vLLM " + " and ".join(release.version for release, _ in releases) if releases else "no vLLM"
+
+
+def _print_guess(values: Mapping[str, Any]) -> None:
+    """A line where the model's name does not contain its size."""
+    if guess := rules.guessed(values):
+        typer.echo(f"{values.get('model', 'a model without a name')} is taken for {guess}", err=True)
 
 
 @app.command("plan")
 def plan_(
     what: Planned = None,
     device: Annotated[str, typer.Option(help="on what: `auto`, or as 2xH100; a recipe has its own")] = "",
+    memory_gib: Memory = 0.0,
+    model: Annotated[str, typer.Option(help="20b or 120b, instead of a recipe or a line")] = "",
+    context: Annotated[str, typer.Option(help="tokens of a request, as 32k: search settings for it")] = "",
+    users: Annotated[int, typer.Option(min=0, help="requests at the same time: search settings for them")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
 ) -> None:
-    """Memory of one GPU by part, requests that fit at once, and what to turn where it does not fit."""
+    """Memory of one GPU by part, requests that fit at once, and the settings that fit where it does not.
+
+    With --context or --users, the `vllm serve` command that serves them, or the nearest one that fits.
+    """
     try:
-        case = _case(what or [], device)
+        case = _case([f"openai/gpt-oss-{model}"] if model else what or [], device, memory_gib, line=bool(model))
+        if context:
+            length = flags.values(["--max-model-len", context])
+            case = replace(case, config={**case.config, **length})
+        command, reached = "", True
+        if context or users:
+            case, command, reached = _searched(case, max(users, 1))
         found = plan.plan(case.spec, case.device, case.config, case.env)
-    except (RecipeError, DeviceError, ProbeError, PlanError) as error:
+    except (RecipeError, DeviceError, PlanError) as error:
         raise _stop(error) from None
     if as_json:
-        typer.echo(json.dumps(draw.data(found, case.place), indent=2))
+        extra = {"command": command} if command else {}
+        typer.echo(json.dumps({**draw.data(found, case.place), **extra}, indent=2))
     else:
-        Console().print(draw.text(found, case.place))
-    if not found.fits:
+        if command:
+            typer.echo(command)
+        _console().print(draw.text(found, case.place))
+    if not (found.fits and reached):
         raise typer.Exit(1)
 
 
-def _case(what: Sequence[str], device: str) -> Case:
-    """A recipe on its device or another, or the words of a command."""
+def _searched(case: Case, users: int) -> tuple[Case, str, bool]:
+    """The case with the settings that serve `users`, its command, and whether it does: else it is the nearest."""
+    found = plan.search(case.spec, case.device, case.config, case.env, users)
+    if found is None:
+        plan.plan(case.spec, case.device, case.config, case.env)  # raises for a CPU, and a GPU that vLLM refuses
+        smaller = ", or gpt-oss-20b" if case.spec.name != "gpt-oss-20b" else ""
+        where = devices.label(case.device)
+        raise PlanError(f"no settings make {case.spec.name} fit {where}: take more or larger GPUs{smaller}")
+    config, result = found
+    words = ["vllm", "serve", str(config.get("model") or f"openai/{case.spec.name}")]
+    words += [word for key, value in config.items() if key != "model" for word in render.flag(key, value)]
+    wanted = defaults.filled(case.device, case.config)["max-model-len"]
+    reached = result.length >= wanted and result.requests * result.replicas >= users
+    if not reached:
+        typer.echo(f"nothing serves {users} requests of {wanted:,} tokens; this is the nearest that fits", err=True)
+    own = {name: value for name, value in case.env.items() if os.environ.get(name) != value}
+    return replace(case, config=config), render.line(own, words).strip(), reached
+
+
+def _case(what: Sequence[str], device: str, memory_gib: float, line: bool) -> Case:
+    """A recipe on its device or another, or the words of a command, which `plan` reads without vLLM."""
     several = len(what) > 1 and all(map(_is_named, what))
     if not what or several or (what[0] == "vllm" and len(what) < 3):
-        raise RecipeError("plan what? the id of one recipe, or a `vllm serve` line after `--`")
-    if len(what) == 1:
+        raise RecipeError("plan what? the id of one recipe, a `vllm serve` line after `--`, or --model")
+    if len(what) == 1 and not line:
         recipe = find.by_id(load.shipped(), what[0])
-        return Case(recipe.id, recipe.spec, machine(device) if device else recipe.device, recipe.config, recipe.env)
-    release = probe.ask([typed.words(what)])
-    (parsed,) = release.parsed
-    if parsed.error:
-        means = rules.since_then(parsed.error, release)
-        raise RecipeError("; ".join(filter(None, (f"vLLM does not take this line: {parsed.error}", means))))
-    _say_what_is_guessed(parsed)
-    return rules.case_of(parsed.values, machine(device or "auto"), {**os.environ, **typed.variables(what)})
+        place = machine(device, memory_gib) if device else recipe.device
+        return Case(recipe.id, recipe.spec, place, recipe.config, recipe.env)
+    if means := [means for name, means in flags.RENAMED.items() if any(name in word for word in what)]:
+        raise RecipeError(f"vLLM does not take this line: {means[0]}")
+    values, environ = flags.values(typed.words(what)), {**os.environ, **typed.variables(what)}
+    if unread := [key for key in values if not flags.COUNTED.fullmatch(key)]:
+        typer.echo(f"the plan does not depend on --{', --'.join(unread)}", err=True)
+    _print_guess(values)
+    case = rules.case_of(values, machine(device or "auto", memory_gib), environ)
+    if refused := next(verdicts.refused(case.device, case.config, case.env), None):
+        raise PlanError("; ".join(refused))
+    return case
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -275,18 +340,21 @@ def serve(
     recipe = _recipe(name)
     try:
         words = launch.words(recipe, [word for word in context.args if word != "--"])
-    except RecipeError as error:
+        other = launch.elsewhere(recipe, here.detect())
+        if not dry_run:
+            launch.write(recipe)
+    except (RecipeError, DeviceError) as error:
         raise _stop(error) from None
+    for line in filter(None, (other, *launch.overridden(recipe, os.environ))):
+        typer.echo(line, err=True)
     if dry_run:
         typer.echo(render.line(recipe.env, words), nl=False)
         return
-    for line in launch.overridden(recipe, os.environ):
-        typer.echo(line, err=True)
     os.environ.update(recipe.env)
     try:
         os.execvp(words[0], words)  # noqa: S606  the server takes this process's place, and its signals
     except FileNotFoundError:
-        typer.echo("vllm is not on PATH; `vllm-gptoss doctor` says what to install", err=True)
+        typer.echo("vllm is not on PATH; `vllm-gptoss doctor` reports what to install", err=True)
         raise typer.Exit(1) from None
 
 

@@ -1,4 +1,4 @@
-"""The words of somebody's own `vllm serve` line, as they stand behind `--`."""
+"""The words of a user's `vllm serve` line, given after `--`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SERVE = re.compile(
 
 
 def words(command: Sequence[str]) -> list[str]:
-    """What stands after `vllm serve`, or a module that is the same; variables that stand before it are left out."""
+    """The words after `vllm serve`, or after the module that it runs, without the variables in front."""
     found = list(command)
     while found and "=" in found[0] and not found[0].startswith("-"):
         found.pop(0)
@@ -20,7 +20,7 @@ def words(command: Sequence[str]) -> list[str]:
 
 
 def variables(command: Sequence[str]) -> dict[str, str]:
-    """Variables that stand before a command, as `NAME=value`."""
+    """Variables in front of a command, as `NAME=value`."""
     found = {}
     for word in command:
         name, sign, value = word.partition("=")

@@ -1,4 +1,4 @@
-"""What vLLM fills in where a flag is left out, for gpt-oss: some of it depends on the GPU.
+"""vLLM's defaults of flags for gpt-oss; some depend on the GPU.
 
 Sources: vLLM 0.32.0 and 0.33.0, `engine/arg_utils.py` (`get_batch_defaults`), `config/cache.py`, `config/vllm.py`.
 """
@@ -24,7 +24,7 @@ FIXED: Final[Mapping[str, Any]] = {
     "max-model-len": MAX_POSITIONS,
     "quantization": "mxfp4",
 }
-"""What the parser calls None and vLLM works out later; the parser's own defaults are asked of it."""
+"""Defaults that are None in the parser, and set by vLLM later; `probe` reads those of the parser."""
 
 
 def batch(device: Device) -> tuple[int, int]:
@@ -40,13 +40,13 @@ def batch(device: Device) -> tuple[int, int]:
 
 
 def of(device: Device) -> dict[str, Any]:
-    """Every default that is worked out, by its flag."""
+    """Every default that the parser does not have, by its flag."""
     tokens, requests = batch(device)
     return {**FIXED, "max-num-batched-tokens": tokens, "max-num-seqs": requests}
 
 
 def filled(device: Device, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration with them; requests that nobody asked for are no more than batched tokens."""
+    """A configuration with the defaults; that of requests is at most the batched tokens."""
     found = {**of(device), **config}
     if "max-num-seqs" not in config:
         found["max-num-seqs"] = min(found["max-num-seqs"], found["max-num-batched-tokens"])
@@ -54,7 +54,7 @@ def filled(device: Device, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refused(device: Device, config: Mapping[str, Any]) -> str:
-    """Why vLLM refuses numbers that are right one by one; empty where it does not."""
+    """Why vLLM refuses numbers that are valid separately; empty where it accepts them."""
     found = filled(device, config)
     tokens, requests = found["max-num-batched-tokens"], found["max-num-seqs"]
     if tokens >= requests:

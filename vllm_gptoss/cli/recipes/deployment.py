@@ -57,16 +57,15 @@ NUMBERS: Final[Mapping[str, type[int] | type[float]]] = {
     "kv-cache-memory-bytes": int,
     "gpu-memory-utilization": float,
 }
-"""Keys that the tables and the plan count with. What is a float is a share of a whole."""
+"""Keys that the tables and the plan calculate with. A float is a share."""
 
 
 MAY_BE_ZERO: Final = frozenset({"max-cudagraph-capture-size"})
-"""Of these, keys whose zero vLLM takes; it is nothing to count with."""
+"""Of these, keys where vLLM accepts zero, with which a plan cannot calculate."""
 
 
 def no_numbers(config: Mapping[str, Any]) -> list[str]:
-    """Of `NUMBERS`, keys whose value is none above zero, or a share above 1; a `max-model-len` of -1, which means
-    `auto`, is one."""
+    """Keys of `NUMBERS` with a value of zero or less, or a share above 1; -1 is `auto` of `max-model-len`."""
     found = []
     for key, kind in NUMBERS.items():
         value: Any = config.get(key, 1)
@@ -98,11 +97,11 @@ def gpus(config: Mapping[str, Any]) -> int:
 def choices(
     device: Device, config: Mapping[str, Any], env: Mapping[str, str], spec: ModelSpec
 ) -> dict[str, Choice[str]]:
-    """What the tables choose: attention, experts, layers.
+    """The tables' choices: attention, experts, layers.
 
     Raises:
-        ChoiceError: a wish that cannot be met, or heads or experts that do not divide.
-        SettingsError: a setting of ours that does not exist.
+        ChoiceError: an explicit request that cannot be met, or heads or experts that do not divide. SettingsError: an
+        unknown setting of the plugin.
     """
     settings = Settings.load(_object(config, "additional-config"), env)
     asked = deployment(spec, device, config, env)

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from vllm_gptoss.cli.recipes import plan
 from vllm_gptoss.cli.recipes.load import RecipeError
 from vllm_gptoss.cli.recipes.schema import Recipe
 from vllm_gptoss.engine.choose import devices, families
@@ -14,7 +15,7 @@ from vllm_gptoss.engine.choose.device import Device
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Recipes for a machine, and why they are not exactly its own; empty where they are."""
+    """Recipes for a machine. why: the reason if they are another machine's, else empty."""
 
     recipes: tuple[Recipe, ...]
     why: str = ""
@@ -24,7 +25,7 @@ def by_id(recipes: Sequence[Recipe], name: str) -> Recipe:
     """The recipe called `name`.
 
     Raises:
-        RecipeError: there is none; the message has near ones.
+        RecipeError: there is none; the message has similar ids.
     """
     known = {recipe.id: recipe for recipe in recipes}
     if name.lower() in known:
@@ -35,8 +36,29 @@ def by_id(recipes: Sequence[Recipe], name: str) -> Recipe:
     raise RecipeError(f"no recipe is called {name!r}; {hint}")
 
 
+def fitting(recipes: Sequence[Recipe], device: Device) -> Found:
+    """Recipes of the device's family, for as many GPUs or fewer, that fit its memory."""
+    family = families.of(device).name
+    kin = [recipe for recipe in recipes if recipe.family == family and recipe.device.count <= device.count]
+    found = tuple(recipe for recipe in kin if plan.fits(recipe.spec, device, recipe.config, recipe.env))
+    return Found(found, "" if found else f"no recipe fits {device}; `recipe plan --context 8k` searches settings")
+
+
 def for_device(recipes: Sequence[Recipe], device: Device) -> Found:
-    """Recipes of this device and as many; else of fewer of them; else of its family, which is said."""
+    """Recipes of this device and as many; else of fewer of them; else of its family, with the reason. All fit."""
+    near = _nearest(recipes, device)
+    found = tuple(recipe for recipe in near.recipes if plan.fits(recipe.spec, device, recipe.config, recipe.env))
+    lost = len(near.recipes) - len(found)
+    if not lost:
+        return near
+    others = sorted({devices.label(recipe.device) for recipe in near.recipes if recipe not in found})
+    why = f"{lost} of {len(near.recipes)} recipes for {', '.join(others)} need more memory than {device}"
+    search = "" if device.vendor == "cpu" else "; `recipe plan --context 8k` searches settings that fit"
+    start = near.why if found and near.why else "" if found else f"no recipe is for {device}"
+    return Found(found, "; ".join(filter(None, (start, why))) + search)
+
+
+def _nearest(recipes: Sequence[Recipe], device: Device) -> Found:
     row = devices.of(device)
     name = device.name if row is None else row.name
     same = [recipe for recipe in recipes if recipe.device.name == name]
@@ -55,7 +77,7 @@ def for_device(recipes: Sequence[Recipe], device: Device) -> Found:
     near = min({recipe.device.name for recipe in kin}, key=lambda each: abs(_memory(kin, each) - device.memory_gib))
     chosen = tuple(recipe for recipe in kin if recipe.device.name == near)
     why = f"no recipe is for {device}: these are for {near}, of the same family ({family.name})"
-    return Found(chosen, f"{why}; `recipe plan` says what fits")
+    return Found(chosen, f"{why} ; `recipe plan` calculates what fits")
 
 
 def _memory(recipes: Sequence[Recipe], name: str) -> float:

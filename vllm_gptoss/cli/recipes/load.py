@@ -23,7 +23,7 @@ MOST_BYTES = 256 * 1024
 
 
 class RecipeError(ValueError):
-    """A file of recipes, or a configuration file, that cannot be used; the message has a line for each error."""
+    """A file of recipes or configuration that cannot be used; the message has a line for each error."""
 
 
 def shipped() -> list[Recipe]:
@@ -42,7 +42,7 @@ def load(path: Path) -> list[Recipe]:
     """The recipes of one file.
 
     Raises:
-        RecipeError: not there, too large, no YAML, or not what the schema says.
+        RecipeError: not found, too large, no YAML, or against the schema.
     """
     data, root = read(path)
     try:

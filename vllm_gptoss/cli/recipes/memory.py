@@ -1,4 +1,4 @@
-"""Where a GPU's memory goes when gpt-oss is served: sizes from the model's shape, and constants from measured starts.
+"""GPU memory of a gpt-oss server: sizes from the model's shape, and constants from measured starts.
 
 `weights` and `Cache` are arithmetic over what vLLM allocates. `OVERHEADS` are fitted: tests hold every measured start
 (`MEASURED`) within 5 %.
@@ -18,23 +18,23 @@ GIB: Final = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a backend lays experts out. rows, columns: what it rounds one rank's sizes up to; bits: of a value; beside:
-    what its scales are padded by, as a share of all.
+    """A backend's layout of experts. rows, columns: one rank's sizes are rounded up to multiples of them; bits: of a
+    value; padding: of its scales, as a share of all.
 
-    Source: vLLM 0.33.0 `mxfp4_round_up_hidden_size_and_intermediate_size`; `beside` is measured.
+    Source: vLLM 0.33.0 `mxfp4_round_up_hidden_size_and_intermediate_size`; `padding` is measured.
     """
 
     rows: int
     columns: int
     bits: float = 4 + 8 / MXFP4_GROUP
-    beside: float = 0.0
+    padding: float = 0.0
 
 
 _MARLIN: Final = Layout(128, 256)
 _ROCM: Final = Layout(256, 256)
 LAYOUTS: Final[Mapping[str, Layout]] = {
-    "gptoss": Layout(64, 1, beside=0.0099),
-    "triton": Layout(64, 1, beside=0.0099),
+    "gptoss": Layout(64, 1, padding=0.0099),
+    "triton": Layout(64, 1, padding=0.0099),
     "humming": Layout(64, 256),
     "marlin": _MARLIN,
     "flashinfer_trtllm": _MARLIN,
@@ -44,7 +44,7 @@ LAYOUTS: Final[Mapping[str, Layout]] = {
     "native": Layout(32, 32),
     "dequantize": Layout(32, 32, bits=16),
 }
-"""By what `choose.experts` answers; whatever else runs is taken for the widest, ROCm's."""
+"""By value of `choose.experts`; other backends count as the widest, ROCm's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ DRAFTS: Final[Mapping[str, tuple[float, int]]] = {"eagle3": (1.5, 1), "dflash": 
 
 
 def weights(d: Deployment, experts: str) -> Weights:
-    """What one GPU holds. experts: the backend, as `choose` names it."""
+    """Weights on one GPU. experts: the backend, as `choose` names it."""
     model, layout = d.model, LAYOUTS.get(experts, _ROCM)
     ranks = d.tensor_parallel * d.data_parallel * d.prefill_context_parallel
     cut = 1 if d.expert_parallel else ranks
@@ -78,7 +78,7 @@ def weights(d: Deployment, experts: str) -> Weights:
     router = 2 * layers * model.experts * model.hidden
     embeddings = 2 * 2 * model.vocabulary * model.hidden
     rest = attention / d.pipeline_parallel / d.tensor_parallel + router + embeddings / d.tensor_parallel
-    shares = (values * layout.bits / 8 * (1 + layout.beside) + biases) / GIB
+    shares = (values * layout.bits / 8 * (1 + layout.padding) + biases) / GIB
     return Weights(shares, rest / GIB, DRAFTS.get(d.drafts or "", (0, 0))[0])
 
 
@@ -121,7 +121,7 @@ class Cache:
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """What a start takes beside weights and cache, on one GPU.
+    """Memory of one GPU other than weights and cache.
 
     context: CUDA, libraries; token: bytes of activations a batched token; step: GiB that even a small step needs;
     logit: bytes of a logit with its copies in the sampler, a request; graph: GiB a captured size; ranks: communication,

@@ -1,7 +1,8 @@
-"""Does it fit, how many requests at once, what to turn where it does not: one GPU's memory before anything starts."""
+"""Memory of one GPU before a start: whether a configuration fits, for how many requests, and which settings would."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -21,7 +22,7 @@ CALCULATED = "calculated"
 
 
 class PlanError(ValueError):
-    """A configuration that cannot be planned; the message says why."""
+    """A configuration that cannot be planned; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Part:
 class Plan:
     """Memory of one of `gpus` GPUs. parts add up to `budget`, the share of `total` that vLLM may take.
 
-    length: of the longest request; requests: so long, at once, on each replica; least: GiB that one of them needs.
+    length: of the longest request; requests: of that length, concurrently, on each replica; least: GiB of one of them.
     """
 
     device: Device
@@ -78,12 +79,14 @@ class Plan:
         return "this would: " + ", or ".join(self.advice) if self.advice else "nothing on this host makes it fit"
 
 
-def plan(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mapping[str, str]) -> Plan:
+def plan(
+    spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mapping[str, str], advise: bool = True
+) -> Plan:
     """The plan of a configuration on a device, with advice where it does not fit.
 
     Raises:
-        PlanError: heads or experts do not divide, a wish cannot be met, too few or too old GPUs, numbers that vLLM
-            refuses, or a CPU.
+        PlanError: heads or experts do not divide, an explicit request cannot be met, too few or too old GPUs, numbers
+        that vLLM refuses, or a CPU.
     """
     if device.memory_gib <= 0 or device.vendor == "cpu":
         raise PlanError(
@@ -100,14 +103,14 @@ def plan(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mappin
     found = _plan(spec, device, config, env)
     if found.fits:
         return replace(found, advice=(BELOW,)) if crowded(device, config) else found
-    return replace(found, advice=tuple(_advice(spec, device, config, env, found)))
+    return replace(found, advice=tuple(_advice(spec, device, config, env))) if advise else found
 
 
 def on_cpu(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mapping[str, str]) -> float:
     """GiB of the host's memory that a CPU's weights take.
 
     Raises:
-        PlanError: a wish that cannot be met.
+        PlanError: an explicit request cannot be met.
     """
     return memory.weights(deployment(spec, device, config, env), _experts(spec, device, config, env)).total
 
@@ -195,56 +198,69 @@ BELOW: Final = f"stay below {CEILING}: there vLLM's usage guide ran out of memor
 def crowded(device: Device, config: Mapping[str, Any]) -> bool:
     """Several H100 at a utilisation that ran out of memory there."""
     high = float(config.get("gpu-memory-utilization", 0)) >= CEILING
-    return high and gpus(config) > 1 and device.arch == "sm90" and device.memory_gib < 100
+    return high and gpus(config) > 1 and _crowds(device)
 
 
-def _advice(
-    spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mapping[str, str], found: Plan
-) -> Iterator[str]:
-    """What makes it fit, each tried; nothing that would fail as well."""
-    several = gpus(config) > 1
-    high = 0.94 if several else CEILING
-    offers: list[tuple[str, dict[str, Any]]] = []
-    if found.utilization < high:
-        offers.append((f"--gpu-memory-utilization {high}", {"gpu-memory-utilization": high}))
-        few = {"gpu-memory-utilization": high, "max-num-batched-tokens": 1024}
-        offers.append((f"--gpu-memory-utilization {high} --max-num-batched-tokens 1024", few))
-    fewer = {"max-num-seqs": 16, "max-num-batched-tokens": 1024}
-    offers.append(("--max-num-seqs 16 --max-num-batched-tokens 1024", fewer))
-    all_three = {"gpu-memory-utilization": high, **fewer}
-    offers.append((f"--gpu-memory-utilization {high} --max-num-seqs 16 --max-num-batched-tokens 1024", all_three))
-    offers.append(("--kv-cache-dtype fp8, which is lossy", {"kv-cache-dtype": "fp8"}))
-    offers += [(f"--max-model-len {length}", {"max-model-len": length}) for length in (65_536, 32_768, 16_384)]
-    yield from _first_of_each(spec, device, config, env, offers)
-    yield from _more_gpus(spec, device, config, env)
+def _crowds(device: Device) -> bool:
+    return device.arch == "sm90" and device.memory_gib < 100
 
 
-def _first_of_each(
-    spec: ModelSpec,
-    device: Device,
-    config: Mapping[str, Any],
-    env: Mapping[str, str],
-    offers: list[tuple[str, dict[str, Any]]],
-) -> Iterator[str]:
-    """Offers that fit; of those that turn the same first flag, the gentlest."""
-    seen = set()
-    now = int(config.get("max-model-len", defaults.FIXED["max-model-len"]))
-    for text, change in offers:
-        flag = text.split()[0]
-        shorter = change.get("max-model-len", 0) < now
-        if flag not in seen and shorter and _fits(spec, device, {**config, **change}, env):
-            seen.add(flag)
-            yield text
+def fits(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mapping[str, str]) -> bool:
+    """Whether a configuration fits the memory of a GPU, or of a CPU's host where that is known."""
+    try:
+        if device.vendor == "cpu":
+            return not device.memory_gib or on_cpu(spec, device, config, env) <= device.memory_gib
+        return _plan(spec, device, config, env).fits
+    except PlanError:
+        return False
 
 
-def _more_gpus(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[str]:
+# What to change
+
+
+Change = Mapping[str, Any]
+
+LENGTHS: Final = (131_072, 65_536, 32_768, 16_384, 8192, 4096)
+
+
+def _changes(device: Device, config: Mapping[str, Any], users: int) -> list[tuple[int, Change]]:
+    """Combinations of settings that lower the memory needed, each with its cost; the cheapest first.
+
+    users: requests that must run concurrently. The cost is the number of settings; an fp8 cache, which is lossy, is 3.
+    """
+    now, high = defaults.filled(device, config), 0.94 if _crowds(device) and device.count > 1 else CEILING
+    tensor = size(config, "tensor-parallel-size")
+    seqs = dict.fromkeys(max(each, users) for each in (16, 4))
+    few = [{"max-num-batched-tokens": 1024}] if now["max-num-batched-tokens"] > 1024 else []
+    axes: list[list[Change]] = [
+        [{}, {"kv-cache-dtype": "fp8"}],
+        [{}, *({"max-model-len": each} for each in LENGTHS if each < now["max-model-len"])],
+        [{}, *({"tensor-parallel-size": each} for each in (2, 4, 8) if tensor < each <= device.count)],
+        [{}, {"gpu-memory-utilization": high}] if float(config.get("gpu-memory-utilization", 0)) < high else [{}],
+        [{}, *few, *({"max-num-seqs": each, "max-num-batched-tokens": max(1024, each)} for each in seqs)],
+    ]
+    costs = {at: sum(map(bool, at)) + 2 * at[0] for at in itertools.product(*(range(len(axis)) for axis in axes))}
+    order = sorted(costs, key=lambda at: (costs[at], at))
+    return [
+        (costs[at], {k: v for axis, index in zip(axes, at, strict=True) for k, v in axis[index].items()})
+        for at in order
+    ]
+
+
+def _advice(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mapping[str, str]) -> Iterator[str]:
+    """The cheapest combinations that fit, the smallest value of each, and more GPUs."""
+    found: dict[frozenset[str], int] = {}
+    for cost, change in _changes(device, config, 1):
+        if cost > min(found.values(), default=cost):
+            break
+        if change and frozenset(change) not in found and fits(spec, device, {**config, **change}, env):
+            found[frozenset(change)] = cost
+            flags = " ".join(f"--{key} {value}" for key, value in change.items())
+            yield f"{flags}, which is lossy" if "kv-cache-dtype" in change else flags
     for count in (2, 4, 8):
-        if count <= size(config, "tensor-parallel-size"):
-            continue
-        more = device if device.count >= count else _as_many(device, count)
-        if more is not None and _fits(spec, more, {**config, "tensor-parallel-size": count}, env):
-            here = "" if device.count >= count else f", on {devices.label(more)}"
-            yield f"--tensor-parallel-size {count}{here}"
+        more = _as_many(device, count) if count > device.count else None
+        if more is not None and fits(spec, more, {**config, "tensor-parallel-size": count}, env):
+            yield f"--tensor-parallel-size {count}, on {devices.label(more)}"
             return
 
 
@@ -253,8 +269,24 @@ def _as_many(device: Device, count: int) -> Device | None:
     return None if row is None or row.most < count else row.device(count)
 
 
-def _fits(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mapping[str, str]) -> bool:
-    try:
-        return _plan(spec, device, config, env).fits
-    except PlanError:
-        return False
+def search(
+    spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mapping[str, str], users: int
+) -> tuple[dict[str, Any], Plan] | None:
+    """The configuration that serves `users` requests of full length concurrently with the fewest changes.
+
+    If there is none: the one that comes nearest, in requests times length. None: nothing fits.
+    """
+    best, most = None, 0.0
+    wanted = int(defaults.filled(device, config)["max-model-len"])
+    for _, change in _changes(device, config, users):
+        changed = {**config, **change}
+        try:
+            found = plan(spec, device, changed, env, advise=False)
+        except PlanError:
+            continue
+        reached = min(1.0, found.requests * found.replicas / users) * found.length / wanted
+        if found.fits and reached > most * 1.001:
+            best, most = (changed, found), reached
+        if most >= 1:
+            break
+    return best

@@ -1,4 +1,4 @@
-"""What a user runs: each form of a recipe is written from the same configuration."""
+"""Commands and files of a recipe, all written from the same configuration."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ IMAGE = "vllm/vllm-openai:v0.33.0"
 """The official image that `recipes/deploy/Dockerfile` starts from."""
 
 STOP = ("--shutdown-timeout", "120")
-"""What manifests add to a recipe: seconds in which what generates may end when a server is told to stop."""
+"""Manifests add these flags to a recipe: seconds for running requests to end after SIGTERM."""
 
 KILL_S = 150
-"""When whoever stops a server kills what is left of it: behind `STOP`, what failed is still said and stored."""
+"""Seconds until the orchestrator kills the server: after `STOP`, failed responses are still reported and stored."""
 
 BASES: Mapping[Vendor, str] = {
     "nvidia": "",
     "amd": f"--build-arg BASE={IMAGE.replace('openai', 'openai-rocm')} ",
     "cpu": f"--build-arg BASE={IMAGE.replace('openai', 'openai-cpu')} ",
 }
-"""What `docker build` is told for other hardware than NVIDIA's."""
+"""Arguments of `docker build` by hardware."""
 
 
 def config(recipe: Recipe) -> str:
@@ -76,7 +76,7 @@ def docker(recipe: Recipe) -> str:
 def _built(recipe: Recipe) -> str:
     """A comment."""
     base = BASES[recipe.device.vendor]
-    return f"# image: docker build -f recipes/deploy/Dockerfile {base}-t vllm-gptoss . (its first lines say how)\n"
+    return f"# image: docker build -f recipes/deploy/Dockerfile {base}-t vllm-gptoss . (see its first lines)\n"
 
 
 def _amd_devices(recipe: Recipe) -> list[str]:
@@ -100,7 +100,7 @@ def kubernetes(recipe: Recipe) -> str:
 def upstream(recipe: Recipe) -> str:
     """The `model` part of a recipe as vllm-project/recipes writes it: arguments as a list, variables as a map."""
     low = ".".join(map(str, _vllm.SUPPORTED[0]))
-    own = {"additional-config"}  # stock vLLM hands it to nobody
+    own = {"additional-config"}  # without effect in stock vLLM
     flags = [
         word for key, value in recipe.config.items() if key != "model" and key not in own for word in flag(key, value)
     ]

@@ -16,6 +16,12 @@ from vllm_gptoss.engine.spec import GPT_OSS_20B, GPT_OSS_120B, ModelSpec
 
 SPECS: Mapping[str, ModelSpec] = {"20b": GPT_OSS_20B, "120b": GPT_OSS_120B}
 
+
+def size_of(model: str) -> str:
+    """`20b` or `120b`, by the name of a model or its folder; 20b where the name has neither."""
+    return "120b" if "120b" in model else "20b"
+
+
 ModelName = Literal["20b", "120b"]
 Scalar = bool | int | float | str
 Short = Annotated[str, Field(min_length=1, max_length=400)]
@@ -32,7 +38,7 @@ class Goal(StrEnum):
 
 
 class Status(StrEnum):
-    """Who has run a recipe. It is worked out from what the recipe proves, never written down."""
+    """Evidence of a recipe, derived from its claims."""
 
     MEASURED = "measured"
     PUBLISHED = "published-elsewhere"
@@ -63,7 +69,7 @@ class Claim(_Strict):
 
 
 class Published(_Strict):
-    """What somebody else says of these flags, and where. devices: those it was said of; empty: all of the entry."""
+    """A published figure of other authors for these flags. devices: those it applies to; empty: all of the entry."""
 
     source: str = Field(pattern=r"^https://\S+$")
     says: Short
@@ -75,7 +81,7 @@ class Entry(_Strict):
     """The same flags for several models and devices. `{model}` in a value becomes `20b` or `120b`."""
 
     goal: Goal
-    variant: str = Field("", pattern=r"^[a-z0-9-]*$", description="tells entries of one goal apart; part of the id")
+    variant: str = Field("", pattern=r"^[a-z0-9-]*$", description="distinguishes entries of one goal; part of the id")
     models: tuple[ModelName, ...] = Field(min_length=1)
     devices: tuple[str, ...] = Field(min_length=1, description="as `H100` or `8xH100`")
     config: dict[str, Any] = Field(default_factory=dict, description="keys of `vllm serve --config`, defaults left out")

@@ -1,7 +1,7 @@
 """Environment variables of old gpt-oss recipes that vLLM 0.32 and 0.33 no longer read, and what replaced them.
 
-Checked against `vllm/envs.py` of both versions: none of these names occurs there. vLLM itself only warns "Unknown vLLM
-environment variable", which does not say what to do.
+Checked against `vllm/envs.py` of both versions, which has no such names. vLLM only warns "Unknown vLLM environment
+variable", without a remedy.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ REPLACED: Final[Mapping[str, str]] = {
     "VLLM_USE_AITER_TRITON_GEMM": "nothing: VLLM_ROCM_USE_AITER_TRITON_GEMM is on by default",
     "VLLM_USE_V1": "nothing: there is only one engine",
     "PYTHON_EXECUTION_BACKEND": "nothing: --tool-server demo runs python in the plugin's own sandbox",
-    "TRITON_HIP_PRESHUFFLE_SCALES": "nothing: vLLM shuffles the scales by itself where AITER wants it",
+    "TRITON_HIP_PRESHUFFLE_SCALES": "nothing: vLLM shuffles the scales where AITER needs it",
 }
 
 IGNORED_BY_US: Final[Mapping[str, str]] = {
-    "VLLM_ENABLE_RESPONSES_API_STORE": "responses are stored by the plugin; GPTOSS_STORE says where",
+    "VLLM_ENABLE_RESPONSES_API_STORE": "responses are stored by the plugin, in GPTOSS_STORE",
     "VLLM_GPT_OSS_SYSTEM_TOOL_MCP_LABELS": "any MCP label works with the plugin's --tool-server",
 }
-"""Variables that vLLM's own Responses handler reads and ours does not need."""
+"""Variables of vLLM's Responses handler that the plugin's does not need."""
 
 
 def remedy(instead: str) -> str:

@@ -41,7 +41,7 @@ def detect() -> Device:
 
     if torch.cuda.is_available() and torch.cuda.device_count() > 0:
         return _amd() if torch.version.hip else _nvidia()
-    return _cpu()
+    return without_gpu()
 
 
 def _nvidia() -> Device:
@@ -70,7 +70,8 @@ def _amd() -> Device:
     )
 
 
-def _cpu() -> Device:
+def without_gpu() -> Device:
+    """The CPU of this machine."""
     flags, model, memory_kib = _proc_cpu()
     names = {"amx_tile": "amx", "avx512f": "avx512", "avx512_bf16": "avx512_bf16", "avx2": "avx2"}
     return Device(

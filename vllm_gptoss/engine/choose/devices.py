@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from vllm_gptoss.engine.choose.device import Device, Vendor
@@ -97,28 +97,50 @@ NEIGHBOURS: Final = (
 """GPUs that no recipe is of. Whoever names one gets the recipes of its family, and a plan for its memory."""
 
 _COUNTED = re.compile(r"(?:(\d+)\s*[x*×]\s*)?(.+)", re.IGNORECASE)
+_MARKED = re.compile(r"(?<![a-z0-9])(\d+)\s*gb?(?![a-z0-9])", re.IGNORECASE)
+"""The memory in a card's name, as in `A100-SXM4-40GB` and `RTX-4090-48G`, in GB."""
+_ARCH = re.compile(r"(sm\d{2,3}|gfx[0-9a-f]+)", re.IGNORECASE)
+
+REPORTED: Final = 0.985
+"""GiB that torch reports for each GB of a card's name: the rows above."""
 
 
-def named(text: str) -> Device:
-    """`H100`, `8xH100`, `2 x rtx 4090`, or as the driver says it (`NVIDIA H100 80GB HBM3`), as a device.
+def named(text: str, memory_gib: float = 0.0) -> Device:
+    """`H100`, `8xH100`, `2 x rtx 4090`, or the driver's name (`NVIDIA H100 80GB HBM3`), as a device.
+
+    memory_gib: of one GPU, instead of the row's; with it, a GPU without a row is accepted.
 
     Raises:
-        DeviceError: no row is called that, or no host has so many.
+        DeviceError: no row has that name, or no host has so many.
     """
     found = _COUNTED.fullmatch(text.strip())
     count, name = (int(found[1] or 1), found[2]) if found else (1, text)
     known = (*MODELS, *NEIGHBOURS)
     same = (model for model in known if _plain(name) in {_plain(each) for each in (model.name, *model.also)})
     model = next(same, None) or _within(name, known)
+    if model is None and not memory_gib:
+        raise _unknown(name)
+    if not 1 <= count <= (model.most if model else 8):
+        raise DeviceError(f"{text}: one host has 1 to {model.most if model else 8} {model.name if model else name}")
     if model is None:
-        near = difflib.get_close_matches(_plain(name), [_plain(each.name) for each in MODELS], n=3, cutoff=0.5)
-        names = [each.name for each in MODELS if _plain(each.name) in near] or [each.name for each in MODELS]
-        raise DeviceError(
-            f"no device is called {name!r}; there {'is' if len(names) == 1 else 'are'} {', '.join(names)}"
-        )
-    if not 1 <= count <= model.most:
-        raise DeviceError(f"{text}: one host has 1 to {model.most} {model.name}")
-    return model.device(count)
+        arch = found[0].lower() if (found := _ARCH.search(name)) else "unknown"
+        return Device("amd" if arch.startswith("gfx") else "nvidia", name, arch, memory_gib, count)
+    marked = REPORTED * int(found[1]) if (found := _MARKED.search(name)) else 0.0
+    memory = memory_gib or marked
+    if model.vendor == "cpu" or abs(memory - model.memory_gib) < 0.15 * model.memory_gib:
+        return replace(model.device(count), memory_gib=memory_gib or model.memory_gib)
+    if not memory:
+        return model.device(count)
+    return replace(model.device(count), name=f"{model.name}-{memory / REPORTED:.0f}G", memory_gib=memory)
+
+
+def _unknown(name: str) -> DeviceError:
+    near = difflib.get_close_matches(_plain(name), [_plain(each.name) for each in MODELS], n=3, cutoff=0.6)
+    names = [each.name for each in MODELS if _plain(each.name) in near] or [each.name for each in MODELS]
+    return DeviceError(
+        f"no device is called {name!r}; there {'is' if len(names) == 1 else 'are'} {', '.join(names)};"
+        " for another GPU add --memory-gib, and its architecture to the name, as in sm89"
+    )
 
 
 def _within(name: str, known: Iterable[Model]) -> Model | None:

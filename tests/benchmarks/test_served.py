@@ -1,4 +1,4 @@
-"""What a benchmark says of a server that did not start."""
+"""A benchmark's report of a server that did not start."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_gptoss.cli.bench import served
+from benchmarks import served
+from vllm_gptoss.cli.bench.streams import ServedError
 
 
 def test_the_cause_far_above_the_end_is_told(tmp_path: Path) -> None:
@@ -30,7 +31,7 @@ def test_a_short_log_is_told_once(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_server_that_ends_is_an_error_with_what_it_said(tmp_path: Path) -> None:
     with (
-        pytest.raises(served.ServedError, match="vllm serve ended with"),
+        pytest.raises(ServedError, match="vllm serve ended with"),
         served.server(["--no-such-flag"], os.environ, tmp_path / "log"),
     ):
         pass

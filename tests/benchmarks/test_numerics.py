@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks import numerics
+from benchmarks.numerics import Reading, verdict
 from tests.support import warm_vllm
-from vllm_gptoss.cli.bench import checkpoint, numerics, shapes
-from vllm_gptoss.cli.bench.numerics import Reading, verdict
+from vllm_gptoss.cli.bench import checkpoint, shapes, worker
 
 POSITIONS, TOKENS = 640, 12
 EAGER = {"enforce_eager": True, "kv_cache_memory_bytes": 2**28}
@@ -92,7 +93,7 @@ def warm(monkeypatch: pytest.MonkeyPatch) -> None:
         print(done.stdout[-3000:])
         return done
 
-    monkeypatch.setattr(numerics, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(worker, "subprocess", SimpleNamespace(run=run))
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
 
 

@@ -1,6 +1,6 @@
-"""An executor that says a prepared answer instead of running a model: what is left is vLLM's front end, and its cost.
+"""An executor that returns a prepared answer without a model, for the cost of vLLM's front end.
 
-`vllm serve --distributed-executor-backend vllm_gptoss.cli.bench.replay.ReplayExecutor` is vLLM's documented way to
+`vllm serve --distributed-executor-backend benchmarks.replay.ReplayExecutor` is vLLM's documented way to
 bring an executor. Scheduler, engine process, transport between processes, API server and handlers are the real ones;
 the weights are not read, and no GPU is used. Every request gets the same answer, half reasoning and half final message.
 """
@@ -19,11 +19,11 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 
-from vllm_gptoss.cli.bench.host import STEP_MS, TOKENS
+from benchmarks.host import STEP_MS, TOKENS
 from vllm_gptoss.server.harmony.tokens import encoding
 
 _CACHE_BYTES = 1 << 33
-"""What the scheduler is told to have for KV blocks; nothing of it is allocated."""
+"""The KV cache's size in bytes that the scheduler sees; none of it is allocated."""
 
 
 def answer(tokens: int) -> list[int]:
@@ -51,7 +51,7 @@ class ReplayExecutor(Executor):
         kwargs: dict[str, Any] | None = None,
         non_block: bool = False,
     ) -> Any:
-        """What a worker would say of itself; None to whatever it would do."""
+        """A worker's answers about itself; None to actions."""
         del timeout, args, kwargs
         block = self.vllm_config.cache_config.block_size or 16
         answers: dict[Any, Any] = {

@@ -1,9 +1,9 @@
-"""`vllm-gptoss bench host`: what the API server's process costs for each streamed token, stock vLLM and the plugin.
+"""`python -m benchmarks.host`: what the API server's process costs for each streamed token, stock vLLM and the plugin.
 
-Both run as real `vllm serve` processes on `replay.ReplayExecutor`, which says a prepared answer: the scheduler, the
+Both run as real `vllm serve` processes on `replay.ReplayExecutor`, which returns a prepared answer: the scheduler, the
 engine's process and the transport are vLLM's, no model runs and no GPU is needed. The clients are bare sockets. What is
 counted is the processor time of the API server's process, so that a busy machine disturbs little, and in turns, so that
-it disturbs both alike. Answers of two lengths tell what a token costs from what a request costs.
+it disturbs both alike. Answers of two lengths separate the cost of a token from that of a request.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from typing import Annotated, Any
 import psutil
 import typer
 
-from vllm_gptoss.cli.bench import served, shapes
+from benchmarks import served
+from vllm_gptoss.cli.bench import shapes
+from vllm_gptoss.cli.bench.streams import ServedError, post
 
 TOKENS = "GPTOSS_BENCH_TOKENS"
 """Variable of the executor: words of the answer, a token each; the control tokens around them come in addition."""
@@ -37,7 +39,7 @@ CHAT, RESPONSES, COMPLETIONS = "chat completions", "responses", "completions"
 _PATHS = {CHAT: "/v1/chat/completions", RESPONSES: "/v1/responses", COMPLETIONS: "/v1/completions"}
 _ARGUMENTS = (
     "--max-model-len", "4096", "--max-num-seqs", "1024", "--no-enable-prefix-caching",
-    "--distributed-executor-backend", "vllm_gptoss.cli.bench.replay.ReplayExecutor",
+    "--distributed-executor-backend", "benchmarks.replay.ReplayExecutor",
 )  # fmt: skip
 _TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "openai", "--reasoning-parser", "openai_gptoss")
 
@@ -166,7 +168,7 @@ def _request(endpoint: str, tokens: int) -> bytes:
         RESPONSES: {"input": "hi", "max_output_tokens": tokens, "store": False},
         COMPLETIONS: {"prompt": "hi", "max_tokens": tokens},
     }
-    return served.post(_PATHS[endpoint], {"model": served.NAME, "stream": True, **bodies[endpoint]})
+    return post(_PATHS[endpoint], {"model": served.NAME, "stream": True, **bodies[endpoint]})
 
 
 class _Sink(asyncio.Protocol):
@@ -196,7 +198,7 @@ async def _stream_all(port: int, request: bytes, streams: int) -> list[_Sink]:
         _, sink = await loop.create_connection(lambda: _Sink(request), "127.0.0.1", port)
         end = await sink.done
         if b"[DONE]" not in end and b"response.completed" not in end and b"response.incomplete" not in end:
-            raise served.ServedError(f"a stream ended early: {end!r}")
+            raise ServedError(f"a stream ended early: {end!r}")
         return sink
 
     return await asyncio.gather(*(one() for _ in range(streams)))
@@ -212,6 +214,7 @@ def _server(
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_PLUGINS": "gptoss" if variant == PLUGIN else "none",
         "GPTOSS_STORE": "off",
+        "PYTHONPATH": str(served.CHECKOUT),
         TOKENS: str(tokens),
         STEP_MS: str(step_ms),
     }
@@ -227,3 +230,7 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return "unknown"
+
+
+if __name__ == "__main__":
+    typer.run(main)

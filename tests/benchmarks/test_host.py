@@ -1,4 +1,4 @@
-"""The benchmark of the API server: its arithmetic, and the replay that stands for a model."""
+"""The benchmark of the API server: its arithmetic, and the replay instead of a model."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from vllm_gptoss.cli.bench import host, served
-from vllm_gptoss.cli.bench.host import Load, Measured, Round
+from benchmarks import host
+from benchmarks.host import Load, Measured, Round
+from vllm_gptoss.cli.bench.streams import ServedError
 
 
 def test_a_token_is_told_from_its_request() -> None:
-    """10 streams whose requests cost 2 ms and whose tokens cost 50 µs, whatever an odd round says."""
+    """10 streams: a request costs 2 ms and a token 50 µs, also with one deviating round."""
     load = Load(streams=10, tokens=400, rounds=3)
 
     def turn(tokens: int, more: float = 0.0) -> Round:
@@ -41,14 +42,14 @@ def test_a_stream_that_ends_early_is_no_measurement() -> None:
         assert [sink.size for sink in sinks] == [len(last) + 29] * 3
 
     asyncio.run(run(b"data: [DONE]\n\n"))
-    with pytest.raises(served.ServedError, match="ended early"):
+    with pytest.raises(ServedError, match="ended early"):
         asyncio.run(run(b"data: {}\n\n"))
 
 
 @pytest.mark.vllm
 def test_the_replay_says_its_answer_a_token_a_step_once_the_prompt_is_read() -> None:
     pytest.importorskip("vllm")
-    from vllm_gptoss.cli.bench.replay import ReplayExecutor, answer
+    from benchmarks.replay import ReplayExecutor, answer
 
     executor: Any = object.__new__(ReplayExecutor)
     executor._init_executor()

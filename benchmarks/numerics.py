@@ -1,7 +1,7 @@
 """Logits and perplexity of the plugin against vLLM's own backends over one fixed token stream.
 
-    vllm-gptoss bench numerics --shape 20b:6                              # random weights, six layers
-    vllm-gptoss bench numerics --model DIR --stream text.txt --chunk 1    # real weights, token by token
+    python -m benchmarks.numerics --shape 20b:6                              # random weights, six layers
+    python -m benchmarks.numerics --model DIR --stream text.txt --chunk 1    # real weights, token by token
 
 Every variant reads the same stream, a few tokens a step (`--chunk`), in a process of its own, and says for every
 position how likely it finds the token that comes and its `TOP` likeliest ones. Small steps are what the fused path
@@ -23,7 +23,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -33,9 +32,8 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_gptoss.cli.bench import checkpoint, shapes, truth
-from vllm_gptoss.cli.bench.worker import EngineRun, is_plugin, put, variant_options
-from vllm_gptoss.engine.choose import bands
+from vllm_gptoss.cli.bench import checkpoint, shapes, truth, worker
+from vllm_gptoss.cli.bench.worker import is_plugin, variant_options
 
 TOP = 20
 """Log-probabilities per position, beside the token's own; vLLM's default limit."""
@@ -84,7 +82,7 @@ def read(job: dict[str, Any]) -> dict[str, Any]:
     arguments |= variant_options(variant)
     engine = LLM(**{**arguments, **options})
     if job["chunk"] == 1:
-        return {**decode(engine, job["stream"], job["prompt"]), "paths": engine.apply_model(paths)[0]}
+        return {**decode(engine, job["stream"], job["prompt"]), "paths": engine.apply_model(worker.paths)[0]}
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=TOP, detokenize=False)
     outputs = engine.generate([{"prompt_token_ids": tokens} for tokens in job["stream"]], params, use_tqdm=False)
     likely, top = [], []
@@ -94,7 +92,7 @@ def read(job: dict[str, Any]) -> dict[str, Any]:
                 raise RuntimeError(f"vLLM gave no log-probability of prompt token {token}, only of {sorted(found)}")
             likely.append(found[token].logprob)
             top.append({each: entry.logprob for each, entry in found.items()})
-    return {"likely": likely, "top": top, "paths": engine.apply_model(paths)[0]}
+    return {"likely": likely, "top": top, "paths": engine.apply_model(worker.paths)[0]}
 
 
 def decode(engine: Any, stream: Sequence[Sequence[int]], prompt: int) -> dict[str, Any]:
@@ -130,22 +128,6 @@ def cut(found: dict[str, dict[str, Any]], stream: Sequence[Sequence[int]], promp
             one[name] = [each for piece, end in zip(one[name], ends, strict=True) for each in piece[:end]]
     decoded = next(iter(found.values()))["decoded"]
     return [[*piece[:prompt], *own[:end]] for piece, own, end in zip(stream, decoded, ends, strict=True)]
-
-
-def paths(model: Any) -> dict[str, int]:
-    """How many layers of a loaded model run our fused kernels, all in one launch, those of decode steps of many tokens,
-    and our experts."""
-    from vllm_gptoss.engine.experts import method
-
-    few = getattr(model, "few_tokens", None)
-    layers = [module for module in model.modules() if method.own(getattr(module, "quant_method", None))]
-    fused = len(few.places) if few else 0
-    return {
-        "fused_layers": fused,
-        "one_launch": fused if few and few.one_token else 0,
-        "many_tokens": fused if few and few.most > bands.FUSED_TOKENS else 0,
-        "own_experts": len(layers),
-    }
 
 
 # The statistic
@@ -275,14 +257,8 @@ def _all(jobs: Sequence[dict[str, Any]], together: bool) -> list[dict[str, Any]]
 
 
 def _run(job: dict[str, Any]) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "job.json").write_text(json.dumps(job))
-        command = [sys.executable, "-m", "vllm_gptoss.cli.bench.numerics", folder]
-        environment = {**EngineRun("", job["variant"], ()).environment, "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-        done = subprocess.run(command, env=environment, stdout=sys.stderr, check=False)
-        if done.returncode:
-            raise typer.BadParameter(f"{job['variant']} ended with {done.returncode}")
-        return json.loads((Path(folder) / "reading.json").read_text())  # type: ignore[no-any-return]
+    found: dict[str, Any] = worker.in_process("benchmarks.numerics", job)
+    return found
 
 
 def _reading(one: dict[str, Any]) -> Reading:
@@ -353,13 +329,8 @@ def main(
         raise typer.Exit(1)
 
 
-def child(folder: Path) -> None:
-    record = read(json.loads((folder / "job.json").read_text()))
-    put(folder / "reading.json", json.dumps(record))
-
-
 if __name__ == "__main__":
-    # by its real module name, so that functions sent to workers are found there
-    from vllm_gptoss.cli.bench import numerics
-
-    numerics.child(Path(sys.argv[1]))
+    if len(sys.argv) > 1 and Path(sys.argv[1]).is_dir():
+        worker.answer(read)
+    else:
+        typer.run(main)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -15,15 +14,12 @@ import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-CHECKOUT = Path(__file__).resolve().parents[3]
+from vllm_gptoss.cli.bench.streams import ServedError
+
+CHECKOUT = Path(__file__).resolve().parents[1]
 NAME = "gpt-oss"
 CAUSE = re.compile(r"^(?!.*WARNING).*\b[A-Z]\w*(Error|Exception): ")
-
-
-class ServedError(RuntimeError):
-    """The server or the client ended; the message holds the end of what it said."""
 
 
 def write_tokenizer(directory: Path, tokenizer: Path | None) -> None:
@@ -46,7 +42,7 @@ def write_tokenizer(directory: Path, tokenizer: Path | None) -> None:
 def server(
     arguments: Sequence[str], environment: Mapping[str, str], log: Path
 ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """`vllm serve` that answers, with its port; what it says goes to `log`. All of its processes end with the block.
+    """`vllm serve` that answers, with its port; its output goes to `log`. All of its processes end with the block.
 
     Raises:
         ServedError: it ended before it answered.
@@ -74,7 +70,7 @@ def server(
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """A free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -86,24 +82,17 @@ def vllm_command() -> list[str]:
     return [str(command)] if command.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 
 
-def post(path: str, body: dict[str, Any]) -> bytes:
-    """An HTTP request whose answer ends with its connection, for clients on bare sockets."""
-    data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
-
-
 def healthy(url: str) -> bool:
     """Whether the server at `url` answers `/health`."""
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:  # noqa: S310  our own server
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
             return bool(answer.status == 200)
     except OSError:
         return False
 
 
 def tail(log: Path, lines: int = 30) -> str:
-    """The end of what a process said, below the first error that it named: vLLM's causes stand far above its end."""
+    """The end of a process's output, after its first error: vLLM logs causes far above the end."""
     said = log.read_text(errors="replace").splitlines()
     cause = next((line for line in said[:-lines] if CAUSE.search(line)), None)
     return "\n".join(said[-lines:] if cause is None else [cause, "...", *said[-lines:]])
