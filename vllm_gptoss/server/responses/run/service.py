@@ -112,16 +112,17 @@ class Service:
             raise not_found("Response", identifier)
         return stored
 
-    async def input_items(self, identifier: str, caller: Caller) -> list[Item]:
-        """What the model was given for a stored response: the items of the turns before it, then its own input.
-
-        Where a turn before it was deleted, those after that.
-        """
-        stored = await self.get(identifier, caller)
-        items, before = list(stored.input), stored.previous
-        while before and self.context.store and (earlier := await self.context.store.get(caller.tenant, before)):
-            items[:0] = [*earlier.input, *earlier.body["output"]]
-            before = earlier.previous
+    async def input_items(
+        self, identifier: str, caller: Caller, limit: int, after: str | None, *, ascending: bool
+    ) -> list[Item]:
+        """Up to `limit` of a stored response's input items: `Store.input_page`."""
+        store = self.context.store
+        keys = await store.chain_keys(caller.tenant, identifier) if store else []
+        if store is None or not keys:
+            raise not_found("Response", identifier)
+        items = await store.input_page(keys, limit, after, ascending=ascending)
+        if items is None:
+            raise not_found("Item", after or "", "after")
         return items
 
     async def delete(self, identifier: str, caller: Caller) -> None:

@@ -19,7 +19,7 @@ from vllm_gptoss.server.responses.run.service import Service
 from vllm_gptoss.server.responses.transport.event_stream import OPEN_RESPONSES, EventStream, names_of
 from vllm_gptoss.server.responses.transport.http import body_of, caller_of, errors
 from vllm_gptoss.server.responses.transport.openapi import create_body, object_body
-from vllm_gptoss.server.responses.transport.paging import page_of
+from vllm_gptoss.server.responses.transport.paging import asked, listed
 from vllm_gptoss.server.responses.transport.websocket import serve_websocket
 
 LAST = 2**31 - 2
@@ -132,8 +132,12 @@ class _Routes:
         return JSONResponse(await self._background.cancel(stored, caller))
 
     async def input_items(self, response_id: str, raw_request: Request) -> Response:
-        items = await self._service.input_items(response_id, caller_of(raw_request))
-        return JSONResponse(page_of(items, raw_request.query_params))
+        page = asked(raw_request.query_params)
+        caller = caller_of(raw_request)
+        found = await self._service.input_items(
+            response_id, caller, page.limit + 1, page.after, ascending=page.ascending
+        )
+        return JSONResponse(listed(found, page))
 
     async def websocket(self, socket: WebSocket) -> None:
         await serve_websocket(self._service, socket)
