@@ -40,7 +40,7 @@ from vllm_gptoss.server.responses.state.stored import (
     row_key,
     stored_of,
 )
-from vllm_gptoss.server.responses.state.tables import item_index, responses, settings
+from vllm_gptoss.server.responses.state.tables import events, item_index, responses, settings
 from vllm_gptoss.server.responses.state.upgrade import upgrade
 from vllm_gptoss.tools.protocol import CALLER
 from vllm_gptoss.tools.slots import Slots
@@ -161,7 +161,9 @@ class Store:
         """
         row = self._checked_row(stored) | {"beat": now()}
         kept = {name: value for name, value in row.items() if name not in ("id", "cancel", "created", "input")}
-        kept["bytes"] = sa.func.length(responses.c.input) + row["bytes"] - len(row["input"])
+        own_events = sa.select(sa.func.coalesce(sa.func.sum(sa.func.length(events.c.data)), 0))
+        of_events = own_events.where(events.c.response == stored.key).scalar_subquery()
+        kept["bytes"] = sa.func.length(responses.c.input) + row["bytes"] - len(row["input"]) + of_events
         async with self._begin() as db:
             mine = unfinished(stored.key) & (responses.c.tenant == stored.tenant)
             changed = await db.execute(sa.update(responses).where(mine).values(kept))
