@@ -43,7 +43,7 @@ def unsupported(param: str, why: str) -> ApiError:
 
 
 def not_found(kind: str, identifier: str, param: str | None = None) -> ApiError:
-    """Also the answer for what belongs to another API key: existence is not told."""
+    """Also for resources of another API key, so that their existence stays hidden."""
     message = f"{kind} with id '{identifier}' not found."
     return ApiError(message, param=param, code=f"{kind.lower().replace(' ', '_')}_not_found", status=404)
 

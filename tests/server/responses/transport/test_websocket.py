@@ -173,7 +173,7 @@ def test_a_connection_keeps_what_is_gone_on_from_and_not_everything(
             assert events[-1]["type"] == "response.completed", events[-1]
             last = events[-1]["response"]["id"]
             ask(socket, input="beside " + "word " * 500, store=False)
-        assert "first word" in server.prompt(-2), "a chain that is used is kept"
+        assert "first word" in server.prompt(-2), "a chain in use stays"
         (error,) = ask(socket, input="x", store=False, previous_response_id=beside)
         assert error["error"]["code"] == "previous_response_not_found"
 

@@ -30,14 +30,12 @@ TRUNCATION_RESERVE = 1024
 
 
 def build_conversation(request: CreateRequest, history: History, toolset: Toolset) -> Conversation:
-    """System and developer message of this request, whatever the turns before it had, then the history."""
+    """System and developer message of this request, not of earlier turns, then the history."""
     words = [request.instructions or "", *history.instructions, *extra_words(request)]
     return Conversation(
         harmony.System(date=today(), effort=request.effort, tools=tuple(toolset.system)),
         harmony.Developer(
-            "\n\n".join(word for word in words if word) or None,
-            tuple(toolset.developer),
-            response_format(request),
+            "\n\n".join(word for word in words if word) or None, tuple(toolset.developer), response_format(request)
         ),
         tuple(history.messages),
     )

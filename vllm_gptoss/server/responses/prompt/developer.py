@@ -12,7 +12,7 @@ VERBOSITY: Mapping[str, str] = {
     "low": "Keep the final answer short: only what was asked for.",
     "high": "Make the final answer thorough: explain, and give details and examples.",
 }
-"""gpt-oss has no verbosity control; these words stand in the developer message for `text.verbosity`."""
+"""Text in the developer message for `text.verbosity`: gpt-oss has no such control."""
 
 
 def extra_words(request: CreateRequest) -> list[str]:

@@ -6,6 +6,7 @@ What the API answered can be sent back as it is: every output item of this serve
 from __future__ import annotations
 
 import base64
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -94,7 +95,7 @@ def parse_item(raw: Any, where: str) -> Item:
     item["type"] = kind
     if prefix:
         item.setdefault("id", ids.new(prefix))
-    _DEFAULTS.get(kind, _no_defaults)(item)
+    item = copy.deepcopy(_DEFAULTS.get(kind, {})) | item
     ours = {name: item.pop(name) for name in _UNTYPED.get(kind, ()) if name in item}
     if isinstance(item.get("output"), list):
         item["output"] = [_tool_part(part, f"{where}.output[{at}]") for at, part in enumerate(item["output"])]
@@ -113,23 +114,10 @@ def _check_id(item: Item, where: str) -> None:
         raise ApiError(message, param=f"{where}.id", code="invalid_value")
 
 
-def _no_defaults(item: Item) -> None:
-    del item
-
-
-def _reasoning_defaults(item: Item) -> None:
-    item.setdefault("summary", [])
-
-
-def _interpreter_defaults(item: Item) -> None:
-    item.setdefault("container_id", "")
-    item.setdefault("status", "completed")
-
-
-_DEFAULTS: Mapping[str, Callable[[Item], None]] = {
-    "reasoning": _reasoning_defaults,
-    "code_interpreter_call": _interpreter_defaults,
-    "web_search_call": lambda item: item.setdefault("status", "completed"),
+_DEFAULTS: Mapping[str, Item] = {
+    "reasoning": {"summary": []},
+    "code_interpreter_call": {"container_id": "", "status": "completed"},
+    "web_search_call": {"status": "completed"},
 }
 
 
@@ -165,7 +153,7 @@ def _parse_message(item: Item, where: str) -> Item:
 
 
 def _as_sent(part: Part) -> Part:
-    """A part as openai's type has it: `lines` of a citation is ours, and comes back with what we answered."""
+    """A part as in openai-python's type. `lines` of a citation is this server's field, and clients echo it."""
     annotations = [
         {key: value for key, value in annotation.items() if key != "lines"}
         if isinstance(annotation, dict)

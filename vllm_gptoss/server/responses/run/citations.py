@@ -1,7 +1,7 @@
 """From the marks gpt-oss makes, `【3†L10-L12】`, to what the API calls an annotation.
 
 Browser tool of the "Harmony response format": `【{cursor}†L{line_start}(-L{line_end})?】`. The mark becomes a
-Markdown link to the page, and the annotation spans that link. A mark whose cursor was not opened stays as it is.
+Markdown link to the page, and the annotation spans that link. A mark with an unknown cursor stays unchanged.
 """
 
 from __future__ import annotations

@@ -24,11 +24,11 @@ Models = Callable[[str | None], tuple[str, Any]]
 """From the `model` of a request to the name to answer with and its LoRA adapter; raises `ApiError` if unknown."""
 
 MAX_CONTAINERS = 100_000
-"""Containers whose owner is remembered; the python tool forgets their files sooner."""
+"""Containers with a known owner; the python tool deletes their files sooner."""
 
 
 class ContainerOwners:
-    """Which API key, and which conversation, used a container of the python tool, on whatever server of the store."""
+    """API key and conversation of each container of the python tool, shared by all servers of the store."""
 
     def __init__(self, store: Store | None = None) -> None:
         self._store = store
@@ -54,11 +54,11 @@ class ContainerOwners:
             logger.warning("Only this server gives out the files of container %s: %s", container_id, error)
 
     async def notebook(self, container_id: str, caller: Caller) -> str:
-        """The conversation whose notebook a request means by `container`: the one that used it, else a named one."""
+        """Key of the python state for a request's `container`: that of the conversation that used it, or a new one."""
         return await self.used(container_id, caller) or f"{caller.tenant}:container:{container_id}"
 
     async def used(self, container_id: str, caller: Caller) -> str | None:
-        """The conversation whose notebook this container is, None where it is not one of the caller's."""
+        """Key of the container's python state; None where the container is not the caller's."""
         tenant, notebook = await self._owner(container_id)
         return notebook if tenant == caller.tenant else None
 

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 ABORTED = "The engine aborted the generation, as it does when the server is stopped."
 NOT_BEGUN = "The engine began no generation. It begins none once the server is stopped, not even after a tool's answer."
-HAS_ENDED = "The engine has ended: the server was stopped, or the engine died, as the server's log says."
+HAS_ENDED = "The engine has ended: the server was stopped, or the engine failed (see the server's log)."
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class TokenLogprob:
 class Chunk:
     """Newly generated tokens. `finish` is set on the last chunk: `stop`, `length` or `abort`.
 
-    `stopped_by` is the one of the request's `stop_token_ids` that ended it, None where the model ended by itself.
+    `stopped_by`: the one of the request's `stop_token_ids` that ended it; None at the model's own end.
     """
 
     token_ids: Sequence[int]
@@ -180,7 +180,7 @@ class VllmEngine(Engine):
                 logger.error("Generation of %s failed: %s", request_id, why)
                 raise EngineError(why) from error
             logger.exception("Generation of %s failed", request_id)
-            told = error if str(error) else error.__cause__ or error  # vLLM's EngineGenerateError says nothing itself
+            told = error if str(error) else error.__cause__ or error  # vLLM's EngineGenerateError has no message
             raise EngineError(f"{type(told).__name__}: {told}") from error
 
     async def _not_taken(self, stream: Any, direct: Direct, request_id: str) -> AsyncGenerator[Any, None]:

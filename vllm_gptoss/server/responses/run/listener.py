@@ -1,4 +1,4 @@
-"""Hears one turn: from token chunks to events, to the messages that were said, and to the calls that were made."""
+"""Reads one turn: from token chunks to events, messages and calls."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from vllm_gptoss.server.responses.run.tool_writers import (
 from vllm_gptoss.tools.protocol import File
 
 UNLIKELY = -9999.0
-"""What OpenAI's API reference says of a very unlikely token; JSON has no minus infinity."""
+"""The log-probability of a very unlikely token in OpenAI's API; JSON has no minus infinity."""
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ class Listener:
         self._unseen: list[str] = []
 
     def begin(self, structural_tag: str | None = None) -> Turn:
-        """A new turn, with a parser of its own; `structural_tag` is what it is generated under."""
+        """A new turn with a new parser; `structural_tag` is its grammar."""
         is_held = structural_tag is not None and self._job.engine.holds_grammars
         held = Held(calls=is_held, answer=is_held and self._job.answer_is_held)
         return Turn(HarmonyParser(self._job.toolset.offered, held=held))
@@ -120,8 +120,7 @@ class Listener:
         if chunk.finish is not None:
             turn.finish, turn.stopped_by = chunk.finish, chunk.stopped_by
         if not self._job.ignores_end and (end := _turn_end(chunk.token_ids)) is not None:
-            # The engine should have stopped here; what it says beyond is no part of the turn, least of all a tool's
-            # answer that it makes up.
+            # The engine should have stopped here. Later tokens are dropped: they may be an invented tool result.
             heard = chunk.token_ids[:end]
             turn.finish, turn.stopped_by = "stop", None
         turn.tokens.extend(heard if chunk.stopped_by is None else chunk.token_ids)

@@ -1,4 +1,4 @@
-"""Sealing what a client carries for us: reasoning in stateless use, and compacted history.
+"""Encryption of data that clients store for the server: reasoning in stateless use, and compacted history.
 
 AES-256-GCM (NIST SP 800-38D) with a random 96-bit nonce; the tenant and the purpose are authenticated with it, so one
 API key cannot open what another was given, nor pass a reasoning item off as a compaction.
@@ -69,7 +69,7 @@ def _decrypt(cipher: AESGCM, data: str, context: bytes) -> str | None:
 
 
 def key_id(key: bytes) -> str:
-    """A short name of a key, which does not tell the key."""
+    """A short name of a key, which does not reveal it."""
     return hashlib.sha256(b"gptoss key id" + key).hexdigest()[:12]
 
 

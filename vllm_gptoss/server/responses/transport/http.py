@@ -24,7 +24,7 @@ from vllm_gptoss.server.responses.state.stored import StoreError
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = "x-request-id"
-"""OpenAI's clients show it as `_request_id`, and the log has it beside errors."""
+"""OpenAI's clients show it as `_request_id`; log lines of errors have it too."""
 
 _TOO_LARGE = 2**63
 
@@ -62,7 +62,7 @@ def errors(handler: Callable[P, Awaitable[Response]]) -> Callable[P, Coroutine[A
 
 
 def _check_ids(path: Mapping[str, Any]) -> None:
-    """What can be no id names nothing: the store, which might not even take the question, is not asked."""
+    """Refuses strings that cannot be ids before a query: PostgreSQL rejects some of them."""
     for name, value in path.items():
         if name.endswith("_id") and isinstance(value, str) and not ids.is_one(value):
             raise not_found(name.removesuffix("_id").capitalize(), value[:128])
@@ -86,7 +86,7 @@ async def body_of(request: Request) -> Any:
 
 
 def unread(error: BodyError) -> ApiError:
-    """A body that is not read as the client hears it."""
+    """The client's error for a body that cannot be read."""
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
     return ApiError(error.detail, code=error.code, status=error.status_code, kind=kind)
 
