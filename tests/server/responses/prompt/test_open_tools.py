@@ -97,7 +97,7 @@ def test_counting_tokens_counts_the_tools_that_an_mcp_server_has_listed(start: S
 
     server = start(HELLO, remote=remote)
     with server.http() as http:
-        tools = [{"type": "mcp", "server_label": "weather", **OWN}]
+        tools = [{"type": "mcp", "server_label": "weather", "server_description": "Weather.", **OWN}]
         first = create(http, input="hi", tools=tools)
         body = {"model": MODEL, "input": "again", "tools": tools, "previous_response_id": first["id"]}
         counted = http.post("/responses/input_tokens", json=body).raise_for_status().json()["input_tokens"]

@@ -244,7 +244,7 @@ def test_who_comes_back_late_reads_the_store_and_then_goes_on_from_memory(
         made = http.post("/responses", json={"model": MODEL, "input": "hi", "background": True}).json()
         followers = []
         for after in (None, 3, 40):
-            soon(lambda: len(server.call(server.endpoint.background._store.background.since(key(made), -1))) > 60)
+            soon(lambda: len(server.call(server.endpoint.service.context.store.background.since(key(made), -1))) > 60)
             followers.append(pool.submit(follow, http, made["id"], after))
         whole, *parts = [follower.result() for follower in followers]
     check_stream(whole)

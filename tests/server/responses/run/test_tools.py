@@ -142,20 +142,6 @@ def test_mcp_approval_is_asked_and_then_runs_the_call(start: Start) -> None:
     assert len(tool.calls) == 1, "what was approved once runs once"
 
 
-def test_a_denied_mcp_call_never_runs(start: Start) -> None:
-    tool = fakes.mcp()
-    server = start(MCP, HELLO, providers=[tool])
-    tools = [{"type": "mcp", "server_label": "weather", "require_approval": "always"}]
-    with server.http() as http:
-        first = stream(http, {"model": MODEL, "input": "?", "tools": tools})[-1]["response"]
-        request = first["output"][-1]
-        answer = {"type": "mcp_approval_response", "approval_request_id": request["id"], "approve": False}
-        again = {"model": MODEL, "previous_response_id": first["id"], "input": [answer], "tools": tools}
-        stream(http, again)
-    assert tool.calls == []
-    assert "denied this call" in server.prompt()
-
-
 def test_a_container_id_means_the_notebook_that_had_it(start: Start) -> None:
     tool = fakes.python()
     server = start(PYTHON, HELLO, PYTHON, HELLO, PYTHON, HELLO, providers=[tool])

@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from tests.support.responses.postgres import ALSO_POSTGRES
 from tests.support.responses.server import Running, Start, create
 from tests.support.responses.turns import HELLO
+from tests.support.responses.websocket import ask, dial
 from vllm_gptoss.server.responses.state.tables import input_items, input_uses, item_index, responses
 
 pytestmark = ALSO_POSTGRES
@@ -117,7 +118,12 @@ def test_a_page_of_input_items_reads_what_it_shows(start: Start) -> None:
         made: dict[str, Any] = {}
         for turn in range(12):
             long = [{"role": "user", "content": words(1000 * turn + n), "id": f"i{turn}_{n}"} for n in range(30)]
-            made = create(http, input=long, previous_response_id=made.get("id"))
+            if turn == 6:  # one without output, which its own row has as the first of a chain
+                with dial(server) as socket:
+                    warmed = ask(socket, input=long, previous_response_id=made["id"], generate=False)
+                    made = warmed[-1]["response"]
+            else:
+                made = create(http, input=long, previous_response_id=made.get("id"))
         path, numbers = f"/responses/{made['id']}/input_items", {}
         for order in ("asc", "desc"):
             seen: list[str] = []

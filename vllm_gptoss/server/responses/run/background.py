@@ -209,9 +209,6 @@ class Background:
                         run.wake.set()
                         if writer.done():
                             break  # cancelled from elsewhere
-                        if stored.status == "queued":
-                            stored.body["status"] = "in_progress"
-                            await self._save(stored)
             if writer.done() and not has_ended(pending):
                 pending += await loop.cancel()
         except asyncio.CancelledError:
@@ -259,6 +256,9 @@ class Background:
             run.wake.clear()
             if run.loop.is_ending:
                 continue  # the remaining events are written once `is_kept` is known
+            if run.loop.body["status"] != stored.status:  # here, so that a short response needs no write for it
+                stored.body["status"] = run.loop.body["status"]
+                await self._save(stored)
             if not await self._flush(stored.key, run) and not run.is_lost:
                 await asyncio.sleep(RETRY)
             if time.monotonic() - beaten > 1.0:

@@ -204,28 +204,27 @@ class Store:
 
     async def chain(self, tenant: str, identifier: str) -> list[Stored] | None:
         """The response and all before it, oldest first; None if one of them is deleted or of another tenant."""
-        chain: list[Stored] = []
-        at: str | None = identifier
-        while at:
-            stored = await self.get(tenant, at)
-            if stored is None:
-                return None
-            chain.append(stored)
-            at = stored.previous
-        return chain[::-1]
+        keys = await self.chain_keys(tenant, identifier)
+        chain = [stored for key in reversed(keys) if (stored := await self._get(tenant, key))]
+        return chain if chain and len(chain) == len(keys) and not chain[0].previous else None
 
     async def chain_keys(self, tenant: str, identifier: str) -> list[str]:
         """Keys of the response and of those before it, newest first, up to one that was deleted or has expired."""
         c = responses.c
-        key = row_key(tenant, identifier)
-        root = sa.select(c.root).where(c.id == key).scalar_subquery()
-        query = sa.select(c.id, c.previous, c.created).where(c.tenant == tenant, c.root == root)
-        async with self._begin() as db:
-            rows = {row.id: row for row in await db.execute(query)}
+        key: str | None = row_key(tenant, identifier)
+        rows: dict[str, sa.Row[Any]] = {}
         keys: list[str] = []
-        while (row := rows.get(key)) and not self._expired(row.created):
+        while key:
+            if key not in rows:  # once for most chains: their responses have one root
+                root = sa.select(c.root).where(c.id == key).scalar_subquery()
+                query = sa.select(c.id, c.previous, c.created).where(c.tenant == tenant, c.root == root)
+                async with self._begin() as db:
+                    rows |= {row.id: row for row in await db.execute(query)}
+            row = rows.get(key)
+            if row is None or self._expired(row.created):
+                break
             keys.append(key)
-            key = row_key(tenant, row.previous) if row.previous else ""
+            key = row_key(tenant, row.previous) if row.previous else None
         return keys
 
     async def input_page(
