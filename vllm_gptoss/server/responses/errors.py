@@ -1,4 +1,4 @@
-"""What goes wrong with a request, in the words of the OpenAI API."""
+"""Errors of requests, in the format of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def full(error: FullError, what: str, param: str | None = None) -> ApiError:
 
 
 def internal(error: Exception) -> ApiError:
-    """For what should not have happened."""
+    """For an unexpected exception."""
     return ApiError(f"{type(error).__name__}: {error}", code="server_error", status=500, kind="server_error")
 
 

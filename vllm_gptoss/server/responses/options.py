@@ -1,4 +1,4 @@
-"""What an operator can set of the Responses endpoint: `GPTOSS_RESPONSES_*` variables."""
+"""The operator's options of the Responses endpoint: `GPTOSS_RESPONSES_*` variables."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class ResponsesOptions(BaseSettings):
 
     @property
     def bytes_of_key(self) -> int:
-        """What one API key may store."""
+        """Bytes that one API key may store."""
         return self.key_bytes or self.max_bytes // 2
 
     @property

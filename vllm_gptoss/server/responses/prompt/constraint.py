@@ -87,7 +87,7 @@ async def _answer(request: CreateRequest, room: compiling.Room) -> grammar.Conte
 
 
 async def _content(route: Route, request: CreateRequest, room: compiling.Room) -> grammar.Content:
-    """What a call's text must be."""
+    """The grammar of a call's text."""
     if route.kind is Kind.PYTHON:
         return grammar.FreeText()
     if route.grammar:

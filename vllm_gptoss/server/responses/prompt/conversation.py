@@ -42,7 +42,7 @@ def build_conversation(request: CreateRequest, history: History, toolset: Toolse
 
 
 async def rendering(conversation: Conversation, work: Callable[[], T], window: int) -> T:
-    """What `work` returns, which renders `conversation`: in a thread where that takes long.
+    """Runs `work`, which renders `conversation`: in a thread if the conversation is long.
 
     Raises:
         ApiError: the conversation is longer than any of `window` tokens, or too many of the caller's wait.
@@ -62,12 +62,12 @@ async def rendered(work: Callable[[], T], characters: int) -> T:
 
 
 def characters_of(messages: Sequence[Message]) -> int:
-    """Of their texts."""
+    """Characters of the messages' texts."""
     return sum(len(message.text) for message in messages)
 
 
 def too_long(window: int) -> ApiError:
-    """For an input that leaves no room for an answer."""
+    """The error for an input without room for an answer."""
     return ApiError(overflow(window, window, "input"), param="input", code="context_length_exceeded")
 
 
@@ -111,7 +111,7 @@ def fitting(messages: Sequence[Message], limit: int) -> int:
 def newest(messages: Sequence[Message], limit: int) -> list[Message]:
     """`truncation: auto`: as many of the last messages as have at most `limit` tokens; the last always stays.
 
-    A tool's answer goes with its call.
+    A tool's answer is dropped with its call.
     """
     first = len(messages) - max(1, fitting(messages[::-1], limit))
     while first < len(messages) - 1 and messages[first].role is harmony.Role.TOOL:

@@ -1,4 +1,4 @@
-"""What a request puts into the developer message besides its instructions and tools."""
+"""Text of the developer message besides instructions and tools."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VERBOSITY: Mapping[str, str] = {
 
 
 def extra_words(request: CreateRequest) -> list[str]:
-    """Sentences for what gpt-oss has no other way to hear: verbosity, and where the user is."""
+    """Sentences for options without a place in Harmony: verbosity, and the user's location."""
     verbosity = request.text.verbosity if request.text else None
     return [VERBOSITY.get(verbosity or "", ""), _location(request.tool_list)]
 

@@ -43,7 +43,7 @@ class History:
 
 
 class HistoryReader:
-    """Reads items in order. `hidden` maps an item's id to what the model saw behind it."""
+    """Reads items in order. `hidden`: by item id, text that the model saw and the API does not show."""
 
     def __init__(self, hidden: Mapping[str, Any], unseal: Open, raw: frozenset[str] = frozenset()) -> None:
         self._hidden = hidden
@@ -211,7 +211,7 @@ class HistoryReader:
         """
         self._waiting.clear()
         if all(message.role is harmony.Role.USER for message in self._history.messages):
-            logger.warning("A summary of earlier turns is lost, and what it summarised was not sent: %s", error)
+            logger.warning("A summary of earlier turns is lost, and the client did not send the turns: %s", error)
             self._add(harmony.developer(LOST_SUMMARY))
         else:
             logger.warning("A summary of earlier turns is lost; the turns themselves are in the prompt: %s", error)

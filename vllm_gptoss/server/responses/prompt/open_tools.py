@@ -47,7 +47,7 @@ class Opener:
         listings: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         """`past` and `owner` as in `SessionOptions`. With `listings`, the conversation's `mcp_list_tools` items, no
-        tool is opened: the toolset shows the prompt what it would offer.
+        tool is opened: the toolset is for the prompt only.
         """
         self._owner = owner
         self._listings = listings
@@ -227,7 +227,7 @@ class Opener:
 
 
 def allowed(tools: Sequence[Mapping[str, Any]], choice: Any) -> Iterable[tuple[int, Mapping[str, Any]]]:
-    """The tools that `tool_choice` leaves: none for `none`, only what it names for one tool or `allowed_tools`."""
+    """The tools that `tool_choice` allows: none for `none`, the named ones for one tool or `allowed_tools`."""
     if choice == "none":
         return
     for index, tool in enumerate(tools):

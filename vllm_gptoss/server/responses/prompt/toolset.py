@@ -1,4 +1,4 @@
-"""The tools of one request: what the prompt shows, which recipients count, and which tool runs each call."""
+"""The tools of one request: their text in the prompt, the valid recipients, and the tool behind each recipient."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Providers:
 
 
 class Kind(StrEnum):
-    """Who answers a call, and as which item."""
+    """The kind of tool that answers a call, and so the type of its item."""
 
     FUNCTION = "function"
     CUSTOM = "custom"

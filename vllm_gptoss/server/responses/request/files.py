@@ -11,7 +11,7 @@ from vllm_gptoss.tools.documents import MAX_PDFS, DocumentError, pdf_text
 
 _MAGIC = base64.b64encode(b"%PDF-")[:6].decode()
 _Place = tuple[Any, Any, str]
-"""A list or mapping, the index or key of a part in it, and what the request calls it."""
+"""A list or mapping, the index or key of a part in it, and its path in the request."""
 
 
 async def read_pdfs(body: Any, caller: str) -> None:

@@ -1,6 +1,6 @@
 """The `input` of a request: items, each checked against openai-python's type of its kind, as plain dicts with ids.
 
-What the API answered can be sent back as it is: every output item of this server is also an input item.
+Every output item of this server is also a valid input item.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def parse_item(raw: Any, where: str) -> Item:
 
 
 def _check_id(item: Item, where: str) -> None:
-    """An empty id is none; one that no store could keep is refused, not met at the end of the response."""
+    """Removes an empty id; refuses an id that the store could not hold, before anything is generated."""
     given = item.get("id")
     if given == "":
         del item["id"]
@@ -122,7 +122,7 @@ _DEFAULTS: Mapping[str, Item] = {
 
 
 _UNTYPED: Mapping[str, tuple[str, ...]] = {"custom_tool_call": ("status", "created_by")}
-"""Fields that the API gives with an item, and that openai-python's type of it for input does not have."""
+"""Fields of output items that openai-python's input types lack."""
 
 Part = dict[str, Any]
 
@@ -179,7 +179,7 @@ def _parse_part(part: Any, where: str, kinds: Mapping[str, Callable[[Part, str],
 
 
 def _tool_part(part: Any, where: str) -> Part:
-    """A part of what a tool answered. One that the model cannot read becomes a description."""
+    """A part of a tool's answer. A part that the model cannot read becomes a description."""
     try:
         return _parse_part(part, where, _USER_PARTS)
     except ApiError:
@@ -189,7 +189,7 @@ def _tool_part(part: Any, where: str) -> Part:
 
 
 def part_text(part: Any, where: str) -> str:
-    """What the model reads of one `input_text` or `input_file`. Raises `ApiError` naming the place under `where`."""
+    """The text of one `input_text` or `input_file`. Raises `ApiError` naming the place under `where`."""
     return str(_parse_part(part, where, _USER_PARTS)["text"])
 
 

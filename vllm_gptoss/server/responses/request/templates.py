@@ -49,7 +49,7 @@ SETTINGS = frozenset(
         "truncation",
     }
 )
-"""What a template may set of a request."""
+"""Fields of a request that a template may set."""
 
 
 class TemplateMessage(BaseModel):

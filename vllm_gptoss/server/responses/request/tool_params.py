@@ -60,7 +60,7 @@ def parse_tools(raw: Any) -> list[dict[str, Any]]:
 
 
 def check_schema_size(schema: Any, where: str) -> None:
-    """Bounds what has to be shown to the model and compiled. Raises `ApiError` naming `where`."""
+    """Bounds the size of a schema, which is rendered and compiled. Raises `ApiError` naming `where`."""
     count, waiting = 0, [schema]
     while waiting:
         node = waiting.pop()
@@ -163,7 +163,7 @@ _CHECKS = {
 
 
 def identity(tool: Mapping[str, Any]) -> tuple[str, str]:
-    """What makes a tool one of its kind: its type, and its name or label where the type has one."""
+    """The identity of a tool: its type, and its name or label if the type has one."""
     kind = "web_search" if tool["type"] in WEB_SEARCH else tool["type"]
     return kind, tool.get("server_label") or tool.get("name") or ""
 

@@ -1,4 +1,4 @@
-"""From a checked request to a `Job`: what came before, its tools, its prompt, its sampling."""
+"""From a checked request to a `Job`: history, tools, prompt, sampling."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ async def build_job(
 
 
 async def read_previous(context: ServerContext, request: CreateRequest, caller: Caller) -> Previous:
-    """The items before the request's own, from the response or conversation it goes on from. Raises `ApiError`."""
+    """The items before the request's own, of the response or conversation that it continues. Raises `ApiError`."""
     if len(request.items) > context.options.max_input_items:
         raise ApiError(f"More than {context.options.max_input_items} items.", param="input")
     store = context.need_store("conversation") if request.conversation_id else context.store
@@ -194,7 +194,7 @@ def _say_that_search_is_left_out() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """What the engine continues. `tokens` render `conversation`; empty where it has to be compacted first to fit."""
+    """The prompt. `tokens` render `conversation`; empty if it fits only after compaction."""
 
     compaction: Compaction
     tokens: list[int]

@@ -49,7 +49,7 @@ MAX_SUMMARY = 4096
 async def summarise(
     context: ServerContext, request: CreateRequest, caller: Caller, history: History
 ) -> tuple[Item, Usage]:
-    """A `compaction` item for a conversation, and what it cost. Raises `ApiError`, or `EngineError` when it fails."""
+    """A `compaction` item for a conversation, and its usage. Raises `ApiError`, or `EngineError` when it fails."""
     text, usage = await _summary(context, request, caller, history)
     return _item(context, caller, text), usage
 
@@ -57,7 +57,7 @@ async def summarise(
 async def compact_conversation(
     context: ServerContext, request: CreateRequest, caller: Caller, history: History, conversation: Conversation
 ) -> Compacted:
-    """Shortens a conversation that is about to be continued: what came before the last user message is summarised."""
+    """Shortens a conversation that is about to be continued: the part before the last user message is summarised."""
     last = max((i for i, m in enumerate(history.messages) if m.role is Role.USER), default=0)
     earlier = replace(history, messages=history.messages[:last] or history.messages)
     text, usage = await _summary(context, request, caller, earlier)
@@ -152,7 +152,7 @@ def split_off(messages: Sequence[Message], room: int) -> tuple[list[Message], li
 async def _ask(
     context: ServerContext, request: CreateRequest, caller: Caller, conversation: Conversation, limit: int
 ) -> tuple[str, Usage]:
-    """What the model answers, in at most `limit` tokens."""
+    """The model's answer, in at most `limit` tokens, and its usage."""
     name, lora = context.models(request.model)
     job = Job(
         body=new_response(request, ids.new("resp"), name, context.engine.defaults),

@@ -1,4 +1,4 @@
-"""What all responses of one server share."""
+"""The context that all responses of one server share."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ContainerOwners:
         except TakenError:
             self._unwritten.discard(container_id)  # another server has just written it
         except StoreError as error:
-            logger.warning("Only this server gives out the files of container %s: %s", container_id, error)
+            logger.warning("Only this server can serve the files of container %s: %s", container_id, error)
 
     async def notebook(self, container_id: str, caller: Caller) -> str:
         """Key of the python state for a request's `container`: that of the conversation that used it, or a new one."""
@@ -75,7 +75,7 @@ class ContainerOwners:
 
 @dataclass(frozen=True, slots=True)
 class ServerContext:
-    """The parts of one server that every response is made with. `store` is None where nothing is stored."""
+    """The parts of one server that every response uses. `store` is None if nothing is stored."""
 
     engine: Engine
     models: Models
@@ -87,7 +87,7 @@ class ServerContext:
     containers: ContainerOwners = field(default_factory=ContainerOwners)
 
     def need_store(self, param: str) -> Store:
-        """The store. Raises `ApiError` (`store_disabled`) naming `param` where there is none."""
+        """The store. Raises `ApiError` (`store_disabled`) naming `param` without one."""
         if self.store is None:
             raise ApiError("This server stores nothing.", param=param, code="store_disabled")
         return self.store

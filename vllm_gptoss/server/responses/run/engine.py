@@ -1,4 +1,4 @@
-"""What generates tokens: vLLM's engine client."""
+"""Token generation: vLLM's engine client."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ class Engine(Protocol):
 
     @property
     def max_output_tokens(self) -> int | None:
-        """The operator's limit of what one response may generate; None without one."""
+        """The operator's limit of tokens that one response may generate; None without one."""
         ...
 
     @property
     def holds_grammars(self) -> bool:
-        """Whether what is generated keeps to `Sampling.structural_tag`, each token of it."""
+        """Whether every generated token satisfies `Sampling.structural_tag`."""
         ...
 
     @property
@@ -92,7 +92,7 @@ class Engine(Protocol):
     def generate(
         self, prompt: Sequence[int], sampling: Sampling, request_id: str, direct: Direct | None = None
     ) -> AsyncGenerator[Chunk, None]:
-        """What is generated, but for what `direct` took. It is this one's to close.
+        """The generated chunks, without those that `direct` took. Closes `direct`.
 
         Raises `EngineError` when generation fails, `ApiError` when the engine refuses the request.
         """

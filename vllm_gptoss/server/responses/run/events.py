@@ -21,7 +21,7 @@ Batches = AsyncGenerator[list[Event], None]
 
 
 class TextDeltas:
-    """The text of one message: events that are alike but for number and text. `after` are fields behind the text."""
+    """The text of one message: events that differ in number and text only. `after`: fields after the text."""
 
     def __init__(self, kind: str, where: Mapping[str, Any], after: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._kind, self._where, self._after = kind, where, after

@@ -45,7 +45,7 @@ class Writer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """What a request wants to see. `seal` encrypts reasoning, or is None; `source` resolves a citation's cursor."""
+    """Optional parts of items. `seal` encrypts reasoning, or is None; `source` resolves the cursor of a citation."""
 
     reasoning: bool = True
     summary: str | None = None
@@ -357,7 +357,7 @@ class InputUnwrapper:
         self._held = ""
 
     def feed(self, text: str) -> str:
-        """What of the string `text` makes known, often nothing."""
+        """The part of the string that `text` completes, often empty."""
         self._held += text
         if not self.is_inside:
             began = _INPUT.match(self._held)
@@ -375,7 +375,7 @@ class InputUnwrapper:
         return str(decoded.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
     def rest(self) -> str:
-        """What is left of a string that was not ended rightly."""
+        """The rest of a string without a valid end."""
         return "" if self._is_over else self._held
 
 

@@ -71,7 +71,7 @@ class HeardCall:
 
 @dataclass(slots=True)
 class Turn:
-    """One generation, and what was heard of it so far."""
+    """One generation, and its content so far."""
 
     parser: HarmonyParser
     tokens: list[int] = field(default_factory=list)
@@ -86,10 +86,10 @@ class Turn:
 
 
 class Listener:
-    """Hears all turns of a response, one after the other.
+    """Reads all turns of a response in order.
 
-    `hidden` maps items to what later turns need and the API does not show; `files` are those that tools left and no
-    answer has cited yet.
+    hidden: by item id, text that later turns need and the API does not show
+    files: files of tools that no answer has cited yet
     """
 
     def __init__(self, job: Job, out: Output) -> None:
@@ -165,7 +165,7 @@ class Listener:
                 if message := turn.open.get(event.index):
                     events += self._text(turn, message, event)
             elif isinstance(event, MessageStarted):
-                if not isinstance(turn.stopped_by, str):  # what comes after a stop string is not heard
+                if not isinstance(turn.stopped_by, str):  # messages after a stop string are dropped
                     turn.said = turn.open[event.index] = self._open(turn, event)
             elif isinstance(event, MessageEnded):
                 turn.said = None
@@ -189,7 +189,7 @@ class Listener:
         if not text:
             message.held += logprobs
             return []
-        # A token of which a part is held back goes with that part.
+        # The log-probability of a token that is partly held back is held back, too.
         is_partial = message.stops is not None and message.stops.holds
         told, message.held = (message.held, logprobs) if is_partial else (message.held + logprobs, [])
         return message.writer.delta(text, told or None)
@@ -264,7 +264,7 @@ class Listener:
         return events
 
     def _remember_unseen(self, message: _Open, text: str, before: int) -> None:
-        """Reasoning without an item goes, hidden, before the next item, for the turns that follow."""
+        """Stores reasoning without an item as hidden text before the next item, for later turns."""
         if isinstance(message.writer, ReasoningWriter) and not self._job.style.reasoning and text:
             self.hidden[message.writer.item_id] = {"text": text}
         elif isinstance(message.writer, SilentWriter) and message.route is None and text:
@@ -277,7 +277,7 @@ class Listener:
 
 
 def _as_message(message: _Open, text: str) -> Message:
-    """What was generated, in the trained form."""
+    """The generated message, in the trained form."""
     route = message.route
     if route is None:
         made = {Channel.ANALYSIS: harmony.analysis, Channel.COMMENTARY: harmony.preamble}
@@ -288,7 +288,7 @@ def _as_message(message: _Open, text: str) -> Message:
 
 
 def _turn_end(tokens: Sequence[int]) -> int | None:
-    """Behind the first token that ends a turn; None if there is none."""
+    """Index after the first token that ends a turn; None without one."""
     for at, token in enumerate(tokens):
         if token in (RETURN, CALL):
             return at + 1

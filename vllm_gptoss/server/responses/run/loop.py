@@ -98,7 +98,7 @@ class Loop:
         return await self._end("cancelled", "response.incomplete")
 
     async def fail(self, message: str) -> list[Event]:
-        """The last events of a response that its server gives up, for the reason in `message`."""
+        """The last events of a response that its server fails with `message`."""
         await self.close()
         return await self._fail(message)
 
@@ -113,7 +113,7 @@ class Loop:
         return len(self._job.prompt)
 
     async def close(self) -> None:
-        """Ends what the response holds; for a loop that is not run (any more)."""
+        """Closes tools and unlocks the conversation; for a loop that does not run (any more)."""
         await self._job.toolset.close()
         if self._hold:
             await self._hold.release()
@@ -184,7 +184,7 @@ class Loop:
                     if batch := self._listener.hear(turn, chunk):
                         yield batch
                     if turn.finish is not None and chunk.finish is None:
-                        break  # the turn is over, though the engine would go on
+                        break  # the turn is over, although the engine would continue
             yield self._listener.finish(turn)
             self._turn = None
             if not self._goes_on(turn):

@@ -1,4 +1,4 @@
-"""The response object, in every state it goes through."""
+"""The response object and its usage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_gptoss.server.responses.request.items import Item, message_item
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens, each counted once: `input` is the prompt and what tools answered, `output` all that was generated."""
+    """Tokens, each counted once: `input`: the prompt and answers of tools; `output`: all generated tokens."""
 
     input: int = 0
     cached: int = 0

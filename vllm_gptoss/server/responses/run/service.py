@@ -1,4 +1,4 @@
-"""The Responses API without HTTP: what the routes and the WebSocket call."""
+"""The Responses API without HTTP, for the routes and the WebSocket."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vllm_gptoss.server.responses.state.stored import Stored, stored_request
 from vllm_gptoss.tools.protocol import CALLER
 
 Parse = Callable[[Any, Filled | None], CreateRequest]
-"""`parse_create`, or what reads another route's body."""
+"""`parse_create`, or the parser of another route's body."""
 
 
 class Service:

@@ -1,6 +1,6 @@
 """Items that a tool of this server completes: python, browser, MCP. Each goes through call, run and result.
 
-`completed` and `output_item.done` come after the tool has run, and carry what it gave. A call that was cut is
+`completed` and `output_item.done` follow the tool's run, and have its result. A call that was cut is
 `incomplete` and never runs.
 """
 
@@ -231,7 +231,7 @@ class ApprovalRequestWriter(Writer):
 
 
 def list_tools(out: Output, namespace: Namespace, allowed: frozenset[str] | None) -> list[Event]:
-    """`mcp_list_tools`: what a server offered to this response."""
+    """`mcp_list_tools`: the tools of a server in this response."""
     tools = [
         {
             "name": tool.name,

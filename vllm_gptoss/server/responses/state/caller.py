@@ -25,7 +25,7 @@ class UnstoredResponses:
         self._bytes = 0
 
     def add(self, stored: Stored) -> None:
-        """Remembers what a later turn needs of a finished response: its items."""
+        """Stores the part of a finished response that a later turn needs: its items."""
         self.forget(stored.id)
         needed = {name: stored.body[name] for name in ("id", "status", "output")}
         slim = replace(stored, body=needed)

@@ -22,7 +22,7 @@ PAGE = 500
 """Items that are read at once: 22,000 together stopped the event loop for a second."""
 
 Items = Sequence[tuple[dict[str, Any], Any]]
-"""Items, each with what is hidden behind it."""
+"""Items, each with its hidden data."""
 
 
 @shield_methods
@@ -68,7 +68,7 @@ class ConversationStore:
         return bool(gone)
 
     async def append(self, identifier: str, items: Items, tenant: str = "") -> None:
-        """Adds items at the end; without effect if the conversation is gone.
+        """Adds items at the end; without effect if the conversation was deleted.
 
         `tenant`: the owner, for its quota; empty for items of a response that has run, which are never refused.
 
@@ -82,7 +82,7 @@ class ConversationStore:
             await append(db, identifier, rows)
 
     async def items(self, identifier: str) -> list[tuple[dict[str, Any], Any]]:
-        """The conversation's items in order, each with what is hidden behind it."""
+        """The conversation's items in order, each with its hidden data."""
         items: list[tuple[dict[str, Any], Any]] = []
         after: int | None = None
         while True:
@@ -95,7 +95,7 @@ class ConversationStore:
     async def page(
         self, identifier: str, limit: int, after: int | None = None, *, ascending: bool = True
     ) -> Sequence[sa.Row[Any]]:
-        """Up to `limit` rows of the conversation's items behind the position `after`, in either direction."""
+        """Up to `limit` rows of the conversation's items after the position `after`, in either direction."""
         c = conversation_items.c
         query = sa.select(conversation_items).where(c.conversation == identifier).limit(limit)
         query = query.order_by(c.position if ascending else c.position.desc())

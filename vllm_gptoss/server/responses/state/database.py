@@ -40,7 +40,7 @@ def connect(url: sa.URL) -> AsyncEngine:
 
 
 def check_driver(url: str) -> None:
-    """Imports what connects to `url`: SQLAlchemy would only as the store opens. Raises ImportError."""
+    """Imports the driver of `url`, which SQLAlchemy imports only when the store opens. Raises ImportError."""
     sa.make_url(url).get_dialect().import_dbapi()
 
 

@@ -95,7 +95,7 @@ class Quotas:
             await self._evict(None)
 
     async def _evict(self, tenant: str | None, more: Usage | None = None) -> str:
-        """Evicts down to 95 % of the quota, None for the total; what is still exceeded where nothing is left to."""
+        """Evicts down to 95 % of the quota, or of the total for None; returns the field still exceeded, or ""."""
         more, limits = more or Usage(), self._per_key if tenant else self._in_total
         aim = Usage(*(limit - limit // 20 for limit in astuple(limits)))
         batch = 1
@@ -151,7 +151,7 @@ _KINDS = (
 
 
 async def _counted(db: AsyncConnection, tenant: str | None) -> Usage:
-    """What a tenant stores, or all of them for None."""
+    """Amounts that a tenant stores, or all tenants for None."""
     usage = Usage()
     for kind in _KINDS:
         query = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(kind.bytes), 0)).select_from(kind.table)

@@ -22,7 +22,7 @@ from vllm_gptoss.server.responses.errors import RetiredKeyError
 PREFIX = "gptoss2."
 """Then the key's id, a dot, and base64url of nonce and ciphertext."""
 UNNAMED = "gptoss1."
-"""As `PREFIX`, without a key's id: what releases before the key ring sealed."""
+"""As `PREFIX`, without a key's id: the format of releases without a key ring."""
 KEY_BYTES = 32
 _NONCE_BYTES = 12
 
@@ -79,7 +79,7 @@ def new_key() -> bytes:
 
 
 def parse_keys(text: str) -> list[bytes]:
-    """Keys as base64, separated by commas, the current one first. Raises `ValueError` for what is none."""
+    """Keys as base64, separated by commas, the current one first. Raises `ValueError`."""
     try:
         keys = [base64.b64decode(part.strip(), validate=True) for part in text.split(",") if part.strip()]
     except binascii.Error as error:

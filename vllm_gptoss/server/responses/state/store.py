@@ -296,7 +296,7 @@ class Store:
         try:
             await self.quotas.settle(tenant, more)
         except StoreError as error:
-            logger.warning("Response store: could not count what a key stores: %s", error)
+            logger.warning("Response store: could not count the data of a key: %s", error)
         is_early = time.monotonic() - self._swept < 60 and not self.quotas.is_full
         if is_early or (self._sweeping and not self._sweeping.done()):
             return

@@ -16,7 +16,7 @@ from vllm_gptoss.server.responses.transport.paging import page_of
 from vllm_gptoss.tools.protocol import ToolKind
 
 _INERT = {"X-Content-Type-Options": "nosniff", "Content-Security-Policy": "sandbox; default-src 'none'"}
-"""What a program left is data: a browser must neither guess what it is nor run it."""
+"""Files of programs are untrusted: a browser must neither guess their type nor run them."""
 
 
 def add_routes(router: APIRouter, service: Callable[[], Service]) -> None:

@@ -58,7 +58,7 @@ def obfuscated(event: Event) -> Event:
 
 
 def error_event(error: ApiError, number: int) -> Event:
-    """The `error` event of a stream that cannot go on."""
+    """The `error` event of a stream that cannot continue."""
     fields = {"code": error.code, "message": error.message, "param": error.param}
     return {"type": "error", "sequence_number": number, **fields}
 
@@ -150,7 +150,7 @@ class EventStream(Response):
         return b"".join(map(frame, events))
 
     def framed_text(self, deltas: TextDeltas, number: int, text: str) -> bytes:
-        """The bytes of the next event, one of `deltas`: what they have in common is encoded once."""
+        """The bytes of the next event, one of `deltas`, which encode their common fields once."""
         if self._obfuscate:
             return self.framed([deltas.event(number, text)])
         if deltas is not self._deltas:

@@ -1,4 +1,4 @@
-"""What every HTTP route needs: the body and the caller of a request, errors as answers, a client that went away."""
+"""Shared code of the HTTP routes: a request's body and caller, errors as responses, disconnected clients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ R = TypeVar("R")
 
 
 def errors(handler: Callable[P, Awaitable[Response]]) -> Callable[P, Coroutine[Any, Any, Response]]:
-    """Turns what a route raises into OpenAI's error bodies, and gives every answer the id of its request."""
+    """Converts exceptions of a route to OpenAI's error bodies, and adds the request's id to every response."""
 
     @functools.wraps(handler)
     async def wrapped(*args: P.args, **kwargs: P.kwargs) -> Response:
@@ -74,7 +74,7 @@ def _answer(error: ApiError) -> Response:
 
 
 async def body_of(request: Request) -> Any:
-    """The JSON body, its PDFs read. Raises `ApiError` for what is no JSON or no PDF, or is too large."""
+    """The JSON body, its PDFs read. Raises `ApiError` for invalid JSON or PDFs, or a body that is too large."""
     bodies = bodies_of(request)
     try:
         raw = await bodies.read(request)
@@ -95,7 +95,7 @@ TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 def caller_of(connection: HTTPConnection) -> Caller:
-    """Who sent a request, by its headers."""
+    """The caller of a request, from its headers."""
     headers = connection.headers
     trace = {name: value for name in TRACE_HEADERS if (value := headers.get(name))}
     codex = headers.get("originator", "").startswith("codex")

@@ -1,4 +1,4 @@
-"""What the routes take, for /openapi.json: they read their bodies themselves, so FastAPI does not know."""
+"""Request bodies for /openapi.json: the routes read them without FastAPI, which so has no schema."""
 
 from __future__ import annotations
 
