@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import socket
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.support.responses import fakes
@@ -86,9 +85,12 @@ def test_counting_tokens_opens_no_python_and_no_mcp_session(start: Start) -> Non
             with pytest.raises(BlockingIOError):
                 listener.accept()
             assert create(http, **body)["usage"]["input_tokens"] == counted
-            with contextlib.suppress(httpx.ReadTimeout):
-                http.post("/responses", json={**body, "tools": [own]}, timeout=1)
-            listener.accept()[0].close()
+            with ThreadPoolExecutor(1) as pool:  # a response connects
+                created = pool.submit(http.post, "/responses", json={**body, "tools": [own]})
+                listener.settimeout(60)
+                listener.accept()[0].close()
+                listener.close()
+                assert created.result(60).is_error
 
 
 def test_counting_tokens_counts_the_tools_that_an_mcp_server_has_listed(start: Start) -> None:
