@@ -386,7 +386,7 @@ def test_background_responses_of_a_key_beyond_those_at_once_wait_in_the_queue(st
         assert len(server.engine.prompts) == 1
         create(bob, **body)
         soon(lambda: server.engine.running == 2)
-        assert alice.get(f"/responses/{first}").json()["status"] == "in_progress"
+        soon(lambda: alice.get(f"/responses/{first}").json()["status"] == "in_progress")
         events = followed.result(60)
         assert alice.get(f"/responses/{first}").json()["status"] == "completed"
     check_stream(events)
