@@ -1,4 +1,4 @@
-"""A real server on a real socket for each test that asks for one."""
+"""A real server on a real socket for each test that uses `start`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.support.responses.postgres import Postgres
 from tests.support.responses.replay import ReplayEngine
 from tests.support.responses.server import Running, Script, Start, running
 from vllm_gptoss.server.responses.options import ResponsesOptions
+from vllm_gptoss.server.responses.prompt.toolset import Remote
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -33,7 +34,7 @@ def postgres() -> Iterator[Postgres]:
 
 @pytest.fixture(autouse=True)
 def database(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where `start` keeps responses: SQLite, or an empty PostgreSQL where a test's parameter says so."""
+    """The store of `start`: SQLite, or an empty PostgreSQL with the parameter `postgres`."""
     if getattr(request, "param", "sqlite") == "postgres":
         server = request.getfixturevalue("postgres")
         server.sql("drop schema public cascade; create schema public")
@@ -52,12 +53,13 @@ def start(database: None, tmp_path: Path) -> Iterator[Start]:
             *turns: str | Callable[[Sequence[int]], Sequence[int]],
             providers: Sequence[FakeProvider] = (),
             config: Mapping[str, Any] | None = None,
+            remote: Remote | None = None,
             **engine: Any,
         ) -> Running:
             script = turns[0] if callable(turns[0]) else Script(*turns)  # type: ignore[arg-type]
             store = os.environ.get("GPTOSS_TEST_STORE") or str(tmp_path / "store.sqlite")
             settings = {"store": store, **(config or {})}
             replay = ReplayEngine(script, **engine)
-            return stack.enter_context(running(replay, ResponsesOptions(**settings), providers))
+            return stack.enter_context(running(replay, ResponsesOptions(**settings), providers, remote))
 
         yield begin

@@ -50,11 +50,7 @@ def main(count: int) -> None:
     tool.calls, tool.opened = _Nothing(), _Nothing()
     with tempfile.TemporaryDirectory() as folder:
         config = ResponsesOptions(store=str(Path(folder) / "store.sqlite"))
-        with (
-            running(engine, config, [tool]) as server,
-            server.http() as http,
-            ThreadPoolExecutor(AT_ONCE) as pool,
-        ):
+        with running(engine, config, [tool]) as server, server.http() as http, ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(lambda number: one(http, number), range(500)))
             before = measured()
             done = sum(pool.map(lambda number: one(http, number), range(count)))

@@ -55,10 +55,7 @@ def test_a_disconnect_stops_a_running_tool_within_a_second(start: Start) -> None
     with (
         server.http() as http,
         connect_sse(
-            http,
-            "POST",
-            "/responses",
-            json={"model": MODEL, "input": "hi", "stream": True, "tools": [INTERPRETER]},
+            http, "POST", "/responses", json={"model": MODEL, "input": "hi", "stream": True, "tools": [INTERPRETER]}
         ) as source,
     ):
         for sse in source.iter_sse():

@@ -206,7 +206,7 @@ def test_a_websocket_survives_what_it_does_not_understand(server: Running) -> No
         for message in ("{", "[]", '{"type": 3}', '{"type": "response.create", "input": 1e999}', f'"{"[" * 9}"'):
             socket.send(message)
             assert json.loads(socket.recv())["type"] == "error"
-        for stream_id in ("s" * 129, 3, {}):  # the first would stand in every event, one a token
+        for stream_id in ("s" * 129, 3, {}):  # the first would be in every event, one per token
             socket.send(json.dumps({"type": "response.create", "model": MODEL, "input": "hi", "stream_id": stream_id}))
             event = json.loads(socket.recv())
             assert (event["type"], event["error"]["param"]) == ("error", "stream_id")

@@ -106,5 +106,5 @@ def known(value: Any, dropped: set[str]) -> Any:
         key: entry for key, entry in value.items() if key not in dropped and (key not in NULLS or entry is not None)
     }
     if value.get("object") == "response":
-        kept["output_text"] = ""  # the client adds it by itself
+        kept["output_text"] = ""  # the client adds it
     return {key: known(entry, dropped) for key, entry in kept.items()}

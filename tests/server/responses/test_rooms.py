@@ -1,4 +1,4 @@
-"""Imports inside `server/responses/` go one way: the room of a file says what it may know."""
+"""Imports inside `server/responses/` go one way: a folder may import only the folders below it."""
 
 from __future__ import annotations
 

@@ -73,13 +73,7 @@ def test_a_function_tool_round_trip(http: httpx.Client) -> None:
     answer = [{"type": "function_call_output", "call_id": call["call_id"], "output": "Foggy, 18 degrees"}]
     second = stream(
         http,
-        {
-            "model": NAME,
-            "input": answer,
-            "tools": [WEATHER],
-            "previous_response_id": first["id"],
-            "temperature": 0,
-        },
+        {"model": NAME, "input": answer, "tools": [WEATHER], "previous_response_id": first["id"], "temperature": 0},
     )[-1]["response"]
     assert said(second) == "It is foggy in San Francisco."
 

@@ -22,7 +22,7 @@ from vllm_gptoss.server.http import callers
 from vllm_gptoss.server.responses.endpoint import ResponsesEndpoint
 from vllm_gptoss.server.responses.errors import ApiError
 from vllm_gptoss.server.responses.options import ResponsesOptions
-from vllm_gptoss.server.responses.prompt.toolset import Providers
+from vllm_gptoss.server.responses.prompt.toolset import Providers, Remote
 
 MODEL = "gpt-oss-20b"
 
@@ -85,7 +85,10 @@ def models(name: str | None) -> tuple[str, Any]:
 
 @contextmanager
 def running(
-    engine: ReplayEngine, config: ResponsesOptions, providers: Sequence[FakeProvider] = ()
+    engine: ReplayEngine,
+    config: ResponsesOptions,
+    providers: Sequence[FakeProvider] = (),
+    remote: Remote | None = None,
 ) -> Iterator[Running]:
     endpoint = ResponsesEndpoint(config)
     app = FastAPI()
@@ -96,7 +99,7 @@ def running(
     ready: list[asyncio.AbstractEventLoop] = []
 
     async def main() -> None:
-        await endpoint.open(engine, models, Providers(providers))
+        await endpoint.open(engine, models, Providers(providers, remote))
         ready.append(asyncio.get_running_loop())
         await server.serve([listener])
 

@@ -50,7 +50,7 @@ class ResponsesEndpoint:
         self._is_direct = True
 
     def attach(self, app: FastAPI, args: Namespace, settings: Any) -> None:
-        """The plugin's first hook. Takes `--tool-server` for itself: vLLM would dial it as an MCP server of its own.
+        """The plugin's first hook. Clears vLLM's `--tool-server`: vLLM would connect to it as an MCP server.
 
         Raises:
             SettingsError: tool servers, a `GPTOSS_RESPONSES_*` variable or a file of prompt templates cannot be used.
@@ -72,7 +72,7 @@ class ResponsesEndpoint:
         self.attach_router(app)
 
     async def start(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """The plugin's second hook. After an exception, vLLM has its `--tool-server`.
+        """The plugin's second hook. After an exception, vLLM gets its `--tool-server` back.
 
         Raises:
             SettingsError: the exception, if vLLM's own tool server does not accept the `--tool-server`.
@@ -98,18 +98,18 @@ class ResponsesEndpoint:
 
     @property
     def service(self) -> Service:
-        """What answers. Raises `ApiError` (503) before `open`."""
+        """Answers requests. Raises `ApiError` (503) before `open`."""
         if self._service is None:
             raise ApiError("The server is starting.", status=503, kind="server_error")
         return self._service
 
     @property
     def background(self) -> Background | None:
-        """What runs background responses; None where nothing is stored."""
+        """Runs background responses; None without a store."""
         return self._background
 
     def attach_router(self, app: FastAPI) -> None:
-        """Adds the routes; vLLM lets them replace its own of the same path and method. All ends with the app."""
+        """Adds the routes; they replace vLLM's of the same path and method. The app's shutdown closes the endpoint."""
         router = APIRouter(lifespan=self._lifespan)
         response_routes.add_routes(router, self)
         conversation_routes.add_routes(router, lambda: self.service)
@@ -118,7 +118,7 @@ class ResponsesEndpoint:
 
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        """Whoever serves the app says here that it stops: vLLM when its engine has ended, Ray Serve before that."""
+        """Closes the endpoint: under vLLM after the engine has ended, under Ray Serve before that."""
         del app
         try:
             yield
@@ -128,13 +128,13 @@ class ResponsesEndpoint:
     async def init_state(
         self, engine_client: Any, state: Any, args: Namespace, providers: Providers | None = None
     ) -> None:
-        """vLLM's hook: the engine client and the served models are there now."""
+        """vLLM's hook, called when the engine client and the served models exist."""
         del args
         engine = VllmEngine(engine_client, is_direct=self._is_direct)
         await self.open(engine, served_models(state.openai_serving_models), providers or Providers())
 
     async def open(self, engine: Engine, models: Models, providers: Providers) -> None:
-        """Opens the store and begins to answer. Raises `StoreError`."""
+        """Opens the store; requests are answered from then on. Raises `StoreError`."""
         store = Store(self.options) if self.options.url else None
         try:
             if store:
@@ -153,7 +153,7 @@ class ResponsesEndpoint:
             logger.info("%d prompt templates of %s", len(self._templates), self.options.prompts)
 
     async def _keys(self, store: Store | None) -> list[bytes]:
-        """The operator's keys, then the store's, which still opens what was sealed before there were any."""
+        """The operator's keys, then the store's, which opens data that was encrypted before the operator set keys."""
         keys = parse_keys(self.options.secret)
         if store is None and not keys:
             logger.warning("No store and no GPTOSS_RESPONSES_SECRET: encrypted reasoning is lost when the server ends")

@@ -1,4 +1,4 @@
-"""What goes wrong with a request, in the words of the OpenAI API."""
+"""Errors of requests, in the format of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def unsupported(param: str, why: str) -> ApiError:
 
 
 def not_found(kind: str, identifier: str, param: str | None = None) -> ApiError:
-    """Also the answer for what belongs to another API key: existence is not told."""
+    """Also for resources of another API key, so that their existence stays hidden."""
     message = f"{kind} with id '{identifier}' not found."
     return ApiError(message, param=param, code=f"{kind.lower().replace(' ', '_')}_not_found", status=404)
 
@@ -66,7 +66,7 @@ def full(error: FullError, what: str, param: str | None = None) -> ApiError:
 
 
 def internal(error: Exception) -> ApiError:
-    """For what should not have happened."""
+    """For an unexpected exception."""
     return ApiError(f"{type(error).__name__}: {error}", code="server_error", status=500, kind="server_error")
 
 

@@ -1,4 +1,4 @@
-"""What an operator can set of the Responses endpoint: `GPTOSS_RESPONSES_*` variables."""
+"""The operator's options of the Responses endpoint: `GPTOSS_RESPONSES_*` variables."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ PREFIX = "GPTOSS_RESPONSES_"
 
 
 class ResponsesOptions(BaseSettings):
-    """Field names are the variables' names behind `GPTOSS_RESPONSES_`; what is passed in wins over a variable.
+    """Field names are the variables' names after `GPTOSS_RESPONSES_`; constructor arguments win over variables.
     store, strict_tools and prompts are the plugin's settings (settings.py).
 
     store: SQLAlchemy URL, a file path, or `off`; empty for SQLite in the user's state directory
-    retention: seconds that a response is kept; 0 for ever
-    max_bytes, max_responses, max_conversations, max_items: of all that is stored; the largest key gives way
-    key_bytes, key_responses, key_conversations, key_items: of what one API key stores; 0 bytes for half of `max_bytes`
+    retention: seconds until a response is deleted; 0 for never
+    max_bytes, max_responses, max_conversations, max_items: of all stored data; data of the largest key is evicted
+    key_bytes, key_responses, key_conversations, key_items: of one API key's data; 0 bytes for half of `max_bytes`
     max_response_bytes: of one response with its input
-    tool_timeout: seconds that one tool call may take, behind the tools' own shorter limits
-    secret: base64 of 32 bytes for encrypted reasoning; empty to make one and keep it in the store
+    tool_timeout: seconds that one tool call may take; the tools' own limits are shorter
+    secret: base64 of 32 bytes for encrypted reasoning; empty to generate one in the store
     max_tool_rounds: tool calls of one response, even where the request sets no `max_tool_calls`
-    heartbeat: seconds without a sign of life from a server after which its background responses count as lost, and its
-      conversations are free
+    heartbeat: seconds without an update from a server after which its background responses count as lost, and its
+      conversations are unlocked
     max_input_items: of one request
     max_background: background responses of one API key that have not ended, on one server
     total_background: the same, of all keys
+    running_background: background responses of one API key that run at once, on one server; the others are queued
     max_sockets: WebSockets of one API key, on one server
     total_sockets: the same, of all keys
     strict_tools: the engine keeps calls to the offered tools and their schemas
@@ -57,6 +58,7 @@ class ResponsesOptions(BaseSettings):
     max_input_items: int = 10_000
     max_background: int = 64
     total_background: int = 512
+    running_background: int = 16
     max_sockets: int = 64
     total_sockets: int = 1024
     strict_tools: bool = True
@@ -78,7 +80,7 @@ class ResponsesOptions(BaseSettings):
 
     @property
     def bytes_of_key(self) -> int:
-        """What one API key may store."""
+        """Bytes that one API key may store."""
         return self.key_bytes or self.max_bytes // 2
 
     @property
@@ -94,11 +96,7 @@ class ResponsesOptions(BaseSettings):
 
 def _async_driver(url: str) -> str:
     scheme, rest = url.split("://", 1)
-    drivers = {
-        "sqlite": "sqlite+aiosqlite",
-        "postgres": "postgresql+asyncpg",
-        "postgresql": "postgresql+asyncpg",
-    }
+    drivers = {"sqlite": "sqlite+aiosqlite", "postgres": "postgresql+asyncpg", "postgresql": "postgresql+asyncpg"}
     return f"{drivers.get(scheme, scheme)}://{rest}"
 
 

@@ -1,4 +1,4 @@
-"""What of earlier turns the model is told, where a turn was cut or its reasoning cannot be read any more."""
+"""Earlier turns in the prompt, where a turn was cut or its reasoning cannot be decrypted."""
 
 from __future__ import annotations
 

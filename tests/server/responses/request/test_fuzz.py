@@ -1,4 +1,4 @@
-"""Whatever JSON a client sends is a checked request or an `ApiError`: another exception would be a 500."""
+"""Any JSON is a checked request or an `ApiError`: another exception would be a 500."""
 
 from __future__ import annotations
 

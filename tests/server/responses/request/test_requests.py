@@ -279,12 +279,12 @@ def test_a_hostile_grammar_of_a_custom_tool_is_refused(start: Start, syntax: str
 
 
 def test_an_agent_that_always_offers_search_is_served_without_one(start: Start) -> None:
-    """Codex sends `web_search` with every request; anybody else who asks for it is told that there is none."""
+    """Codex sends `web_search` with every request; other clients get an error where there is no browser."""
     server = start(HELLO)
     body = {"input": "x", "tools": [{"type": "web_search", "external_web_access": True}]}
     with server.http() as http:
         answer = http.post("/responses", json=body, headers={"originator": "codex_exec"}).raise_for_status().json()
-        assert answer["tools"] == [], "the answer says what was offered"
+        assert answer["tools"] == [], "the response has the offered tools only"
         assert http.post("/responses", json=body).status_code == 400
 
 

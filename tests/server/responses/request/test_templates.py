@@ -1,4 +1,4 @@
-"""Prompt templates: filled in as the API says, told of to those who may use them, and mistakes named by line."""
+"""Prompt templates: filled in as in the API, visible only to keys that may use them, mistakes named by line."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_version_can_be_named_and_no_input_is_needed(server: Running) -> None:
 
 
 def test_a_later_turn_has_no_template_unless_it_names_one(server: Running) -> None:
-    """As with instructions: what stands before the conversation is each request's own."""
+    """As with instructions: each request has its own messages before the conversation."""
     with server.http() as http:
         first = create(http, NAMED, input="one")
         second = http.post("/responses", json={"model": MODEL, "previous_response_id": first["id"], "input": "two"})
@@ -205,10 +205,7 @@ FINE = VERSION + "        instructions: hi\n"
             FINE + "        settings:\n          temperature: 9\n",
             r"p.yaml:7: prompts.a.versions.1.settings: .*temperature.*9",
         ),
-        (
-            FINE + "        settings: {stream: true}\n",
-            "settings.stream cannot be set here",
-        ),
+        (FINE + "        settings: {stream: true}\n", "settings.stream cannot be set here"),
         (
             VERSION + "        instructions: hi\n    default: '3'\n",
             "p.yaml:2: prompts.a: default: there is no version '3'",

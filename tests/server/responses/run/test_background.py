@@ -1,4 +1,4 @@
-"""Responses without a listener: followed, resumed, cancelled, and told about when their server died."""
+"""Background responses: followed, resumed, cancelled, queued, and failed when their server died."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_who_comes_back_late_reads_the_store_and_then_goes_on_from_memory(
         made = http.post("/responses", json={"model": MODEL, "input": "hi", "background": True}).json()
         followers = []
         for after in (None, 3, 40):
-            soon(lambda: len(server.call(server.endpoint.background._store.background.since(key(made), -1))) > 60)
+            soon(lambda: len(server.call(server.endpoint.service.context.store.background.since(key(made), -1))) > 60)
             followers.append(pool.submit(follow, http, made["id"], after))
         whole, *parts = [follower.result() for follower in followers]
     check_stream(whole)
@@ -268,7 +268,7 @@ def test_events_that_nobody_follows_are_written_less_often(start: Start) -> None
 
 @pytest.mark.parametrize("patience", [0.0, 300.0])
 def test_a_server_that_is_stopped_lets_responses_end_or_fails_them_by_name(tmp_path: Path, patience: float) -> None:
-    """SIGTERM, or Ray Serve that scales down: nobody follows them, so nobody's connection keeps the server."""
+    """SIGTERM, or Ray Serve that scales down: without followers no connection delays the server's end."""
     options = ResponsesOptions(store=str(tmp_path / "store.sqlite"))
     hanging = asyncio.Event()
     tool = fakes.python(lambda call: hang(call, hanging) if not patience else ran(call))
@@ -311,11 +311,11 @@ def test_a_tool_that_answers_while_the_engine_stops_ends_a_response_that_says_wh
     assert events[-1]["response"] == found
     assert found["status"] == "failed"
     assert found["error"]["message"] == (HAS_ENDED if has_ended else NOT_BEGUN)
-    assert [item["type"] for item in found["output"]][-1] == "code_interpreter_call", "what was done is kept"
+    assert [item["type"] for item in found["output"]][-1] == "code_interpreter_call", "the finished call stays"
 
 
 def test_who_waits_for_a_tool_when_the_engine_has_ended_does_not_hold_up_the_end(tmp_path: Path) -> None:
-    """Under `vllm serve` the engine ends before the plugin is closed: its patience would be waited out in vain."""
+    """Under `vllm serve` the engine ends before the plugin is closed: waiting for the tool would be useless."""
     options = ResponsesOptions(store=str(tmp_path / "store.sqlite"))
     tool = fakes.python(lambda call: hang(call, asyncio.Event()))
     with running(ReplayEngine(Script(PYTHON)), options, [tool]) as server, server.http() as http:
@@ -372,3 +372,23 @@ def test_each_key_has_so_many_background_responses_at_most(start: Start) -> None
         assert bob.post("/responses", json=body).status_code == 503
         alice.post(f"/responses/{first}/cancel").raise_for_status()
         soon(lambda: alice.post("/responses", json=body).status_code == 200)
+
+
+def test_background_responses_of_a_key_beyond_those_at_once_wait_in_the_queue(start: Start) -> None:
+    server = start(LONG, rate=100.0, config={"running_background": 1})
+    body = {"model": MODEL, "input": "hi", "background": True}
+    with server.http("alice") as alice, server.http("bob") as bob, ThreadPoolExecutor(1) as pool:
+        first, second, third = (create(alice, **body)["id"] for _ in range(3))
+        soon(lambda: server.engine.running == 1)
+        followed = pool.submit(follow, alice, second)
+        assert alice.post(f"/responses/{third}/cancel").raise_for_status().json()["status"] == "cancelled"
+        assert alice.get(f"/responses/{second}").json()["status"] == "queued"
+        assert len(server.engine.prompts) == 1
+        create(bob, **body)
+        soon(lambda: server.engine.running == 2)
+        soon(lambda: alice.get(f"/responses/{first}").json()["status"] == "in_progress")
+        events = followed.result(60)
+        assert alice.get(f"/responses/{first}").json()["status"] == "completed"
+    check_stream(events)
+    assert [event["type"] for event in events[:3]] == [f"response.{k}" for k in ("created", "queued", "in_progress")]
+    assert len(server.engine.prompts) == 3

@@ -8,11 +8,7 @@ from tests.support.responses.server import MODEL, Start, create, harmony, text_o
 from tests.support.responses.turns import HELLO, WEATHER
 
 SUMMARY = "<|channel|>final<|message|>" + "They spoke at length. " * 10 + "<|return|>"
-SHORT = [
-    {"role": "user", "content": "hi"},
-    {"role": "assistant", "content": "hello"},
-    {"role": "user", "content": "x"},
-]
+SHORT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}, {"role": "user", "content": "x"}]
 COMPACTS = [{"type": "compaction", "compact_threshold": 20}]
 
 

@@ -24,7 +24,7 @@ def called(text: str, end: str = "<|call|>") -> str:
 
 
 def written(pieces: list[str], *, raw: bool = False, cut: bool = False) -> tuple[list[str], str]:
-    """The deltas and the whole input of a call whose text comes in `pieces`."""
+    """The deltas and the whole input of a call with its text in `pieces`."""
     out = Output()
     writer = CustomCallWriter(out, "patch", None, raw=raw)
     events = [event for piece in pieces for event in writer.delta(piece)]
@@ -65,7 +65,7 @@ def test_any_cut_of_the_json_gives_the_string(text: str, escapes: bool, data: An
         (r'{"input": "a\ud83dz"}', "a�z"),
         (r'{"input": "a\ud83d\u0041z"}', "a�Az"),
         (r'{"input": "a\udc00z"}', "a�z"),
-        (r'{"input": "a\xz"}', r'a\xz"}'),  # no JSON: the rest is given as it stands
+        (r'{"input": "a\xz"}', r'a\xz"}'),  # no JSON: the client gets the raw text
         ('{"input": "a\nb"}', "a\nb"),
         ('{"input": "a", "more": 1}', "a"),
     ],

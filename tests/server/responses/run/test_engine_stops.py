@@ -1,4 +1,4 @@
-"""What vLLM's engine client raises while it is shut down is told as that, and what else fails with its own words."""
+"""Errors of vLLM's engine client: a shutdown is reported as one, other failures with their message."""
 
 from __future__ import annotations
 
@@ -58,6 +58,6 @@ async def test_a_stop_is_told_as_one_in_one_line(caplog: pytest.LogCaptureFixtur
 
 
 async def test_what_fails_for_another_reason_says_it(caplog: pytest.LogCaptureFixture) -> None:
-    """vLLM's EngineGenerateError has no words of its own: the client read `EngineGenerateError: `."""
+    """vLLM's EngineGenerateError has no message: the client read `EngineGenerateError: `."""
     assert await refused("broken") == "RuntimeError: no such block"
     assert caplog.records[-1].exc_info

@@ -1,4 +1,4 @@
-"""Every event that this server sends is in openai-python's union, and none of the union is forgotten."""
+"""Every event that this server sends is in openai-python's union, and every event of the union is sent or excluded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_every_event_is_openais_and_none_is_missing(start: Start) -> None:
             assert events[-1]["type"] == TERMINALS.get(name, "response.completed"), (name, events[-1])
             seen |= {event["type"] for event in events}
     missing = {kind for kind in EVENT_TYPES if not kind.startswith(NEVER)} - seen
-    assert not missing, "no scene makes these, or the server never sends them and NEVER should say why"
+    assert not missing, "no scene makes these; if the server never sends them, NEVER should give the reason"
     assert not {kind for kind in seen if kind.startswith(NEVER)}
 
 

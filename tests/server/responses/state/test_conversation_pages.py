@@ -1,4 +1,4 @@
-"""A long conversation is read by the page: the event loop goes on beside it."""
+"""A long conversation is read in pages, which do not block the event loop."""
 
 from __future__ import annotations
 

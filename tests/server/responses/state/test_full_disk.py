@@ -1,4 +1,4 @@
-"""A store on a disk that is really full: every client is told, nothing promised is lost, the server goes on."""
+"""A store on a full disk: every client gets an error, no completed response is lost, the server continues."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MOUNT = "mount -t tmpfs -o size={size} none {disk} && exec {command}"
 
 @dataclass
 class Limited:
-    """A server whose store has little room. `disk` is that room as this process reaches it."""
+    """A server with a small disk for its store. `disk` is its mount as this process reaches it."""
 
     http: httpx.Client
     disk: Path

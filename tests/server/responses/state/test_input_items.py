@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from tests.support.responses.postgres import ALSO_POSTGRES
 from tests.support.responses.server import Running, Start, create
 from tests.support.responses.turns import HELLO
+from tests.support.responses.websocket import ask, dial
 from vllm_gptoss.server.responses.state.tables import input_items, input_uses, item_index, responses
 
 pytestmark = ALSO_POSTGRES
@@ -103,3 +104,50 @@ def test_a_background_response_keeps_its_input(start: Start) -> None:
         create(http, input="go on", previous_response_id=made["id"])
     assert server.prompt().count("turn 1 word") == 3
     assert rows(server, input_items) == 1
+
+
+def test_a_page_of_input_items_reads_what_it_shows(start: Start) -> None:
+    """A chain of responses, and a response of many items, were read completely for `limit=1`."""
+    server = start(HELLO)
+    statements: list[str] = []
+
+    def count(*arguments: Any) -> None:
+        statements.append(f"{arguments[2]} {arguments[3]}")
+
+    with server.http() as http:
+        made: dict[str, Any] = {}
+        for turn in range(12):
+            long = [{"role": "user", "content": words(1000 * turn + n), "id": f"i{turn}_{n}"} for n in range(30)]
+            if turn == 6:  # one without output, which its own row has as the first of a chain
+                with dial(server) as socket:
+                    warmed = ask(socket, input=long, previous_response_id=made["id"], generate=False)
+                    made = warmed[-1]["response"]
+            else:
+                made = create(http, input=long, previous_response_id=made.get("id"))
+        path, numbers = f"/responses/{made['id']}/input_items", {}
+        for order in ("asc", "desc"):
+            seen: list[str] = []
+            query: dict[str, Any] = {"order": order, "limit": 100}
+            while True:
+                page = http.get(path, params=query).raise_for_status().json()
+                seen += [item["id"] for item in page["data"]]
+                query["after"] = page["last_id"]
+                if not page["has_more"]:
+                    break
+            numbers[order] = seen
+        sa.event.listen(sa.Engine, "before_cursor_execute", count)
+        try:
+            for order, after in (("desc", "i6_3"), ("asc", "i6_3"), ("desc", None), ("asc", None), ("asc", "i6_29")):
+                statements.clear()
+                some = {"after": after} if after else {}
+                (item,) = http.get(path, params={"order": order, "limit": 1, **some}).raise_for_status().json()["data"]
+                assert item["id"] == numbers[order][numbers[order].index(after) + 1 if after else 0]
+                contents = [text for text in statements if "gptoss_input_items.item" in text]
+                assert len(contents) <= 2, "of the turn, and where the turn ends of the next"
+                assert sum("gptoss_responses.input" in text for text in statements) <= 2
+        finally:
+            sa.event.remove(sa.Engine, "before_cursor_execute", count)
+        assert http.get(path, params={"after": "i"}).status_code == 404
+    assert numbers["asc"] == numbers["desc"][::-1]
+    assert len(numbers["asc"]) == len(set(numbers["asc"])) == 12 * 30 + sum(1 for n in numbers["asc"] if n[0] != "i")
+    assert [n for n in numbers["asc"] if n.startswith("i")] == [f"i{t}_{n}" for t in range(12) for n in range(30)]

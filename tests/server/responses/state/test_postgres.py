@@ -84,7 +84,7 @@ def test_a_background_response_that_ends_while_the_database_is_away_is_kept(
 async def test_a_commit_that_is_not_answered_is_not_taken_for_another_servers(
     database: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The database commits and dies before it says so: the second attempt finds the response ended, by this server."""
+    """The database commits and dies before its answer: the second attempt finds the response ended by this server."""
     monkeypatch.setattr(patience, "RETRY", 0.0)
     store = Store(ResponsesOptions(store=os.environ["GPTOSS_TEST_STORE"]))
     await store.open()

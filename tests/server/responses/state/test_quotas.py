@@ -140,10 +140,7 @@ def test_a_refusal_is_507_and_names_the_limit(start: Start) -> None:
     body = {"items": [{"role": "user", "content": "x" * 15_000}]}
     with server.http() as http, server.http("bob") as bob:
         made = http.post("/conversations", json=body).raise_for_status().json()["id"]
-        answers = [
-            http.post("/conversations", json=body),
-            http.post(f"/conversations/{made}/items", json=body),
-        ]
+        answers = [http.post("/conversations", json=body), http.post(f"/conversations/{made}/items", json=body)]
         for answer in answers:
             assert answer.status_code == 507, answer.text
             assert answer.json()["error"]["code"] == "storage_quota_exceeded"

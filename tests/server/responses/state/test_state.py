@@ -1,4 +1,4 @@
-"""What is kept: chains, items, conversations, compaction, sealed reasoning; and for whom."""
+"""Stored state: chains, items, conversations, compaction, encrypted reasoning, and its owners."""
 
 from __future__ import annotations
 
@@ -397,7 +397,7 @@ def test_an_id_that_is_taken_cannot_be_used_again_and_is_its_owners_alone(start:
         assert error["param"] == "request_id"
         assert bob.get("/responses/resp_mine").status_code == 404
         other = create(bob, **mine, metadata={"of": "bob"})
-        assert other["id"] == "resp_mine", "bob is not told that alice has it"
+        assert other["id"] == "resp_mine", "bob does not learn that alice has it"
         assert alice.get("/responses/resp_mine").json() == made
         assert bob.get("/responses/resp_mine").json() == other
         assert bob.delete("/responses/resp_mine").json()["deleted"] is True

@@ -111,7 +111,7 @@ async def test_an_upgrade_that_is_killed_leaves_nothing(options: ResponsesOption
 async def test_a_server_works_on_while_a_later_one_upgrades(
     options: ResponsesOptions, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Columns that it does not know have defaults; started again, it says in a line that it is the older one."""
+    """Unknown columns have defaults; after a restart, it logs that the schema is newer."""
     async with opened(options) as store:
         upgrade, written = asyncio.create_task(later(options, "adds")), 0
         while not upgrade.done() or written < 10:
@@ -143,7 +143,7 @@ async def test_a_schema_that_it_cannot_work_with_is_refused_with_advice(options:
 
 
 async def test_a_database_that_is_up_to_date_is_not_changed(options: ResponsesOptions) -> None:
-    """So a server's role needs no right to make tables, and a start waits for nobody."""
+    """So a server's role needs no right to create tables, and a start waits for no lock."""
     async with opened(options), connection_to(options) as db:
         if db.dialect.name == "postgresql":
             lock = sa.func.pg_advisory_xact_lock(sa.literal(0x6770746F7373, sa.BigInteger))

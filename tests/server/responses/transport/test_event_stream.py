@@ -1,4 +1,4 @@
-"""The stream of events: what is encoded quickly says the same, and silence is told from a reader that takes nothing."""
+"""The stream of events: fast encoding gives the same bytes; silence differs from a client that reads nothing."""
 
 from __future__ import annotations
 

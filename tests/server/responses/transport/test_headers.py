@@ -1,4 +1,4 @@
-"""Headers: the id of every request, who asks, and what routers in front of vLLM say."""
+"""Headers: the id of every request, the caller, and the headers of routers in front of vLLM."""
 
 from __future__ import annotations
 

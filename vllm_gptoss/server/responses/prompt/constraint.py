@@ -1,4 +1,4 @@
-"""What the engine must keep to: offered tools, their schemas, and the format of the answer."""
+"""The grammar of generation: offered tools, their schemas, and the format of the answer."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Constraints:
 
 
 async def constraints(request: CreateRequest, toolset: Toolset, *, strict_tools: bool = True) -> Constraints:
-    """What this request holds the model to.
+    """The grammars of this request.
 
-    Calls are kept to the offered tools by default, those of strict tools to their schemas too; `strict_tools=False`
-    does so only where the request forces a call.
+    By default they allow calls of offered tools only, and for strict tools only arguments of their schemas. With
+    `strict_tools=False` only requests that force a call have them.
 
     Raises:
-        ApiError: a grammar or a schema that the client asked to be strict cannot be enforced; a forced call is none.
+        ApiError: a grammar, or a schema with `strict: true`, cannot be enforced; a call is forced without a tool.
     """
     room = compiling.Room()
     answer = await _answer(request, room)
@@ -87,7 +87,7 @@ async def _answer(request: CreateRequest, room: compiling.Room) -> grammar.Conte
 
 
 async def _content(route: Route, request: CreateRequest, room: compiling.Room) -> grammar.Content:
-    """What a call's text must be."""
+    """The grammar of a call's text."""
     if route.kind is Kind.PYTHON:
         return grammar.FreeText()
     if route.grammar:

@@ -30,21 +30,19 @@ TRUNCATION_RESERVE = 1024
 
 
 def build_conversation(request: CreateRequest, history: History, toolset: Toolset) -> Conversation:
-    """System and developer message of this request, whatever the turns before it had, then the history."""
+    """System and developer message of this request, not of earlier turns, then the history."""
     words = [request.instructions or "", *history.instructions, *extra_words(request)]
     return Conversation(
         harmony.System(date=today(), effort=request.effort, tools=tuple(toolset.system)),
         harmony.Developer(
-            "\n\n".join(word for word in words if word) or None,
-            tuple(toolset.developer),
-            response_format(request),
+            "\n\n".join(word for word in words if word) or None, tuple(toolset.developer), response_format(request)
         ),
         tuple(history.messages),
     )
 
 
 async def rendering(conversation: Conversation, work: Callable[[], T], window: int) -> T:
-    """What `work` returns, which renders `conversation`: in a thread where that takes long.
+    """Runs `work`, which renders `conversation`: in a thread if the conversation is long.
 
     Raises:
         ApiError: the conversation is longer than any of `window` tokens, or too many of the caller's wait.
@@ -64,12 +62,12 @@ async def rendered(work: Callable[[], T], characters: int) -> T:
 
 
 def characters_of(messages: Sequence[Message]) -> int:
-    """Of their texts."""
+    """Characters of the messages' texts."""
     return sum(len(message.text) for message in messages)
 
 
 def too_long(window: int, tokens: int | None = None) -> ApiError:
-    """For an input of `tokens`, None if it has more than were counted, that leaves no room for an answer."""
+    """The error for an input of `tokens` that leaves no room for an answer; None: counting stopped at `count_limit`."""
     return ApiError(overflow(window, tokens, "input"), param="input", code="context_length_exceeded")
 
 
@@ -116,7 +114,7 @@ def fitting(messages: Sequence[Message], limit: int) -> int:
 def newest(messages: Sequence[Message], limit: int) -> list[Message]:
     """`truncation: auto`: as many of the last messages as have at most `limit` tokens; the last always stays.
 
-    A tool's answer goes with its call.
+    A tool's answer is dropped with its call.
     """
     first = len(messages) - max(1, fitting(messages[::-1], limit))
     while first < len(messages) - 1 and messages[first].role is harmony.Role.TOOL:

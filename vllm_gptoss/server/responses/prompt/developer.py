@@ -1,4 +1,4 @@
-"""What a request puts into the developer message besides its instructions and tools."""
+"""Text of the developer message besides instructions and tools."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ VERBOSITY: Mapping[str, str] = {
     "low": "Keep the final answer short: only what was asked for.",
     "high": "Make the final answer thorough: explain, and give details and examples.",
 }
-"""gpt-oss has no verbosity control; these words stand in the developer message for `text.verbosity`."""
+"""Text in the developer message for `text.verbosity`: gpt-oss has no such control."""
 
 
 def extra_words(request: CreateRequest) -> list[str]:
-    """Sentences for what gpt-oss has no other way to hear: verbosity, and where the user is."""
+    """Sentences for options without a place in Harmony: verbosity, and the user's location."""
     verbosity = request.text.verbosity if request.text else None
     return [VERBOSITY.get(verbosity or "", ""), _location(request.tool_list)]
 

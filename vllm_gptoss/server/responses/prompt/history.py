@@ -30,9 +30,9 @@ APPROVAL = "mcp_approval_response"
 
 @dataclass(slots=True)
 class History:
-    """A conversation as messages. `instructions`: system and developer messages that stood before everything else.
+    """A conversation as messages. `instructions`: system and developer messages at its beginning.
 
-    `approvals` are approved or denied MCP calls that still have to be answered: (request item, response item).
+    `approvals`: approved or denied MCP calls without a result, as (request item, response item).
     """
 
     messages: list[Message] = field(default_factory=list)
@@ -43,7 +43,7 @@ class History:
 
 
 class HistoryReader:
-    """Reads items in order. `hidden` maps an item's id to what the model saw behind it."""
+    """Reads items in order. `hidden`: by item id, text that the model saw and the API does not show."""
 
     def __init__(self, hidden: Mapping[str, Any], unseal: Open, raw: frozenset[str] = frozenset()) -> None:
         self._hidden = hidden
@@ -58,7 +58,7 @@ class HistoryReader:
         self._answered: set[Any] = set()
 
     def read(self, items: Sequence[Item], own_from: int = 0) -> History:
-        """`own_from`: where this request's own items begin, for the places that errors name."""
+        """`own_from`: index of this request's first item, for the `param` of errors."""
         said = [i for i, item in enumerate(items) if item["type"] in _SAID or item.get("role") == "assistant"]
         self._open_from = max(said, default=-1)
         self._answered = {item.get("call_id") for item in items if item["type"] in _OUTPUTS}
@@ -69,7 +69,7 @@ class HistoryReader:
             reader = _READERS.get(kind)
             if reader is None:
                 raise ApiError(f"Items of type '{kind}' cannot be read here.", param=f"{where}.type")
-            # Reasoning that the client did not want to see, but that belongs before this item.
+            # Reasoning that the client did not get, and that precedes this item.
             if before := (self._hidden.get(item.get("id", "")) or {}).get("before"):
                 self._add(harmony.analysis(before))
             reader(self, item, where)
@@ -151,7 +151,7 @@ class HistoryReader:
         self._builtin(item, f"browser.{tool}", json.dumps(given, ensure_ascii=False), "")
 
     def _builtin(self, item: Item, recipient: str, arguments: str, shown: str) -> None:
-        """A call of a built-in tool: as it was where that is known, else as the item tells it."""
+        """A call of a built-in tool: the hidden original where it is known, else made from the item."""
         if item.get("status") == "incomplete":
             return
         hidden = self._hidden.get(item.get("id", "")) or {}
@@ -185,7 +185,7 @@ class HistoryReader:
             raise ApiError(message, param=f"{where}.approval_request_id", code="approval_request_not_found")
         if self._at > self._open_from:
             self._history.approvals.append((request, item))
-        elif not item["approve"]:  # an earlier turn's; one that was approved is told by its `mcp_call`
+        elif not item["approve"]:  # an earlier turn's; an approved one has its `mcp_call`
             recipient = f"{request['server_label']}.{request['name']}"
             why = f"The user denied this call: {item.get('reason') or 'no reason given'}"
             self._add(harmony.call(recipient, request["arguments"]), harmony.tool_result(recipient, why))
@@ -199,22 +199,22 @@ class HistoryReader:
         if opened is None:
             message = "The compaction was not made by this server for this API key, or was altered."
             raise ApiError(message, param=f"{where}.encrypted_content", code="invalid_encrypted_content")
-        # The summary stands for all that was said before it, but for the users' own words.
+        # The summary replaces all earlier messages except the users'.
         self._history.messages = [m for m in self._history.messages if m.role is harmony.Role.USER]
         self._waiting.clear()
         self._add(harmony.developer(SUMMARY + opened))
 
     def _lost_compaction(self, error: RetiredKeyError) -> None:
-        """What the summary stood for stays, where it is still there; where it is not, the model knows that it is lost.
+        """Leaves the summarised messages in the prompt if the client sent them, else informs the model of the loss.
 
-        The client cannot do better, and a session that can go on is worth more than one that fails.
+        An error would end the conversation: the client has no other copy of the summary.
         """
         self._waiting.clear()
         if all(message.role is harmony.Role.USER for message in self._history.messages):
-            logger.warning("A summary of earlier turns is lost, and what it summarised was not sent: %s", error)
+            logger.warning("A summary of earlier turns is lost, and the client did not send the turns: %s", error)
             self._add(harmony.developer(LOST_SUMMARY))
         else:
-            logger.warning("A summary of earlier turns is lost; the turns are read as they were said: %s", error)
+            logger.warning("A summary of earlier turns is lost; the turns themselves are in the prompt: %s", error)
 
     def _trigger(self, item: Item, where: str) -> None:
         del item, where

@@ -1,4 +1,4 @@
-"""POST /v1/responses: what a client may ask for, checked field by field.
+"""The body of POST /v1/responses, checked field by field.
 
 The fields are openai-python's `ResponseCreate` plus the sampling fields that vLLM adds to it. Each one is honoured,
 echoed where the API defines it as a label (`metadata`, `user`, …), or refused with a 400 that names it.
@@ -55,7 +55,7 @@ MAX_STOP = 1_024
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """A prompt template with its variables in place: what stands before the conversation, and what answers repeat."""
+    """A prompt template with its variables filled in. `opening` precedes the conversation; responses repeat `echo`."""
 
     opening: list[Item]
     echo: dict[str, Any]
@@ -99,12 +99,12 @@ class CreateRequest(ResponseCreate):
 
     @property
     def opening(self) -> list[Item]:
-        """Items of the prompt template, which stand before everything that was said."""
+        """Items of the prompt template, which precede the conversation."""
         return self._filled.opening if self._filled else []
 
     @property
     def strict_tools(self) -> frozenset[str]:
-        """Names of the functions that the client itself asked to be strict."""
+        """Names of the functions with an explicit `strict: true`."""
         return self._strict_tools
 
     @property
@@ -114,7 +114,7 @@ class CreateRequest(ResponseCreate):
 
     @property
     def nameless(self) -> frozenset[str]:
-        """Ids that we gave to input items of a request that goes on from nothing: they may get other ones."""
+        """Generated ids of input items of a request that continues nothing; the store may replace them."""
         goes_on = self.previous_response_id or self.conversation_id
         return frozenset() if goes_on else self._nameless
 
@@ -125,7 +125,7 @@ class CreateRequest(ResponseCreate):
 
     @property
     def conversation_id(self) -> str | None:
-        """The conversation to go on from, whether it was given by id or as an object."""
+        """The conversation that the request continues, given by id or as an object."""
         conversation = self.conversation
         return conversation.id if isinstance(conversation, BaseModel) else conversation
 
@@ -136,7 +136,7 @@ class CreateRequest(ResponseCreate):
 
     @property
     def stores(self) -> bool:
-        """Whether the response is kept: yes, unless `store` is false."""
+        """Whether the response is stored: yes, unless `store` is false."""
         return self.store is not False
 
     @property
@@ -223,7 +223,7 @@ def parse_count(body: Any, filled: Filled | None = None) -> CreateRequest:
 
 
 def _check_ids(request: CreateRequest) -> None:
-    """What can be no id names nothing: the store, which might not even take the question, is not asked."""
+    """Refuses strings that cannot be ids before a query: PostgreSQL rejects some of them."""
     if (previous := request.previous_response_id) and not ids.is_one(previous):
         message = f"Previous response with id '{previous[:128]}' not found."
         raise ApiError(message, param="previous_response_id", code="previous_response_not_found")
@@ -242,7 +242,9 @@ def _check_combinations(request: CreateRequest) -> None:
     if request.top_logprobs and "message.output_text.logprobs" not in request.includes:
         raise ApiError("'top_logprobs' needs 'message.output_text.logprobs' in 'include'.", param="top_logprobs")
     if "web_search_call.results" in request.includes:
-        raise unsupported("include", "'web_search_call.results' has no typed form; ask for 'action.sources'")
+        raise unsupported(
+            "include", "'web_search_call.results' has no typed form; use 'web_search_call.action.sources'"
+        )
     if request.skip_special_tokens is False:
         raise unsupported("skip_special_tokens", "Harmony's control tokens are read by the server")
 
@@ -309,7 +311,7 @@ def _check_details(request: CreateRequest) -> None:
         if cache.prewarm:
             raise unsupported("prompt_cache_options.prewarm", "send 'generate': false over the WebSocket instead")
         if cache.comparison_response_id:
-            raise unsupported("prompt_cache_options.comparison_response_id", "no cache diagnostics are kept")
+            raise unsupported("prompt_cache_options.comparison_response_id", "there are no cache diagnostics")
         if cache.ttl == "12h":
             raise unsupported("prompt_cache_options.ttl", "cached prefixes live until memory is needed")
     if request.prompt_cache_retention == "24h":

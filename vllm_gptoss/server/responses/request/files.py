@@ -1,4 +1,4 @@
-"""PDFs in a request, read as text in a confined worker before the request is: its items are what the model can read."""
+"""PDFs in a request, converted to text in a confined worker before the request is validated."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from vllm_gptoss.tools.documents import MAX_PDFS, DocumentError, pdf_text
 
 _MAGIC = base64.b64encode(b"%PDF-")[:6].decode()
 _Place = tuple[Any, Any, str]
-"""A list or mapping, the index or key of a part in it, and what the request calls it."""
+"""A list or mapping, the index or key of a part in it, and its path in the request."""
 
 
 async def read_pdfs(body: Any, caller: str) -> None:
-    """Makes every PDF in `body`, a request or what is meant to be one, the text part that an `input_file` becomes.
+    """Replaces every PDF in `body`, an unchecked request, by a text part. `caller`: owner, for fair use of the workers.
 
-    `caller` is whose turn at the workers it is. A PDF of a tool that cannot be read stays, and is described later.
+    An unreadable PDF of a tool stays, and is described later.
 
     Raises:
-        ApiError: one of the user cannot be read, or there are too many.
+        ApiError: a PDF of the user cannot be read, or there are too many.
     """
     places = sorted(_pdfs(body), key=lambda place: _is_output(place[2]))  # the user's first
     for number, (parts, index, where) in enumerate(places):

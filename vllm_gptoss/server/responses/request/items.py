@@ -1,11 +1,12 @@
 """The `input` of a request: items, each checked against openai-python's type of its kind, as plain dicts with ids.
 
-What the API answered can be sent back as it is: every output item of this server is also an input item.
+Every output item of this server is also a valid input item.
 """
 
 from __future__ import annotations
 
 import base64
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -94,7 +95,7 @@ def parse_item(raw: Any, where: str) -> Item:
     item["type"] = kind
     if prefix:
         item.setdefault("id", ids.new(prefix))
-    _DEFAULTS.get(kind, _no_defaults)(item)
+    item = copy.deepcopy(_DEFAULTS.get(kind, {})) | item
     ours = {name: item.pop(name) for name in _UNTYPED.get(kind, ()) if name in item}
     if isinstance(item.get("output"), list):
         item["output"] = [_tool_part(part, f"{where}.output[{at}]") for at, part in enumerate(item["output"])]
@@ -104,7 +105,7 @@ def parse_item(raw: Any, where: str) -> Item:
 
 
 def _check_id(item: Item, where: str) -> None:
-    """An empty id is none; one that no store could keep is refused, not met at the end of the response."""
+    """Removes an empty id; refuses an id that the store could not hold, before anything is generated."""
     given = item.get("id")
     if given == "":
         del item["id"]
@@ -113,28 +114,15 @@ def _check_id(item: Item, where: str) -> None:
         raise ApiError(message, param=f"{where}.id", code="invalid_value")
 
 
-def _no_defaults(item: Item) -> None:
-    del item
-
-
-def _reasoning_defaults(item: Item) -> None:
-    item.setdefault("summary", [])
-
-
-def _interpreter_defaults(item: Item) -> None:
-    item.setdefault("container_id", "")
-    item.setdefault("status", "completed")
-
-
-_DEFAULTS: Mapping[str, Callable[[Item], None]] = {
-    "reasoning": _reasoning_defaults,
-    "code_interpreter_call": _interpreter_defaults,
-    "web_search_call": lambda item: item.setdefault("status", "completed"),
+_DEFAULTS: Mapping[str, Item] = {
+    "reasoning": {"summary": []},
+    "code_interpreter_call": {"container_id": "", "status": "completed"},
+    "web_search_call": {"status": "completed"},
 }
 
 
 _UNTYPED: Mapping[str, tuple[str, ...]] = {"custom_tool_call": ("status", "created_by")}
-"""Fields that the API gives with an item, and that openai-python's type of it for input does not have."""
+"""Fields of output items that openai-python's input types lack."""
 
 Part = dict[str, Any]
 
@@ -165,7 +153,7 @@ def _parse_message(item: Item, where: str) -> Item:
 
 
 def _as_sent(part: Part) -> Part:
-    """A part as openai's type has it: `lines` of a citation is ours, and comes back with what we answered."""
+    """A part as in openai-python's type. `lines` of a citation is this server's field, and clients echo it."""
     annotations = [
         {key: value for key, value in annotation.items() if key != "lines"}
         if isinstance(annotation, dict)
@@ -191,7 +179,7 @@ def _parse_part(part: Any, where: str, kinds: Mapping[str, Callable[[Part, str],
 
 
 def _tool_part(part: Any, where: str) -> Part:
-    """A part of what a tool answered. One that the model cannot read becomes a description."""
+    """A part of a tool's answer. A part that the model cannot read becomes a description."""
     try:
         return _parse_part(part, where, _USER_PARTS)
     except ApiError:
@@ -201,7 +189,7 @@ def _tool_part(part: Any, where: str) -> Part:
 
 
 def part_text(part: Any, where: str) -> str:
-    """What the model reads of one `input_text` or `input_file`. Raises `ApiError` naming the place under `where`."""
+    """The text of one `input_text` or `input_file`. Raises `ApiError` naming the place under `where`."""
     return str(_parse_part(part, where, _USER_PARTS)["text"])
 
 

@@ -1,7 +1,7 @@
 """Prompt templates: `prompt: {id, version, variables}` of a request, filled in from files of the server's operator.
 
-A template has instructions, messages, and settings that a request may have itself; what the request says wins. Its
-messages stand before the whole conversation, as instructions do: they are shown to the model, and not stored.
+A template has instructions, messages, and settings; the request's own settings win. Its messages precede the whole
+conversation, as instructions do: they are in the prompt, and not stored.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SETTINGS = frozenset(
         "truncation",
     }
 )
-"""What a template may set of a request."""
+"""Fields of a request that a template may set."""
 
 
 class TemplateMessage(BaseModel):
@@ -62,7 +62,7 @@ class TemplateMessage(BaseModel):
 
 
 class TemplateVersion(BaseModel):
-    """What one version of a template says. At least one of its texts is there."""
+    """One version of a template, with instructions, messages or both."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -80,7 +80,7 @@ class TemplateVersion(BaseModel):
 
     @property
     def texts(self) -> list[str]:
-        """All that variables may stand in."""
+        """The texts that may have variables."""
         return [self.instructions, *(message.content for message in self.messages)]
 
     @property
@@ -218,7 +218,7 @@ def _check_names(wanted: frozenset[str], given: Any) -> None:
 
 
 def _filled(said: TemplateVersion, values: Mapping[str, str]) -> list[str]:
-    """The texts with their variables in place. What stands in a value stays as it is."""
+    """The texts with their variables filled in. Values are not expanded again."""
     uses = (name for text in said.texts for name in _VARIABLE.findall(text))
     if sum(len(values[name]) for name in uses) > MAX_FILLED:
         raise ApiError(f"The prompt's variables fill more than {MAX_FILLED} characters.", param="prompt.variables")

@@ -60,7 +60,7 @@ def parse_tools(raw: Any) -> list[dict[str, Any]]:
 
 
 def check_schema_size(schema: Any, where: str) -> None:
-    """Bounds what has to be shown to the model and compiled. Raises `ApiError` naming `where`."""
+    """Bounds the size of a schema, which is rendered and compiled. Raises `ApiError` naming `where`."""
     count, waiting = 0, [schema]
     while waiting:
         node = waiting.pop()
@@ -77,7 +77,7 @@ def check_schema_size(schema: Any, where: str) -> None:
 
 
 def strict_names(tools: Any) -> frozenset[str]:
-    """Functions of which the client said `strict: true`; unsaid, a schema is enforced as far as it can be."""
+    """Functions with an explicit `strict: true`; other schemas are enforced as far as possible."""
     found = set()
     for tool in tools if isinstance(tools, list) else ():
         for one in (tool, *(tool.get("tools") or ())) if isinstance(tool, dict) else ():
@@ -97,7 +97,8 @@ def _parse_tool(raw: Any, where: str) -> dict[str, Any]:
         tool = {"description": None, "parameters": None, "strict": True} | tool
         tool["strict"] = True if tool["strict"] is None else tool["strict"]
     validate(MODELS[kind], tool, where)
-    _CHECKS.get(kind, _check_nothing)(tool, where)
+    if check := _CHECKS.get(kind):
+        check(tool, where)
     if tool.pop("defer_loading", None):
         raise unsupported(f"{where}.defer_loading", "every tool is loaded at once")
     if tool.get("async"):
@@ -105,10 +106,6 @@ def _parse_tool(raw: Any, where: str) -> dict[str, Any]:
     if "programmatic" in (tool.get("allowed_callers") or ()):
         raise unsupported(f"{where}.allowed_callers", "only the model itself calls tools")
     return tool
-
-
-def _check_nothing(tool: Mapping[str, Any], where: str) -> None:
-    del tool, where
 
 
 def _check_named(tool: Mapping[str, Any], where: str) -> None:
@@ -151,7 +148,7 @@ def _check_container(tool: Mapping[str, Any], where: str) -> None:
     if container.get("file_ids"):
         raise unsupported(f"{where}.container.file_ids", "there is no Files API here; let the code write its files")
     if container.get("memory_limit"):
-        raise unsupported(f"{where}.container.memory_limit", "the limit is set by whoever runs the server")
+        raise unsupported(f"{where}.container.memory_limit", "the server's operator sets the limit")
     if (container.get("network_policy") or {}).get("type") == "allowlist":
         raise unsupported(f"{where}.container.network_policy", "the sandbox has no network")
 
@@ -166,7 +163,7 @@ _CHECKS = {
 
 
 def identity(tool: Mapping[str, Any]) -> tuple[str, str]:
-    """What makes a tool one of its kind: its type, and its name or label where the type has one."""
+    """The identity of a tool: its type, and its name or label if the type has one."""
     kind = "web_search" if tool["type"] in WEB_SEARCH else tool["type"]
     return kind, tool.get("server_label") or tool.get("name") or ""
 

@@ -1,4 +1,4 @@
-"""Turns what pydantic says into the API's errors, and finds fields that nobody defined."""
+"""Converts pydantic's errors to the API's, and refuses unknown fields."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def validate(model: type[M], value: Any, where: str) -> M:
 
 
 def from_validation(error: ValidationError, where: str = "") -> ApiError:
-    """The first complaint; of a union, the one about the deepest place, which is what the client meant."""
+    """The error at the deepest location: of a union, that of the type that the client meant."""
     complaint = max(error.errors(include_url=False), key=lambda e: (len(e["loc"]), e["type"] == "missing"))
     param = join(where, [part for part in complaint["loc"] if isinstance(part, int) or _is_field(part)])
     code = "missing_required_parameter" if complaint["type"] == "missing" else "invalid_type"

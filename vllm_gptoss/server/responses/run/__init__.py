@@ -1,6 +1,6 @@
 """One response from request to last event. In: a `CreateRequest` and a caller. Out: batches of events, then the body.
 
-`service` is what `transport` calls. `build_job` gathers everything into a `Job`; `loop` generates, runs tools and
-generates again; `listener` hears tokens; `item_writers` and `tool_writers` make items and events of them. `background`
-runs a response without a listener, `compaction` shortens a conversation, `engine` is vLLM or a replay.
+`transport` calls `service`. `build_job` makes a `Job`; `loop` generates and runs tools, in turns; `listener` reads
+tokens; `item_writers` and `tool_writers` convert them to items and events. `background` runs responses without a
+connection, `compaction` shortens a conversation, `engine` is vLLM or a replay.
 """

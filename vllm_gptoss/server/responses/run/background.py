@@ -1,9 +1,9 @@
-"""Responses that run without a listener: kept as they go, followed and resumed from any API server, cancelled.
+"""Background responses: they run without a connection, and any API server of the store can follow or cancel them.
 
-Every event goes to the store before anybody sees it, so a follower that comes back with `starting_after` misses none.
-Where nobody here waits for them, events are written less often; followers here read what is written from memory.
-A server beats while it works; a response whose server stopped beating is failed by whoever looks at it next. A server
-that finds its response deleted, or ended by another, stops and writes nothing more.
+An event is stored before a follower gets it, so a follower that reconnects with `starting_after` misses none. Without
+followers on this server, events are written less often. Followers on this server read stored events from memory.
+The server updates `beat` of its running responses. The next request for a response with an old `beat` marks it failed.
+A server stops a response that was deleted, or ended by another server, and writes nothing more.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager, nullcontext
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager, nullcontext, suppress
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -28,19 +28,26 @@ from vllm_gptoss.server.responses.run.loop import Loop
 from vllm_gptoss.server.responses.run.service import Service
 from vllm_gptoss.server.responses.state.caller import Caller
 from vllm_gptoss.server.responses.state.store import Store
-from vllm_gptoss.server.responses.state.stored import UNFINISHED, Stored, StoreError, TakenError, row_key
+from vllm_gptoss.server.responses.state.stored import (
+    UNFINISHED,
+    Stored,
+    StoreError,
+    TakenError,
+    row_key,
+    stored_request,
+)
 
 logger = logging.getLogger(__name__)
 
 FLUSH = 0.05
 """Seconds that events of a background response may wait before they are written together."""
 QUIET = 0.25
-"""The same, while nobody follows the response on this server. Followers on others look every `POLL`."""
+"""The same, without followers on this server. Followers on other servers read the store every `POLL`."""
 STOPPED = "The server was stopped before this response had ended."
 LAST_WORDS = 2.0
-"""Seconds in which what the engine said last, before it ended, is read and stored."""
+"""Seconds for storing the last tokens of an engine that has ended."""
 RECENT = 500
-"""Written events that are kept for this server's followers; who is further behind reads the store."""
+"""Stored events that stay in memory for this server's followers; followers that are further behind read the store."""
 RETRY = 1.0
 """Seconds between attempts while the store fails."""
 CANCEL_TIMEOUT = 30.0
@@ -52,10 +59,11 @@ POLL = 0.2
 class _BackgroundRun:
     """A response that this server runs.
 
-    `wake` tells its writer that there is something to write; `draining` that there will be no more; `news` tells
-    followers that events were written; `ended` that all were. `pending` are events that are not written yet; while the
-    store fails (`is_stuck`) this server's followers read them here. `is_lost`: the response was deleted, or ended by
-    another server. `hurry` is set while somebody waits for what is written; `written` is the last event's number.
+    pending: events that are not stored yet; while the store fails (`is_stuck`) this server's followers read them here
+    wake: set when `pending` grows; draining: no further event comes
+    news: set, and replaced, when events were stored; ended: all were; written: number of the last one
+    hurry: set while the response has followers here
+    is_lost: the response was deleted, or ended by another server
     """
 
     def __init__(self, loop: Loop) -> None:
@@ -79,7 +87,7 @@ class _BackgroundRun:
         self.news = asyncio.Event()
 
     def stop(self) -> None:
-        """Cancels the response, once: cancelled again, or behind its end, it could not say how it ended."""
+        """Cancels the response, once: a second cancel, or one during its end, would lose its last event."""
         if self.task and not (self.stopping or self.draining or self.loop.is_ending):
             self.stopping = True
             self.task.cancel()
@@ -109,7 +117,7 @@ class _BackgroundRun:
             self._recent.extend(batch)
 
     def since(self, after: int) -> list[str] | None:
-        """The written events after number `after`; None if only the store has them."""
+        """The stored events after number `after`; None if they are only in the store."""
         if after >= self.written:
             return []
         if not self._recent or self._recent[0][0] > after + 1:
@@ -126,13 +134,16 @@ class Background:
         self._runs: dict[str, _BackgroundRun] = {}
         options = service.context.options
         self._beginning: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._running: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._places = Places(options.max_background, options.total_background)
+        self._at_once = options.running_background
         self._closing = False
 
     async def aclose(self, patience: float = 0.0) -> None:
-        """Lets what runs here end for up to `patience` seconds, fails the rest, and waits until that is stored.
+        """Waits up to `patience` seconds for running responses, fails the others, and stores that.
 
-        Where the engine has ended before, as under `vllm serve`, who waits for a tool cannot end any more.
+        Waits at most `LAST_WORDS` if the engine has ended, as under `vllm serve`: then a response that waits for a tool
+        cannot complete.
         """
         tasks = [run.task for run in self._runs.values() if run.task]
         if self._service.context.engine.has_ended:
@@ -146,76 +157,81 @@ class Background:
         if tasks:
             await asyncio.wait(tasks)
 
-    async def start(self, request: CreateRequest, caller: Caller) -> tuple[str, dict[str, Any]]:
-        """Begins to run; the id and the queued response. Raises `ApiError` where too many run already."""
+    async def start(
+        self, read: Callable[[], Awaitable[CreateRequest]], caller: Caller
+    ) -> tuple[CreateRequest, dict[str, Any]]:
+        """Starts the response of the request that `read` returns, and returns both. It is queued.
+
+        Raises:
+            ApiError: the limits of `Places` are reached, which is checked before the request is read.
+        """
         try:
             leave = self._places.take(caller.owner)
         except FullError as error:
             raise full(error, "background responses have not ended yet", "background") from None
         try:
-            # One by one: hundreds that begin together fill the event loop's every turn.
+            # One at a time: hundreds of simultaneous starts make each iteration of the event loop long.
             async with self._beginning.setdefault(caller.owner, asyncio.Lock()):
+                request = await read()
                 run, stored = await self._begin(request, caller)
         except BaseException:
             leave()
             raise
-        run.task = asyncio.create_task(self._work(run, stored), name=stored.id)
+        turns = self._running.setdefault(caller.owner, asyncio.Semaphore(self._at_once))
+        run.task = asyncio.create_task(self._work(run, stored, turns), name=stored.id)
         run.task.add_done_callback(lambda _: leave())
-        return stored.id, dict(stored.body)
+        return request, dict(stored.body)
 
     async def _begin(self, request: CreateRequest, caller: Caller) -> tuple[_BackgroundRun, Stored]:
         loop = await self._service.prepare(request, caller, queued=True)
-        body = dict(loop.body)
-        identifier = str(body["id"])
-        stored = Stored(identifier, caller.tenant, body, request.items, {}, request.previous_response_id)
-        stored.nameless = request.nameless
+        stored = stored_request(request, caller.tenant, dict(loop.body))
         try:
             await self._store.save(stored)
-        except TakenError:
+        except BaseException as error:
             await loop.close()
-            raise id_taken(identifier) from None
-        except BaseException:
-            await loop.close()
+            if isinstance(error, TakenError):
+                raise id_taken(stored.id) from None
             raise
         run = self._runs[stored.key] = _BackgroundRun(loop)
         return run, stored
 
-    async def _work(self, run: _BackgroundRun, stored: Stored) -> None:
-        """Drains a loop into the store."""
+    async def _work(self, run: _BackgroundRun, stored: Stored, turns: asyncio.Semaphore) -> None:
+        """Runs the response, once the key has fewer than `running_background`, and stores its events."""
         loop, pending = run.loop, run.pending
         writer = asyncio.create_task(self._write(stored, run))
         try:
             async with aclosing(loop.run()) as batches:
-                async for batch in batches:
-                    pending += batch
-                    run.wake.set()
-                    if writer.done():
-                        break  # cancelled from elsewhere
-                    if stored.status == "queued":
-                        stored.body["status"] = "in_progress"
-                        await self._save(stored)
+                pending += await anext(batches)
+                run.wake.set()
+                async with turns:
+                    async for batch in batches:
+                        pending += batch
+                        run.wake.set()
+                        if writer.done():
+                            break  # cancelled from elsewhere
             if writer.done() and not has_ended(pending):
                 pending += await loop.cancel()
         except asyncio.CancelledError:
             pending += await (loop.fail(STOPPED) if self._closing else loop.cancel())
         finally:
-            # The writer is let finish: cancelled between two writes it could leave a gap before the last event.
+            # The writer ends on its own: a cancel between two writes could leave a gap before the last event.
             run.drain()
             try:
                 await asyncio.gather(writer, return_exceptions=True)
-                if await self._drain(stored.key, run):
-                    await self._end(stored, loop)
+                if await self._drain(stored.key, run) and not loop.is_kept:  # `Loop` could not store its end
+                    stored.body = dict(loop.body)
+                    await self._save(stored)
             finally:
                 run.ended = True
                 run.tell()
                 self._runs.pop(stored.key, None)
 
     async def _drain(self, key: str, run: _BackgroundRun) -> bool:
-        """Writes what is left; where the store fails, followers are told from memory, until it is given up."""
+        """Writes the remaining events. Retries for `heartbeat` seconds; meanwhile followers read them from memory."""
         until = time.monotonic() + self._service.context.options.heartbeat
         while not await self._flush(key, run):
             if run.is_lost:
-                logger.warning("%s was deleted or ended by another server; what it still said is dropped", key)
+                logger.warning("%s was deleted or ended by another server; its last events are dropped", key)
                 return False
             if time.monotonic() > until:
                 logger.error("The last %d events of %s were never stored", len(run.pending), key)
@@ -223,53 +239,38 @@ class Background:
             await asyncio.sleep(RETRY)
         return True
 
-    async def _end(self, stored: Stored, loop: Loop) -> None:
-        """What is left to do for a response whose events are all stored."""
-        try:
-            if not loop.is_kept:  # it could not be stored when it ended
-                stored.body = dict(loop.body)
-                await self._store.update(stored)
-            await self._store.background.measure(stored.key)
-        except StoreError as error:
-            logger.error("The end of %s is not stored: %s", stored.id, error)
-
     async def _save(self, stored: Stored) -> None:
         try:
             await self._store.update(stored)
         except StoreError as error:
-            logger.error("%s is not kept as %s: %s", stored.id, stored.status, error)
+            logger.error("The status %s of %s is not stored: %s", stored.status, stored.id, error)
 
     async def _write(self, stored: Stored, run: _BackgroundRun) -> None:
-        """Writes what is pending, again and again, and beats. Ends when drained, or when a cancel was asked for."""
+        """Writes pending events and updates `beat`, until `run` is draining, or the response was cancelled or lost."""
         beaten, goes_on = time.monotonic(), True
         while not run.draining:
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     await run.wake.wait()
                     await _pause(run)
-            except TimeoutError:
-                pass
             run.wake.clear()
             if run.loop.is_ending:
-                continue  # what is left is written when it is known whether the end was
+                continue  # the remaining events are written once `is_kept` is known
+            if run.loop.body["status"] != stored.status:  # here, so that a short response needs no write for it
+                stored.body["status"] = run.loop.body["status"]
+                await self._save(stored)
             if not await self._flush(stored.key, run) and not run.is_lost:
                 await asyncio.sleep(RETRY)
             if time.monotonic() - beaten > 1.0:
                 beaten = time.monotonic()
-                goes_on = await self._goes_on(stored.key)
+                with suppress(StoreError):  # `_flush` logs that the store fails
+                    goes_on = await self._store.background.beat(stored.key)
             if (run.is_lost or not goes_on) and not run.loop.is_ending:
                 run.stop()  # it may be waiting for a tool
                 return
 
-    async def _goes_on(self, key: str) -> bool:
-        """Beats, and hears whether somebody cancelled, deleted or ended the response."""
-        try:
-            return await self._store.background.beat(key)
-        except StoreError:
-            return True  # `_flush` says that the store fails
-
     async def _flush(self, key: str, run: _BackgroundRun) -> bool:
-        """Writes the pending events; False if the store fails, and they stay, or if the response is lost."""
+        """Writes the pending events; False if the store fails, and they stay pending, or if the response is lost."""
         batch = [(event["sequence_number"], to_json(event).decode()) for event in run.pending]
         was_stuck, run.is_stuck = run.is_stuck, False
         if batch:
@@ -286,7 +287,7 @@ class Background:
         return not run.is_stuck and not run.is_lost
 
     async def follow(self, identifier: str, caller: Caller, after: int) -> AsyncGenerator[list[Event], None]:
-        """Events after number `after`, as they come, to the terminal one."""
+        """Events after number `after`, up to the terminal one."""
         run = self._runs.get(row_key(caller.tenant, identifier))
         with run.followed() if run else nullcontext():
             async with aclosing(self._follow(identifier, caller, after)) as batches:
@@ -297,11 +298,14 @@ class Background:
         key = row_key(caller.tenant, identifier)
         while True:
             run = self._runs.get(key)
-            news = run.news if run else None
-            batch = [json.loads(data) for data in await self._written(key, run, after)]
+            news = run.news if run else asyncio.Event()
+            known = run.since(after) if run else None
+            if known is None:
+                known = [data for _, data in await self._store.background.since(key, after)]
+            batch = [json.loads(data) for data in known]
             if run and run.is_stuck:
-                told = batch[-1]["sequence_number"] if batch else after
-                batch += [event for event in run.pending if event["sequence_number"] > told]
+                sent = batch[-1]["sequence_number"] if batch else after
+                batch += [event for event in run.pending if event["sequence_number"] > sent]
             if batch:
                 after = batch[-1]["sequence_number"]
                 yield batch
@@ -319,47 +323,35 @@ class Background:
                     is_whole = last is not None and json.loads(last[1])["type"] in TERMINAL
                     if is_whole and after <= number:
                         return
-                    if is_whole or self._is_silent(stored):  # its server died before it wrote all that it had told
+                    if is_whole or self._is_silent(stored):  # its server died before it stored its last event
                         yield [_last_event(stored, max(after, number) + 1)]
                         return
-            if news is None:
-                await asyncio.sleep(POLL)
-                continue
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(POLL):
                     await news.wait()
-            except TimeoutError:
-                pass
-
-    async def _written(self, key: str, run: _BackgroundRun | None, after: int) -> list[str]:
-        """Events after number `after` that are written, as JSON: some, or none if there are none."""
-        known = run.since(after) if run else None
-        return [data for _, data in await self._store.background.since(key, after)] if known is None else known
 
     async def checked(self, stored: Stored) -> Stored:
-        """`stored`, marked failed if the server that ran it has died."""
-        if stored.status not in UNFINISHED or stored.key in self._runs:
-            return stored
-        if not self._is_silent(stored):
+        """`stored`, which is marked failed if its server has died."""
+        if stored.status not in UNFINISHED or stored.key in self._runs or not self._is_silent(stored):
             return stored
         stored.body["status"] = "failed"
         message = "The server that ran this response has ended, or could not store it."
         stored.body["error"] = {"code": "server_error", "message": message}
         if await self._store.background.give_up(stored, lambda number: json.dumps(_last_event(stored, number))):
             return stored
-        fresh = await self._store.get(stored.tenant, stored.id)  # its server lives, or another was quicker
+        fresh = await self._store.get(stored.tenant, stored.id)  # its server lives, or another server ended it first
         if fresh is None:
             raise not_found("Response", stored.id)
         return fresh
 
     def _is_silent(self, stored: Stored) -> bool:
-        """Whether the response's server has given no sign of life for too long."""
+        """Whether the response's `beat` is older than `heartbeat`."""
         return stored.silent >= self._service.context.options.heartbeat
 
     async def cancel(self, stored: Stored, caller: Caller) -> dict[str, Any]:
         """Stops a response wherever it runs; its last body."""
         if stored.status not in UNFINISHED:
-            return stored.body  # as OpenAI's API: cancelling what has ended gives what it ended as
+            return stored.body  # as OpenAI's API: cancelling a response that has ended returns it
         await self.stop(stored.id, caller)
         try:
             async with asyncio.timeout(CANCEL_TIMEOUT + self._service.context.options.heartbeat):
@@ -367,12 +359,12 @@ class Background:
                     async for _ in batches:
                         pass
         except TimeoutError:
-            message = "The response is being cancelled; look at it again later."
+            message = "The response is being cancelled; retrieve it again later."
             raise ApiError(message, code="cancel_timeout", status=503, kind="server_error") from None
         return (await self._service.get(stored.id, caller)).body
 
     async def stop(self, identifier: str, caller: Caller) -> None:
-        """Cancels a response of the caller's: at once if it runs here, else by telling the server that runs it."""
+        """Cancels a response of the caller: at once if it runs here, else by a flag that its server reads."""
         run = self._runs.get(row_key(caller.tenant, identifier))
         stored = await self._store.get(caller.tenant, identifier)
         if stored is None:
@@ -381,16 +373,14 @@ class Background:
             await self._store.background.request_cancel(caller.tenant, identifier)
             return
         run.stop()
-        await asyncio.wait([run.task])  # which, unlike `gather`, leaves it alone when this client goes away
+        await asyncio.wait([run.task])  # unlike `gather`, `wait` does not cancel the task when this client disconnects
 
 
 async def _pause(run: _BackgroundRun) -> None:
-    """Lets events come together, longer where nobody here waits for them."""
-    try:
+    """Waits so that events are written together: `QUIET` seconds without followers, else `FLUSH`."""
+    with suppress(TimeoutError):
         async with asyncio.timeout(QUIET - FLUSH):
             await run.hurry.wait()
-    except TimeoutError:
-        pass
     await asyncio.sleep(FLUSH)
 
 

@@ -1,4 +1,4 @@
-"""From a checked request to a `Job`: what came before, its tools, its prompt, its sampling."""
+"""From a checked request to a `Job`: history, tools, prompt, sampling."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_gptoss.server.harmony.messages import Conversation
@@ -16,7 +17,8 @@ from vllm_gptoss.server.responses.errors import ApiError, id_taken
 from vllm_gptoss.server.responses.prompt.constraint import Constraints, constraints
 from vllm_gptoss.server.responses.prompt.conversation import build_conversation, fit, rendering
 from vllm_gptoss.server.responses.prompt.history import History, HistoryReader
-from vllm_gptoss.server.responses.prompt.toolset import Opener, Toolset
+from vllm_gptoss.server.responses.prompt.open_tools import Opener, raw_recipients
+from vllm_gptoss.server.responses.prompt.toolset import Toolset
 from vllm_gptoss.server.responses.request.create import CreateRequest
 from vllm_gptoss.server.responses.request.items import Item
 from vllm_gptoss.server.responses.request.tool_params import WEB_SEARCH
@@ -29,7 +31,7 @@ from vllm_gptoss.server.responses.run.sampling import sampling_of
 from vllm_gptoss.server.responses.state.caller import Caller
 from vllm_gptoss.server.responses.state.patience import update_at_last
 from vllm_gptoss.server.responses.state.previous import Previous, previous_items
-from vllm_gptoss.server.responses.state.stored import Stored
+from vllm_gptoss.server.responses.state.stored import stored_request
 from vllm_gptoss.tools.protocol import ID, ToolKind
 
 logger = logging.getLogger(__name__)
@@ -42,49 +44,55 @@ COMPACT_AT = 0.8
 
 
 async def build_job(
-    context: ServerContext, request: CreateRequest, caller: Caller, identifier: str, *, queued: bool = False
+    context: ServerContext,
+    request: CreateRequest,
+    caller: Caller,
+    identifier: str,
+    *,
+    queued: bool = False,
+    connects: bool = True,
 ) -> Job:
-    """The response `identifier`, ready to run; its tools are open, and are the caller's to close.
+    """The response `identifier`, ready to run: history, toolset, prompt, job. The caller closes the job's tools.
+
+    Opening the tools is the only effect on anything but the request. `connects=False` opens none, and such a job cannot
+    run: it has the prompt.
 
     Raises:
-        ApiError: whatever can be found wrong before the first token.
+        ApiError: the request has a fault that can be found before the first token.
     """
     name, lora = context.models(request.model)
     await _check_id_and_store(context, request, caller)
     previous = await read_previous(context, request, caller)
     if caller.adds_search:
         _leave_out_search(context, request)
+    history = await read_history(context, request, previous, caller)
     root = previous.root or identifier
-    hooks = _Hooks(context, request, caller, root, await _notebook(context, request, caller, previous, root))
-    toolset = await _open_tools(context, request, caller, previous, hooks.notebook, identifier)
+    notebook = await _notebook(context, request, caller, previous, root)
+    toolset = await _open_tools(context, request, caller, previous, notebook, identifier, connects=connects)
     try:
-        read = functools.partial(read_history, context, request, previous, caller, toolset)
-        is_long = len(previous.items) + len(request.items) > MANY
-        history = hooks.history = await asyncio.to_thread(read) if is_long else read()
-        conversation = hooks.conversation = build_conversation(request, history, toolset)
-        work = functools.partial(_prompt, context, request, history, conversation)
-        compaction, prompt, conversation = await rendering(conversation, work, context.engine.max_model_len)
+        prompt = await _prompt(context, request, history, toolset)
         strict = context.options.strict_tools
-        # A grammar ends where the message does; `ignore_eos` asks for more.
-        held = Constraints() if request.ignore_eos else await constraints(request, toolset, strict_tools=strict)
+        # A grammar ends with the message; `ignore_eos` continues after it.
+        is_free = request.ignore_eos or not connects
+        held = Constraints() if is_free else await constraints(request, toolset, strict_tools=strict)
         status = "queued" if queued else "in_progress"
         return Job(
             body=new_response(request, identifier, name, context.engine.defaults, status),
-            conversation=conversation,
-            prompt=prompt,
+            conversation=prompt.conversation,
+            prompt=prompt.tokens,
             engine=context.engine,
             sampling=sampling_of(request, caller, lora, held.first),
             tag_after_call=held.later,
             answer_is_held=held.answers,
             toolset=toolset,
             style=_style(context, request, caller, toolset),
-            hooks=hooks,
+            hooks=_Hooks(context, request, caller, root, notebook, history, prompt.conversation),
             limits=_limits(context, request),
             approvals=history.approvals,
             listed=frozenset(history.listed),
             queued=queued,
             ignores_end=request.ignore_eos,
-            compaction=compaction,
+            compaction=prompt.compaction,
         )
     except BaseException:
         await toolset.close()
@@ -92,25 +100,25 @@ async def build_job(
 
 
 async def read_previous(context: ServerContext, request: CreateRequest, caller: Caller) -> Previous:
-    """The items before the request's own, from the response or conversation it goes on from. Raises `ApiError`."""
+    """The items before the request's own, of the response or conversation that it continues. Raises `ApiError`."""
     if len(request.items) > context.options.max_input_items:
         raise ApiError(f"More than {context.options.max_input_items} items.", param="input")
     store = context.need_store("conversation") if request.conversation_id else context.store
     return await previous_items(request, caller, store)
 
 
-def read_history(
-    context: ServerContext, request: CreateRequest, previous: Previous, caller: Caller, toolset: Toolset
-) -> History:
+async def read_history(context: ServerContext, request: CreateRequest, previous: Previous, caller: Caller) -> History:
     """All items of the conversation, the request's own last, as Harmony messages. Raises `ApiError`."""
 
     def unseal(text: str, purpose: str) -> str | None:
         return context.keys.open(text, tenant=caller.tenant, purpose=purpose)
 
-    raw = frozenset(route.recipient for route in toolset.routes.values() if route.raw)
-    reader = HistoryReader(previous.hidden, unseal, raw)
+    reader = HistoryReader(previous.hidden, unseal, raw_recipients(request.tool_list, request.tool_choice))
     before = [*request.opening, *previous.items]
-    return reader.read([*before, *request.items], own_from=len(before))
+    items = [*before, *request.items]
+    if len(items) > MANY:
+        return await asyncio.to_thread(reader.read, items, own_from=len(before))
+    return reader.read(items, own_from=len(before))
 
 
 async def _check_id_and_store(context: ServerContext, request: CreateRequest, caller: Caller) -> None:
@@ -127,20 +135,23 @@ async def _open_tools(
     previous: Previous,
     notebook: str,
     identifier: str,
+    *,
+    connects: bool,
 ) -> Toolset:
     async def notebook_of(container_id: str) -> str:
         return await context.containers.notebook(container_id, caller)
 
     calls = [*previous.hidden.values(), *_unstored(previous, request)]
-    opener = Opener(context.providers, identifier, notebook, notebook_of, calls, caller.owner)
+    listings = None if connects else [i for i in (*previous.items, *request.items) if i["type"] == "mcp_list_tools"]
+    opener = Opener(context.providers, identifier, notebook, notebook_of, calls, caller.owner, listings)
     return await opener.open(request.tool_list, request.tool_choice)
 
 
 async def _notebook(
     context: ServerContext, request: CreateRequest, caller: Caller, previous: Previous, root: str
 ) -> str:
-    """The python state that a request goes on with where it names no container: that of the conversation's last call,
-    so that a client which echoes its items finds what they left. Else one of the chain's, or the conversation's, own.
+    """Key of the python state of a request that names no container: the state of the conversation's last call, also for
+    clients that echo items. Without a call, a key of the chain or conversation.
     """
     items = reversed([*previous.items, *request.items])
     called = (_container(item, previous) for item in items if item["type"] == "code_interpreter_call")
@@ -150,13 +161,13 @@ async def _notebook(
 
 
 def _container(item: Item, previous: Previous) -> str:
-    """What is stored knows better than a client that keeps an item as its stream began it."""
+    """The container of a python call. The stored one wins: a client may echo the item as its stream began it."""
     recall = (previous.hidden.get(item.get("id", "")) or {}).get("recall") or {}
     return str(recall.get("container") or item.get("container_id") or "")
 
 
 def _unstored(previous: Previous, request: CreateRequest) -> list[dict[str, Any]]:
-    """Calls of python that only the client has kept: that they ran, and where, is all that is known of them."""
+    """Python calls that are in the request and not in the store. Only their container is known."""
     items = [item for item in request.items if item["type"] == "code_interpreter_call"]
     unknown = [item for item in items if item.get("id", "") not in previous.hidden]
     named = (str(item.get("container_id") or "") for item in unknown)
@@ -165,7 +176,7 @@ def _unstored(previous: Previous, request: CreateRequest) -> list[dict[str, Any]
 
 
 def _leave_out_search(context: ServerContext, request: CreateRequest) -> None:
-    """A search that an agent offers by itself is no reason to refuse its user, if nobody has set up a browser."""
+    """Removes `web_search` where there is no browser: Codex sends it with each request, wanted or not."""
     provider = context.providers.of_kind(ToolKind.BROWSER)
     if provider is not None and not provider.unavailable:
         return
@@ -177,26 +188,39 @@ def _leave_out_search(context: ServerContext, request: CreateRequest) -> None:
 
 @functools.cache
 def _say_that_search_is_left_out() -> None:
-    """Once: it would be a line for every request."""
+    """Logs once per process, not with every request."""
     logger.warning("Codex offers web_search; this server has no browser (--tool-server), so it is left out")
 
 
-def _prompt(
-    context: ServerContext, request: CreateRequest, history: History, conversation: Conversation
-) -> tuple[Compaction, list[int], Conversation]:
-    """Whether the conversation is compacted first, its tokens, and what they render. Long texts take their time."""
-    compaction = _compaction(context, request, history, conversation)
-    if compaction is Compaction.NONE:
-        return compaction, *fit(request, conversation, context.engine.max_model_len)
-    with suppress(TooManyTokensError):
-        return compaction, render(conversation, context.engine.max_model_len), conversation
-    return compaction, [], conversation  # it is rendered once it is compacted
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """The prompt. `tokens` render `conversation`; empty if it fits only after compaction."""
+
+    compaction: Compaction
+    tokens: list[int]
+    conversation: Conversation
+
+
+async def _prompt(context: ServerContext, request: CreateRequest, history: History, toolset: Toolset) -> _Prompt:
+    """Raises `ApiError`: `context_length_exceeded`."""
+    window = context.engine.max_model_len
+    conversation = build_conversation(request, history, toolset)
+
+    def render_it() -> _Prompt:
+        compaction = _compaction(context, request, history, conversation)
+        if compaction is Compaction.NONE:
+            return _Prompt(compaction, *fit(request, conversation, window))
+        with suppress(TooManyTokensError):
+            return _Prompt(compaction, render(conversation, window), conversation)
+        return _Prompt(compaction, [], conversation)
+
+    return await rendering(conversation, render_it, window)
 
 
 def _compaction(
     context: ServerContext, request: CreateRequest, history: History, conversation: Conversation
 ) -> Compaction:
-    """Whether the request wants its conversation shortened first, or its threshold is passed."""
+    """Whether the request has a `compaction_trigger`, or its conversation exceeds the threshold."""
     wanted = history.wants_compaction
     for entry in request.context_management or ():
         limit = entry.compact_threshold or int(context.engine.max_model_len * COMPACT_AT)
@@ -243,23 +267,24 @@ def _style(context: ServerContext, request: CreateRequest, caller: Caller, tools
 class _Hooks:
     """`JobHooks` of a request. `root`: the first response of its chain. `notebook` keys the python tool's state."""
 
-    history: History
-    conversation: Conversation
-
     def __init__(
-        self, context: ServerContext, request: CreateRequest, caller: Caller, root: str, notebook: str
+        self,
+        context: ServerContext,
+        request: CreateRequest,
+        caller: Caller,
+        root: str,
+        notebook: str,
+        history: History,
+        conversation: Conversation,
     ) -> None:
-        self._context = context
-        self._request = request
-        self._caller = caller
-        self._root = root
-        self.notebook = notebook
+        self._context, self._request, self._caller = context, request, caller
+        self._root, self._notebook = root, notebook
+        self._history, self._conversation = history, conversation
 
     async def commit(self, body: dict[str, Any], hidden: dict[str, Any]) -> None:
         request, store = self._request, self._context.store
-        previous = request.previous_response_id
-        stored = Stored(body["id"], self._caller.tenant, body, request.items, hidden, previous, self._root)
-        stored.nameless = request.nameless
+        stored = stored_request(request, self._caller.tenant, body)
+        stored.hidden, stored.root = hidden, self._root
         is_finished = body["status"] in ("completed", "incomplete")
         if request.stores and store:
             conversation = request.conversation_id if is_finished else None
@@ -275,7 +300,7 @@ class _Hooks:
             self._caller.memory.add(stored)
 
     async def used_container(self, container_id: str) -> None:
-        await self._context.containers.remember(container_id, self._caller.tenant, self.notebook)
+        await self._context.containers.remember(container_id, self._caller.tenant, self._notebook)
 
     async def compact(self) -> Compacted:
-        return await compact_conversation(self._context, self._request, self._caller, self.history, self.conversation)
+        return await compact_conversation(self._context, self._request, self._caller, self._history, self._conversation)

@@ -1,7 +1,7 @@
-"""From the marks gpt-oss makes, `【3†L10-L12】`, to what the API calls an annotation.
+"""From gpt-oss' marks, `【3†L10-L12】`, to the API's annotations.
 
 Browser tool of the "Harmony response format": `【{cursor}†L{line_start}(-L{line_end})?】`. The mark becomes a
-Markdown link to the page, and the annotation spans that link. A mark whose cursor was not opened stays as it is.
+Markdown link to the page, and the annotation spans that link. A mark with an unknown cursor stays unchanged.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from vllm_gptoss.tools.protocol import Source
 OPEN = "【"
 _MARK = re.compile(r"【(\d{1,6})†(?:L(\d{1,7})(?:[-–‑]L?(\d{1,7}))?(?:†[^【】]{0,64})?|[^【】]{0,64})】")
 _LONGEST = 96
-"""Characters of an open bracket's text that are held back; what is longer is no citation."""
+"""Characters of an open bracket's text that are held back; longer text is no citation."""
 
 Annotation = dict[str, Any]
 
 
 class Citations:
-    """Reads text in pieces and gives it back with the marks resolved. `source` finds the page of a cursor and line."""
+    """Reads text in pieces and returns it with resolved marks. `source` finds the page of a cursor and line."""
 
     def __init__(self, source: Callable[[int, int | None], Source | None]) -> None:
         self._source = source
@@ -58,7 +58,7 @@ class Citations:
                 return
 
     def flush(self) -> Iterator[tuple[str, Annotation | None]]:
-        """What was still held when the message ended."""
+        """The text that was held back when the message ended."""
         held, self._held = self._held, ""
         if held:
             yield self._plain(held)

@@ -1,6 +1,6 @@
 """Compaction: the conversation so far as a summary that the model itself writes, sealed into one item.
 
-The users' own messages stay as they were said; everything else before a compaction is left out of later prompts.
+The users' messages stay unchanged; everything else before a compaction is left out of later prompts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 CUT = "\n[…]\n"
 PER_TOKEN = 8
-"""Characters that a token of text hardly has."""
+"""Characters: more than nearly any token of text has."""
 
 SUMMARISE = (
     "Summarise the conversation above for the assistant that continues it and will see nothing but your summary. Keep"
@@ -49,7 +49,7 @@ MAX_SUMMARY = 4096
 async def summarise(
     context: ServerContext, request: CreateRequest, caller: Caller, history: History
 ) -> tuple[Item, Usage]:
-    """A `compaction` item for a conversation, and what it cost. Raises `ApiError`, or `EngineError` when it fails."""
+    """A `compaction` item for a conversation, and its usage. Raises `ApiError`, or `EngineError` when it fails."""
     text, usage = await _summary(context, request, caller, history)
     return _item(context, caller, text), usage
 
@@ -57,7 +57,7 @@ async def summarise(
 async def compact_conversation(
     context: ServerContext, request: CreateRequest, caller: Caller, history: History, conversation: Conversation
 ) -> Compacted:
-    """Shortens a conversation that is about to be continued: what came before the last user message is summarised."""
+    """Shortens a conversation that is about to be continued: the part before the last user message is summarised."""
     last = max((i for i, m in enumerate(history.messages) if m.role is Role.USER), default=0)
     earlier = replace(history, messages=history.messages[:last] or history.messages)
     text, usage = await _summary(context, request, caller, earlier)
@@ -71,7 +71,7 @@ async def compact_conversation(
 def _fitting(
     context: ServerContext, conversation: Conversation, users: Sequence[Message], rest: Sequence[Message]
 ) -> list[Message]:
-    """The users' earlier words, without the oldest where they leave no room for an answer: the summary has them too."""
+    """The users' earlier messages that leave room for an answer, newest first; the summary covers the others."""
     taken = len(render(replace(conversation, messages=tuple(rest))))
     room = context.engine.max_model_len - min(MAX_SUMMARY, context.engine.max_model_len // 4) - taken
     kept = users[len(users) - fitting(users[::-1], room) :]
@@ -86,7 +86,7 @@ def _item(context: ServerContext, caller: Caller, text: str) -> Item:
 
 
 class _Unkept:
-    """`JobHooks` of a response that only this server sees."""
+    """`JobHooks` of an internal response, which is not stored."""
 
     async def commit(self, body: dict[str, Any], hidden: dict[str, Any]) -> None:
         del body, hidden
@@ -101,7 +101,7 @@ class _Unkept:
 async def _summary(
     context: ServerContext, request: CreateRequest, caller: Caller, history: History
 ) -> tuple[str, Usage]:
-    """The summary of a history and what it cost. One beyond the context window is read part by part."""
+    """The summary of a history and its usage. A history above the context window is summarised in parts."""
     if not history.messages:
         raise ApiError("There is nothing to compact.", param="input", code="missing_required_parameter")
     window = context.engine.max_model_len
@@ -133,7 +133,7 @@ def _next_part(frame: Conversation, left: Sequence[Message], window: int) -> tup
 def split_off(messages: Sequence[Message], room: int) -> tuple[list[Message], list[Message]]:
     """As many of the first messages as have `room` tokens together, and the rest; at least one.
 
-    A message that is longer than that by itself loses its middle. Raises `ApiError` where there is no room at all.
+    A single message above `room` loses its middle. Raises `ApiError` if there is no room for any token.
     """
     if count := fitting(messages, room):
         return list(messages[:count]), list(messages[count:])
@@ -152,7 +152,7 @@ def split_off(messages: Sequence[Message], room: int) -> tuple[list[Message], li
 async def _ask(
     context: ServerContext, request: CreateRequest, caller: Caller, conversation: Conversation, limit: int
 ) -> tuple[str, Usage]:
-    """What the model answers, in at most `limit` tokens."""
+    """The model's answer, in at most `limit` tokens, and its usage."""
     name, lora = context.models(request.model)
     job = Job(
         body=new_response(request, ids.new("resp"), name, context.engine.defaults),

@@ -1,4 +1,4 @@
-"""What all responses of one server share."""
+"""The context that all responses of one server share."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Models = Callable[[str | None], tuple[str, Any]]
 """From the `model` of a request to the name to answer with and its LoRA adapter; raises `ApiError` if unknown."""
 
 MAX_CONTAINERS = 100_000
-"""Containers whose owner is remembered; the python tool forgets their files sooner."""
+"""Containers with a known owner; the python tool deletes their files sooner."""
 
 
 class ContainerOwners:
-    """Which API key, and which conversation, used a container of the python tool, on whatever server of the store."""
+    """API key and conversation of each container of the python tool, shared by all servers of the store."""
 
     def __init__(self, store: Store | None = None) -> None:
         self._store = store
@@ -51,14 +51,14 @@ class ContainerOwners:
         except TakenError:
             self._unwritten.discard(container_id)  # another server has just written it
         except StoreError as error:
-            logger.warning("Only this server gives out the files of container %s: %s", container_id, error)
+            logger.warning("Only this server can serve the files of container %s: %s", container_id, error)
 
     async def notebook(self, container_id: str, caller: Caller) -> str:
-        """The conversation whose notebook a request means by `container`: the one that used it, else a named one."""
+        """Key of the python state for a request's `container`: that of the conversation that used it, or a new one."""
         return await self.used(container_id, caller) or f"{caller.tenant}:container:{container_id}"
 
     async def used(self, container_id: str, caller: Caller) -> str | None:
-        """The conversation whose notebook this container is, None where it is not one of the caller's."""
+        """Key of the container's python state; None where the container is not the caller's."""
         tenant, notebook = await self._owner(container_id)
         return notebook if tenant == caller.tenant else None
 
@@ -75,7 +75,7 @@ class ContainerOwners:
 
 @dataclass(frozen=True, slots=True)
 class ServerContext:
-    """The parts of one server that every response is made with. `store` is None where nothing is stored."""
+    """The parts of one server that every response uses. `store` is None if nothing is stored."""
 
     engine: Engine
     models: Models
@@ -87,7 +87,7 @@ class ServerContext:
     containers: ContainerOwners = field(default_factory=ContainerOwners)
 
     def need_store(self, param: str) -> Store:
-        """The store. Raises `ApiError` (`store_disabled`) naming `param` where there is none."""
+        """The store. Raises `ApiError` (`store_disabled`) naming `param` without one."""
         if self.store is None:
             raise ApiError("This server stores nothing.", param=param, code="store_disabled")
         return self.store

@@ -1,4 +1,4 @@
-"""What generates tokens: vLLM's engine client."""
+"""Token generation: vLLM's engine client."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 ABORTED = "The engine aborted the generation, as it does when the server is stopped."
 NOT_BEGUN = "The engine began no generation. It begins none once the server is stopped, not even after a tool's answer."
-HAS_ENDED = "The engine has ended: the server was stopped, or the engine died, as the server's log says."
+HAS_ENDED = "The engine has ended: the server was stopped, or the engine failed (see the server's log)."
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class TokenLogprob:
 class Chunk:
     """Newly generated tokens. `finish` is set on the last chunk: `stop`, `length` or `abort`.
 
-    `stopped_by` is the one of the request's `stop_token_ids` that ended it, None where the model ended by itself.
+    `stopped_by`: the one of the request's `stop_token_ids` that ended it; None at the model's own end.
     """
 
     token_ids: Sequence[int]
@@ -76,12 +76,12 @@ class Engine(Protocol):
 
     @property
     def max_output_tokens(self) -> int | None:
-        """The operator's limit of what one response may generate; None without one."""
+        """The operator's limit of tokens that one response may generate; None without one."""
         ...
 
     @property
     def holds_grammars(self) -> bool:
-        """Whether what is generated keeps to `Sampling.structural_tag`, each token of it."""
+        """Whether every generated token satisfies `Sampling.structural_tag`."""
         ...
 
     @property
@@ -92,7 +92,7 @@ class Engine(Protocol):
     def generate(
         self, prompt: Sequence[int], sampling: Sampling, request_id: str, direct: Direct | None = None
     ) -> AsyncGenerator[Chunk, None]:
-        """What is generated, but for what `direct` took. It is this one's to close.
+        """The generated chunks, without those that `direct` took. Closes `direct`.
 
         Raises `EngineError` when generation fails, `ApiError` when the engine refuses the request.
         """
@@ -180,7 +180,7 @@ class VllmEngine(Engine):
                 logger.error("Generation of %s failed: %s", request_id, why)
                 raise EngineError(why) from error
             logger.exception("Generation of %s failed", request_id)
-            told = error if str(error) else error.__cause__ or error  # vLLM's EngineGenerateError says nothing itself
+            told = error if str(error) else error.__cause__ or error  # vLLM's EngineGenerateError has no message
             raise EngineError(f"{type(told).__name__}: {told}") from error
 
     async def _not_taken(self, stream: Any, direct: Direct, request_id: str) -> AsyncGenerator[Any, None]:

@@ -21,7 +21,7 @@ Batches = AsyncGenerator[list[Event], None]
 
 
 class TextDeltas:
-    """The text of one message: events that are alike but for number and text. `after` are fields behind the text."""
+    """The text of one message: events that differ in number and text only. `after`: fields after the text."""
 
     def __init__(self, kind: str, where: Mapping[str, Any], after: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._kind, self._where, self._after = kind, where, after
@@ -32,7 +32,7 @@ class TextDeltas:
 
 
 class Live(Protocol):
-    """Who reads a response while it is made, in the same process. What it makes of events is for `outlet`."""
+    """The reader of a running response, in the same process. Its bytes go to `outlet`."""
 
     outlet: Outlet
 
@@ -46,7 +46,7 @@ class Live(Protocol):
 
 
 TERMINAL = frozenset({"response.completed", "response.incomplete", "response.failed", "response.cancelled", "error"})
-"""The last event of a stream has one of these types (`response.cancelled` is ours: OpenAI's stream just ends)."""
+"""Types of a stream's last event. OpenAI's API has no `response.cancelled`: its stream ends without an event."""
 
 
 def has_ended(batch: Sequence[Event]) -> bool:
@@ -71,7 +71,7 @@ class Output:
         return {"type": kind, "sequence_number": self.number(), **where, "delta": text}
 
     def number(self) -> int:
-        """The next event's, which whoever asks makes."""
+        """The next sequence number; the caller must emit that event."""
         number = self._sequence
         self._sequence = number + 1
         return number

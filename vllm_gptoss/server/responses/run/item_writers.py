@@ -22,15 +22,15 @@ Logprobs = Sequence[dict[str, Any]] | None
 
 
 class Writer(Protocol):
-    """Follows one message. `cut` says that generation stopped inside it.
+    """Writes the item of one message. `cut`: generation stopped inside the message.
 
-    text_deltas: how more text is told, where it is one event that only adds it; `adds` then, instead of `delta`
+    text_deltas: the events of plain text, where one event carries it; `adds` then replaces `delta`
     """
 
     text_deltas: TextDeltas | None = None
 
     def adds(self, text: str) -> bool:
-        """Takes more text, and whether it is told as it is. If not, it was not taken."""
+        """Adds text that its event carries unchanged. False if it needs `delta`; then nothing was added."""
         del text
         return True
 
@@ -45,7 +45,7 @@ class Writer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """What a request wants to see. `seal` encrypts reasoning, or is None; `source` resolves a citation's cursor."""
+    """Optional parts of items. `seal` encrypts reasoning, or is None; `source` resolves the cursor of a citation."""
 
     reasoning: bool = True
     summary: str | None = None
@@ -62,7 +62,7 @@ def status(cut: bool) -> str:
 
 
 class SilentWriter(Writer):
-    """Writes nothing: reasoning nobody asked for, or a call beyond `max_tool_calls`."""
+    """Writes nothing: reasoning that is not included, or a call above `max_tool_calls`."""
 
     def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
         del text, logprobs
@@ -74,10 +74,10 @@ class SilentWriter(Writer):
 
 
 class ReasoningWriter(Writer):
-    """`reasoning`: its text, a summary, and its sealed form, each if asked for.
+    """`reasoning`: its text, a summary, and its encrypted form, each if requested.
 
-    The summary is made from the text itself, no second model is called: `auto` and `detailed` give all of it, `concise`
-    its first sentence.
+    The summary is the text itself, without another model: all of it for `auto` and `detailed`, its first sentence for
+    `concise`.
     """
 
     def __init__(self, out: Output, style: Style) -> None:
@@ -159,7 +159,7 @@ def first_sentence(text: str) -> str:
 
 
 class MessageWriter(Writer):
-    """`message`: the final answer, or on commentary what the assistant says before it calls tools."""
+    """`message`: the final answer, or on commentary the text before tool calls."""
 
     def __init__(self, out: Output, style: Style, channel: Channel, files: list[File]) -> None:
         self._out = out
@@ -229,19 +229,14 @@ class MessageWriter(Writer):
 
     def end(self, text: str, *, cut: bool) -> list[Event]:
         if self._index < 0 and (self._phase == "commentary" or cut):
-            return []  # nothing was said
+            return []  # an empty message
         events = self._start() if self._index < 0 else []
         for piece, annotation in self._citations.flush():
             self._write(piece, annotation, events)
         text = "".join(self._pieces)
         events += self._cite_files(text)
         self._logprobs += self._pending
-        part = {
-            "type": "output_text",
-            "text": text,
-            "annotations": self._annotations,
-            "logprobs": self._logprobs,
-        }
+        part = {"type": "output_text", "text": text, "annotations": self._annotations, "logprobs": self._logprobs}
         done = self._out.event("response.output_text.done", **self._where, text=text, logprobs=self._logprobs)
         events += [done, self._out.event("response.content_part.done", **self._where, part=part)]
         events.append(self._out.done(self._index, content=[part], status=status(cut)))
@@ -345,7 +340,7 @@ class CustomCallWriter(_CallWriter):
     def end(self, text: str, *, cut: bool) -> list[Event]:
         events = self._start() if self._index < 0 else []
         if self._unwrap and not self._unwrap.is_inside:
-            events += self._add(text)  # not the JSON that was asked for: the client gets what the model wrote
+            events += self._add(text)  # not the expected JSON: the client gets the raw text
         elif self._unwrap and not cut:
             events += self._add(self._unwrap.rest())
         value = "".join(self._pieces)
@@ -362,7 +357,7 @@ class InputUnwrapper:
         self._held = ""
 
     def feed(self, text: str) -> str:
-        """What of the string `text` makes known, often nothing."""
+        """The part of the string that `text` completes, often empty."""
         self._held += text
         if not self.is_inside:
             began = _INPUT.match(self._held)
@@ -380,7 +375,7 @@ class InputUnwrapper:
         return str(decoded.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
     def rest(self) -> str:
-        """What is left of a string that was not ended rightly."""
+        """The rest of a string without a valid end."""
         return "" if self._is_over else self._held
 
 

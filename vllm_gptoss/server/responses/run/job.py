@@ -17,7 +17,7 @@ from vllm_gptoss.server.responses.run.response_object import Usage
 
 @dataclass(frozen=True, slots=True)
 class Compacted:
-    """A conversation made shorter: the item that says so, what it cost, and what is left to go on from."""
+    """A shortened conversation, its `compaction` item, and its usage."""
 
     item: Item
     usage: Usage
@@ -25,10 +25,10 @@ class Compacted:
 
 
 class JobHooks(Protocol):
-    """What a running response asks of the server around it."""
+    """Callbacks of a running response into its server."""
 
     async def commit(self, body: dict[str, Any], hidden: dict[str, Any]) -> None:
-        """Keeps the finished response and what is hidden behind its items. Raises when it cannot."""
+        """Stores the finished response and the hidden data of its items. Raises `StoreError`."""
         ...
 
     async def used_container(self, container_id: str) -> None:
@@ -69,13 +69,13 @@ class JobLimits:
 
 @dataclass(slots=True)
 class Job:
-    """One response to be made. `body` is its resource, which grows; `prompt` the rendered `conversation`.
+    """One response to generate. `body` is the response object, which grows; `prompt` the rendered `conversation`.
 
-    approvals: MCP calls that the client has just allowed or denied, as (request item, answer item)
-    listed: MCP servers whose tools the conversation has already been told
-    tag_after_call: what holds the model once it has made a call; a forced call is forced once
-    answer_is_held: whether a grammar holds the answer
-    ignores_end: the engine was told to go on after the model's last word
+    approvals: MCP calls that the client has just approved or denied, as (request item, answer item)
+    listed: MCP servers that have an `mcp_list_tools` item in the conversation
+    tag_after_call: the grammar after the first call; a forced call is forced once
+    answer_is_held: whether a grammar constrains the answer
+    ignores_end: the engine continues after the model's end token
     """
 
     body: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Hears one turn: from token chunks to events, to the messages that were said, and to the calls that were made."""
+"""Reads one turn: from token chunks to events, messages and calls."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from vllm_gptoss.server.responses.run.tool_writers import (
 from vllm_gptoss.tools.protocol import File
 
 UNLIKELY = -9999.0
-"""What OpenAI's API reference says of a very unlikely token; JSON has no minus infinity."""
+"""The log-probability of a very unlikely token in OpenAI's API; JSON has no minus infinity."""
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class HeardCall:
 
 @dataclass(slots=True)
 class Turn:
-    """One generation, and what was heard of it so far."""
+    """One generation, and its content so far."""
 
     parser: HarmonyParser
     tokens: list[int] = field(default_factory=list)
@@ -86,10 +86,10 @@ class Turn:
 
 
 class Listener:
-    """Hears all turns of a response, one after the other.
+    """Reads all turns of a response in order.
 
-    `hidden` maps items to what later turns need and the API does not show; `files` are those that tools left and no
-    answer has cited yet.
+    hidden: by item id, text that later turns need and the API does not show
+    files: files of tools that no answer has cited yet
     """
 
     def __init__(self, job: Job, out: Output) -> None:
@@ -102,7 +102,7 @@ class Listener:
         self._unseen: list[str] = []
 
     def begin(self, structural_tag: str | None = None) -> Turn:
-        """A new turn, with a parser of its own; `structural_tag` is what it is generated under."""
+        """A new turn with a new parser; `structural_tag` is its grammar."""
         is_held = structural_tag is not None and self._job.engine.holds_grammars
         held = Held(calls=is_held, answer=is_held and self._job.answer_is_held)
         return Turn(HarmonyParser(self._job.toolset.offered, held=held))
@@ -120,8 +120,7 @@ class Listener:
         if chunk.finish is not None:
             turn.finish, turn.stopped_by = chunk.finish, chunk.stopped_by
         if not self._job.ignores_end and (end := _turn_end(chunk.token_ids)) is not None:
-            # The engine should have stopped here; what it says beyond is no part of the turn, least of all a tool's
-            # answer that it makes up.
+            # The engine should have stopped here. Later tokens are dropped: they may be an invented tool result.
             heard = chunk.token_ids[:end]
             turn.finish, turn.stopped_by = "stop", None
         turn.tokens.extend(heard if chunk.stopped_by is None else chunk.token_ids)
@@ -166,7 +165,7 @@ class Listener:
                 if message := turn.open.get(event.index):
                     events += self._text(turn, message, event)
             elif isinstance(event, MessageStarted):
-                if not isinstance(turn.stopped_by, str):  # what comes after a stop string is not heard
+                if not isinstance(turn.stopped_by, str):  # messages after a stop string are dropped
                     turn.said = turn.open[event.index] = self._open(turn, event)
             elif isinstance(event, MessageEnded):
                 turn.said = None
@@ -190,7 +189,7 @@ class Listener:
         if not text:
             message.held += logprobs
             return []
-        # A token of which a part is held back goes with that part.
+        # The log-probability of a token that is partly held back is held back, too.
         is_partial = message.stops is not None and message.stops.holds
         told, message.held = (message.held, logprobs) if is_partial else (message.held + logprobs, [])
         return message.writer.delta(text, told or None)
@@ -265,7 +264,7 @@ class Listener:
         return events
 
     def _remember_unseen(self, message: _Open, text: str, before: int) -> None:
-        """Reasoning without an item goes, hidden, before the next item, for the turns that follow."""
+        """Stores reasoning without an item as hidden text before the next item, for later turns."""
         if isinstance(message.writer, ReasoningWriter) and not self._job.style.reasoning and text:
             self.hidden[message.writer.item_id] = {"text": text}
         elif isinstance(message.writer, SilentWriter) and message.route is None and text:
@@ -278,7 +277,7 @@ class Listener:
 
 
 def _as_message(message: _Open, text: str) -> Message:
-    """What was generated, in the trained form."""
+    """The generated message, in the trained form."""
     route = message.route
     if route is None:
         made = {Channel.ANALYSIS: harmony.analysis, Channel.COMMENTARY: harmony.preamble}
@@ -289,7 +288,7 @@ def _as_message(message: _Open, text: str) -> Message:
 
 
 def _turn_end(tokens: Sequence[int]) -> int | None:
-    """Behind the first token that ends a turn; None if there is none."""
+    """Index after the first token that ends a turn; None without one."""
     for at, token in enumerate(tokens):
         if token in (RETURN, CALL):
             return at + 1

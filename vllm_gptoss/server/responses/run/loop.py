@@ -1,8 +1,8 @@
 """One response, from prompt to its last event: generate, read Harmony, run tools, feed their answers back, again.
 
 The whole loop has one `max_output_tokens`. What was cut is `incomplete` and a cut call never runs. A later turn's
-prompt is the earlier one, the very tokens that were generated, and the tool's answer: the prefix stays cached and the
-model sees its own words. Only where the parser had to repair them are they rendered anew, in the trained form.
+prompt is the earlier one, the generated tokens, and the tool's answer: the prefix stays cached and the model sees its
+own text. Only messages that the parser had to repair are rendered again, in the trained form.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from vllm_gptoss.server.harmony import messages as harmony
-from vllm_gptoss.server.harmony.events import (
-    Channel,
-)
+from vllm_gptoss.server.harmony.events import Channel
 from vllm_gptoss.server.harmony.messages import Message
 from vllm_gptoss.server.harmony.prompt import render, render_message
 from vllm_gptoss.server.harmony.tokens import CALL, END, START, encode
@@ -31,11 +29,7 @@ from vllm_gptoss.server.responses.run.events import Event, Live, Output
 from vllm_gptoss.server.responses.run.job import Compaction, Job
 from vllm_gptoss.server.responses.run.listener import Listener, Turn
 from vllm_gptoss.server.responses.run.response_object import Usage
-from vllm_gptoss.server.responses.run.tool_writers import (
-    McpCallWriter,
-    ToolWriter,
-    list_tools,
-)
+from vllm_gptoss.server.responses.run.tool_writers import McpCallWriter, ToolWriter, list_tools
 from vllm_gptoss.server.responses.state.conversation_hold import ConversationHold
 from vllm_gptoss.server.responses.state.stored import StoreError, TakenError
 from vllm_gptoss.server.streaming.direct_send import Direct
@@ -48,10 +42,11 @@ IGNORED_CALLS = 2
 
 
 class Loop:
-    """Runs a job once. `run()` yields its events; `body` is the response as it stands.
+    """Runs a job once. `run()` yields its events; `body` is the response so far.
 
-    `refused` is the request's own fault, if one was found only while it ran. `is_ending`: its end is being stored, or
-    was; `is_kept`: that has succeeded. `live`, if it is set before, gets text inside messages beside the generator.
+    refused: an error of the request that was found while it ran
+    is_ending: its end is being stored, or was; is_kept: that has succeeded
+    live: if it is set before `run`, gets text inside messages directly, not through the generator
     """
 
     def __init__(self, job: Job, hold: ConversationHold | None = None) -> None:
@@ -76,14 +71,18 @@ class Loop:
         if self._hold:
             self._hold.renew()
         try:
-            yield self._begin()
+            first = self._created()
+            if self._job.queued:
+                yield first  # it waits here for its turn
+                first = []
+            yield first + self._begin()
             async with aclosing(self._rounds()) as batches:
                 async for batch in batches:
                     yield batch
             events_at_end = await self._finish()
         except EngineError as error:
             events_at_end = await self._fail(str(error))
-        except ApiError as error:  # the engine refuses what only it can check, a grammar say
+        except ApiError as error:  # a fault that only the engine finds, for example in a grammar
             self.refused = error
             events_at_end = await self._fail(error.message, "invalid_prompt")
         except Exception as error:
@@ -99,7 +98,7 @@ class Loop:
         return await self._end("cancelled", "response.incomplete")
 
     async def fail(self, message: str) -> list[Event]:
-        """The last events of a response that its server gives up, for the reason in `message`."""
+        """The last events of a response that its server fails with `message`."""
         await self.close()
         return await self._fail(message)
 
@@ -114,19 +113,20 @@ class Loop:
         return len(self._job.prompt)
 
     async def close(self) -> None:
-        """Ends what the response holds; for a loop that is not run (any more)."""
+        """Closes tools and unlocks the conversation; for a loop that does not run (any more)."""
         await self._job.toolset.close()
         if self._hold:
             await self._hold.release()
 
     # Beginning and end
 
+    def _created(self) -> list[Event]:
+        kinds = ("created", "queued")[: 1 + self._job.queued]
+        return [self._out.event(f"response.{kind}", response=dict(self.body)) for kind in kinds]
+
     def _begin(self) -> list[Event]:
-        events = [self._out.event("response.created", response=dict(self.body))]
-        if self._job.queued:
-            events.append(self._out.event("response.queued", response=dict(self.body)))
         self.body["status"] = "in_progress"
-        events.append(self._out.event("response.in_progress", response=dict(self.body)))
+        events = [self._out.event("response.in_progress", response=dict(self.body))]
         for namespace, names in self._job.toolset.servers:
             if namespace.name not in self._job.listed:
                 events += list_tools(self._out, namespace, names)
@@ -144,7 +144,7 @@ class Loop:
 
     async def _end(self, status: str, kind: str) -> list[Event]:
         events: list[Event] = []
-        if self._turn:  # stopped in the middle: what was said so far is kept
+        if self._turn:  # stopped in the middle: the text so far stays
             events += self._listener.finish(self._turn)
         events += self._out.give_up()
         self.body |= {"status": status, "output": self._out.items, "usage": self._listener.usage.fields()}
@@ -154,8 +154,8 @@ class Loop:
             self.is_kept = True
         except Exception as error:
             known = isinstance(error, StoreError)
-            logger.error("Response %s could not be kept: %s", self._job.id, error, exc_info=not known)
-            if isinstance(error, TakenError):  # another request of the same id was quicker
+            logger.error("Response %s could not be stored: %s", self._job.id, error, exc_info=not known)
+            if isinstance(error, TakenError):  # another request has stored this id first
                 self.refused = id_taken(self._job.id)
             self.body |= {"status": "failed", "completed_at": None}
             self.body["error"] = {"code": "server_error", "message": f"The response could not be stored: {error}"}
@@ -184,7 +184,7 @@ class Loop:
                     if batch := self._listener.hear(turn, chunk):
                         yield batch
                     if turn.finish is not None and chunk.finish is None:
-                        break  # the turn is over, though the engine would go on
+                        break  # the turn is over, although the engine would continue
             yield self._listener.finish(turn)
             self._turn = None
             if not self._goes_on(turn):
@@ -202,14 +202,14 @@ class Loop:
         self._incomplete()
 
     def _direct(self, turn: Turn) -> Direct | None:
-        """What tells text of this turn as our generators would; None where text is not all that is looked at."""
+        """Sends text of this turn directly; None where stop strings or logprobs need the tokens."""
         live = self.live
         if live is None or self._job.limits.stops or self._job.sampling.logprobs is not None:
             return None
         return Direct(live.outlet, lambda token_ids, _: self._listener.tell(turn, live, token_ids))
 
     async def _prepare(self) -> AsyncGenerator[list[Event], None]:
-        """What comes before the first generation: compaction, and calls that the client has just allowed."""
+        """Work before the first generation: compaction, and calls that the client has just approved."""
         if self._job.compaction is not Compaction.NONE:
             async for batch in self._compact():
                 yield batch
@@ -243,7 +243,7 @@ class Loop:
         return turn.stopped_by is None and any(call.route.is_ours for call in turn.calls)
 
     def _incomplete(self) -> None:
-        # The API has no word for a full context window or too many rounds: this is the nearest.
+        # The API has no reason for a full context window or too many rounds: this is the nearest.
         self.body["incomplete_details"] = {"reason": "max_output_tokens"}
 
     def _room(self, used: int) -> int:

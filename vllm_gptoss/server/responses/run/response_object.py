@@ -1,10 +1,11 @@
-"""The response object, in every state it goes through."""
+"""The response object and its usage."""
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from vllm_gptoss.server.responses.request.create import CreateRequest, plain
@@ -13,7 +14,7 @@ from vllm_gptoss.server.responses.request.items import Item, message_item
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens, each counted once: `input` is the prompt and what tools answered, `output` all that was generated."""
+    """Tokens, each counted once: `input`: the prompt and answers of tools; `output`: all generated tokens."""
 
     input: int = 0
     cached: int = 0
@@ -21,12 +22,7 @@ class Usage:
     reasoning: int = 0
 
     def __add__(self, other: Usage) -> Usage:
-        return Usage(
-            self.input + other.input,
-            self.cached + other.cached,
-            self.output + other.output,
-            self.reasoning + other.reasoning,
-        )
+        return Usage(*map(operator.add, astuple(self), astuple(other)))
 
     def fields(self) -> dict[str, Any]:
         """`usage` of a response."""
@@ -40,11 +36,7 @@ class Usage:
 
 
 def new_response(
-    request: CreateRequest,
-    identifier: str,
-    model: str,
-    defaults: Mapping[str, Any],
-    status: str = "in_progress",
+    request: CreateRequest, identifier: str, model: str, defaults: Mapping[str, Any], status: str = "in_progress"
 ) -> dict[str, Any]:
     """The response before anything was generated. Keys follow the API reference; absent values are null."""
     reasoning, text = plain(request.reasoning) or {}, plain(request.text) or {}
@@ -89,7 +81,7 @@ def new_response(
 
 
 def _instructions(request: CreateRequest) -> str | list[Item] | None:
-    """What stands before the conversation: with a template's messages a list, as the API has it then."""
+    """`instructions`: a list if a template has messages, as in OpenAI's API."""
     if not request.opening:
         return request.instructions
     first = [message_item("developer", request.instructions)] if request.instructions else []
@@ -97,7 +89,7 @@ def _instructions(request: CreateRequest) -> str | list[Item] | None:
 
 
 def _as_sent(item: Item) -> Item:
-    """A message of input has no id in the API; what an assistant said has one."""
+    """Input messages have no id in the API; assistant messages have one."""
     return item if item["role"] == "assistant" else {key: value for key, value in item.items() if key != "id"}
 
 

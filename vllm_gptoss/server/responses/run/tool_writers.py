@@ -1,6 +1,6 @@
 """Items that a tool of this server completes: python, browser, MCP. Each goes through call, run and result.
 
-`completed` and `output_item.done` come after the tool has run, and carry what it gave. A call that was cut is
+`completed` and `output_item.done` follow the tool's run, and have its result. A call that was cut is
 `incomplete` and never runs.
 """
 
@@ -13,12 +13,12 @@ from typing import Any, Protocol
 
 from vllm_gptoss.server.responses import ids
 from vllm_gptoss.server.responses.run.events import Event, Output
-from vllm_gptoss.server.responses.run.item_writers import Logprobs, Style, Writer, status
+from vllm_gptoss.server.responses.run.item_writers import Logprobs, Style, Writer
 from vllm_gptoss.tools.protocol import BrowserAction, Image, Namespace, Text, ToolResult
 
 
 class ToolWriter(Writer, Protocol):
-    """A writer whose item waits for a tool. `item_id` is known before the item is placed."""
+    """A writer of an item that a tool completes. `item_id` is known before the item is placed."""
 
     item_id: str
 
@@ -85,7 +85,7 @@ class PythonCallWriter(ToolWriter):
             changes["container_id"] = result.container_id
         if self._style.outputs:
             changes["outputs"] = outputs
-        # The API has no `failed` event for code: the item says it.
+        # The API has no `failed` event for code: the item has the status.
         return [self._event(".completed"), self._out.done(self._index, **changes)]
 
 
@@ -125,7 +125,7 @@ class BrowserCallWriter(ToolWriter):
 
 
 def guess_action(tool: str, arguments: str) -> dict[str, Any]:
-    """The action as far as the arguments tell it, before the browser has turned cursors into URLs."""
+    """The action from the call's arguments alone, before the browser resolves cursors to URLs."""
     try:
         given = json.loads(arguments)
     except ValueError:
@@ -231,7 +231,7 @@ class ApprovalRequestWriter(Writer):
 
 
 def list_tools(out: Output, namespace: Namespace, allowed: frozenset[str] | None) -> list[Event]:
-    """`mcp_list_tools`: what a server offered to this response."""
+    """`mcp_list_tools`: the tools of a server in this response."""
     tools = [
         {
             "name": tool.name,
@@ -248,16 +248,3 @@ def list_tools(out: Output, namespace: Namespace, allowed: frozenset[str] | None
     kind = "response.mcp_list_tools"
     events = [added, out.event(f"{kind}.in_progress", **where), out.event(f"{kind}.completed", **where)]
     return [*events, out.done(index, tools=tools, error=None)]
-
-
-__all__ = [
-    "ApprovalRequestWriter",
-    "BrowserCallWriter",
-    "McpCallWriter",
-    "PythonCallWriter",
-    "ToolWriter",
-    "action_fields",
-    "guess_action",
-    "list_tools",
-    "status",
-]

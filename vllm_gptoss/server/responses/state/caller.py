@@ -1,4 +1,4 @@
-"""Who asks: what a request is allowed to see, and what its connection remembers."""
+"""The client of a request: its tenant, its share of queues, and its connection's unstored responses."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from vllm_gptoss.server.responses.state.stored import Stored
 logger = logging.getLogger(__name__)
 
 MEMORY_BYTES = 16 << 20
-"""JSON of unstored responses that one WebSocket keeps: many times a context window of text."""
+"""JSON of unstored responses of one WebSocket: many times a context window of text."""
 
 
 class UnstoredResponses:
-    """Responses of one WebSocket that are in no store, to go on from; the longest unused are forgotten first."""
+    """Responses of one WebSocket that are in no store and can be continued; evicts the least recently used."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, tuple[Stored, int]] = OrderedDict()
         self._bytes = 0
 
     def add(self, stored: Stored) -> None:
-        """Remembers what a later turn needs of a finished response: its items."""
+        """Stores the part of a finished response that a later turn needs: its items."""
         self.forget(stored.id)
         needed = {name: stored.body[name] for name in ("id", "status", "output")}
         slim = replace(stored, body=needed)
@@ -38,24 +38,24 @@ class UnstoredResponses:
             self.forget(oldest)
 
     def get(self, identifier: str) -> Stored | None:
-        """The response, which counts as used now; None if it was never here or is forgotten."""
+        """The response, marked as used now; None if it is unknown or was evicted."""
         if identifier not in self._kept:
             return None
         self._kept.move_to_end(identifier)
         return self._kept[identifier][0]
 
     def forget(self, identifier: str) -> None:
-        """Drops a response, if it is here."""
+        """Removes a response, if it is here."""
         self._bytes -= self._kept.pop(identifier, (None, 0))[1]
 
 
 @dataclass(slots=True)
 class Caller:
-    """Who asks. `tenant` owns what is stored; `memory` holds unstored responses of a WebSocket, None over HTTP.
+    """tenant: owner of stored data; memory: unstored responses of a WebSocket, None over HTTP
 
-    `owner`: whose share of the tools and queues a request takes; "" where API keys are not checked.
-    `adds_search`: an agent that offers `web_search` with every request, whether anybody wants it or not.
-    `priority`, `session_id` and `data_parallel_rank` come from the headers that routers in front of vLLM send.
+    owner: key for fair shares of tools and queues; "" where API keys are not checked
+    adds_search: the client is an agent that sends `web_search` with every request
+    priority, session_id, data_parallel_rank: from headers of routers in front of vLLM
     """
 
     tenant: str

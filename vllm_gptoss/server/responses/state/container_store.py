@@ -1,4 +1,4 @@
-"""What a store keeps of the python tool's containers: who used one, so that every server gives out its files."""
+"""Stored owners of the python tool's containers, so that every server can serve their files."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from vllm_gptoss.server.responses.state.tables import containers
 
 @shield_methods
 class ContainerStore:
-    """Part of `Store`, whose transactions `begin` gives; every method raises `StoreError` when the database does."""
+    """Part of `Store`; `begin` opens a transaction, and raises `StoreError` when the database fails."""
 
     def __init__(self, begin: Callable[[], AbstractAsyncContextManager[AsyncConnection]]) -> None:
         self._begin = begin
 
     async def put(self, identifier: str, tenant: str, notebook: str) -> None:
-        """Writes who used a container last, and as which conversation of the python tool.
+        """Writes the last user of a container, and its conversation of the python tool.
 
         Raises:
-            TakenError: another server writes the same, just now.
+            TakenError: another server writes the same row concurrently.
         """
         row = {"tenant": tenant, "notebook": notebook, "used": now()}
         async with self._begin() as db:
@@ -33,7 +33,7 @@ class ContainerStore:
                 await db.execute(sa.insert(containers).values(id=identifier, **row))
 
     async def get(self, identifier: str) -> tuple[str, str] | None:
-        """The tenant and the conversation; None for a container that nobody used, or long ago."""
+        """The tenant and the conversation; None for a container without a recent use."""
         query = sa.select(containers.c.tenant, containers.c.notebook).where(containers.c.id == identifier)
         async with self._begin() as db:
             row = (await db.execute(query)).first()

@@ -14,10 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 class ConversationHold:
-    """Keeps a conversation to one response, on whatever server, as OpenAI does: two would not know of each other.
+    """Locks a conversation for one response, on all servers, as OpenAI does: two would not see each other's items.
 
-    `take()`, `renew()` while the response runs, `release()`. What is never released, because its server died, ends by
-    itself after the store's heartbeat.
+    `take()`, `renew()` while the response runs, `release()`. The lock of a server that died expires after the store's
+    heartbeat.
     """
 
     def __init__(self, store: Store, tenant: str, conversation: str, response: str) -> None:
@@ -40,7 +40,7 @@ class ConversationHold:
         raise ApiError(message, param="conversation", code="conversation_locked")
 
     def renew(self) -> None:
-        """Starts to renew the hold in the background, until `release()`."""
+        """Renews the hold in the background until `release()`."""
         self._renewing = asyncio.create_task(self._keep())
 
     async def _keep(self) -> None:
@@ -49,10 +49,10 @@ class ConversationHold:
             try:
                 await self._rows.hold(self._tenant, self._conversation, self._response, self._seconds)
             except StoreError as error:
-                logger.warning("Conversation %s could not be kept: %s", self._conversation, error)
+                logger.warning("The lock of conversation %s was not renewed: %s", self._conversation, error)
 
     async def release(self) -> None:
-        """Gives the conversation free. Never raises: a hold that cannot be released ends by itself."""
+        """Unlocks the conversation. Never raises: a lock that cannot be released expires."""
         if self._renewing:
             self._renewing.cancel()
         try:

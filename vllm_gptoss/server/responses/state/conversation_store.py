@@ -1,4 +1,4 @@
-"""What a store keeps of conversations: their names, their items in order, and which response works on one."""
+"""Stored conversations: their metadata, their items in order, and the response that holds each."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ PAGE = 500
 """Items that are read at once: 22,000 together stopped the event loop for a second."""
 
 Items = Sequence[tuple[dict[str, Any], Any]]
-"""Items, each with what is hidden behind it."""
+"""Items, each with its hidden data."""
 
 
 @shield_methods
 class ConversationStore:
-    """Part of `Store`, whose transactions `begin` gives; every method raises `StoreError` when the database does."""
+    """Part of `Store`; `begin` opens a transaction, and raises `StoreError` when the database fails."""
 
     def __init__(self, begin: Callable[[], AbstractAsyncContextManager[AsyncConnection]], quotas: Quotas) -> None:
         self._begin = begin
@@ -68,9 +68,9 @@ class ConversationStore:
         return bool(gone)
 
     async def append(self, identifier: str, items: Items, tenant: str = "") -> None:
-        """Adds items at the end; without effect if the conversation is gone.
+        """Adds items at the end; without effect if the conversation was deleted.
 
-        `tenant`: whose quota is asked; empty for items of a response that has run, which are never refused.
+        `tenant`: the owner, for its quota; empty for items of a response that has run, which are never refused.
 
         Raises:
             QuotaError: the tenant may store no more.
@@ -82,7 +82,7 @@ class ConversationStore:
             await append(db, identifier, rows)
 
     async def items(self, identifier: str) -> list[tuple[dict[str, Any], Any]]:
-        """The conversation's items in order, each with what is hidden behind it."""
+        """The conversation's items in order, each with its hidden data."""
         items: list[tuple[dict[str, Any], Any]] = []
         after: int | None = None
         while True:
@@ -95,7 +95,7 @@ class ConversationStore:
     async def page(
         self, identifier: str, limit: int, after: int | None = None, *, ascending: bool = True
     ) -> Sequence[sa.Row[Any]]:
-        """Up to `limit` rows of the conversation's items behind the position `after`, in either direction."""
+        """Up to `limit` rows of the conversation's items after the position `after`, in either direction."""
         c = conversation_items.c
         query = sa.select(conversation_items).where(c.conversation == identifier).limit(limit)
         query = query.order_by(c.position if ascending else c.position.desc())
@@ -125,7 +125,7 @@ class ConversationStore:
             return bool((await db.execute(sa.delete(conversation_items).where(where))).rowcount)
 
     async def hold(self, tenant: str, identifier: str, holder: str, seconds: float) -> bool:
-        """Keeps the conversation for `holder` for so long, or longer; False if another has it, or it does not exist."""
+        """Locks the conversation for `holder`, or renews that; False if another holder has it, or it does not exist."""
         c = conversations.c
         free = c.held_by.is_(None) | (c.held_by == holder) | (c.held_until < now())
         async with self._begin() as db:
@@ -133,7 +133,7 @@ class ConversationStore:
             return bool((await db.execute(held.values(held_by=holder, held_until=now() + seconds))).rowcount)
 
     async def release(self, identifier: str, holder: str) -> None:
-        """Gives the conversation free, if `holder` has it, and notes when."""
+        """Unlocks the conversation, if `holder` has it, and stores the time."""
         mine = (conversations.c.id == identifier) & (conversations.c.held_by == holder)
         async with self._begin() as db:
             await db.execute(sa.update(conversations).where(mine).values(held_by=None, held_until=now()))
@@ -154,7 +154,7 @@ def rows_of(conversation: str, items: Items) -> list[dict[str, Any]]:
 
 
 def usage_of(rows: Sequence[Mapping[str, Any]]) -> Usage:
-    """What these items add to what their tenant stores."""
+    """Storage that these items take of their tenant's quota."""
     return Usage(items=len(rows), bytes=sum(row["bytes"] for row in rows))
 
 

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 CONNECT_TIMEOUT, STATEMENT_TIMEOUT = 10, 60
-"""Seconds; asyncpg's own are 60, and for ever: a host that is gone without a word answers nothing."""
+"""Seconds. asyncpg's defaults are 60 and no limit: a host that vanished would block for ever."""
 
 
 def connect(url: sa.URL) -> AsyncEngine:
@@ -40,14 +40,14 @@ def connect(url: sa.URL) -> AsyncEngine:
 
 
 def check_driver(url: str) -> None:
-    """Imports what connects to `url`: SQLAlchemy would only as the store opens. Raises ImportError."""
+    """Imports the driver of `url`, which SQLAlchemy imports only when the store opens. Raises ImportError."""
     sa.make_url(url).get_dialect().import_dbapi()
 
 
 def keep_private(file: Path) -> None:
-    """Makes the database's file, or one that is there, its owner's alone: it has conversations, and a key."""
+    """Makes the database's file private to its owner: it has conversations and an encryption key."""
     if file.name == ":memory:" or str(file).startswith("file:"):
-        return  # SQLite's own words for what is no plain path
+        return  # SQLite's names for databases that are no plain file
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))
     for part in (file, *(file.with_name(file.name + end) for end in ("-wal", "-shm"))):
@@ -58,7 +58,7 @@ def keep_private(file: Path) -> None:
         except FileNotFoundError:
             continue
         except PermissionError as error:
-            logger.warning("Response store: others can read %s, and it is not ours to change: %s", part, error)
+            logger.warning("Response store: others can read %s, and this user may not change that: %s", part, error)
 
 
 def check_columns(connection: sa.Connection) -> None:
@@ -71,5 +71,5 @@ def check_columns(connection: sa.Connection) -> None:
 
 
 def cause_of(error: Exception) -> str:
-    """What the database said, without the statement."""
+    """The database's error message, without the statement."""
     return str(error.orig) if isinstance(error, OperationalError) else str(error).split("\n", 1)[0]

@@ -1,4 +1,4 @@
-"""What a store keeps of background responses: their numbered events, and signs that their server lives."""
+"""Stored parts of background responses: their numbered events, and `beat`, when their server last worked on them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_gptoss.server.responses.state.tables import events, responses
 
 @shield_methods
 class EventStore:
-    """Part of `Store`, whose transactions `begin` gives; every method raises `StoreError` when the database does.
+    """Part of `Store`; `begin` opens a transaction, and raises `StoreError` when the database fails.
 
     `key` is a response's `Stored.key`.
     """
@@ -25,13 +25,13 @@ class EventStore:
         self._begin = begin
 
     async def request_cancel(self, tenant: str, identifier: str) -> None:
-        """Asks the server that runs a response to cancel it."""
+        """Sets the flag with which the server that runs a response cancels it."""
         where = (responses.c.id == row_key(tenant, identifier)) & (responses.c.tenant == tenant)
         async with self._begin() as db:
             await db.execute(sa.update(responses).where(where).values(cancel=True))
 
     async def beat(self, key: str) -> bool:
-        """Says that the response's server lives; False if it should stop: cancelled, deleted, or ended elsewhere."""
+        """Updates `beat`; False if the server should stop the response: cancelled, deleted, or ended elsewhere."""
         async with self._begin() as db:
             mine = unfinished(key)
             lives = (await db.execute(sa.update(responses).where(mine).values(beat=now()))).rowcount
@@ -39,9 +39,10 @@ class EventStore:
         return bool(lives) and not cancel
 
     async def give_up(self, stored: Stored, event: Callable[[int], str]) -> bool:
-        """Ends a response whose server is dead, with a last event (JSON, from its number); False if it is not dead.
+        """Ends a response after its server has died. `event` makes the last event's JSON from its number.
 
-        Of several servers that see it dead, one does this; a server that was only slow finds that it has lost it.
+        False if `beat` has changed, so that one server does this. A slow server then finds that it has lost the
+        response.
         """
         row = stored.row()
         seen = responses.c.beat.is_(None) if stored.beat is None else responses.c.beat == stored.beat
@@ -55,14 +56,15 @@ class EventStore:
         return True
 
     async def append(self, key: str, batch: Sequence[tuple[int, str]], *, finished_here: bool = False) -> bool:
-        """Adds numbered events, as JSON, to a background response; those that are there already are left out.
+        """Adds numbered events, as JSON, to a background response, without those that are stored already.
 
-        False, and nothing is written, if it was deleted or ended elsewhere. `finished_here`: by this server.
+        False, and nothing is written, if it was deleted or ended elsewhere. `finished_here`: this server has ended it.
         """
         mine = responses.c.id == key if finished_here else unfinished(key)
         async with self._begin() as db:
-            # First, because it locks the row: nobody deletes or ends the response until the events are there.
-            if not (await db.execute(sa.update(responses).where(mine).values(beat=now()))).rowcount:
+            # First, because it locks the row: no server deletes or ends the response until the events are stored.
+            size = responses.c.bytes + sum(len(data) for _, data in batch)
+            if not (await db.execute(sa.update(responses).where(mine).values(beat=now(), bytes=size))).rowcount:
                 return False
             last = await _last_event(db, key)
             rows = [{"response": key, "sequence": n, "data": data} for n, data in batch if n > last]
@@ -83,13 +85,6 @@ class EventStore:
         query = sa.select(events.c.sequence, events.c.data).where(where).order_by(events.c.sequence).limit(limit)
         async with self._begin() as db:
             return [(row.sequence, row.data) for row in await db.execute(query)]
-
-    async def measure(self, key: str) -> None:
-        """Counts the events of a background response, which has ended, into its size."""
-        own = sa.select(sa.func.sum(sa.func.length(events.c.data))).where(events.c.response == key)
-        kept = responses.c.bytes + sa.func.coalesce(own.scalar_subquery(), 0)
-        async with self._begin() as db:
-            await db.execute(sa.update(responses).where(responses.c.id == key).values(bytes=kept))
 
 
 def unfinished(key: str) -> sa.ColumnElement[bool]:

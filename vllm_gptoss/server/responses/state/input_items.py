@@ -1,7 +1,7 @@
-"""Input items, each kept once: many clients send the whole conversation with every request.
+"""Input items, each stored once: many clients send the whole conversation with every request.
 
-A response's `input` column is the items themselves, or where they are long, numbers of rows in `gptoss_input_items`.
-Each row says which responses use it; with the last of them it goes.
+A response's `input` column has the items, or if they are long, numbers of rows in `gptoss_input_items`. A row is
+deleted with the last response that uses it (`gptoss_input_uses`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from vllm_gptoss.server.responses.state.stored import Stored
 from vllm_gptoss.server.responses.state.tables import input_items, input_uses
 
 INLINE = 1024
-"""Characters of JSON up to which a request's input is kept as it is: one short question is no history."""
+"""Characters of JSON up to which the column has the items themselves: one short question is no history."""
 
 _INSERT: Mapping[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 
 
 async def pack(db: AsyncConnection, stored: Stored) -> str:
-    """The `input` column of a response whose row is there. Items that had no id get the one of their first time."""
+    """The `input` column of a response that has a row. Items without an id get the id of their first use."""
     plain = json.dumps(stored.input)
     if len(plain) <= INLINE:
         return plain
@@ -65,24 +65,50 @@ async def _known(db: AsyncConnection, hashes: set[str]) -> dict[str, tuple[int, 
     return {row.hash: (row.id, row.name) for row in found}
 
 
-async def unpack(db: AsyncConnection, column: str) -> list[dict[str, Any]]:
-    """The items of an `input` column."""
+Entry = list[Any] | dict[str, Any]
+"""An item, or where it is stored: [row's number, and the item's id where that is not the row's]."""
+
+
+def entries_of(column: str) -> list[Entry]:
+    """The entries of an `input` column, in order."""
     value = json.loads(column)
-    if isinstance(value, list):
-        return value
+    return value if isinstance(value, list) else value["items"]
+
+
+async def index_of(db: AsyncConnection, entries: Sequence[Entry], identifier: str) -> int | None:
+    """Index of the first entry with this item id. Reads no item."""
     c = input_items.c
-    numbers = {entry[0] for entry in value["items"]}
-    found = await db.execute(sa.select(c.id, c.name, c.item).where(c.id.in_(numbers)))
+    unnamed = {entry[0] for entry in entries if isinstance(entry, list) and len(entry) == 1}
+    named: set[int] = set()
+    if unnamed:
+        named = set((await db.execute(sa.select(c.id).where(c.id.in_(unnamed), c.name == identifier))).scalars())
+    for index, entry in enumerate(entries):
+        if isinstance(entry, dict):
+            is_it = entry["id"] == identifier
+        else:
+            is_it = entry[1] == identifier if len(entry) > 1 else entry[0] in named
+        if is_it:
+            return index
+    return None
+
+
+async def load(db: AsyncConnection, entries: Sequence[Entry]) -> list[dict[str, Any]]:
+    """The items of these entries."""
+    c = input_items.c
+    numbers = {entry[0] for entry in entries if isinstance(entry, list)}
+    found = await db.execute(sa.select(c.id, c.name, c.item).where(c.id.in_(numbers))) if numbers else ()
     rows = {row.id: (row.name, row.item) for row in found}
     items = []
-    for number, *own in value["items"]:
-        name, text = rows[number]
-        items.append({"id": own[0] if own else name, **json.loads(text)})
+    for entry in entries:
+        if isinstance(entry, list):
+            name, text = rows[entry[0]]
+            entry = {"id": entry[1] if len(entry) > 1 else name, **json.loads(text)}
+        items.append(entry)
     return items
 
 
 async def forget(db: AsyncConnection, keys: Sequence[str]) -> None:
-    """Removes what only these responses use."""
+    """Removes the items that only these responses use."""
     mine = sa.select(input_uses.c.item).where(input_uses.c.response.in_(keys)).distinct()
     numbers = list((await db.execute(mine)).scalars())
     await db.execute(sa.delete(input_uses).where(input_uses.c.response.in_(keys)))

@@ -1,4 +1,4 @@
-"""Writing the end of a background response while the database is away: nobody waits for it, and its work is done."""
+"""Retries for the end of a background response while the database fails: no client waits, and its work is done."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ RETRY = 1.0
 
 
 async def update_at_last(store: Store, stored: Stored, conversation: str | None) -> None:
-    """`store.update`, again while the database fails, for as long as other servers take this one to be alive.
+    """`store.update`, retried while the database fails, for `heartbeat` seconds.
 
     Raises:
-        StoreError: it still fails, or never can succeed.
+        StoreError: it still fails, or can never succeed.
         LostError: the response was deleted, or ended by another server.
     """
     until = time.monotonic() + store.config.heartbeat

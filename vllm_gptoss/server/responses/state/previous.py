@@ -1,4 +1,4 @@
-"""What came before a request: the items of the response or conversation that it goes on from.
+"""The items before a request: those of the response or conversation that it continues.
 
 In: a checked request and its caller. Out: `Previous`, with the request's own `item_reference`s replaced by items.
 """
@@ -21,7 +21,7 @@ _ECHOED = frozenset({"item_reference", "web_search_call", "code_interpreter_call
 
 @dataclass(slots=True)
 class Previous:
-    """What came before a request: items, what is hidden behind them, and the first response of the chain."""
+    """Items before a request, hidden data by item id, and the first response of the chain."""
 
     items: list[Item] = field(default_factory=list)
     hidden: dict[str, Any] = field(default_factory=dict)
@@ -62,7 +62,7 @@ async def _chain(identifier: str, caller: Caller, store: Store | None) -> Sequen
 
 
 def _remembered(identifier: str | None, caller: Caller) -> list[Stored]:
-    """The end of a chain as far as the caller's WebSocket remembers it, oldest first."""
+    """The end of a chain that the caller's WebSocket holds, oldest first."""
     chain: list[Stored] = []
     while identifier and caller.memory and (stored := caller.memory.get(identifier)):
         chain.insert(0, stored)
@@ -71,7 +71,7 @@ def _remembered(identifier: str | None, caller: Caller) -> list[Stored]:
 
 
 async def _resolve(request: CreateRequest, previous: Previous, caller: Caller, store: Store | None) -> None:
-    """Replaces `item_reference`s, and finds what the model saw behind items that the client echoes."""
+    """Replaces `item_reference`s, and finds the hidden data of items that the client echoes."""
     items = request.items
     known = {item["id"]: (item, previous.hidden.get(item["id"])) for item in previous.items if "id" in item}
     if store and any(item["type"] in _ECHOED for item in items):

@@ -1,7 +1,7 @@
 """How much each API key, and all together, may store.
 
-Responses of the key that exceeds its quota are evicted, the least recently used chain first. Conversations are not:
-what they would exceed is refused. Where all keys together exceed the total, the largest of them gives way.
+If a key exceeds its quota, its responses are evicted, the least recently used chain first. Conversations are not
+evicted: an addition above the quota is refused. If all keys exceed the total, data of the largest key is evicted.
 """
 
 from __future__ import annotations
@@ -20,13 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from vllm_gptoss.server.responses.options import ResponsesOptions
 from vllm_gptoss.server.responses.state import input_items
 from vllm_gptoss.server.responses.state.stored import UNFINISHED, QuotaError
-from vllm_gptoss.server.responses.state.tables import (
-    conversation_items,
-    conversations,
-    events,
-    item_index,
-    responses,
-)
+from vllm_gptoss.server.responses.state.tables import conversation_items, conversations, events, item_index, responses
 from vllm_gptoss.server.responses.state.tables import input_items as inputs
 
 logger = logging.getLogger(__name__)
@@ -38,7 +32,7 @@ _BATCH = 512
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What is stored. `items`: of conversations, and input items of responses that are kept once."""
+    """Amounts of stored data. `items`: of conversations, and distinct input items of responses."""
 
     responses: int = 0
     conversations: int = 0
@@ -55,9 +49,9 @@ class Usage:
 
 
 class Quotas:
-    """Part of `Store`, whose transactions `begin` gives; every method raises `StoreError` when the database does.
+    """Part of `Store`; `begin` opens a transaction, and raises `StoreError` when the database fails.
 
-    Counts are cached for 30 s with this server's own additions, and read anew before anything is evicted or refused.
+    Counts are cached for 30 s with this server's own additions, and read again before an eviction or a refusal.
     """
 
     def __init__(
@@ -101,7 +95,7 @@ class Quotas:
             await self._evict(None)
 
     async def _evict(self, tenant: str | None, more: Usage | None = None) -> str:
-        """Evicts down to 95 % of the quota, None for the total; what is still exceeded where nothing is left to."""
+        """Evicts down to 95 % of the quota, or of the total for None; returns the field still exceeded, or ""."""
         more, limits = more or Usage(), self._per_key if tenant else self._in_total
         aim = Usage(*(limit - limit // 20 for limit in astuple(limits)))
         batch = 1
@@ -157,7 +151,7 @@ _KINDS = (
 
 
 async def _counted(db: AsyncConnection, tenant: str | None) -> Usage:
-    """What a tenant stores, or all of them for None."""
+    """Amounts that a tenant stores, or all tenants for None."""
     usage = Usage()
     for kind in _KINDS:
         query = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(kind.bytes), 0)).select_from(kind.table)
@@ -202,7 +196,7 @@ async def _evict_conversation(db: AsyncConnection, tenant: str) -> int:
 
 
 async def remove_responses(db: AsyncConnection, keys: Sequence[str]) -> None:
-    """Removes responses with all that is kept of them."""
+    """Removes responses with their events, items and index."""
     await db.execute(sa.delete(events).where(events.c.response.in_(keys)))
     await db.execute(sa.delete(item_index).where(item_index.c.response.in_(keys)))
     await input_items.forget(db, keys)

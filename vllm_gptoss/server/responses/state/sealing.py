@@ -1,4 +1,4 @@
-"""Sealing what a client carries for us: reasoning in stateless use, and compacted history.
+"""Encryption of data that clients store for the server: reasoning in stateless use, and compacted history.
 
 AES-256-GCM (NIST SP 800-38D) with a random 96-bit nonce; the tenant and the purpose are authenticated with it, so one
 API key cannot open what another was given, nor pass a reasoning item off as a compaction.
@@ -22,7 +22,7 @@ from vllm_gptoss.server.responses.errors import RetiredKeyError
 PREFIX = "gptoss2."
 """Then the key's id, a dot, and base64url of nonce and ciphertext."""
 UNNAMED = "gptoss1."
-"""As `PREFIX`, without a key's id: what releases before the key ring sealed."""
+"""As `PREFIX`, without a key's id: the format of releases without a key ring."""
 KEY_BYTES = 32
 _NONCE_BYTES = 12
 
@@ -69,7 +69,7 @@ def _decrypt(cipher: AESGCM, data: str, context: bytes) -> str | None:
 
 
 def key_id(key: bytes) -> str:
-    """A short name of a key, which does not tell the key."""
+    """A short name of a key, which does not reveal it."""
     return hashlib.sha256(b"gptoss key id" + key).hexdigest()[:12]
 
 
@@ -79,7 +79,7 @@ def new_key() -> bytes:
 
 
 def parse_keys(text: str) -> list[bytes]:
-    """Keys as base64, separated by commas, the current one first. Raises `ValueError` for what is none."""
+    """Keys as base64, separated by commas, the current one first. Raises `ValueError`."""
     try:
         keys = [base64.b64decode(part.strip(), validate=True) for part in text.split(",") if part.strip()]
     except binascii.Error as error:

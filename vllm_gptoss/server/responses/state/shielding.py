@@ -1,4 +1,4 @@
-"""Database work that a client who goes away cannot break in the middle."""
+"""Database work that continues when its client disconnects."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _running: set[asyncio.Task[Any]] = set()
 
 
 def shield_methods(cls: C) -> C:
-    """Class decorator: every public coroutine method runs to its end, also when whoever awaits it is cancelled.
+    """Class decorator: every public coroutine method runs to its end, also when its caller is cancelled.
 
-    A statement that is cancelled goes on in the driver's thread; a connection that is given up meanwhile may keep
-    SQLite's write lock from everybody else until it is collected.
+    A cancelled statement continues in the driver's thread. A connection dropped meanwhile may hold SQLite's write lock
+    until it is garbage-collected.
     """
     for name, method in list(vars(cls).items()):
         if inspect.iscoroutinefunction(method) and not name.startswith("_"):
@@ -41,4 +41,4 @@ def _shielded(method: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., 
 def _ended(task: asyncio.Task[Any]) -> None:
     _running.discard(task)
     if not task.cancelled() and (error := task.exception()):
-        logger.debug("A store operation failed: %s", error)  # and is raised where somebody still waits for it
+        logger.debug("A store operation failed: %s", error)  # also raised in a caller that still waits

@@ -1,13 +1,14 @@
-"""What outlives a request: responses, the events of background ones, conversations. SQLite by default, or PostgreSQL.
+"""The response store: responses, the events of background ones, conversations. SQLite by default, or PostgreSQL.
 
-Several API servers may share one database. A row belongs to a tenant (a hash of the API key); whoever asks with another
-key is told that it does not exist. A response is committed before its client hears that it is complete, so neither
-`kill -9` nor (with SQLite's `synchronous=FULL`) a power cut loses one that was reported.
+Several API servers may share one database. A row belongs to a tenant (a hash of the API key); for other keys it does
+not exist. A response is committed before its client gets the last event, so neither `kill -9` nor (with SQLite's
+`synchronous=FULL`) a power cut loses a completed response.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -39,7 +40,7 @@ from vllm_gptoss.server.responses.state.stored import (
     row_key,
     stored_of,
 )
-from vllm_gptoss.server.responses.state.tables import item_index, responses, settings
+from vllm_gptoss.server.responses.state.tables import events, item_index, responses, settings
 from vllm_gptoss.server.responses.state.upgrade import upgrade
 from vllm_gptoss.tools.protocol import CALLER
 from vllm_gptoss.tools.slots import Slots
@@ -47,7 +48,7 @@ from vllm_gptoss.tools.slots import Slots
 logger = logging.getLogger(__name__)
 
 AT_ONCE = {True: 1, False: 15}
-"""Transactions, by whether the database is SQLite, for whose one writer others poll: here callers have their turns."""
+"""Concurrent transactions; key: is it SQLite. SQLite has one writer, and others poll: `Slots` gives fair turns."""
 
 T = TypeVar("T")
 
@@ -72,7 +73,7 @@ class Store:
         self._closing = False
 
     async def open(self) -> None:
-        """Creates or upgrades the tables. Raises `StoreError` that says where, and what to do."""
+        """Creates or upgrades the tables. Raises `StoreError` with the store's address and a remedy."""
         try:
             await self._create()
         except (StoreError, OSError) as error:
@@ -88,7 +89,7 @@ class Store:
                 async with self._begin() as db:
                     await db.run_sync(upgrade)
                 break
-            except (TakenError, StoreError):  # SQLite's file, which another server makes just now
+            except (TakenError, StoreError):  # another server creates SQLite's file concurrently
                 if attempt == 2:
                     raise
                 await asyncio.sleep(0.2 * (attempt + 1))
@@ -98,7 +99,7 @@ class Store:
     async def aclose(self) -> None:
         """Closes the database's connections, with no transaction left open: it would lock the file for others."""
         self._closing = True
-        if self._sweeping:  # not cancelled: SQLAlchemy would give up its connection in the middle of a transaction
+        if self._sweeping:  # not cancelled: SQLAlchemy would drop its connection inside a transaction
             await asyncio.wait([self._sweeping])
         await self._db.dispose()
 
@@ -113,7 +114,7 @@ class Store:
             raise StoreError(f"The response store failed: {error.__class__.__name__}: {cause_of(error)}") from error
 
     async def setting(self, name: str, fresh: str | None = None) -> str | None:
-        """The value kept under `name`; `fresh`, if given, becomes it when there is none. Safe among several servers."""
+        """The value of `name`; where there is none, `fresh` is stored, if given. Safe with several servers."""
         query = sa.select(settings.c.value).where(settings.c.name == name)
         async with self._begin() as db:
             if (value := await db.scalar(query)) is not None:
@@ -153,14 +154,16 @@ class Store:
         await self._settle(stored.tenant, Usage(responses=1, items=len(stored.input), bytes=row["bytes"]))
 
     async def update(self, stored: Stored, conversation: str | None = None) -> None:
-        """Writes a background response that has changed, while it is unfinished.
+        """Writes a changed background response, while it is unfinished.
 
         Raises:
-            LostError: it was deleted, or ended by another server, meanwhile. Nothing is written.
+            LostError: it was deleted, or ended by another server. Nothing is written.
         """
         row = self._checked_row(stored) | {"beat": now()}
         kept = {name: value for name, value in row.items() if name not in ("id", "cancel", "created", "input")}
-        kept["bytes"] = sa.func.length(responses.c.input) + row["bytes"] - len(row["input"])
+        own_events = sa.select(sa.func.coalesce(sa.func.sum(sa.func.length(events.c.data)), 0))
+        of_events = own_events.where(events.c.response == stored.key).scalar_subquery()
+        kept["bytes"] = sa.func.length(responses.c.input) + row["bytes"] - len(row["input"]) + of_events
         async with self._begin() as db:
             mine = unfinished(stored.key) & (responses.c.tenant == stored.tenant)
             changed = await db.execute(sa.update(responses).where(mine).values(kept))
@@ -178,7 +181,7 @@ class Store:
         return row
 
     async def get(self, tenant: str, identifier: str) -> Stored | None:
-        """A response of the tenant's; None if there is none or it has expired."""
+        """A response of the tenant; None if there is none or it has expired."""
         return await self._get(tenant, row_key(tenant, identifier))
 
     async def _get(self, tenant: str, key: str) -> Stored | None:
@@ -188,7 +191,7 @@ class Store:
             row = (await db.execute(query)).first()
             if row is None or self._expired(row._mapping["created"]):
                 return None
-            return stored_of(row, await input_items.unpack(db, row._mapping["input"]))
+            return stored_of(row, await input_items.load(db, input_items.entries_of(row._mapping["input"])))
 
     def _expired(self, created: float) -> bool:
         return bool(self.config.retention) and created < time.time() - self.config.retention
@@ -200,19 +203,62 @@ class Store:
             return await db.scalar(query) is not None
 
     async def chain(self, tenant: str, identifier: str) -> list[Stored] | None:
-        """The response and all before it, oldest first; None if one of them is gone or somebody else's."""
-        chain: list[Stored] = []
-        at: str | None = identifier
-        while at:
-            stored = await self.get(tenant, at)
-            if stored is None:
-                return None
-            chain.append(stored)
-            at = stored.previous
-        return chain[::-1]
+        """The response and all before it, oldest first; None if one of them is deleted or of another tenant."""
+        keys = await self.chain_keys(tenant, identifier)
+        chain = [stored for key in reversed(keys) if (stored := await self._get(tenant, key))]
+        return chain if chain and len(chain) == len(keys) and not chain[0].previous else None
+
+    async def chain_keys(self, tenant: str, identifier: str) -> list[str]:
+        """Keys of the response and of those before it, newest first, up to one that was deleted or has expired."""
+        c = responses.c
+        key: str | None = row_key(tenant, identifier)
+        rows: dict[str, sa.Row[Any]] = {}
+        keys: list[str] = []
+        while key:
+            if key not in rows:  # once for most chains: their responses have one root
+                root = sa.select(c.root).where(c.id == key).scalar_subquery()
+                query = sa.select(c.id, c.previous, c.created).where(c.tenant == tenant, c.root == root)
+                async with self._begin() as db:
+                    rows |= {row.id: row for row in await db.execute(query)}
+            row = rows.get(key)
+            if row is None or self._expired(row.created):
+                break
+            keys.append(key)
+            key = row_key(tenant, row.previous) if row.previous else None
+        return keys
+
+    async def input_page(
+        self, keys: Sequence[str], limit: int, after: str | None, *, ascending: bool
+    ) -> list[dict[str, Any]] | None:
+        """Up to `limit` input items of the response with these `chain_keys`, in either order, after item `after`.
+
+        They are the input and output of the responses before it, then its own input. Only responses that the page needs
+        are read. None if there is no item `after`.
+        """
+        own, begin = keys[0], 0
+        keys = keys[::-1] if ascending else keys
+        async with self._begin() as db:
+            if after is not None:
+                query = sa.select(item_index.c.response).where(item_index.c.id == after)
+                first_with = set((await db.execute(query)).scalars())
+                # An item that another chain had first is indexed there only: then all turns are searched.
+                begin = next((i for i, key in enumerate(keys) if key in first_with), 0)
+        items: list[dict[str, Any]] = []
+        for key in keys[begin:]:
+            async with self._begin() as db:
+                entries = await _entries(db, key, with_output=key != own)
+                entries = entries if ascending else entries[::-1]
+                if after is not None:
+                    if (index := await input_items.index_of(db, entries, after)) is None:
+                        continue
+                    entries, after = entries[index + 1 :], None
+                items += await input_items.load(db, entries[: limit - len(items)])
+            if len(items) == limit:
+                break
+        return items if after is None else None
 
     async def delete(self, tenant: str, identifier: str) -> bool:
-        """Removes a response with its events; False if the tenant has none of this id."""
+        """Removes a response with its events; False if the tenant has no response of this id."""
         key = row_key(tenant, identifier)
         where = (responses.c.id == key) & (responses.c.tenant == tenant)
 
@@ -226,7 +272,7 @@ class Store:
         return await _retried(remove)
 
     async def find_items(self, tenant: str, item_ids: Sequence[str]) -> dict[str, tuple[dict[str, Any], Any]]:
-        """Items of stored responses by id, each with what is hidden behind it; those not found are left out."""
+        """Items of stored responses by id, each with its hidden data; unknown ids are left out."""
         query = sa.select(item_index.c.response).where(item_index.c.id.in_(item_ids)).distinct()
         async with self._begin() as db:
             owners = (await db.execute(query)).scalars().all() if item_ids else []
@@ -235,7 +281,7 @@ class Store:
             if stored := await self._get(tenant, owner):
                 for item, _ in stored.items_with_hidden():
                     hidden = stored.hidden.get(item["id"])
-                    # A response that had the item echoed to it knows nothing of what is behind it.
+                    # A response that only got an echo of the item has no hidden data of it.
                     if item["id"] in item_ids and (hidden or item["id"] not in found):
                         found[item["id"]] = (item, hidden)
         return found
@@ -243,14 +289,14 @@ class Store:
     # Limits
 
     async def _settle(self, tenant: str, more: Usage) -> None:
-        """The key's quota at once; retention and the total off the request's path, once a minute or where it is full.
+        """Applies the key's quota now; retention and the total in a task, once a minute or when the store is full.
 
-        A response that is stored stays so whatever fails here.
+        Failures are logged only: the response is stored.
         """
         try:
             await self.quotas.settle(tenant, more)
         except StoreError as error:
-            logger.warning("Response store: could not count what a key stores: %s", error)
+            logger.warning("Response store: could not count the data of a key: %s", error)
         is_early = time.monotonic() - self._swept < 60 and not self.quotas.is_full
         if is_early or (self._sweeping and not self._sweeping.done()):
             return
@@ -265,7 +311,7 @@ class Store:
             logger.warning("Response store: could not sweep: %s", error)
 
     async def sweep(self) -> int:
-        """Removes responses past retention, and returns how many; then brings all keys together within the total."""
+        """Removes responses past retention, and returns how many; then evicts until all keys are within the total."""
         return await _retried(self._sweep)
 
     async def _sweep(self) -> int:
@@ -284,8 +330,17 @@ class Store:
         return gone
 
 
+async def _entries(db: AsyncConnection, key: str, *, with_output: bool) -> list[input_items.Entry]:
+    """Entries of a response's input, and `with_output` its output items; empty if it was deleted meanwhile."""
+    columns = (responses.c.input, responses.c.body)[: 1 + with_output]
+    row = (await db.execute(sa.select(*columns).where(responses.c.id == key))).first()
+    if row is None:
+        return []
+    return input_items.entries_of(row.input) + (json.loads(row.body)["output"] if with_output else [])
+
+
 async def _retried(work: Callable[[], Awaitable[T]]) -> T:
-    """`work`, again where another server took or dropped, just then, an item that it counted on."""
+    """`work`, retried if another server concurrently inserted or deleted an item that it uses."""
     for _ in range(2):
         try:
             return await work()
@@ -295,11 +350,11 @@ async def _retried(work: Callable[[], Awaitable[T]]) -> T:
 
 
 async def _write_items(db: AsyncConnection, stored: Stored, conversation: str | None) -> None:
-    """What else is written with a finished response: where its items are found, and its conversation."""
+    """Writes the index of a finished response's items, and appends them to its conversation."""
     if stored.status not in UNFINISHED:
         every = {item["id"] for item in (*stored.input, *stored.body["output"])}
         await db.execute(sa.delete(item_index).where(item_index.c.response == stored.key))
-        # What the client echoes is found where it was first: turn after turn would find all turns else.
+        # Items are indexed where they were first: else a lookup of an echoed history would read every turn.
         known = sa.select(item_index.c.id).join(responses, responses.c.id == item_index.c.response)
         mine = known.where(responses.c.tenant == stored.tenant, item_index.c.id.in_(every))
         if new := every - set((await db.execute(mine)).scalars()):

@@ -1,4 +1,4 @@
-"""A response as it is kept, and how keeping one fails."""
+"""A stored response, and the store's errors."""
 
 from __future__ import annotations
 
@@ -9,43 +9,45 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_gptoss.server.responses.request.create import CreateRequest
+
 UNFINISHED = ("queued", "in_progress")
 
 
 class StoreError(Exception):
-    """The database refused: full disk, gone, locked for too long, or the size limit is reached."""
+    """The database failed: full disk, unreachable, locked for too long, or a size limit is reached."""
 
     status, code = 503, "store_failed"
 
 
 class QuotaError(StoreError):
-    """What the API key would store is more than it may."""
+    """The API key's quota is exceeded."""
 
     status, code = 507, "storage_quota_exceeded"
 
 
 class TakenError(StoreError):
-    """There is a row of this id already."""
+    """A row of this id exists already."""
 
 
 class TooLargeError(StoreError):
-    """The response is larger than one may be; it never fits."""
+    """The response exceeds the size limit of one response."""
 
 
 class LostError(StoreError):
-    """The response was deleted, or has been ended by another server."""
+    """The response was deleted, or ended by another server."""
 
 
 @dataclass(slots=True)
 class Stored:
-    """A response as it is kept.
+    """A stored response.
 
-    `body` is the response object; `input` this request's own input items. `hidden` maps an output item's id to what the
-    model saw and the API does not show (a tool's text), so that a later turn has the whole history. `root` is the first
-    response of the chain, which tool sessions are keyed by. `created` has fractions of a second, unlike the body's
-    `created_at`: the oldest must be known among those of one second. `silent`: seconds since its server's last sign of
-    life, by the database's clock, when this was read. `nameless`: ids of input items that the client gave without one,
-    and nobody knows yet.
+    body: the response object; input: the request's own input items
+    hidden: by id of an output item, text that the model saw and the API does not show (a tool's), for later turns
+    root: first response of the chain, the key of tool sessions
+    created: seconds with fractions, unlike the body's `created_at`, so that evictions have an order within a second
+    silent: seconds since the last `beat` of its server, by the database's clock, when it was read
+    nameless: generated ids of input items, which no client has seen yet
     """
 
     id: str
@@ -63,7 +65,7 @@ class Stored:
 
     @property
     def key(self) -> str:
-        """What names it in the database, and among what this server runs."""
+        """Primary key in the database, and key among this server's running responses."""
         return row_key(self.tenant, self.id)
 
     @property
@@ -72,7 +74,7 @@ class Stored:
         return str(self.body["status"])
 
     def items_with_hidden(self) -> list[tuple[dict[str, Any], Any]]:
-        """Input and output items in order, each with what is hidden behind it."""
+        """Input and output items in order, each with its hidden data."""
         both: list[tuple[dict[str, Any], Any]] = [(item, None) for item in self.input]
         return both + [(item, self.hidden.get(item["id"])) for item in self.body["output"]]
 
@@ -95,18 +97,24 @@ class Stored:
         }
 
 
+def stored_request(request: CreateRequest, tenant: str, body: dict[str, Any]) -> Stored:
+    """The response `body` to this request, without hidden data."""
+    previous, nameless = request.previous_response_id, request.nameless
+    return Stored(body["id"], tenant, body, request.items, {}, previous, nameless=nameless)
+
+
 _RANDOM = re.compile(r"resp_[0-9a-f]{48}")
 
 
 def row_key(tenant: str, identifier: str) -> str:
-    """A response's primary key. Ids that clients choose are their tenant's own: nobody learns which another uses."""
+    """A response's primary key. Ids that clients choose are hashed with the tenant, so tenants cannot collide."""
     if _RANDOM.fullmatch(identifier):
         return identifier
     return f"{identifier[:80]}~{hashlib.sha256(f'{tenant}:{identifier}'.encode()).hexdigest()[:40]}"
 
 
 def stored_of(row: Any, items: list[dict[str, Any]]) -> Stored:
-    """From a row of `gptoss_responses` and the input items that it means."""
+    """From a row of `gptoss_responses` and its input items."""
     m = row._mapping
     body = json.loads(m["body"])
     return Stored(

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 metadata = sa.MetaData()
 
-# What quotas count is in indexes: the rows are long.
+# Quotas count from indexes, because the rows are long.
 
 responses = sa.Table(
     "gptoss_responses",

@@ -28,21 +28,21 @@ from vllm_gptoss.server.responses.state.tables import (
 logger = logging.getLogger(__name__)
 
 VERSION, NEEDED = "schema", "schema_needs"
-"""Settings: the last step taken, and the first version whose servers can work with the result."""
+"""Settings: the last step taken, and the first version of servers that can work with the result."""
 
 RENAMED = "response_keys"
-"""The setting that says that all keys are of today's form, from before there was a version."""
+"""Setting of databases without a version: all response keys have the current form."""
 
 LOCK = 0x6770746F7373
-"""Of PostgreSQL's advisory locks, ours: `gptoss`."""
+"""Number of the advisory lock in PostgreSQL: `gptoss` in ASCII."""
 
 LOCK_WAIT = "10s"
-"""How long a step waits for a table that others use: whoever comes later waits behind it."""
+"""How long a step waits for a table in use: later statements of other servers queue behind it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """To schema `version`. Not `additive`: servers of before cannot work with what it leaves, and refuse to start."""
+    """To schema `version`. Not `additive`: servers of earlier versions refuse to start afterwards."""
 
     version: int
     what: str
@@ -71,22 +71,22 @@ def _usage(connection: sa.Connection) -> None:
 
 
 STEPS = (
-    Step(1, "input items kept once, keys of a tenant's own", _first, additive=False),
+    Step(1, "input items stored once, response keys by tenant", _first, additive=False),
     Step(2, "who used a container of the python tool", _containers),
     Step(3, "how much each API key stores", _usage),
 )
 
 
 def upgrade(connection: sa.Connection, steps: Sequence[Step] = STEPS) -> None:
-    """Takes the steps that the database lacks. In a transaction of its own.
+    """Takes the missing steps. Needs a separate transaction.
 
     Raises:
-        StoreError: the database is of a newer version, which this one cannot work with.
+        StoreError: the database has a newer, incompatible schema.
     """
     known = steps[-1].version
     if _version(connection) < known:
         _lock(connection)
-        there = _version(connection)  # another server may just have taken them
+        there = _version(connection)  # another server may have taken them meanwhile
         missing = [step for step in steps if step.version > there]
         for step in missing:
             step.take(connection)
@@ -114,7 +114,7 @@ def _accept(newer: int, needed: int, known: int) -> None:
 
 
 def _version(connection: sa.Connection) -> int:
-    """0 for a database that is empty, or of before there were versions."""
+    """0 for a database that is empty or older than versions."""
     return _number(connection, VERSION) if sa.inspect(connection).has_table(settings.name) else 0
 
 
@@ -128,7 +128,7 @@ def _set(connection: sa.Connection, name: str, value: int) -> None:
 
 
 def _lock(connection: sa.Connection) -> None:
-    """Keeps other servers from upgrading until the transaction ends, in whatever way."""
+    """Blocks upgrades by other servers until the transaction ends."""
     if connection.dialect.name == "postgresql":
         connection.execute(sa.select(sa.func.pg_advisory_xact_lock(sa.literal(LOCK, sa.BigInteger))))
         connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCK_WAIT}'")
@@ -138,7 +138,7 @@ def _lock(connection: sa.Connection) -> None:
 
 
 def add_column(connection: sa.Connection, column: sa.Column[object]) -> None:
-    """Adds a column of a table of today's. It must be nullable or have a server default: older servers leave it out."""
+    """Adds a missing column. It must be nullable or have a server default: older servers do not write it."""
     assert column.nullable or column.server_default is not None, f"older servers do not write {column}"
     there = {known["name"] for known in sa.inspect(connection).get_columns(column.table.name)}
     if column.name not in there:
@@ -147,9 +147,9 @@ def add_column(connection: sa.Connection, column: sa.Column[object]) -> None:
 
 
 def rename_keys(connection: sa.Connection) -> None:
-    """Gives responses under ids that clients chose the keys that `row_key` makes; the id alone was the key before.
+    """Changes the keys of responses with ids from clients to those of `row_key`; before, the id alone was the key.
 
-    Once for a database. A server of the earlier version that still runs on it does not find them any more.
+    Once for a database. Servers of the earlier version do not find these responses afterwards.
     """
     if connection.scalar(sa.select(settings.c.value).where(settings.c.name == RENAMED)) is not None:
         return

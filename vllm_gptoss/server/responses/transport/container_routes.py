@@ -1,4 +1,4 @@
-"""/v1/containers: the files that the python tool left, for the API key whose response made them."""
+"""/v1/containers: files of the python tool, for the API key that owns the response."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_gptoss.server.responses.transport.paging import page_of
 from vllm_gptoss.tools.protocol import ToolKind
 
 _INERT = {"X-Content-Type-Options": "nosniff", "Content-Security-Policy": "sandbox; default-src 'none'"}
-"""What a program left is data: a browser must neither guess what it is nor run it."""
+"""Files of programs are untrusted: a browser must neither guess their type nor run them."""
 
 
 def add_routes(router: APIRouter, service: Callable[[], Service]) -> None:
@@ -40,7 +40,7 @@ def add_routes(router: APIRouter, service: Callable[[], Service]) -> None:
 
 
 async def _files(service: Service, container_id: str, request: Request) -> list[dict[str, Any]]:
-    """What can be downloaded of a container, oldest first, for the API key whose response used it."""
+    """Files of a container, oldest first. Raises `ApiError` (404) where another API key owns it."""
     provider = service.context.providers.of_kind(ToolKind.PYTHON)
     if provider is None or not await service.context.containers.owns(container_id, caller_of(request)):
         raise not_found("Container", container_id)
@@ -59,7 +59,7 @@ async def _files(service: Service, container_id: str, request: Request) -> list[
 
 
 async def _file(service: Service, container_id: str, file_id: str, request: Request) -> Response:
-    """A file that the python tool left, for the API key whose response made it."""
+    """A file of a container. Raises `ApiError` (404) where another API key owns it."""
     provider = service.context.providers.of_kind(ToolKind.PYTHON)
     mine = provider is not None and await service.context.containers.owns(container_id, caller_of(request))
     found = await provider.read_file(container_id, file_id) if provider and mine else None

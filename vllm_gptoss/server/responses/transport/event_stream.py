@@ -1,4 +1,4 @@
-"""Server-sent events: the names a client wants, their frames, and noticing that nobody listens any more."""
+"""Server-sent events: event names by API, frames, and the detection of clients that disconnect or read nothing."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def named(event: Event, names: Mapping[str, str]) -> Event:
 
 
 def obfuscated(event: Event) -> Event:
-    """A delta padded with random characters, so that the size of a packet does not tell the length of its text."""
+    """A delta padded with random characters, so that the size of a packet does not reveal the length of its text."""
     if "delta" not in event:
         return event
     return {**event, "obfuscation": secrets.token_hex(16)[: 1 + secrets.randbelow(16)]}
 
 
 def error_event(error: ApiError, number: int) -> Event:
-    """The `error` event of a stream that cannot go on."""
+    """The `error` event of a stream that cannot continue."""
     fields = {"code": error.code, "message": error.message, "param": error.param}
     return {"type": "error", "sequence_number": number, **fields}
 
@@ -82,7 +82,7 @@ DONE = b"data: [DONE]\n\n"
 class EventStream(Response):
     """Server-sent events. A disconnect cancels the generator at once, also while it waits for a tool.
 
-    after: number of the last event that the client has. loop: the one whose events these are, if it runs here.
+    after: number of the last event that the client has. loop: the source of the events, if it runs here.
     """
 
     outlet: Outlet
@@ -134,7 +134,7 @@ class EventStream(Response):
                 async for batch in batches:
                     if batch:
                         await self._send(send, self.framed(batch))
-        except (ApiError, StoreError) as error:  # nothing that a response can say of itself
+        except (ApiError, StoreError) as error:  # not a failure of the response: it has no event for this
             logger.warning("A stream ended early: %s", error)
             failure = store_failed(error) if isinstance(error, StoreError) else error
             await self._send(send, frame(error_event(failure, self._next)))
@@ -150,7 +150,7 @@ class EventStream(Response):
         return b"".join(map(frame, events))
 
     def framed_text(self, deltas: TextDeltas, number: int, text: str) -> bytes:
-        """The bytes of the next event, one of `deltas`: what they have in common is encoded once."""
+        """The bytes of the next event, one of `deltas`, which encode their common fields once."""
         if self._obfuscate:
             return self.framed([deltas.event(number, text)])
         if deltas is not self._deltas:
@@ -162,13 +162,13 @@ class EventStream(Response):
         return b"%b%d%b%b%b" % (before, number, between, _encode(text), after)
 
     async def _send(self, send: Send, data: bytes, *, more: bool = True) -> None:
-        # `_watch` sees from these whether the reader takes anything: a timer of its own would cost each token 4 µs.
+        # `_watch` detects from these that the client reads nothing: a timer per send would cost each token 4 µs.
         self._is_sending, self._last_send = True, time.monotonic()
         await send({"type": "http.response.body", "body": data, "more_body": more})
         self._is_sending = False
 
     async def _watch(self, receive: Receive, send: Send) -> None:
-        """Returns when the client has gone; meanwhile keeps a silent stream alive.
+        """Returns when the client has disconnected; sends comments on a silent stream.
 
         Raises:
             TimeoutError: the reader takes nothing.

@@ -1,4 +1,4 @@
-"""What every HTTP route needs: the body and the caller of a request, errors as answers, a client that went away."""
+"""Shared code of the HTTP routes: a request's body and caller, errors as responses, disconnected clients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vllm_gptoss.server.responses.state.stored import StoreError
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = "x-request-id"
-"""OpenAI's clients show it as `_request_id`, and the log has it beside errors."""
+"""OpenAI's clients show it as `_request_id`; log lines of errors have it too."""
 
 _TOO_LARGE = 2**63
 
@@ -33,7 +33,7 @@ R = TypeVar("R")
 
 
 def errors(handler: Callable[P, Awaitable[Response]]) -> Callable[P, Coroutine[Any, Any, Response]]:
-    """Turns what a route raises into OpenAI's error bodies, and gives every answer the id of its request."""
+    """Converts exceptions of a route to OpenAI's error bodies, and adds the request's id to every response."""
 
     @functools.wraps(handler)
     async def wrapped(*args: P.args, **kwargs: P.kwargs) -> Response:
@@ -62,7 +62,7 @@ def errors(handler: Callable[P, Awaitable[Response]]) -> Callable[P, Coroutine[A
 
 
 def _check_ids(path: Mapping[str, Any]) -> None:
-    """What can be no id names nothing: the store, which might not even take the question, is not asked."""
+    """Refuses strings that cannot be ids before a query: PostgreSQL rejects some of them."""
     for name, value in path.items():
         if name.endswith("_id") and isinstance(value, str) and not ids.is_one(value):
             raise not_found(name.removesuffix("_id").capitalize(), value[:128])
@@ -74,7 +74,7 @@ def _answer(error: ApiError) -> Response:
 
 
 async def body_of(request: Request) -> Any:
-    """The JSON body, its PDFs read. Raises `ApiError` for what is no JSON or no PDF, or is too large."""
+    """The JSON body, its PDFs read. Raises `ApiError` for invalid JSON or PDFs, or a body that is too large."""
     bodies = bodies_of(request)
     try:
         raw = await bodies.read(request)
@@ -86,7 +86,7 @@ async def body_of(request: Request) -> Any:
 
 
 def unread(error: BodyError) -> ApiError:
-    """A body that is not read as the client hears it."""
+    """The client's error for a body that cannot be read."""
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
     return ApiError(error.detail, code=error.code, status=error.status_code, kind=kind)
 
@@ -95,7 +95,7 @@ TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 def caller_of(connection: HTTPConnection) -> Caller:
-    """Who sent a request, by its headers."""
+    """The caller of a request, from its headers."""
     headers = connection.headers
     trace = {name: value for name in TRACE_HEADERS if (value := headers.get(name))}
     codex = headers.get("originator", "").startswith("codex")

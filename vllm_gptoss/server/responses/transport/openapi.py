@@ -1,4 +1,4 @@
-"""What the routes take, for /openapi.json: they read their bodies themselves, so FastAPI does not know."""
+"""Request bodies for /openapi.json: the routes read them without FastAPI, which so has no schema."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def create_body() -> dict[str, Any]:
 
 
 def object_body(*names: str) -> dict[str, Any]:
-    """`openapi_extra` of a route whose body is an object with these fields, described where they are create's."""
+    """`openapi_extra` of a route with an object of these fields as body; fields of create have its descriptions."""
     known = create_body()["requestBody"]["content"][JSON]["schema"]["properties"]
     items = {"type": "array", "items": known["input"]["anyOf"][1]["items"]}
     return _body({"type": "object", "properties": {name: known.get(name, items) for name in names}})

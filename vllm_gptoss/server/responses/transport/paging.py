@@ -11,7 +11,7 @@ from vllm_gptoss.server.responses.errors import ApiError, not_found
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What a client asks of a list: up to `limit` entries behind the one with the id `after`."""
+    """The query of a list: up to `limit` entries that follow the one with the id `after`."""
 
     ascending: bool
     limit: int

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 from fastapi import APIRouter, Request, WebSocket
@@ -12,14 +14,15 @@ from starlette.responses import Response
 from vllm_gptoss.server.chat.early import is_long
 from vllm_gptoss.server.http.bodies import unless_gone
 from vllm_gptoss.server.responses.errors import ApiError
-from vllm_gptoss.server.responses.request.create import parse_compact, parse_count
+from vllm_gptoss.server.responses.request.create import CreateRequest, parse_compact, parse_count
 from vllm_gptoss.server.responses.run.background import Background
 from vllm_gptoss.server.responses.run.events import last_body
 from vllm_gptoss.server.responses.run.service import Service
+from vllm_gptoss.server.responses.state.caller import Caller
 from vllm_gptoss.server.responses.transport.event_stream import OPEN_RESPONSES, EventStream, names_of
 from vllm_gptoss.server.responses.transport.http import body_of, caller_of, errors
 from vllm_gptoss.server.responses.transport.openapi import create_body, object_body
-from vllm_gptoss.server.responses.transport.paging import page_of
+from vllm_gptoss.server.responses.transport.paging import asked, listed
 from vllm_gptoss.server.responses.transport.websocket import serve_websocket
 
 LAST = 2**31 - 2
@@ -27,16 +30,16 @@ LAST = 2**31 - 2
 
 
 class Backend(Protocol):
-    """What the routes ask; it may be there later than they are."""
+    """The parts that the routes use; they may be created after the routes."""
 
     @property
     def service(self) -> Service:
-        """What makes and finds responses. Raises `ApiError` (503) before the server has started."""
+        """Makes and finds responses. Raises `ApiError` (503) before the server has started."""
         ...
 
     @property
     def background(self) -> Background | None:
-        """What runs background responses; None where nothing is stored."""
+        """Runs background responses; None without a store."""
         ...
 
 
@@ -76,14 +79,12 @@ class _Routes:
 
     async def create(self, raw_request: Request) -> Response:
         caller = caller_of(raw_request)
-        request = await self._service.read(await body_of(raw_request), caller, is_long=is_long(raw_request))
+        body = await body_of(raw_request)
+        read = functools.partial(self._service.read, body, caller, is_long=is_long(raw_request))
+        if isinstance(body, dict) and body.get("background") is True:
+            return await self._create_background(read, caller, names_of(raw_request))
+        request = await read()
         hides = bool(request.stream_options and request.stream_options.include_obfuscation)
-        if request.background:
-            background = self._background
-            identifier, body = await background.start(request, caller)
-            if not request.stream:
-                return JSONResponse(body)
-            return EventStream(background.follow(identifier, caller, -1), names_of(raw_request), obfuscate=hides)
         loop = await unless_gone(raw_request, self._service.prepare(request, caller))
         if request.stream:
             return EventStream(loop.run(), names_of(raw_request), obfuscate=hides, loop=loop)
@@ -93,6 +94,15 @@ class _Routes:
         if body["status"] == "failed":
             raise ApiError(body["error"]["message"], code="server_error", status=500, kind="server_error")
         return JSONResponse(body)
+
+    async def _create_background(
+        self, read: Callable[[], Awaitable[CreateRequest]], caller: Caller, names: Mapping[str, str]
+    ) -> Response:
+        request, body = await self._background.start(read, caller)
+        if not request.stream:
+            return JSONResponse(body)
+        hides = bool(request.stream_options and request.stream_options.include_obfuscation)
+        return EventStream(self._background.follow(body["id"], caller, -1), names, obfuscate=hides)
 
     async def retrieve(
         self,
@@ -132,8 +142,12 @@ class _Routes:
         return JSONResponse(await self._background.cancel(stored, caller))
 
     async def input_items(self, response_id: str, raw_request: Request) -> Response:
-        items = await self._service.input_items(response_id, caller_of(raw_request))
-        return JSONResponse(page_of(items, raw_request.query_params))
+        page = asked(raw_request.query_params)
+        caller = caller_of(raw_request)
+        found = await self._service.input_items(
+            response_id, caller, page.limit + 1, page.after, ascending=page.ascending
+        )
+        return JSONResponse(listed(found, page))
 
     async def websocket(self, socket: WebSocket) -> None:
         await serve_websocket(self._service, socket)

@@ -1,8 +1,9 @@
 """The WebSocket under /v1/responses: `response.create` in, the events of a stream out.
 
-Requests are answered one at a time in their order; those of different `stream_id`s at once, each stream in its order.
-Unstored responses live as long as their connection, so that `previous_response_id` works with `store: false`. A failed
-continuation forgets the response it went on from: the client must begin anew. Open Responses specification, WebSocket.
+Requests of one `stream_id` are answered in order, one at a time; different `stream_id`s run concurrently. Unstored
+responses live as long as their connection, so that `previous_response_id` works with `store: false`. A failed
+continuation removes the response it continues: the client must send the whole conversation. Source: Open Responses
+specification, WebSocket.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ MAX_STREAMS = 8
 """Responses at once on one connection; further streams wait."""
 
 SEND_S = 60.0
-"""Seconds that a client may leave an event unread: until then the response's tokens wait in memory."""
+"""Seconds for sending one event to a client that reads slowly; then the connection ends."""
 
 MAX_STREAM_ID = 128
 """Characters; it is in every event, one a token."""
 
 
 async def serve_websocket(service: Service, socket: WebSocket) -> None:
-    """Answers one client until it goes away, or can no longer be written to."""
+    """Answers one client until it disconnects or a send fails."""
     await socket.accept()
     connection = _Connection(service, socket)
     try:
@@ -83,12 +84,12 @@ class _Connection:
         self.waiting: asyncio.Queue[str | bytes] = asyncio.Queue(1)
 
     async def read(self) -> None:
-        """Returns when the client has gone. A binary message is read as the text that it should have been."""
+        """Returns when the client has disconnected. Binary messages are read as text."""
         while (message := await self._socket.receive())["type"] != "websocket.disconnect":
             await self.waiting.put(message.get("text") or message.get("bytes") or "")
 
     async def refuse(self, error: ApiError) -> None:
-        """Ends the connection, for the reason in `error`."""
+        """Sends `error` and closes the connection."""
         await self._send_error(error, None)
         await self._socket.close(1013)  # "try again later", RFC 6455's registry of close codes
 
@@ -139,7 +140,7 @@ class _Connection:
         previous = message.get("previous_response_id")
         try:
             await read_pdfs(message, self.caller.owner)
-            # A WebSocket always streams; `stream` and its options may be there, and mean nothing.
+            # A WebSocket always streams; `stream` and its options are ignored.
             request = await self._service.read({**message, "stream": True}, self.caller)
             if request.generate is False:
                 await self._warm(request, stream_id)
@@ -156,7 +157,7 @@ class _Connection:
             raise
 
     async def _warm(self, request: CreateRequest, stream_id: str | None) -> None:
-        """`generate: false`: keeps the input under an id and generates nothing."""
+        """`generate: false`: stores the input under an id and generates nothing."""
         for event in await self._service.warm(request, self.caller):
             await self._send(event, stream_id)
 
@@ -172,7 +173,7 @@ class _Connection:
             async with self._writing, asyncio.timeout(SEND_S):
                 await self._socket.send_text(text)
         except TimeoutError:
-            raise RuntimeError(f"nothing was read for {SEND_S:.0f} s") from None
+            raise RuntimeError(f"the client read nothing for {SEND_S:g} s") from None
 
     async def _send_error(self, error: ApiError, stream_id: str | None) -> None:
         event = {"type": "error", "status": error.status, "error": error.body()["error"]}
@@ -180,7 +181,7 @@ class _Connection:
 
 
 async def _read(text: str | bytes, bodies: Bodies) -> _Message:
-    """A `response.create`, or what is wrong with it, which is said when it is its turn."""
+    """A `response.create`, or its error, which is sent in the order of the requests."""
     raw = text.encode() if isinstance(text, str) else text
     try:
         await bodies.check(raw)
