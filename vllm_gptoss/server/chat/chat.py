@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from vllm_gptoss.server.harmony.events import Channel, ContentDelta, MessageEnded, MessageStarted
+from vllm_gptoss.server.harmony.custom import InputUnwrapper
+from vllm_gptoss.server.harmony.events import Channel, ContentDelta, EndedBy, MessageEnded, MessageStarted
 from vllm_gptoss.server.harmony.held import NOTHING, Held
 from vllm_gptoss.server.harmony.messages import FUNCTIONS
 from vllm_gptoss.server.harmony.offered import OfferedTools
@@ -86,6 +87,8 @@ class ChatReader:
         self._unwatched = min_tokens if any(stop) else 0
         self._kind = _Kind.CONTENT
         self._calls = 0
+        self._wrapped = tools.wrapped
+        self._input: InputUnwrapper | None = None  # of the open call of a custom tool
         self._spoken = {_Kind.REASONING: False, _Kind.CONTENT: False}
         self._is_first_text = True
         self._is_searched = any(stop)
@@ -158,8 +161,11 @@ class ChatReader:
                     self._text(delta, text)
                 case MessageStarted(channel=channel, recipient=recipient):
                     self._start(delta, channel, recipient)
-                case MessageEnded():
+                case MessageEnded(text=text, ended_by=ended_by):
                     self._emit(delta, self._stops.flush())
+                    if self._input:
+                        self._emit(delta, self._input.end(text, cut=ended_by is EndedBy.CUT))
+                        self._input = None
         return delta
 
     def _start(self, delta: ChatDelta, channel: Channel, recipient: str | None) -> None:
@@ -169,10 +175,13 @@ class ChatReader:
             self._kind = _Kind.CALL
             delta.add_call(self._calls, recipient.removeprefix(FUNCTIONS + "."), "")
             self._calls += 1
+            self._input = InputUnwrapper() if recipient in self._wrapped else None
         else:
             self._kind = _Kind.REASONING if channel is Channel.ANALYSIS else _Kind.CONTENT
 
     def _text(self, delta: ChatDelta, text: str) -> None:
+        if self._input:
+            text = self._input.feed(text)
         is_watched = self._kind is _Kind.CONTENT and not self._unwatched
         self._emit(delta, self._stops.feed(text) if is_watched else text)
 

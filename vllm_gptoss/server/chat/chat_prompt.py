@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm_gptoss.server.harmony import messages as harmony
+from vllm_gptoss.server.harmony.custom import arguments_of
 from vllm_gptoss.server.harmony.events import Channel
 from vllm_gptoss.server.harmony.messages import (
     EFFORTS,
@@ -63,8 +64,11 @@ def conversation(
     response_format: ResponseFormat | None = None,
     identity: str = harmony.IDENTITY,
     continues: bool = False,
+    raw: frozenset[str] = frozenset(),
 ) -> Conversation:
     """The conversation of a chat request. `messages` are dicts as the API has them.
+
+    raw: recipients whose calls are text without JSON
 
     The first message, if it is of role system or developer, becomes the developer message's instructions.
 
@@ -74,7 +78,7 @@ def conversation(
     if not messages:
         raise ChatInputError("at least one message is needed", "messages")
     for index, tool in enumerate(tools):
-        _check_name(tool.name, f"tools[{index}].function.name")
+        check_name(tool.name, f"tools[{index}].function.name")
     rest = list(enumerate(messages))
     instructions = None
     if rest and rest[0][1].get("role") in ("system", "developer"):
@@ -83,7 +87,7 @@ def conversation(
     history: list[Message] = []
     names: dict[str, str] = {}
     for index, message in rest:
-        history.extend(_messages(message, index, names))
+        history.extend(_messages(message, index, names, raw))
     if continues and not (history and history[-1].channel is Channel.FINAL):
         raise ChatInputError("the last message must be what the assistant said", "continue_final_message")
     return Conversation(
@@ -94,7 +98,7 @@ def conversation(
     )
 
 
-def _check_name(name: str, param: str) -> None:
+def check_name(name: str, param: str) -> None:
     """A call of another name would be lost: it stands in a header, whose words end at blanks and which is bounded."""
     if not name or len(name.encode("utf-8", "replace")) > MAX_NAME or "<|" in name or any(map(_is_blank, name)):
         raise ChatInputError(
@@ -108,7 +112,7 @@ def _is_blank(character: str) -> bool:
     return not character.isprintable() or character.isspace()
 
 
-def _messages(message: Mapping[str, Any], index: int, names: dict[str, str]) -> Iterable[Message]:
+def _messages(message: Mapping[str, Any], index: int, names: dict[str, str], raw: frozenset[str]) -> Iterable[Message]:
     role = message.get("role")
     if role == "user":
         yield harmony.user(_text(message, index))
@@ -117,14 +121,14 @@ def _messages(message: Mapping[str, Any], index: int, names: dict[str, str]) -> 
     elif role == "tool":
         yield harmony.tool_result(f"{FUNCTIONS}.{_tool_name(message, index, names)}", _text(message, index))
     elif role == "assistant":
-        yield from _assistant(message, index, names)
+        yield from _assistant(message, index, names, raw)
     else:
         raise ChatInputError(
             f"role {role!r} is not one of system, developer, user, assistant, tool", f"messages[{index}].role"
         )
 
 
-def _assistant(message: Mapping[str, Any], index: int, names: dict[str, str]) -> Iterable[Message]:
+def _assistant(message: Mapping[str, Any], index: int, names: dict[str, str], raw: frozenset[str]) -> Iterable[Message]:
     """Reasoning, then what was said, then the calls: the order in which the model writes them."""
     reasoning = message.get("reasoning") or message.get("reasoning_content")
     if isinstance(reasoning, str):
@@ -133,11 +137,17 @@ def _assistant(message: Mapping[str, Any], index: int, names: dict[str, str]) ->
     if text := _text(message, index):
         yield harmony.preamble(text) if calls else harmony.final(text)
     for number, call in enumerate(calls):
-        function = call.get("function") or {}
+        custom = call.get("custom")
+        function = custom or call.get("function") or {}
         if not (name := function.get("name")):
             raise ChatInputError("a tool call needs a function name", f"messages[{index}].tool_calls[{number}]")
         names[call.get("id") or _LAST] = names[_LAST] = name
-        yield harmony.call(f"{FUNCTIONS}.{name}", function.get("arguments") or "")
+        recipient = f"{FUNCTIONS}.{name}"
+        given = function.get("input" if custom else "arguments") or ""
+        if recipient in raw:
+            yield harmony.call(recipient, given, content_type=None)
+        else:
+            yield harmony.call(recipient, arguments_of(given) if custom else given)
 
 
 def _tool_name(message: Mapping[str, Any], index: int, names: Mapping[str, str]) -> str:

@@ -10,7 +10,7 @@ from fastapi import HTTPException, Request
 from vllm_gptoss.server.chat.chat_options import TEMPLATE_OPTIONS
 from vllm_gptoss.server.chat.chat_prompt import ChatInputError, conversation
 from vllm_gptoss.server.chat.early import is_iterator, is_long, render_early
-from vllm_gptoss.server.chat.vllm_constraint import response_format
+from vllm_gptoss.server.chat.vllm_constraint import offered_tools, response_format
 from vllm_gptoss.server.harmony.messages import IDENTITY, Conversation, ResponseFormat, ToolSpec
 from vllm_gptoss.server.harmony.prompt import today
 from vllm_gptoss.server.harmony.tokens import TooManyTokensError
@@ -45,6 +45,7 @@ def conversation_of(renderer: Any, request: Any, includes_tools: bool, answer: R
         response_format=answer,
         identity=options.get("model_identity") or IDENTITY,
         continues=request.continue_final_message,
+        raw=offered_tools(request.tools).free_text,
     )
 
 

@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from vllm_gptoss import _vllm
+from vllm_gptoss.server.chat import custom_tools
 from vllm_gptoss.server.chat.chat_options import checked
 from vllm_gptoss.server.chat.chat_request import render_chat_early
 from vllm_gptoss.server.chat.early import settle
@@ -34,22 +35,21 @@ def replace_route(app: FastAPI) -> bool:
     async def create_chat_completion(request: Any, raw_request: Request) -> Any:
         try:
             await compiling.prepare_all(schemas(request))
+            customs = await custom_tools.prepare(request)
         except NotNowError as error:
             body = {"message": str(error), "type": "server_error", "param": None, "code": 503}
             return JSONResponse({"error": body}, 503, error.headers)
         settle(request.messages)
         await render_chat_early(request, raw_request)
-        return go_straight(await found[PATH].endpoint(request, raw_request))
+        response = await found[PATH].endpoint(request, raw_request)
+        return custom_tools.with_custom_calls(response, customs) if customs else go_straight(response)
 
     async def create_batch(request: Any, raw_request: Request) -> Any:
         return await found[BATCH].endpoint(request, raw_request)
 
-    def with_allowed_tools(data: Mapping[str, Any]) -> Mapping[str, Any]:
-        return without_allowed_tools(checked(data))
-
     chat, batch = _vllm.chat_requests()
     for path, ours, base, change in (
-        (PATH, create_chat_completion, chat, with_allowed_tools),
+        (PATH, create_chat_completion, chat, as_vllm_reads),
         (BATCH, create_batch, batch, checked),
     ):
         # FastAPI reads the body's type from here; it is made at run time, because its base is vLLM's.
@@ -57,6 +57,11 @@ def replace_route(app: FastAPI) -> bool:
         if core := found.get(path):
             routes.add_beside(app, core, ours)
     return True
+
+
+def as_vllm_reads(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The body of a chat request without what vLLM's request model does not know."""
+    return custom_tools.as_functions(without_allowed_tools(checked(data)))
 
 
 def without_allowed_tools(data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -90,7 +95,8 @@ def _names(entries: Any) -> list[str]:
 
 
 def _name(tool: Any) -> str | None:
-    function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
+    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    function = tool.get(kind) if kind in ("function", "custom") else None
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else None
 

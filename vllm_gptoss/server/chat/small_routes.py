@@ -8,8 +8,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from vllm_gptoss import _vllm
-from vllm_gptoss.server.chat.chat_options import checked
 from vllm_gptoss.server.chat.chat_request import render_chat_early
+from vllm_gptoss.server.chat.chat_route import as_vllm_reads
 from vllm_gptoss.server.chat.early import ONLY_COUNTED, settle
 from vllm_gptoss.server.http import routes
 
@@ -27,7 +27,7 @@ def add_routes(app: FastAPI) -> bool:
     core = routes.posts(app).get(TOKENIZE)
     if core is None:
         return False
-    chat_request = routes.body_class(_vllm.chat_requests()[0], checked)
+    chat_request = routes.body_class(_vllm.chat_requests()[0], as_vllm_reads)
 
     async def tokenize(request: Any, raw_request: Request) -> Any:
         if not hasattr(request, "messages"):

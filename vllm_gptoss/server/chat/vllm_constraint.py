@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_gptoss import _vllm
+from vllm_gptoss.server.chat.custom_tools import custom_of
 from vllm_gptoss.server.harmony import grammar
 from vllm_gptoss.server.harmony.enforce import compiling
 from vllm_gptoss.server.harmony.enforce.errors import NotEnforceableError
@@ -42,7 +43,9 @@ def offered_tools(tools: Sequence[Any] | None) -> OfferedTools:
     if functions := frozenset(function.name for function in _functions(tools)):
         namespaces[FUNCTIONS] = functions
     namespaces.update(_BUILT_IN[tool.type] for tool in tools or () if tool.type in _BUILT_IN)
-    return OfferedTools(namespaces)
+    customs = {f"{FUNCTIONS}.{f.name}": custom for f in _functions(tools) if (custom := custom_of(f))}
+    raw = frozenset(name for name, custom in customs.items() if custom.grammar)
+    return OfferedTools(namespaces, raw, frozenset(customs) - raw)
 
 
 def _functions(tools: Sequence[Any] | None) -> list[Any]:
@@ -141,6 +144,14 @@ def _calls(request: Any, level: Any, vllm: Any, room: compiling.Room) -> tuple[l
 
 def _arguments(function: Any, pins_all: bool, room: compiling.Room) -> grammar.Content:
     schema, strict = getattr(function, "parameters", None), getattr(function, "strict", None)
+    if (custom := custom_of(function)) and custom.grammar:
+        if custom.written is None:
+            return grammar.FreeText()
+        try:
+            room.take(custom.written)
+        except NotEnforceableError as error:
+            raise _vllm.harmony().ValidationError(f"{error}.", parameter="tools") from None
+        return grammar.EBNF(custom.written.grammar)
     if not schema or not (pins_all or strict):
         return grammar.JSONArguments()
     return _held({"type": "object", **schema}, f"function '{function.name}'", strict, room)

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from vllm_gptoss.server.harmony.builtin import BROWSER, PYTHON, for_prompt
+from vllm_gptoss.server.harmony.custom import INPUT_SCHEMA, description_of
 from vllm_gptoss.server.harmony.messages import FUNCTIONS, ToolNamespace, ToolSpec
 from vllm_gptoss.server.harmony.offered import OfferedTools
 from vllm_gptoss.server.responses.errors import ApiError, unsupported
@@ -88,15 +89,6 @@ class Route:
     def waits(self) -> bool:
         """Whether a call of it ends the turn, as the client has to answer or allow it."""
         return self.session is None or self.needs_approval
-
-
-INPUT_SCHEMA: Mapping[str, Any] = {
-    "type": "object",
-    "properties": {"input": {"type": "string"}},
-    "required": ["input"],
-    "additionalProperties": False,
-}
-"""How a custom tool without a grammar is shown to the model."""
 
 
 @dataclass(slots=True)
@@ -197,11 +189,7 @@ class Opener:
             Kind.CUSTOM, recipient, name, label, raw=bool(grammar), schema=schema, grammar=grammar, strict=True
         )
         self._set.routes[recipient] = route
-        if grammar:
-            description += (
-                f"\nThe input is plain text, not JSON, in this {form['syntax']} grammar:\n{form['definition']}"
-            )
-        return ToolSpec(name, description.strip(), schema)
+        return ToolSpec(name, description_of(description, grammar), schema)
 
     async def _session(self, provider: ToolProvider, where: str, **options: Any) -> ToolSession:
         if provider.unavailable:
