@@ -61,10 +61,8 @@ def asked(server: Server, said: str, tool: Any, stream: bool, **fields: Any) -> 
         for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else ():
             finish = choice["finish_reason"] or finish
             for call in choice["delta"].get("tool_calls") or ():
-                part = call.pop(call.get("type", "custom"), call.get("custom"))
-                made = calls.setdefault(
-                    call.pop("index"), {**call, "custom": {"name": part.pop("name", ""), "input": ""}}
-                )
+                part, at = call.pop("custom"), call.pop("index")
+                made = calls.setdefault(at, {**call, "custom": {"name": part.get("name"), "input": ""}})
                 made["custom"]["input"] += part["input"]
     return list(calls.values()), finish
 
