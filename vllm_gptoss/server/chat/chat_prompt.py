@@ -1,4 +1,4 @@
-"""A chat completion request's messages as a Harmony conversation."""
+"""Converts the messages of a chat completion request to a Harmony conversation."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from vllm_gptoss.tools.unreadable import describe
 logger = logging.getLogger(__name__)
 
 MAX_NAME = 256
-"""Bytes of a tool's name: half of what a header may have."""
+"""Bytes of a tool's name: half of the maximal header."""
 
-_LAST = "\0"  # the key of the latest call; no id a client sends can be it
+_LAST = "\0"  # key of the latest call, which no client's id equals
 _warned: set[str] = set()
 
 
 class ChatInputError(ValueError):
-    """A message that cannot be shown to the model; `param` names it."""
+    """A message that cannot be rendered; `param` names it."""
 
     def __init__(self, message: str, param: str) -> None:
         super().__init__(message)
@@ -38,10 +38,10 @@ class ChatInputError(ValueError):
 
 
 def effort_of(value: str | None) -> Effort:
-    """The trained effort nearest to what a request asks; unset is medium.
+    """The nearest trained effort; medium if unset.
 
     Raises:
-        ChatInputError: a word that is no effort.
+        ChatInputError: unknown effort.
     """
     if value is None:
         return Effort.MEDIUM
@@ -51,7 +51,7 @@ def effort_of(value: str | None) -> Effort:
     effort = EFFORTS[value]
     if value != effort.value and value not in _warned:
         _warned.add(value)
-        logger.warning("gpt-oss has no reasoning effort %r; %r is used (said once).", value, effort.value)
+        logger.warning("gpt-oss has no reasoning effort %r; %r is used (logged once).", value, effort.value)
     return effort
 
 
@@ -73,7 +73,7 @@ def conversation(
     The first message, if it is of role system or developer, becomes the developer message's instructions.
 
     Raises:
-        ChatInputError: a role, content part, tool result or tool's name that has no place in a prompt.
+        ChatInputError: a role, content part, tool result or tool name is invalid.
     """
     if not messages:
         raise ChatInputError("at least one message is needed", "messages")
@@ -89,7 +89,7 @@ def conversation(
     for index, message in rest:
         history.extend(_messages(message, index, names, raw))
     if continues and not (history and history[-1].channel is Channel.FINAL):
-        raise ChatInputError("the last message must be what the assistant said", "continue_final_message")
+        raise ChatInputError("the last message must be an assistant's answer", "continue_final_message")
     return Conversation(
         harmony.System(date, effort_of(effort), identity=identity),
         harmony.Developer(instructions, (harmony.functions(tools),) if tools else (), response_format),
@@ -99,7 +99,7 @@ def conversation(
 
 
 def check_name(name: str, param: str) -> None:
-    """A call of another name would be lost: it stands in a header, whose words end at blanks and which is bounded."""
+    """Rejects names that the parser could not read back from a header, whose words end at blanks."""
     if not name or len(name.encode("utf-8", "replace")) > MAX_NAME or "<|" in name or any(map(_is_blank, name)):
         raise ChatInputError(
             f"The tool's name {name[:80]!r} cannot be called: give 1 to {MAX_NAME} bytes without blanks, control"
@@ -129,7 +129,7 @@ def _messages(message: Mapping[str, Any], index: int, names: dict[str, str], raw
 
 
 def _assistant(message: Mapping[str, Any], index: int, names: dict[str, str], raw: frozenset[str]) -> Iterable[Message]:
-    """Reasoning, then what was said, then the calls: the order in which the model writes them."""
+    """Reasoning, then text, then the calls: the order in which the model writes them."""
     reasoning = message.get("reasoning") or message.get("reasoning_content")
     if isinstance(reasoning, str):
         yield harmony.analysis(reasoning)
@@ -151,7 +151,7 @@ def _assistant(message: Mapping[str, Any], index: int, names: dict[str, str], ra
 
 
 def _tool_name(message: Mapping[str, Any], index: int, names: Mapping[str, str]) -> str:
-    """Whose result this is: by call id, by name, or that of the last call, as the checkpoint's template has it."""
+    """The tool of a result: by call id, by name, or that of the last call, as in the checkpoint's template."""
     name = names.get(message.get("tool_call_id") or "") or message.get("name") or names.get(_LAST)
     if not name:
         raise ChatInputError(
@@ -182,6 +182,6 @@ def _text(message: Mapping[str, Any], index: int) -> str:
 
 
 def _found(part: Mapping[str, Any]) -> str | None:
-    """What a search for tools found, in words: the tool itself is among those of the request."""
+    """Text for a `tool_reference` block; the definition of the tool is in the request."""
     name = part.get("name")
     return f"The tool {name} can be called now.\n" if isinstance(name, str) else None

@@ -1,4 +1,4 @@
-"""POST /tokenize with messages, as the server renders them, and GET /v1/models/{id}, which vLLM does not have."""
+"""POST /tokenize with messages as the server renders them, and GET /v1/models/{id}, which vLLM lacks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _OF_CHAT = (
     *("model", "messages", "tools", "chat_template", "chat_template_kwargs"),
     *("add_generation_prompt", "continue_final_message"),
 )
-"""Fields of /tokenize that a chat request has as well."""
+"""Fields that /tokenize shares with chat requests."""
 
 
 def add_routes(app: FastAPI) -> bool:
-    """Adds both, the first beside vLLM's, which vLLM then takes out. False if there is none to replace."""
+    """Adds both routes; vLLM then removes its own /tokenize. False if vLLM has no such route."""
     app.add_api_route(MODEL, show_model, methods=["GET"])
     core = routes.posts(app).get(TOKENIZE)
     if core is None:
@@ -51,7 +51,7 @@ def add_routes(app: FastAPI) -> bool:
             }
         )
 
-    # FastAPI reads the body's type from here; it is vLLM's, which is there at run time only.
+    # FastAPI reads the body's type from the annotations; vLLM's class exists only at run time.
     tokenize.__annotations__ |= {"request": get_type_hints(core.endpoint)["request"], "raw_request": Request}
     routes.add_beside(app, core, tokenize)
     return True
@@ -62,7 +62,7 @@ def _spelled(handler: Any, tokens: list[int]) -> list[str]:
 
 
 async def show_model(model: str, raw_request: Request) -> JSONResponse:
-    """The entry of GET /v1/models that has this id."""
+    """The entry of GET /v1/models with this id."""
     listed = await raw_request.app.state.openai_serving_models.show_available_models()
     found = next((entry for entry in listed.data if entry.id == model), None)
     if found is not None:
