@@ -228,7 +228,7 @@ async def test_our_own_failure_steps_aside(
     assert len(calls) == 1, "once for each stream"
     assert [
         record.getMessage() for record in caplog.records if record.name == "vllm_gptoss.server.streaming.direct_send"
-    ] == ["Text of a stream takes vLLM's way, because ours failed"]
+    ] == ["vLLM sends this stream's text, because the direct path failed"]
 
 
 @Path
@@ -247,7 +247,7 @@ async def test_a_vllm_that_has_moved_things_serves_as_ever(
             assert engine.queued == len(TURN)
     assert [
         record.getMessage() for record in caplog.records if record.name == "vllm_gptoss.server.streaming.direct_send"
-    ] == ["Text of streams takes vLLM's way: AttributeError: no such queue"]
+    ] == ["vLLM sends streamed text: AttributeError: no such queue"]
 
 
 @Path
