@@ -116,7 +116,7 @@ def test_an_engine_that_cuts_thinking_keeps_the_budget(app: FastAPI) -> None:
 
 
 async def test_a_pdf_file_waits_in_the_turn_of_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys that nobody checks are one caller: a header is no turn of its own."""
+    """The header must not be the caller: unchecked keys are one caller."""
     seen: list[str] = []
 
     async def pdf_text(data: str, name: str, caller: str) -> str:

@@ -10,7 +10,7 @@ from vllm_gptoss.server.harmony.messages import FUNCTIONS, ToolNamespace
 
 @dataclass(frozen=True, slots=True)
 class OfferedTools:
-    """The tools of a request: namespace to tool names; an empty set means that the namespace is itself the tool.
+    """The tools of a request: namespace to tool names; with an empty set the namespace is the tool.
 
     free_text: full names of custom tools whose arguments are not JSON; a namespace without tools never takes JSON
     wrapped: full names of custom tools whose arguments are `{"input": …}`
