@@ -122,8 +122,8 @@ async def test_a_long_prompt_of_a_message_is_there_too(renderer: Any, rendered: 
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "sunny"}]},
     ]
     body = AnthropicMessagesRequest(model="m", max_tokens=9, messages=turns, tools=[tool])
-    await _render_early(body, raw_request(renderer, None, anthropic_serving_messages=Handler()))
-    handled = Handler().to_chat_completion_request(body, disabled_thinking_effort="low")
+    await _render_early(body, raw_request(renderer, None, anthropic_serving_messages=handler()))
+    handled = handler().to_chat_completion_request(body, disabled_thinking_effort="low")
     renderer._make_request_with_harmony(constrain(handled, "function"), True)
     assert len(rendered) == 1
 
@@ -143,7 +143,7 @@ async def test_another_prompt_is_never_taken_for_the_one_that_is_wanted(renderer
 async def test_a_chat_prompt_beyond_the_window_is_refused_before_it_is_all_read(renderer: Any) -> None:
     renderer.model_config = SimpleNamespace(max_model_len=1000)
     request = chat(messages=[{"role": "user", "content": "é" * 4_000_000}])
-    with pytest.raises(HTTPException, match="context window of 1000 tokens") as refused:
+    with pytest.raises(HTTPException, match="context length is 1000 tokens") as refused:
         await render_chat_early(request, raw_request(renderer, None))
     assert refused.value.status_code == 400
     request.truncate_prompt_tokens = 10  # vLLM cuts it
@@ -152,15 +152,11 @@ async def test_a_chat_prompt_beyond_the_window_is_refused_before_it_is_all_read(
     assert len(early._EARLY.get()[0][1]) > 1000
 
 
-class Handler:
+def handler() -> Any:
     """The part of vLLM's handler of /v1/messages that our route calls."""
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages as Serving
 
-    _merge_inline_system = False
-
-    def to_chat_completion_request(self, body: Any, **options: Any) -> Any:
-        from vllm.entrypoints.anthropic.serving import AnthropicServingMessages as Serving
-
-        return Serving.to_chat_completion_request(self, body, **options)
+    return SimpleNamespace(_merge_inline_system=False, to_chat_completion_request=Serving.to_chat_completion_request)
 
 
 @pytest.fixture
@@ -190,7 +186,7 @@ def app(renderer: Any) -> FastAPI:
     app.include_router(router)
     ChatCompletions().attach(app, arguments(), Settings())
     app.router.routes.reverse()  # vLLM takes the replaced route out; here ours only has to be first
-    app.state.online_renderer, app.state.anthropic_serving_messages = renderer, Handler()
+    app.state.online_renderer, app.state.anthropic_serving_messages = renderer, handler()
     callers.set_keys_are_checked(app, True)
     bodies.bound(app, bodies.BodyLimits())
     return app
@@ -216,9 +212,10 @@ async def test_every_route_renders_apart_and_in_the_turn_of_its_key(
 
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
         alice = [asyncio.create_task(post("alice", 400_000)) for _ in range(4)]
-        while not rendered:
-            await asyncio.sleep(0)
-        await post("bob", 20_000)
+        async with asyncio.timeout(60):
+            while not rendered:
+                await asyncio.sleep(0.001)
+            await post("bob", 20_000)
         assert done.count("alice") <= 1, "bob waited for one prompt of alice's at most"
         await asyncio.gather(*alice)
     assert all(thread.startswith("gptoss-render") for thread in rendered)
