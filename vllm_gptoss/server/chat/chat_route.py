@@ -55,14 +55,9 @@ def replace_route(app: FastAPI) -> bool:
         return await found[BATCH].endpoint(request, raw_request)
 
     chat, batch = _vllm.chat_requests()
-    for path, ours, base, change in (
-        (PATH, create_chat_completion, chat, as_vllm_reads),
-        (BATCH, create_batch, batch, checked),
-    ):
-        # FastAPI reads the body's type from the annotations; its base class exists only at run time.
-        ours.__annotations__ |= {"request": routes.body_class(base, change), "raw_request": Request}
-        if core := found.get(path):
-            routes.add_beside(app, core, ours)
+    routes.add_beside(app, found[PATH], create_chat_completion, routes.body_class(chat, as_vllm_reads))
+    if BATCH in found:
+        routes.add_beside(app, found[BATCH], create_batch, routes.body_class(batch, checked))
     return True
 
 

@@ -11,7 +11,7 @@ import logging
 from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from typing import Any, get_type_hints
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -69,11 +69,6 @@ def replace_route(app: FastAPI) -> bool:
             window = raw_request.app.state.openai_serving_models.model_config.max_model_len
             raise invalid(overflow(window, window, "prompt"), parameter="prompt") from None
 
-    # FastAPI reads the body's type from the annotations; vLLM's class exists only at run time.
-    create_completion.__annotations__ |= {
-        "request": get_type_hints(core.endpoint)["request"],
-        "raw_request": Request,
-    }
     routes.add_beside(app, core, create_completion)
     return True
 

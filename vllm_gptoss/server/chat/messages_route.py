@@ -64,13 +64,10 @@ def replace_route(app: FastAPI) -> bool:
         await _render_early(request, raw_request, counts=True)
         return await found[COUNT].endpoint(request, raw_request)
 
-    # FastAPI reads the bodies' types from the annotations; their base classes exist only at run time.
     vllm = messages.bodies()
-    for ours, base in ((create_messages, vllm.Request), (count_tokens, vllm.CountRequest)):
-        ours.__annotations__ |= {"request": routes.body_class(base, known_blocks), "raw_request": Request}
-    for path, ours in ((PATH, create_messages), (COUNT, count_tokens)):
+    for path, ours, base in ((PATH, create_messages, vllm.Request), (COUNT, count_tokens, vllm.CountRequest)):
         if core := found.get(path):
-            routes.add_beside(app, core, ours)
+            routes.add_beside(app, core, ours, routes.body_class(base, known_blocks))
     return True
 
 

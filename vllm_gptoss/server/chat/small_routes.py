@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, get_type_hints
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -51,8 +51,6 @@ def add_routes(app: FastAPI) -> bool:
             }
         )
 
-    # FastAPI reads the body's type from the annotations; vLLM's class exists only at run time.
-    tokenize.__annotations__ |= {"request": get_type_hints(core.endpoint)["request"], "raw_request": Request}
     routes.add_beside(app, core, tokenize)
     return True
 

@@ -48,13 +48,6 @@ class FreeText:
 
 
 @dataclass(frozen=True, slots=True)
-class Pattern:
-    """Text that matches a regular expression."""
-
-    regex: str
-
-
-@dataclass(frozen=True, slots=True)
 class EBNF:
     """Text of a grammar in xgrammar's EBNF, whose start rule is `root`."""
 
@@ -68,7 +61,7 @@ class Format:
     value: Mapping[str, Any]
 
 
-Content = JSONArguments | FreeText | Pattern | EBNF | Format
+Content = JSONArguments | FreeText | EBNF | Format
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +125,6 @@ def _content(content: Content) -> _Format:
             return {"type": "grammar", "grammar": text}
         case FreeText():
             return _FREE_TEXT
-        case Pattern(regex=regex):
-            return {"type": "regex", "pattern": regex}
         case EBNF(grammar=grammar):
             return {"type": "grammar", "grammar": grammar}
         case Format(value=value):

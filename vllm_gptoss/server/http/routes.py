@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, create_model, model_validator
 from starlette.routing import BaseRoute
@@ -16,8 +16,13 @@ def posts(app: FastAPI) -> dict[str, APIRoute]:
     return {route.path: route for route in app.routes if isinstance(route, APIRoute) and "POST" in route.methods}
 
 
-def add_beside(app: FastAPI, core: APIRoute, ours: Callable[..., Any]) -> None:
-    """Adds `ours` with the path of `core`, which vLLM removes afterwards."""
+def add_beside(app: FastAPI, core: APIRoute, ours: Callable[..., Any], body: Any = None) -> None:
+    """Adds `ours(request, raw_request)` with the path of `core`, which vLLM removes afterwards.
+
+    `body`: the type of `request`, by default that of `core`.
+    """
+    # FastAPI reads types from the annotations; vLLM's classes exist only at run time.
+    ours.__annotations__ |= {"request": body or get_type_hints(core.endpoint)["request"], "raw_request": Request}
     app.add_api_route(core.path, ours, methods=["POST"], dependencies=core.dependencies, responses=core.responses)
 
 
