@@ -133,7 +133,6 @@ def app() -> TestClient:
     from vllm.exceptions import VLLMValidationError
 
     from vllm_gptoss.server.chat.chat_request import conversation_of
-    from vllm_gptoss.server.chat.vllm_constraint import constrain
     from vllm_gptoss.server.harmony.prompt import render
 
     router, app = APIRouter(), FastAPI()
@@ -141,9 +140,7 @@ def app() -> TestClient:
     @router.post("/v1/chat/completions")
     async def create(request: ChatCompletionRequest, raw_request: Request) -> dict[str, Any]:
         del raw_request
-        constrain(request, "auto")
-        tokens = render(conversation_of(None, request, True, None))
-        return {"prompt": encoding().decode(tokens), "tag": request.structured_outputs.structural_tag}
+        return {"prompt": encoding().decode(render(conversation_of(None, request, True, None)))}
 
     app.include_router(router)
     ChatCompletions().attach(app, arguments(), Settings())

@@ -138,7 +138,7 @@ def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
         "name": name,
         "description": description_of(description, grammar),
         "parameters": None if grammar else INPUT_SCHEMA,
-        "strict": True,
+        "strict": bool(grammar) or None,
         _CARRIED: CustomTool(grammar),
     }
     return {"type": "function", "function": function}

@@ -144,7 +144,8 @@ def _calls(request: Any, level: Any, vllm: Any, room: compiling.Room) -> tuple[l
 
 def _arguments(function: Any, pins_all: bool, room: compiling.Room) -> grammar.Content:
     schema, strict = getattr(function, "parameters", None), getattr(function, "strict", None)
-    if (custom := custom_of(function)) and custom.grammar:
+    custom = custom_of(function)
+    if custom and custom.grammar:
         if custom.written is None:
             return grammar.FreeText()
         try:
@@ -152,7 +153,7 @@ def _arguments(function: Any, pins_all: bool, room: compiling.Room) -> grammar.C
         except NotEnforceableError as error:
             raise _vllm.harmony().ValidationError(f"{error}.", parameter="tools") from None
         return grammar.EBNF(custom.written.grammar)
-    if not schema or not (pins_all or strict):
+    if not schema or not (pins_all or strict or custom):
         return grammar.JSONArguments()
     return _held({"type": "object", **schema}, f"function '{function.name}'", strict, room)
 
