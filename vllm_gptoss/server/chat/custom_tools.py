@@ -101,8 +101,8 @@ def as_functions(data: Mapping[str, Any]) -> Mapping[str, Any]:
     names = Counter(map(_name, made))
     if twice := next((name for name in customs if names[name] > 1), None):
         raise _invalid(f"The tool '{twice}' is given twice.", "tools")
-    changed = {"tools": made} if customs else {}
-    if _is_custom(choice):
+    changed: dict[str, Any] = {"tools": made} if customs else {}
+    if isinstance(choice, Mapping) and _is_custom(choice):
         inner = choice.get("custom")
         name = inner.get("name") if isinstance(inner, Mapping) else None
         if name not in customs:
