@@ -22,10 +22,7 @@ OURS: Mapping[str, frozenset[str]] = {
     "engine/runner/batch.py": frozenset({"self.sampler.sampling_states[name]"}),
     "engine/runner/scheduler.py": frozenset({"ours.groups", "ours.size", "ours.quiet"}),
     "engine/runner/work.py": frozenset({"tables._num_dirty_rows"}),
-    "server/chat/completions.py": frozenset({"create_completion.__annotations__"}),
-    "server/chat/chat_route.py": frozenset({"ours.__annotations__"}),
-    "server/chat/small_routes.py": frozenset({"tokenize.__annotations__"}),
-    "server/chat/messages_route.py": frozenset({"ours.__annotations__"}),
+    "server/chat/custom_tools.py": frozenset({"custom.written"}),
     "server/chat/vllm_parser.py": frozenset({"calls[-1].arguments"}),
 }
 """Attributes of objects that our own code made or copied, in files that also see vLLM's."""

@@ -83,7 +83,7 @@ def run(model_dir: Path, broken: str, environ: dict[str, str]) -> list[dict[str,
 
 
 def test_a_route_of_another_plugin_returns_rather_than_the_one_it_replaced() -> None:
-    """Both stand in the app where ours is attached: vLLM removes the replaced one at the end."""
+    """The app has both routes when ours is attached; vLLM removes the replaced one at the end."""
     app = FastAPI()
     for answer in ("vLLM's", "theirs", "ours"):
         app.add_api_route("/v1/x", lambda answer=answer: answer, methods=["POST"], name=answer)

@@ -112,6 +112,7 @@ FILLED: Mapping[str, frozenset[str]] = {
     "server/streaming/fast_frames.py": frozenset({"response.stream_response"}),
     "server/chat/completions.py": frozenset({"choice.token_ids"}),
     "server/chat/chat_stream.py": frozenset({"choice.token_ids"}),
+    "server/chat/custom_tools.py": frozenset({"response.body_iterator"}),
     "server/chat/vllm_parser.py": frozenset({"message.content", "message.reasoning", "message.tool_calls"}),
     "server/chat/vllm_stops.py": frozenset(
         {

@@ -1,7 +1,7 @@
-"""The parts of the endpoint plugin. Each is installed as a whole or not at all; where one fails, vLLM's own serves.
+"""The parts of the endpoint plugin. A part is installed completely or not at all; vLLM then serves in its place.
 
-A part has `attach(app, args, settings)`, before vLLM builds its handlers, and `async start(engine_client, state, args)`
-after. A part fails where a package is missing or where vLLM has moved something.
+vLLM calls `attach(app, args, settings)` before it builds its handlers, and `async start(engine_client, state, args)`
+after. A part fails if a package is missing, or if vLLM has moved something.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Kind:
     factory: str
     requested_by: tuple[str, ...] = ()
     variables: str = ""
-    """The prefix of environment variables that configure this part alone."""
+    """Prefix of the environment variables that configure only this part."""
 
     def load(self) -> Any:
         return getattr(importlib.import_module(self.module), self.factory)()
@@ -64,7 +64,7 @@ KINDS = (
 
 
 def failures() -> dict[str, str]:
-    """Each part that cannot be imported here, and why."""
+    """The parts that cannot be imported, with the reason."""
     found = {}
     for kind in KINDS:
         try:
@@ -85,7 +85,7 @@ class Parts:
     """The parts of one server."""
 
     def __init__(self, app: FastAPI, args: Namespace, settings: Settings) -> None:
-        """Attaches every part that can be.
+        """Attaches every part that can be imported.
 
         Raises:
             SettingsError: a setting is wrong, or asks for a part that failed.
@@ -113,7 +113,7 @@ class Parts:
             self.installed.append(_Installed(kind, part, ours))
 
     async def start(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Starts every part; one that fails is taken out, with its routes.
+        """Starts every part; removes a part that fails, with its routes.
 
         Raises:
             SettingsError: as in `__init__`.

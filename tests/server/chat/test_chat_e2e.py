@@ -249,7 +249,7 @@ def test_a_cut_call_keeps_its_text(forced: Server) -> None:
     ids = tokens(ASK.split("Ülm")[0])
     fields = {"tools": [WEATHER], "vllm_xargs": {"forced": " ".join(map(str, ids))}, "max_completion_tokens": len(ids)}
     assert streamed(forced, **fields)[2:] == ([("get_weather", '{"city": "')], "length")
-    # vLLM 0.32 says finish_reason "tool_calls" here; 0.33 says "length".
+    # finish_reason is "tool_calls" in vLLM 0.32 and "length" in 0.33.
     (choice,) = post(forced, **fields).json()["choices"]
     assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "'
 

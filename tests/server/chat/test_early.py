@@ -10,8 +10,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import APIRouter, FastAPI, HTTPException, Request
 
 from tests.server.chat.arguments import arguments
 from vllm_gptoss.server.chat import early
@@ -22,6 +23,7 @@ from vllm_gptoss.server.chat.messages_route import _render_early
 from vllm_gptoss.server.chat.vllm_constraint import constrain
 from vllm_gptoss.server.harmony.prompt import render
 from vllm_gptoss.server.harmony.tokens import encode
+from vllm_gptoss.server.http import bodies, callers
 from vllm_gptoss.settings import Settings
 from vllm_gptoss.tools.confined import BusyError
 from vllm_gptoss.tools.protocol import CALLER
@@ -104,18 +106,13 @@ async def test_a_long_chat_prompt_is_there_when_vllm_asks_for_it(renderer: Any, 
     shows_tools = "tool_choice" not in FIELDS[name] and "tools" in FIELDS[name]
     _, (given,) = renderer._make_request_with_harmony(constrain(request, "function"), shows_tools)
     assert len(rendered) == 1, "nothing is left to do on the event loop"
-    early._EARLY.set(None)
+    early._EARLY.set(())
     _, (wanted,) = renderer._make_request_with_harmony(constrain(plain, "function"), shows_tools)
     assert given["prompt_token_ids"] == wanted["prompt_token_ids"]
 
 
 async def test_a_long_prompt_of_a_message_is_there_too(renderer: Any, rendered: list[str]) -> None:
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
-    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages as Serving
-
-    class Handler:
-        _merge_inline_system = False
-        to_chat_completion_request = Serving.to_chat_completion_request
 
     tool = {"name": "get_weather", "input_schema": WEATHER["parameters"]}
     turns = [
@@ -125,8 +122,8 @@ async def test_a_long_prompt_of_a_message_is_there_too(renderer: Any, rendered: 
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "sunny"}]},
     ]
     body = AnthropicMessagesRequest(model="m", max_tokens=9, messages=turns, tools=[tool])
-    await _render_early(body, raw_request(renderer, None, anthropic_serving_messages=Handler()))
-    handled = Serving.to_chat_completion_request(body, disabled_thinking_effort="low")
+    await _render_early(body, raw_request(renderer, None, anthropic_serving_messages=handler()))
+    handled = handler().to_chat_completion_request(body, disabled_thinking_effort="low")
     renderer._make_request_with_harmony(constrain(handled, "function"), True)
     assert len(rendered) == 1
 
@@ -140,7 +137,7 @@ async def test_another_prompt_is_never_taken_for_the_one_that_is_wanted(renderer
     await render_chat_early(chat(messages=[{"role": "user", "content": "Mine."}]), raw_request(renderer, None))
     _, (given,) = renderer._make_request_with_harmony(chat(messages=[{"role": "user", "content": "Yours."}]), False)
     assert len(rendered) == 2
-    assert given["prompt_token_ids"] != early._EARLY.get()[1]  # type: ignore[index]
+    assert given["prompt_token_ids"] != early._EARLY.get()[0][1]
 
 
 async def test_a_chat_prompt_beyond_the_window_is_refused_before_it_is_all_read(renderer: Any) -> None:
@@ -152,7 +149,84 @@ async def test_a_chat_prompt_beyond_the_window_is_refused_before_it_is_all_read(
     request.truncate_prompt_tokens = 10  # vLLM cuts it
     request.messages[0]["content"] = "é " * 2000
     await render_chat_early(request, raw_request(renderer, None))
-    assert len(early._EARLY.get()[1]) > 1000  # type: ignore[index]
+    assert len(early._EARLY.get()[0][1]) > 1000
+
+
+def handler() -> Any:
+    """The part of vLLM's handler of /v1/messages that our route calls."""
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages as Serving
+
+    return SimpleNamespace(_merge_inline_system=False, to_chat_completion_request=Serving.to_chat_completion_request)
+
+
+@pytest.fixture
+def app(renderer: Any) -> FastAPI:
+    """Our routes over handlers that take their prompts as vLLM's do, with the plugin's limits; keys are checked."""
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.openai.chat_completion.protocol import BatchChatCompletionRequest, ChatCompletionRequest
+
+    router, app = APIRouter(), FastAPI()
+
+    @router.post("/v1/chat/completions")
+    async def answer(request: ChatCompletionRequest, raw_request: Request) -> int:
+        del raw_request
+        return len(renderer._make_request_with_harmony(request, False)[1][0]["prompt_token_ids"])
+
+    @router.post("/v1/chat/completions/batch")
+    async def answer_all(request: BatchChatCompletionRequest, raw_request: Request) -> list[int]:
+        singles = map(request.to_chat_completion_request, request.messages)
+        return [await answer(single, raw_request) for single in singles]
+
+    @router.post("/v1/messages")
+    async def answer_message(request: AnthropicMessagesRequest, raw_request: Request) -> int:
+        return await answer(
+            raw_request.app.state.anthropic_serving_messages.to_chat_completion_request(request), raw_request
+        )
+
+    app.include_router(router)
+    ChatCompletions().attach(app, arguments(), Settings())
+    app.router.routes.reverse()  # vLLM takes the replaced route out; here ours only has to be first
+    app.state.online_renderer, app.state.anthropic_serving_messages = renderer, handler()
+    callers.set_keys_are_checked(app, True)
+    bodies.bound(app, bodies.BodyLimits())
+    return app
+
+
+def body_of(path: str, text: str) -> dict[str, Any]:
+    message = {"role": "user", "content": text}
+    talks: Any = [[message], [message]] if path.endswith("batch") else [message]
+    return {"model": "m", "messages": talks, **({"max_tokens": 9} if path == "/v1/messages" else {})}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/chat/completions/batch", "/v1/messages"])
+async def test_every_route_renders_apart_and_in_the_turn_of_its_key(
+    app: FastAPI, rendered: list[str], path: str
+) -> None:
+    done: list[str] = []
+
+    async def post(key: str, characters: int) -> None:
+        body, headers = body_of(path, "é" * characters), {"authorization": f"Bearer {key}"}
+        answer = await http.post(path, json=body, headers=headers, timeout=60)
+        assert answer.status_code == 200, answer.text
+        done.append(key)
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+        alice = [asyncio.create_task(post("alice", 400_000)) for _ in range(4)]
+        async with asyncio.timeout(60):
+            while not rendered:
+                await asyncio.sleep(0.001)
+            await post("bob", 20_000)
+        assert done.count("alice") <= 1, "bob waited for one prompt of alice's at most"
+        await asyncio.gather(*alice)
+    assert all(thread.startswith("gptoss-render") for thread in rendered)
+    assert len(rendered) == 5 * (2 if path.endswith("batch") else 1)
+
+
+async def test_a_long_prompt_in_a_batch_is_refused_before_it_is_all_read(app: FastAPI, renderer: Any) -> None:
+    renderer.model_config = SimpleNamespace(max_model_len=1000)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+        answer = await http.post("/v1/chat/completions/batch", json=body_of("batch", "é" * 1_000_000))
+    assert (answer.status_code, "context length is 1000 tokens" in answer.text) == (400, True)
 
 
 async def rendering_of(caller: str, characters: int, log: list[str]) -> None:

@@ -10,10 +10,12 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.testclient import TestClient
 
 from tests.server.chat.arguments import arguments
+from vllm_gptoss.server.chat import messages_content
 from vllm_gptoss.server.chat.endpoint import ChatCompletions
 from vllm_gptoss.server.harmony.enforce import compiling
 from vllm_gptoss.settings import Settings
 from vllm_gptoss.tools.confined import BusyError
+from vllm_gptoss.tools.protocol import CALLER
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
@@ -111,3 +113,19 @@ def test_an_engine_that_cuts_thinking_keeps_the_budget(app: FastAPI) -> None:
     )
     seen = ask(app, thinking={"type": "enabled", "budget_tokens": 2000})
     assert seen["thinking"]["budget_tokens"] == 2000
+
+
+async def test_a_pdf_file_waits_in_the_turn_of_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The header must not be the caller: unchecked keys are one caller."""
+    seen: list[str] = []
+
+    async def pdf_text(data: str, name: str, caller: str) -> str:
+        seen.append(caller)
+        return data + name
+
+    monkeypatch.setattr(messages_content, "pdf_text", pdf_text)
+    source = {"type": "base64", "media_type": "application/pdf", "data": "x"}
+    block = SimpleNamespace(type="text", text="", source=source)
+    CALLER.set("alice")
+    await messages_content.ContentReader().read(SimpleNamespace(messages=[SimpleNamespace(content=[block])]))
+    assert seen == ["alice"]

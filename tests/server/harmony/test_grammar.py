@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.harmony_streams import tokens
 from vllm_gptoss.server.harmony.events import EndedBy, MessageEnded
-from vllm_gptoss.server.harmony.grammar import EBNF, Call, FreeText, JSONArguments, Pattern, structural_tag
+from vllm_gptoss.server.harmony.grammar import EBNF, Call, FreeText, JSONArguments, structural_tag
 from vllm_gptoss.server.harmony.held import Held
 from vllm_gptoss.server.harmony.offered import OfferedTools
 from vllm_gptoss.server.harmony.parser import HarmonyParser
@@ -199,11 +199,9 @@ def test_json_is_not_padded_for_ever() -> None:
 
 
 def test_custom_tools_follow_their_grammar() -> None:
-    pattern = structural_tag([Call("functions.sql", Pattern("SELECT [a-z]+;"))])
-    ebnf = structural_tag([Call("functions.sql", EBNF('root ::= "SELECT " [a-z]+ ";"'))])
-    for tag in (pattern, ebnf):
-        assert accepts(tag, "<|channel|>commentary to=functions.sql<|message|>SELECT name;<|call|>")
-        assert not accepts(tag, "<|channel|>commentary to=functions.sql<|message|>DROP name;<|call|>")
+    tag = structural_tag([Call("functions.sql", EBNF('root ::= "SELECT " [a-z]+ ";"'))])
+    assert accepts(tag, "<|channel|>commentary to=functions.sql<|message|>SELECT name;<|call|>")
+    assert not accepts(tag, "<|channel|>commentary to=functions.sql<|message|>DROP name;<|call|>")
 
 
 def test_nothing_to_constrain_is_no_grammar() -> None:

@@ -68,7 +68,7 @@ def test_messages_are_announced_grow_and_end_in_order(ids: list[int], cut: bool)
 @settings(max_examples=200, deadline=None)
 @given(ids=st.lists(any_token, max_size=20), text=st.text(max_size=80))
 def test_text_after_a_good_header_is_exactly_the_content(ids: list[list[int]], text: str) -> None:
-    """Whatever came before it, a well-formed final message is read as it stands."""
+    """A well-formed final message is read exactly, after any other tokens."""
     before = [token for part in ids for token in part]
     answer = HarmonyParser(TOOLS)
     answer.feed(before)

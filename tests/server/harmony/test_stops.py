@@ -1,4 +1,4 @@
-"""A stop string ends the answer and nothing else, wherever the tokens are cut and whatever vLLM's handler asked for."""
+"""A stop string ends the answer and nothing else, for every cut of the tokens and every output kind of vLLM."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ async def test_depth_at_its_limit(depth: int, is_read: bool) -> None:
 
 @pytest.mark.parametrize("text", ['"a\\\\"', '"\\""', '"\\\\\\""', "\u00e9\\ud83d"])
 async def test_marks_inside_of_texts_are_no_values(text: str) -> None:
-    """Whatever escapes stand before them, and wherever the parts of the body end."""
+    """After any escapes, and for every cut of the body."""
     value = text + "[{,:" * 40_000
     await Bodies(BodyLimits(max_values=3)).check(json.dumps([value, value]).encode())
 

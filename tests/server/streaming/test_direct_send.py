@@ -51,7 +51,7 @@ Path = pytest.mark.parametrize("path", [CHAT, RESPONSES, COMPLETIONS])
 
 
 def said(path: str, text: str, before: str = "final") -> str:
-    """The text of an answer as `path` tells it: completions tell the words of headers, and what was thought, too."""
+    """The text of an answer at `path`: completions also return headers and reasoning."""
     return f"{before}{text}" if path == COMPLETIONS else text
 
 
@@ -228,7 +228,7 @@ async def test_our_own_failure_steps_aside(
     assert len(calls) == 1, "once for each stream"
     assert [
         record.getMessage() for record in caplog.records if record.name == "vllm_gptoss.server.streaming.direct_send"
-    ] == ["Text of a stream takes vLLM's way, because ours failed"]
+    ] == ["vLLM sends this stream's text, because the direct path failed"]
 
 
 @Path
@@ -238,7 +238,7 @@ async def test_a_vllm_that_has_moved_things_serves_as_ever(
     def moved(*_: Any) -> None:
         raise AttributeError("no such queue")
 
-    direct_send._say_once.cache_clear()
+    direct_send._warn_once.cache_clear()
     monkeypatch.setattr(direct_send.replaced, "use_request_output", moved)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -247,7 +247,7 @@ async def test_a_vllm_that_has_moved_things_serves_as_ever(
             assert engine.queued == len(TURN)
     assert [
         record.getMessage() for record in caplog.records if record.name == "vllm_gptoss.server.streaming.direct_send"
-    ] == ["Text of streams takes vLLM's way: AttributeError: no such queue"]
+    ] == ["vLLM sends streamed text: AttributeError: no such queue"]
 
 
 @Path

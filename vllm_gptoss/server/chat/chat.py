@@ -1,7 +1,7 @@
-"""What chat completions makes of a turn: reasoning, content and tool calls, whole or as they come.
+"""Splits a generated turn into the reasoning, content and tool calls of chat completions.
 
-Analysis is reasoning; a message to an offered tool is a call; everything else is content. Streaming and not give the
-same: this reader is the only way, and what has no stream is read in one step.
+Analysis is reasoning; a message to an offered tool is a call; everything else is content. Streamed and whole answers
+use the same reader.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from vllm_gptoss.server.harmony.events import Channel, ContentDelta, MessageEnded, MessageStarted
+from vllm_gptoss.server.harmony.custom import InputUnwrapper
+from vllm_gptoss.server.harmony.events import Channel, ContentDelta, EndedBy, MessageEnded, MessageStarted
 from vllm_gptoss.server.harmony.held import NOTHING, Held
 from vllm_gptoss.server.harmony.messages import FUNCTIONS
 from vllm_gptoss.server.harmony.offered import OfferedTools
@@ -21,7 +22,7 @@ from vllm_gptoss.server.harmony.tokens import CALL, RETURN
 
 @dataclass(slots=True)
 class CallDelta:
-    """More of call `index`; its `name` comes once, first."""
+    """More of call `index`; only the first delta of a call has its `name`."""
 
     index: int
     name: str | None
@@ -30,7 +31,7 @@ class CallDelta:
 
 @dataclass(slots=True)
 class ChatDelta:
-    """What new tokens added."""
+    """The text and calls that new tokens added."""
 
     reasoning: str = ""
     content: str = ""
@@ -53,14 +54,16 @@ class _Kind(Enum):
 
 
 class ChatReader:
-    """One choice of one request.
+    """Reads the tokens of one choice of a request.
 
-    `stop` are the stop strings of the answer: reasoning and calls may contain them. What may be the beginning of one
-    is held back. `stopped` is the one that ended the answer; `min_tokens` tokens come before any is looked for.
-    `counts`: whether repairs are counted, which a second reader of the same tokens must not do. `held`: what a grammar
-    holds of the turn. `reads_on`: whether the engine was told to go on after the model's last word; otherwise what it
-    says beyond is no part of the turn, least of all a tool's answer that it makes up. `marks`: whether `take_answer`
-    will be asked. `prefix`: the header of the message that the prompt leaves open.
+    stop: stop strings, searched in content only. Text that may be the beginning of one is delayed
+    min_tokens: number of tokens before the search for stop strings begins
+    counts: whether repairs are counted; a second reader of the same tokens must not count them again
+    held: which parts of the turn a grammar constrains
+    reads_on: whether tokens after the end of the turn are read, as with `ignore_eos`. Otherwise they are dropped, since
+        the model may invent a tool's answer there
+    marks: whether `take_answer` is used
+    prefix: token ids of the header of the message that the prompt leaves open
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class ChatReader:
     ) -> None:
         self.reasoning_tokens = 0
         self._answer: list[int] | None = [] if marks else None
-        self._unmarked: list[tuple[range, int]] = []  # positions of tokens, and characters that were not told yet
+        self._unmarked: list[tuple[range, int]] = []  # token positions, number of pending characters
         self._parser = HarmonyParser(tools, prefix, counts=counts, held=held)
         self._reads_on = reads_on
         self._is_over = False
@@ -86,14 +89,17 @@ class ChatReader:
         self._unwatched = min_tokens if any(stop) else 0
         self._kind = _Kind.CONTENT
         self._calls = 0
+        self._wrapped = tools.wrapped
+        self._input: InputUnwrapper | None = None  # of the open call of a custom tool
         self._spoken = {_Kind.REASONING: False, _Kind.CONTENT: False}
         self._is_first_text = True
         self._is_searched = any(stop)
-        self._goes_on = False  # with text that needs nothing but to be told
-        self._channel = self._channel_said = Channel.FINAL
+        self._goes_on = False  # whether the next text token needs no processing
+        self._channel = self._last_channel = Channel.FINAL
 
     @property
     def stopped(self) -> str | None:
+        """The stop string that ended the answer."""
         return self._stops.found
 
     def feed(self, token_ids: Sequence[int]) -> ChatDelta:
@@ -107,20 +113,17 @@ class ChatReader:
         return self._read(delta, self._parser.feed(token_ids))
 
     def take_answer(self) -> list[int]:
-        """Positions, in all tokens fed, of those whose text was told as content since the last call."""
+        """Positions of the tokens whose text was returned as content since the previous call."""
         taken, self._answer = self._answer or [], []
         return taken
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether the message that is being read is."""
+        """Whether the open message is reasoning."""
         return self._kind is _Kind.REASONING
 
     def next_text(self, token: int) -> str | None:
-        """As `feed` of one token that goes on with reasoning or content, the usual case; else reads nothing.
-
-        It costs a quarter of `feed`.
-        """
+        """As `feed` for one token of text, at a quarter of the cost. None, with nothing read, for any other token."""
         if not self._goes_on or (text := self._parser.next_text(token)) is None:
             return None
         if self._kind is _Kind.REASONING:
@@ -128,7 +131,7 @@ class ChatReader:
         return text
 
     def feed_text(self, token_ids: Sequence[int]) -> ChatDelta | None:
-        """As `feed` for tokens that can only add to reasoning or content; None, and nothing read, for others."""
+        """As `feed` for tokens that only add to reasoning or content; else None, and the tokens are not read."""
         if self._is_over or self._unwatched or self._kind is _Kind.CALL:
             return None
         events = self._parser.feed_text(token_ids)
@@ -144,7 +147,7 @@ class ChatReader:
         return token_ids
 
     def finish(self) -> ChatDelta:
-        """The end of generation. A message that no token ended was cut; its text is kept, without a stop string."""
+        """Ends the generation. A message without an end token counts as cut; its text is returned."""
         return self._read(ChatDelta(), self._parser.finish(cut=True))
 
     def _read(self, delta: ChatDelta, events: Sequence[object]) -> ChatDelta:
@@ -158,8 +161,11 @@ class ChatReader:
                     self._text(delta, text)
                 case MessageStarted(channel=channel, recipient=recipient):
                     self._start(delta, channel, recipient)
-                case MessageEnded():
+                case MessageEnded(text=text, ended_by=ended_by):
                     self._emit(delta, self._stops.flush())
+                    if self._input:
+                        self._emit(delta, self._input.end(text, cut=ended_by is EndedBy.CUT))
+                        self._input = None
         return delta
 
     def _start(self, delta: ChatDelta, channel: Channel, recipient: str | None) -> None:
@@ -169,10 +175,13 @@ class ChatReader:
             self._kind = _Kind.CALL
             delta.add_call(self._calls, recipient.removeprefix(FUNCTIONS + "."), "")
             self._calls += 1
+            self._input = InputUnwrapper() if recipient in self._wrapped else None
         else:
             self._kind = _Kind.REASONING if channel is Channel.ANALYSIS else _Kind.CONTENT
 
     def _text(self, delta: ChatDelta, text: str) -> None:
+        if self._input:
+            text = self._input.feed(text)
         is_watched = self._kind is _Kind.CONTENT and not self._unwatched
         self._emit(delta, self._stops.feed(text) if is_watched else text)
 
@@ -184,12 +193,14 @@ class ChatReader:
             return
         if self._answer is not None and self._kind is _Kind.CONTENT:
             self._mark(self._answer, len(text))
-        is_one_answer = self._kind is _Kind.CONTENT and self._channel is self._channel_said is Channel.FINAL
+        is_one_answer = self._kind is _Kind.CONTENT and self._channel is self._last_channel is Channel.FINAL
         if self._is_first_text and self._spoken[self._kind] and not is_one_answer:
-            text = "\n" + text  # a second thought or remark starts a line of its own; an answer in two parts is one
+            text = (
+                "\n" + text
+            )  # reasoning and preambles are separated by a newline; two parts of the final answer are joined
         self._is_first_text, self._goes_on = False, not self._is_searched
         if self._kind is _Kind.CONTENT:
-            self._channel_said = self._channel
+            self._last_channel = self._channel
         self._spoken[self._kind] = True
         if self._kind is _Kind.REASONING:
             delta.reasoning += text
@@ -197,7 +208,7 @@ class ChatReader:
             delta.content += text
 
     def _mark(self, answer: list[int], characters: int) -> None:
-        """Takes the tokens of the next `characters` of content as told; one of which a part is held back, too."""
+        """Adds the positions of the tokens that make the next `characters` of content; a partial token counts too."""
         while characters > 0 and self._unmarked:
             positions, length = self._unmarked.pop(0)
             answer += positions

@@ -1,7 +1,7 @@
-"""Log-probabilities of a chat answer: those of `message.content`, whatever was thought or called beside it.
+"""Restricts the log-probabilities of a chat answer to the tokens of `message.content`.
 
-vLLM's handlers give those of every generated token, control tokens and reasoning included, and none at all where
-reasoning is hidden; the one for batches hides neither them nor the token ids.
+vLLM's handlers return those of every generated token, including control tokens and reasoning, and none if reasoning is
+hidden. The batch handler returns hidden reasoning in log-probabilities and token ids.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from vllm_gptoss.server.chat.vllm_constraint import offered_tools
 from vllm_gptoss.server.chat.vllm_parser import HIDES_REASONING, chat_reader
 
 
-class _Told(list[int]):
-    """Token ids, and what the client is told of the answer's tokens among them and held back before."""
+class _Marked(list[int]):
+    """Token ids, with (id, logprobs) of the content tokens that the client receives now."""
 
     def __init__(self, token_ids: Any, answer: list[tuple[int, Any]]) -> None:
         super().__init__(token_ids)
@@ -23,18 +23,18 @@ class _Told(list[int]):
 
 
 class _Choice:
-    """One choice of a request."""
+    """Selects the content tokens of one choice."""
 
     def __init__(self, request: Any) -> None:
         self._reader = chat_reader(request, offered_tools(getattr(request, "tools", None)), marks=True)
         self._tokens: list[tuple[int, Any]] = []
 
-    def read(self, choice: Any) -> _Told:
+    def read(self, choice: Any) -> _Marked:
         self._tokens += zip(choice.token_ids, choice.logprobs or (), strict=False)
         self._reader.feed(choice.token_ids)
         if choice.finish_reason is not None:
             self._reader.finish()
-        return _Told(choice.token_ids, [self._tokens[at] for at in self._reader.take_answer()])
+        return _Marked(choice.token_ids, [self._tokens[at] for at in self._reader.take_answer()])
 
 
 async def _marked(results: AsyncGenerator[Any, None], request: Any) -> AsyncGenerator[Any, None]:
@@ -48,7 +48,7 @@ async def _marked(results: AsyncGenerator[Any, None], request: Any) -> AsyncGene
 
 
 def _shown(request: Any) -> Any:
-    """The request as vLLM's generators get it: they drop the logprobs of one that hides reasoning."""
+    """The request for vLLM's generators, which drop all logprobs if `include_reasoning` is false."""
     if request.include_reasoning:
         return request
     copy = request.model_copy(update={"include_reasoning": True, "return_token_ids": None})
@@ -57,22 +57,22 @@ def _shown(request: Any) -> Any:
 
 
 class AnswerLogprobs:
-    """What we put over vLLM's handlers of chats and of batches of chats."""
+    """Subclass part for vLLM's handlers of chat completions and batches."""
 
     def chat_completion_full_generator(self, request: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's method of this name: the response of one request."""
+        """Overrides vLLM's method: the response of one request."""
         if request.logprobs:
             request, results = _shown(request), _marked(results, request)
         return super().chat_completion_full_generator(request, results, *args, **kwargs)  # type: ignore[misc]
 
     def chat_completion_stream_generator(self, request: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's method of this name: server-sent events of one request."""
+        """Overrides vLLM's method: server-sent events of one request."""
         if request.logprobs:
             request, results = _shown(request), _marked(results, request)
         return super().chat_completion_stream_generator(request, results, *args, **kwargs)  # type: ignore[misc]
 
     async def chat_completion_full_generator_batch(self, request: Any, results: Any, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's method of this name: one response of several conversations."""
+        """Overrides vLLM's method: one response for several conversations."""
         if request.logprobs:
             results = [_marked(each, request) for each in results]
         response = await super().chat_completion_full_generator_batch(request, results, *args, **kwargs)  # type: ignore[misc]
@@ -81,7 +81,7 @@ class AnswerLogprobs:
         return response
 
     def _create_chat_logprobs(self, token_ids: Any, top_logprobs: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(token_ids, _Told):
+        if isinstance(token_ids, _Marked):
             if not token_ids.answer:
                 return None
             token_ids, top_logprobs = zip(*token_ids.answer, strict=True)

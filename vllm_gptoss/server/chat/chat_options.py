@@ -1,6 +1,6 @@
-"""Fields of chat requests before vLLM validates them: what gpt-oss cannot honour is refused by name.
+"""Checks fields of chat requests before vLLM validates them, and rejects by name those that gpt-oss cannot honour.
 
-docs/options.md has every field of every API, and whether it is honoured, refused or ignored.
+docs/options.md lists every field of every API as honoured, refused or ignored.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ REFUSED: Mapping[str, str] = {
     "truncation_side": _NO_CUT,
     "web_search_options": "use /v1/responses with the tool `web_search`",
 }
-"""Fields that are a 400 unless they are false or empty, and what to do instead."""
+"""Fields that return 400 unless false or empty, with the alternative."""
 
 TEMPLATE_OPTIONS = frozenset({"reasoning_effort", "model_identity", "enable_thinking", "thinking"})
-"""`chat_template_kwargs` that are honoured. The last two are other models'; false is the effort `none`."""
+"""Honoured `chat_template_kwargs`. The last two belong to other models; false means effort `none`."""
 
 
 def checked(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The body of a chat request, its assistant messages' thoughts in the field that vLLM's model keeps.
+    """The body of a chat request, with reasoning of assistant messages in the field `reasoning`.
 
     Raises:
         vLLM's validation error (400): a field that cannot be honoured.
@@ -53,7 +53,7 @@ def checked(data: Mapping[str, Any]) -> Mapping[str, Any]:
         raise _refused("modalities", "gpt-oss writes text only")
     goes_on = bool(data.get("continue_final_message"))
     if data.get("add_generation_prompt") is False and not goes_on:
-        raise _refused("add_generation_prompt", "false goes with `continue_final_message` only")
+        raise _refused("add_generation_prompt", "false needs `continue_final_message`")
     if goes_on:
         _check_continued(data)
     messages = data.get("messages")
@@ -69,7 +69,7 @@ def _check_continued(data: Mapping[str, Any]) -> None:
     form = data.get("response_format")
     is_formed = form is not None and form != {"type": "text"}
     if is_formed or data.get("structured_outputs") or data.get("tool_choice") not in (None, "none", "auto"):
-        why = "it goes with free text only; leave out the answer's format and a `tool_choice` that demands a call"
+        why = "it needs free text; leave out the answer's format and a `tool_choice` that demands a call"
         raise _refused("continue_final_message", why)
 
 

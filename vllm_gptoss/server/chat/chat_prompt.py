@@ -1,4 +1,4 @@
-"""A chat completion request's messages as a Harmony conversation."""
+"""Converts the messages of a chat completion request to a Harmony conversation."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm_gptoss.server.harmony import messages as harmony
+from vllm_gptoss.server.harmony.custom import arguments_of
 from vllm_gptoss.server.harmony.events import Channel
 from vllm_gptoss.server.harmony.messages import (
     EFFORTS,
@@ -22,14 +23,14 @@ from vllm_gptoss.tools.unreadable import describe
 logger = logging.getLogger(__name__)
 
 MAX_NAME = 256
-"""Bytes of a tool's name: half of what a header may have."""
+"""Bytes of a tool's name: half of the maximal header."""
 
-_LAST = "\0"  # the key of the latest call; no id a client sends can be it
+_LAST = "\0"  # key of the latest call, which no client's id equals
 _warned: set[str] = set()
 
 
 class ChatInputError(ValueError):
-    """A message that cannot be shown to the model; `param` names it."""
+    """A message that cannot be rendered; `param` names it."""
 
     def __init__(self, message: str, param: str) -> None:
         super().__init__(message)
@@ -37,10 +38,10 @@ class ChatInputError(ValueError):
 
 
 def effort_of(value: str | None) -> Effort:
-    """The trained effort nearest to what a request asks; unset is medium.
+    """The nearest trained effort; medium if unset.
 
     Raises:
-        ChatInputError: a word that is no effort.
+        ChatInputError: unknown effort.
     """
     if value is None:
         return Effort.MEDIUM
@@ -50,7 +51,7 @@ def effort_of(value: str | None) -> Effort:
     effort = EFFORTS[value]
     if value != effort.value and value not in _warned:
         _warned.add(value)
-        logger.warning("gpt-oss has no reasoning effort %r; %r is used (said once).", value, effort.value)
+        logger.warning("gpt-oss has no reasoning effort %r; %r is used (logged once).", value, effort.value)
     return effort
 
 
@@ -63,18 +64,21 @@ def conversation(
     response_format: ResponseFormat | None = None,
     identity: str = harmony.IDENTITY,
     continues: bool = False,
+    raw: frozenset[str] = frozenset(),
 ) -> Conversation:
     """The conversation of a chat request. `messages` are dicts as the API has them.
+
+    raw: recipients whose calls are text without JSON
 
     The first message, if it is of role system or developer, becomes the developer message's instructions.
 
     Raises:
-        ChatInputError: a role, content part, tool result or tool's name that has no place in a prompt.
+        ChatInputError: a role, content part, tool result or tool name is invalid.
     """
     if not messages:
         raise ChatInputError("at least one message is needed", "messages")
     for index, tool in enumerate(tools):
-        _check_name(tool.name, f"tools[{index}].function.name")
+        check_name(tool.name, f"tools[{index}].function.name")
     rest = list(enumerate(messages))
     instructions = None
     if rest and rest[0][1].get("role") in ("system", "developer"):
@@ -83,9 +87,9 @@ def conversation(
     history: list[Message] = []
     names: dict[str, str] = {}
     for index, message in rest:
-        history.extend(_messages(message, index, names))
+        history.extend(_messages(message, index, names, raw))
     if continues and not (history and history[-1].channel is Channel.FINAL):
-        raise ChatInputError("the last message must be what the assistant said", "continue_final_message")
+        raise ChatInputError("the last message must be an assistant's answer", "continue_final_message")
     return Conversation(
         harmony.System(date, effort_of(effort), identity=identity),
         harmony.Developer(instructions, (harmony.functions(tools),) if tools else (), response_format),
@@ -94,8 +98,8 @@ def conversation(
     )
 
 
-def _check_name(name: str, param: str) -> None:
-    """A call of another name would be lost: it stands in a header, whose words end at blanks and which is bounded."""
+def check_name(name: str, param: str) -> None:
+    """Rejects names that the parser could not read back from a header, whose words end at blanks."""
     if not name or len(name.encode("utf-8", "replace")) > MAX_NAME or "<|" in name or any(map(_is_blank, name)):
         raise ChatInputError(
             f"The tool's name {name[:80]!r} cannot be called: give 1 to {MAX_NAME} bytes without blanks, control"
@@ -108,7 +112,7 @@ def _is_blank(character: str) -> bool:
     return not character.isprintable() or character.isspace()
 
 
-def _messages(message: Mapping[str, Any], index: int, names: dict[str, str]) -> Iterable[Message]:
+def _messages(message: Mapping[str, Any], index: int, names: dict[str, str], raw: frozenset[str]) -> Iterable[Message]:
     role = message.get("role")
     if role == "user":
         yield harmony.user(_text(message, index))
@@ -117,15 +121,15 @@ def _messages(message: Mapping[str, Any], index: int, names: dict[str, str]) -> 
     elif role == "tool":
         yield harmony.tool_result(f"{FUNCTIONS}.{_tool_name(message, index, names)}", _text(message, index))
     elif role == "assistant":
-        yield from _assistant(message, index, names)
+        yield from _assistant(message, index, names, raw)
     else:
         raise ChatInputError(
             f"role {role!r} is not one of system, developer, user, assistant, tool", f"messages[{index}].role"
         )
 
 
-def _assistant(message: Mapping[str, Any], index: int, names: dict[str, str]) -> Iterable[Message]:
-    """Reasoning, then what was said, then the calls: the order in which the model writes them."""
+def _assistant(message: Mapping[str, Any], index: int, names: dict[str, str], raw: frozenset[str]) -> Iterable[Message]:
+    """Reasoning, then text, then the calls: the order in which the model writes them."""
     reasoning = message.get("reasoning") or message.get("reasoning_content")
     if isinstance(reasoning, str):
         yield harmony.analysis(reasoning)
@@ -133,15 +137,21 @@ def _assistant(message: Mapping[str, Any], index: int, names: dict[str, str]) ->
     if text := _text(message, index):
         yield harmony.preamble(text) if calls else harmony.final(text)
     for number, call in enumerate(calls):
-        function = call.get("function") or {}
+        custom = call.get("custom")
+        function = custom or call.get("function") or {}
         if not (name := function.get("name")):
             raise ChatInputError("a tool call needs a function name", f"messages[{index}].tool_calls[{number}]")
         names[call.get("id") or _LAST] = names[_LAST] = name
-        yield harmony.call(f"{FUNCTIONS}.{name}", function.get("arguments") or "")
+        recipient = f"{FUNCTIONS}.{name}"
+        given = function.get("input" if custom else "arguments") or ""
+        if recipient in raw:
+            yield harmony.call(recipient, given, content_type=None)
+        else:
+            yield harmony.call(recipient, arguments_of(given) if custom else given)
 
 
 def _tool_name(message: Mapping[str, Any], index: int, names: Mapping[str, str]) -> str:
-    """Whose result this is: by call id, by name, or that of the last call, as the checkpoint's template has it."""
+    """The tool of a result: by call id, by name, or that of the last call, as in the checkpoint's template."""
     name = names.get(message.get("tool_call_id") or "") or message.get("name") or names.get(_LAST)
     if not name:
         raise ChatInputError(
@@ -172,6 +182,6 @@ def _text(message: Mapping[str, Any], index: int) -> str:
 
 
 def _found(part: Mapping[str, Any]) -> str | None:
-    """What a search for tools found, in words: the tool itself is among those of the request."""
+    """Text for a `tool_reference` block; the definition of the tool is in the request."""
     name = part.get("name")
     return f"The tool {name} can be called now.\n" if isinstance(name, str) else None

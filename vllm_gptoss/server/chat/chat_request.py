@@ -1,4 +1,4 @@
-"""vLLM's chat request as a Harmony conversation: on the renderer's step, and before it in our routes."""
+"""Converts vLLM's chat request to a Harmony conversation, in the renderer and before it in our routes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastapi import HTTPException, Request
 from vllm_gptoss.server.chat.chat_options import TEMPLATE_OPTIONS
 from vllm_gptoss.server.chat.chat_prompt import ChatInputError, conversation
 from vllm_gptoss.server.chat.early import is_iterator, is_long, render_early
-from vllm_gptoss.server.chat.vllm_constraint import response_format
+from vllm_gptoss.server.chat.vllm_constraint import offered_tools, response_format
 from vllm_gptoss.server.harmony.messages import IDENTITY, Conversation, ResponseFormat, ToolSpec
 from vllm_gptoss.server.harmony.prompt import today
 from vllm_gptoss.server.harmony.tokens import TooManyTokensError
@@ -20,16 +20,16 @@ from vllm_gptoss.tools.confined import BusyError
 
 
 def is_decode_side(request: Any) -> bool:
-    """Disaggregated decode: the prompt was rendered where the prefill ran."""
+    """Whether the prompt was rendered by the prefill server (disaggregated serving)."""
     kv = getattr(request, "kv_transfer_params", None)
     return isinstance(kv, Mapping) and bool(kv.get("prompt_token_ids"))
 
 
 def conversation_of(renderer: Any, request: Any, includes_tools: bool, answer: ResponseFormat | None) -> Conversation:
-    """The conversation that a chat request makes the model see. `answer` is the form that its answer must have.
+    """The conversation of a chat request. `answer`: the JSON schema of its answer.
 
     Raises:
-        ChatInputError: a part of it has no place in a prompt.
+        ChatInputError: a part of the request cannot be rendered.
     """
     efforts = getattr(renderer, "reasoning_effort_map", None) or {}
     options = _template_options(renderer, request)
@@ -45,11 +45,12 @@ def conversation_of(renderer: Any, request: Any, includes_tools: bool, answer: R
         response_format=answer,
         identity=options.get("model_identity") or IDENTITY,
         continues=request.continue_final_message,
+        raw=offered_tools(request.tools).free_text,
     )
 
 
 def _template_options(renderer: Any, request: Any) -> dict[str, Any]:
-    """`chat_template_kwargs` of the request over the server's `--default-chat-template-kwargs`."""
+    """`chat_template_kwargs` of the request, then the server's `--default-chat-template-kwargs`."""
     given = request.chat_template_kwargs or {}
     for name, value in given.items():
         is_text = name in ("reasoning_effort", "model_identity")
@@ -60,11 +61,11 @@ def _template_options(renderer: Any, request: Any) -> dict[str, Any]:
 
 
 async def render_chat_early(request: Any, raw_request: Request, *, counts: bool = False) -> None:
-    """Has the prompt of a long chat request rendered before its handler asks for it; see `early.py`.
+    """Renders the prompt of a long chat request before vLLM's handler needs it; see `early.py`.
 
     Raises:
-        HTTPException: 400 where it is longer than the context window, 429 where too many of the caller's wait.
-        ClientDisconnect: the client went away.
+        HTTPException: 400 for a prompt longer than the context window, 429 for too many waiting prompts of the caller.
+        ClientDisconnect: the client disconnected.
     """
     renderer = getattr(raw_request.app.state, "online_renderer", None)
     if renderer is None or not is_long(raw_request) or is_decode_side(request):

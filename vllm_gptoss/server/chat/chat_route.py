@@ -1,7 +1,7 @@
-"""POST /v1/chat/completions with `tool_choice` of type `allowed_tools`, which vLLM's request model does not know.
+"""POST /v1/chat/completions with `allowed_tools` and custom tools, which vLLM's request model does not accept.
 
-vLLM lets an endpoint plugin replace a route of the same path. Ours is vLLM's own handler with a body that subclasses
-vLLM's: `allowed_tools` becomes the tools it leaves, and its mode as the choice.
+vLLM lets an endpoint plugin replace a route of the same path. Our routes rewrite the body, render long prompts in
+threads, and then call vLLM's own route.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from vllm_gptoss import _vllm
+from vllm_gptoss.server.chat import custom_tools
 from vllm_gptoss.server.chat.chat_options import checked
 from vllm_gptoss.server.chat.chat_request import render_chat_early
-from vllm_gptoss.server.chat.early import settle
+from vllm_gptoss.server.chat.early import is_long, settle
 from vllm_gptoss.server.chat.vllm_constraint import schemas
 from vllm_gptoss.server.harmony.enforce import compiling
 from vllm_gptoss.server.harmony.enforce.errors import NotNowError
@@ -26,7 +27,7 @@ PATH, BATCH = "/v1/chat/completions", "/v1/chat/completions/batch"
 
 
 def replace_route(app: FastAPI) -> bool:
-    """Adds our routes beside vLLM's, which vLLM then takes out. False if there is none to replace."""
+    """Adds our routes; vLLM then removes its own of the same paths. False if vLLM has no such route."""
     found = routes.posts(app)
     if PATH not in found:
         return False
@@ -34,36 +35,47 @@ def replace_route(app: FastAPI) -> bool:
     async def create_chat_completion(request: Any, raw_request: Request) -> Any:
         try:
             await compiling.prepare_all(schemas(request))
+            customs = await custom_tools.prepare(request)
         except NotNowError as error:
-            body = {"message": str(error), "type": "server_error", "param": None, "code": 503}
-            return JSONResponse({"error": body}, 503, error.headers)
+            return _busy(error)
         settle(request.messages)
         await render_chat_early(request, raw_request)
-        return go_straight(await found[PATH].endpoint(request, raw_request))
+        response = await found[PATH].endpoint(request, raw_request)
+        return custom_tools.with_custom_calls(response, customs) if customs else go_straight(response)
 
     async def create_batch(request: Any, raw_request: Request) -> Any:
+        for messages in request.messages:
+            settle(messages)
+        try:  # all conversations have the same schema
+            await compiling.prepare_all(schemas(request.to_chat_completion_request(request.messages[0])))
+        except NotNowError as error:
+            return _busy(error)
+        for messages in request.messages if is_long(raw_request) else ():
+            await render_chat_early(request.to_chat_completion_request(messages), raw_request)
         return await found[BATCH].endpoint(request, raw_request)
 
-    def with_allowed_tools(data: Mapping[str, Any]) -> Mapping[str, Any]:
-        return without_allowed_tools(checked(data))
-
     chat, batch = _vllm.chat_requests()
-    for path, ours, base, change in (
-        (PATH, create_chat_completion, chat, with_allowed_tools),
-        (BATCH, create_batch, batch, checked),
-    ):
-        # FastAPI reads the body's type from here; it is made at run time, because its base is vLLM's.
-        ours.__annotations__ |= {"request": routes.body_class(base, change), "raw_request": Request}
-        if core := found.get(path):
-            routes.add_beside(app, core, ours)
+    routes.add_beside(app, found[PATH], create_chat_completion, routes.body_class(chat, as_vllm_reads))
+    if BATCH in found:
+        routes.add_beside(app, found[BATCH], create_batch, routes.body_class(batch, checked))
     return True
 
 
+def _busy(error: NotNowError) -> JSONResponse:
+    body = {"message": str(error), "type": "server_error", "param": None, "code": 503}
+    return JSONResponse({"error": body}, 503, error.headers)
+
+
+def as_vllm_reads(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The body of a chat request in the form that vLLM's request model accepts."""
+    return custom_tools.as_functions(without_allowed_tools(checked(data)))
+
+
 def without_allowed_tools(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The body of a request whose `tool_choice` of type `allowed_tools` is carried out.
+    """The body with only the tools of its `allowed_tools`, and their mode as `tool_choice`.
 
     Raises:
-        vLLM's validation error (400): a mode or tool that is none, or a tool that the request does not have.
+        vLLM's validation error (400): an invalid mode, or a tool that is not in `tools`.
     """
     choice = data.get("tool_choice")
     if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
@@ -90,7 +102,8 @@ def _names(entries: Any) -> list[str]:
 
 
 def _name(tool: Any) -> str | None:
-    function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
+    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    function = tool.get(kind) if kind in ("function", "custom") else None
     name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else None
 

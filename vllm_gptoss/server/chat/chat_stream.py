@@ -1,10 +1,8 @@
-"""Streamed chat completions, with less work for each token than vLLM's handler does.
+"""Streamed chat completions, with less work per token than vLLM's handler.
 
-vLLM's generator makes the first frame of a stream and all from the first tool call or the end on; the text in between,
-which is nearly everything, is told `ahead` of it. Both give the same bytes.
-
-The generator stands still meanwhile, with the engine's first result in its hands: what was told is added to that.
-`ReadTokens` says to our parser that those tokens were read.
+vLLM's generator writes the first frame, and all frames from the first tool call or the end on. `Ahead` writes the text
+in between, with the same bytes. Meanwhile the generator waits with the engine's first result, to whose `ReadTokens` the
+tokens are added; our parser then does not read them again.
 """
 
 from __future__ import annotations
@@ -26,15 +24,15 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ChatStream(TextStream):
-    """What we put over vLLM's chat handler."""
+    """Subclass part for vLLM's chat handler."""
 
     def chat_completion_stream_generator(
         self, request: Any, result_generator: AsyncGenerator[Any, None], request_id: str, *args: Any, **kwargs: Any
     ) -> AsyncIterator[str | bytes]:
-        """vLLM's method of this name: server-sent events of one request."""
+        """Overrides vLLM's method: server-sent events of one request."""
 
         def attach(direct: Direct) -> None:
-            if not request.stop:  # stop strings are looked for in the results
+            if not request.stop:  # stop strings are searched in the results
                 direct.attach(self.engine_client, request_id)  # type: ignore[attr-defined]  # vLLM's
 
         ahead = Ahead(result_generator, attach)
@@ -43,7 +41,7 @@ class ChatStream(TextStream):
 
 
 class _Told:
-    """What tells a stream's text: `Teller`. `reader` has read no token of it yet."""
+    """Writes the text of a stream (a `Teller`). `reader` has read no tokens yet."""
 
     def __init__(self, reader: ChatReader, text: _Text) -> None:
         self._reader = reader
@@ -51,7 +49,7 @@ class _Told:
         self._told = ReadTokens(reader)
 
     def begin(self, choice: Any) -> bytes | None:
-        """The first frame of vLLM's has no text; `ReadTokens` in the result that it holds grow with what is told."""
+        """vLLM's first frame has no text. The first result's tokens become `ReadTokens`, which grow with the stream."""
         tokens, choice.token_ids = choice.token_ids, self._told
         return self._read(tokens)
 
@@ -67,7 +65,7 @@ class _Told:
         return self._text.frame_of(delta)
 
     def take(self, token_ids: Sequence[int], text: NextText) -> bytes | None:
-        del text  # vLLM detokenises nothing of these requests
+        del text  # vLLM does not detokenise these requests
         if len(token_ids) == 1 and (added := self._reader.next_text(token_ids[0])):
             self._told.append(token_ids[0])
             return self._text.frame(added, self._reader.is_reasoning)
@@ -78,7 +76,7 @@ class _Told:
         return self._text.frame_of(delta)
 
     def hand_on(self, choice: Any) -> None:
-        """Nothing: the generator still holds the first result."""
+        """Nothing to add: the generator still has the first result."""
 
 
 def _teller(head: str, request: Any) -> _Told | None:
@@ -90,7 +88,7 @@ def _teller(head: str, request: Any) -> _Told | None:
 
 
 def _around_delta(head: str) -> tuple[bytes, bytes] | None:
-    """What stands before and after the `delta` in a frame of text, from the stream's first frame; None for an error."""
+    """The bytes before and after the `delta` of a text frame, from the first frame; None for an error."""
     said = json.loads(head.removeprefix("data: "))
     if "choices" not in said:
         return None
@@ -100,7 +98,7 @@ def _around_delta(head: str) -> tuple[bytes, bytes] | None:
 
 
 class _Text:
-    """Text as frames. `prefix` and `suffix` stand around the `delta`, the fields of vLLM's `DeltaMessage` in order."""
+    """Encodes frames: `prefix`, the `delta` with the fields of vLLM's `DeltaMessage` in order, `suffix`."""
 
     def __init__(self, prefix: bytes, suffix: bytes, include_reasoning: bool) -> None:
         self._content = prefix + b'{"content":'
@@ -109,13 +107,13 @@ class _Text:
         self._include_reasoning = include_reasoning
 
     def frame(self, text: str, is_reasoning: bool) -> bytes:
-        """The frame of a part of the content, or of the reasoning."""
+        """The frame of a piece of content or reasoning."""
         if not is_reasoning:
             return b"%b%b%b" % (self._content, _encode(text), self._after)
         return b"%b%b%b" % (self._reasoning, _encode(text), self._after) if self._include_reasoning else b""
 
     def frame_of(self, delta: ChatDelta) -> bytes:
-        """The frame of what new tokens added, nothing if it has no text."""
+        """The frame of a delta; empty without text."""
         if delta.reasoning and delta.content and self._include_reasoning:
             both = b'%b,"reasoning":%b' % (_encode(delta.content), _encode(delta.reasoning))
             return b"%b%b%b" % (self._content, both, self._after)

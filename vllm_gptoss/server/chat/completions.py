@@ -1,7 +1,7 @@
-"""/v1/completions of a gpt-oss model, whose streams cost the API server less for each token than vLLM's handler.
+"""/v1/completions of a gpt-oss model, with less work per streamed token than vLLM's handler.
 
-The text is vLLM's own, raw: no Harmony is read here. vLLM makes three models of every token and wakes the request's
-task; text of one prompt goes `ahead` of its generator. Both give the same bytes.
+The text is vLLM's raw text; Harmony is not parsed here. vLLM builds three models per token and wakes the request's
+task. `Ahead` writes the text of a single prompt instead, with the same bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 from argparse import Namespace
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from typing import Any, get_type_hints
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -43,7 +43,7 @@ class Completions:
         self._streams = settings.host != "stock"
         if self._streams and not replace_route(app):
             self._streams = False
-            logger.warning("Completions are streamed as vLLM does it, which has no such route to replace.")
+            logger.warning("Completions are streamed by vLLM's handler: vLLM has no such route to replace.")
 
     async def start(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Puts `CompletionStream` over vLLM's handler."""
@@ -53,7 +53,7 @@ class Completions:
 
 
 def replace_route(app: FastAPI) -> bool:
-    """Adds our route beside vLLM's, which vLLM then takes out. False if there is none to replace."""
+    """Adds our route; vLLM then removes its own of the same path. False if vLLM has no such route."""
     core = routes.posts(app).get(PATH)
     if core is None:
         return False
@@ -65,21 +65,16 @@ def replace_route(app: FastAPI) -> bool:
         except invalid as error:
             if error.parameter != "max_tokens" or error.value != 0 or request.max_tokens == 0:
                 raise
-            # vLLM's words for a prompt that fills the context window to the last token.
+            # vLLM reports `max_tokens` for a prompt that fills the context window to the last token.
             window = raw_request.app.state.openai_serving_models.model_config.max_model_len
             raise invalid(overflow(window, window, "prompt"), parameter="prompt") from None
 
-    # FastAPI reads the body's type from here; it is vLLM's, which is there at run time only.
-    create_completion.__annotations__ |= {
-        "request": get_type_hints(core.endpoint)["request"],
-        "raw_request": Request,
-    }
     routes.add_beside(app, core, create_completion)
     return True
 
 
 class CompletionStream(TextStream):
-    """What we put over vLLM's completions handler."""
+    """Subclass part for vLLM's completions handler."""
 
     def completion_stream_generator(
         self,
@@ -90,7 +85,7 @@ class CompletionStream(TextStream):
         *args: Any,
         **kwargs: Any,
     ) -> AsyncIterator[str | bytes]:
-        """vLLM's method of this name: server-sent events of one request."""
+        """Overrides vLLM's method: server-sent events of one request."""
         theirs = super().completion_stream_generator  # type: ignore[misc]  # vLLM's
         if len(engine_inputs) != 1 or not self._is_plain(request):
             return theirs(request, engine_inputs, result_generator, request_id, *args, **kwargs)  # type: ignore[no-any-return]
@@ -104,14 +99,14 @@ class CompletionStream(TextStream):
 
 
 async def _of_the_prompt(numbered: AsyncGenerator[tuple[int, Any], None]) -> AsyncGenerator[Any, None]:
-    """The results of a request of one prompt, without its number."""
+    """Removes the prompt index of a request with one prompt."""
     async with aclosing(numbered):
         async for _, result in numbered:
             yield result
 
 
 class _Numbered:
-    """The other way round."""
+    """Adds index 0 of the prompt again."""
 
     def __init__(self, results: Ahead) -> None:
         self._results = results
@@ -124,7 +119,7 @@ class _Numbered:
 
 
 class _Told:
-    """What tells a stream's text: `Teller`. The generator has told the first result's, and counts the tokens."""
+    """Writes the text of a stream (a `Teller`). vLLM's generator writes the first result and counts the tokens."""
 
     def __init__(self, before: str, after: str) -> None:
         self._before = before.encode()
@@ -140,7 +135,7 @@ class _Told:
         return self._frame(choice.text)
 
     def take(self, token_ids: Sequence[int], text: NextText) -> bytes:
-        """A token that is no whole character yet, or may be the beginning of a stop string, has a frame as well."""
+        """Also writes a frame, with empty text, for a partial character or the possible beginning of a stop string."""
         self._uncounted += token_ids
         return self._frame(text())
 
@@ -152,7 +147,7 @@ class _Told:
 
 
 def _teller(head: str) -> _Told | None:
-    """Of the first frame, whose only text begins a stream; None for an error, which has none."""
+    """The writer after vLLM's first frame `head`; None if that is an error."""
     at = head.find(_TEXT) + len(_TEXT)
     if at < len(_TEXT):
         return None

@@ -1,7 +1,7 @@
-"""Long prompts, rendered in threads beside the event loop, and chat prompts before vLLM's handler asks for them.
+"""Renders long prompts in threads, and chat prompts before vLLM's handler needs them.
 
-vLLM's step from a request to tokens cannot wait, and the tokenizer works for seconds on a megabyte: meanwhile the loop
-would serve nobody. So the routes render first what that step will want; where the guess is wrong, it renders itself.
+vLLM's step from a request to tokens is synchronous, and a megabyte takes seconds to tokenise, during which the event
+loop would stop. Our routes therefore render the prompt first; that step renders it again if it needs another one.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from vllm_gptoss.tools.confined import BusyError
 from vllm_gptoss.tools.protocol import CALLER
 
 QUICK = 16_384
-"""Characters of text that are tokenised on the event loop, in a few milliseconds; schemas never are."""
+"""Characters of text that are tokenised on the event loop, in a few milliseconds. Schemas never are."""
 
 AT_ONCE, WAITING = 4, 64
-"""Callers whose prompts are rendered at once, one of each; prompts of one caller that may wait."""
+"""Callers with a prompt in a thread at once, one each; waiting prompts per caller."""
 
 _THREADS = ThreadPoolExecutor(AT_ONCE, "gptoss-render")
-"""Few: they take the interpreter's lock from the event loop. They rest now and then."""
+"""Few, because they take the interpreter's lock from the event loop; `take_turns` makes them sleep."""
 
-_EARLY: ContextVar[tuple[Conversation, list[int]] | None] = ContextVar("gptoss_early_prompt", default=None)
+_EARLY: ContextVar[tuple[tuple[Conversation, list[int]], ...]] = ContextVar("gptoss_early_prompts", default=())
 
 ONLY_COUNTED: ContextVar[bool] = ContextVar("gptoss_only_counted", default=False)
-"""Whether nothing follows a prompt, which may then be longer than the context window."""
+"""Whether tokens are only counted; the prompt may then exceed the context window."""
 
 T = TypeVar("T")
 
 
 class _Renderer:
-    """Of one event loop. Callers (`tools.protocol.CALLER`) share the threads; prompts of one wait for each other."""
+    """The threads of one event loop, shared by callers (`tools.protocol.CALLER`); a caller uses one at a time."""
 
     def __init__(self) -> None:
         self._places = asyncio.Semaphore(AT_ONCE)
@@ -75,7 +75,7 @@ class _Renderer:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
             unwanted.set()
-            await asyncio.wait([running])  # its place is free when its thread is
+            await asyncio.wait([running])  # the thread still occupies its place
             raise
 
 
@@ -83,10 +83,10 @@ _renderers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Renderer] = we
 
 
 async def in_renderer(work: Callable[[], T], characters: int = QUICK + 1) -> T:
-    """What `work` returns, done here where it tokenises few `characters`, else in a thread for prompts.
+    """Runs `work` here if it tokenises few `characters`, otherwise in a thread for prompts.
 
     Raises:
-        BusyError: too many of the caller's wait.
+        BusyError: too many prompts of the caller are waiting.
     """
     if characters <= QUICK:
         return work()
@@ -95,33 +95,37 @@ async def in_renderer(work: Callable[[], T], characters: int = QUICK + 1) -> T:
 
 
 def is_long(raw_request: Request) -> bool:
-    """Whether the body may hold more text than the event loop should tokenise."""
+    """Whether the body may have more than `QUICK` characters of text."""
     length = raw_request.headers.get("content-length", "")
     return not (length.isdecimal() and len(length) < 10 and int(length) <= QUICK)
 
 
 async def render_early(make: Callable[[], Conversation], most: int | None) -> None:
-    """Renders what `make` gives, for `tokens_of` in the same request. Raises `TooManyTokensError`, `BusyError`."""
+    """Renders the result of `make` for `tokens_of` in the same task. Raises `TooManyTokensError`, `BusyError`."""
     try:
         prompt = make()
-        _EARLY.set((prompt, await in_renderer(lambda: render(prompt, most))))
+        tokens = await in_renderer(lambda: render(prompt, most))
+        _EARLY.set((*_EARLY.get(), (prompt, tokens)))
     except (TooManyTokensError, BusyError):
         raise
-    except Exception:  # whatever is wrong with it, the handler meets it too, and says it in its API's words
+    except Exception:  # the handler meets the same error and reports it in its API's format
         return
 
 
 def tokens_of(prompt: Conversation) -> list[int]:
-    """Prompt token ids, as they were rendered early or else rendered now."""
+    """Prompt token ids: those that `render_early` made, once each, or else rendered here."""
     early = _EARLY.get()
-    return early[1] if early is not None and early[0] == prompt else render(prompt)
+    if not early or early[0][0] != prompt:
+        return render(prompt)
+    _EARLY.set(early[1:])  # a batch takes its prompts in order
+    return early[0][1]
 
 
 def settle(messages: Sequence[Any]) -> None:
-    """Makes lists, in place, of the one-shot iterators that pydantic leaves in a chat request's `messages`.
+    """Replaces the one-shot iterators that pydantic leaves in a chat request's `messages` by lists.
 
     Raises:
-        vLLM's validation error (400): a part or call in them is none.
+        vLLM's validation error (400): a content part or call is invalid.
     """
     for message in messages:
         for key in ("tool_calls", "content"):
@@ -133,5 +137,5 @@ def settle(messages: Sequence[Any]) -> None:
 
 
 def is_iterator(value: Any) -> bool:
-    """Whether it is neither text nor a list."""
+    """Whether `value` is one of those iterators."""
     return value is not None and not isinstance(value, str | list)

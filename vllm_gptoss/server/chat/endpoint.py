@@ -1,7 +1,4 @@
-"""Chat completions for gpt-oss, as a part of the API server's endpoint plugin.
-
-`attach` runs before vLLM builds its handlers, and only sets arguments that a user may set too; `start` runs after.
-"""
+"""Chat completions for gpt-oss, a part of the API server's endpoint plugin; see `server/parts.py`."""
 
 from __future__ import annotations
 
@@ -33,14 +30,14 @@ ERROR_FORMAT = "vllm_gptoss.server.http.error_format.ErrorFormat"
 
 
 class ChatCompletions:
-    """Our parser, prompt and constraints behind `/v1/chat/completions` and what else vLLM builds on its renderer."""
+    """Our parser, prompt and constraints for `/v1/chat/completions` and the other users of vLLM's renderer."""
 
     def __init__(self) -> None:
         self._is_on = False
         self._streams = False
 
     def attach(self, app: Any, args: Namespace, settings: Any) -> None:
-        """Installs the parser and fills in the arguments without which vLLM would drop tool calls."""
+        """Installs the parser and sets the arguments without which vLLM would drop tool calls."""
         self._is_on = bool(settings.parser and install())
         self._streams = settings.host != "stock"
         if not self._is_on:
@@ -72,7 +69,7 @@ class ChatCompletions:
             )
 
     async def start(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Gives vLLM's renderer our prompt, and its chat handlers our stop strings; see `_vllm/replaced.py`."""
+        """Installs our prompt in vLLM's renderer and our stop strings in its handlers; see `_vllm/replaced.py`."""
         if not self._is_on:
             return
         makes_text = not self._streams or getattr(args, "enable_log_outputs", False)
@@ -82,18 +79,15 @@ class ChatCompletions:
         if self._streams:
             replaced.use_handler(state, "openai_serving_chat", ChatStream)
         if _vllm.instructions_in_system():
-            logger.warning("vLLM's chat prompt stays: VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS asks for its form.")
+            logger.warning("vLLM's chat prompt is used, because VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS is set.")
             return
         renderer = getattr(state, "online_renderer", None)
         if not replaced.use_chat_prompt(renderer, lambda upstream: chat_prompt_of(renderer, upstream)):
-            logger.warning("vLLM's chat prompt stays: its renderer has no seam for ours.")
+            logger.warning("vLLM's chat prompt is used: this vLLM's renderer has no step to replace.")
 
 
 def chat_prompt_of(renderer: Any, upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """The renderer's step from a chat request to prompt tokens, with our prompt; same signature as `upstream`.
-
-    0.32 and 0.33 look the step up on the renderer at every request.
-    """
+    """Our replacement of `upstream`, the renderer's step from a chat request to prompt tokens."""
 
     def make_request(request: Any, should_include_tools: bool = True) -> tuple[list[Any], list[Any]]:
         if is_decode_side(request):

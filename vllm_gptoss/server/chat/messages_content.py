@@ -1,4 +1,4 @@
-"""Content blocks of /v1/messages that vLLM does not read, as text: documents, search results, what tools returned."""
+"""Converts content blocks of /v1/messages that vLLM does not read to text: documents, search and tool results."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_gptoss.tools.documents import MAX_PDFS, MAX_TEXT, DocumentError, pdf_text
+from vllm_gptoss.tools.protocol import CALLER
 from vllm_gptoss.tools.unreadable import describe
 
 
 def known_blocks(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`body` whose documents and search results are of types that vLLM's request model has.
+    """`body` with documents and search results as blocks that vLLM's request model accepts.
 
     A document becomes a `text` block that keeps its `source`, for `ContentReader`.
 
     Raises:
-        ValueError: a tool that Anthropic runs.
+        ValueError: a tool that only Anthropic's servers run.
     """
     for tool in body["tools"] if isinstance(body.get("tools"), list) else ():
         if isinstance(tool, dict) and "input_schema" not in tool and tool.get("type") not in (None, "custom"):
@@ -46,14 +47,13 @@ def _search_result(block: Mapping[str, Any]) -> str:
 
 
 class ContentReader:
-    """Reads the content of one request. `caller` is whose turn at the workers it is."""
+    """Reads the content of one request. PDF files are parsed in workers, as jobs of `CALLER`."""
 
-    def __init__(self, caller: str) -> None:
-        self._caller = caller
+    def __init__(self) -> None:
         self._pdfs = 0
 
     async def read(self, request: Any) -> str | None:
-        """Puts text in the place of documents and of what tools returned, in place. Why the request cannot be read."""
+        """Replaces documents and tool results by text, in place. Returns why that is impossible, or None."""
         for at, message in enumerate(request.messages):
             for index, block in enumerate(() if isinstance(message.content, str) else message.content):
                 if block.type == "image":
@@ -93,7 +93,7 @@ class ContentReader:
             self._pdfs += 1
             if self._pdfs > MAX_PDFS:
                 raise DocumentError(f"a request may have {MAX_PDFS} PDF files")
-            return await pdf_text(data, name, self._caller)
+            return await pdf_text(data, name, CALLER.get())
         elif kind == "base64" and isinstance(data, str) and media.startswith("text/"):
             text = _decoded(data)
         else:
@@ -111,7 +111,7 @@ def _decoded(data: str) -> str:
 
 
 def _joined(content: Any) -> str:
-    """The text of `content`, a string or a list of blocks; others than text are described."""
+    """The text of `content`, a string or a list of blocks; other blocks are described."""
     if isinstance(content, str):
         return content
     blocks = [block for block in content if isinstance(block, dict)] if isinstance(content, list) else []

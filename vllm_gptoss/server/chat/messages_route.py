@@ -1,8 +1,7 @@
-"""POST /v1/messages as vLLM answers it, with what its handler has no seam for done before.
+"""POST /v1/messages: prepares the request, then calls vLLM's handler.
 
-A thinking budget becomes a reasoning effort, and grammars of large schemas are written in a confined worker. What this
-API promises and vLLM's handler passes over is a 400: a call of a tool that is not there, an answer of a schema that has
-no grammar.
+A thinking budget becomes a reasoning effort, and grammars of large schemas are written in a confined worker. A
+`tool_choice` without such a tool, and an answer schema without a grammar, return 400; vLLM's handler ignores both.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ logger = logging.getLogger(__name__)
 PATH, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 
 BUDGETS = ((4_096, Effort.LOW), (16_384, Effort.MEDIUM))
-"""Tokens of thinking below which an effort is meant; from the last on it is high."""
+"""Upper bounds of thinking tokens per effort; from the last bound on the effort is high."""
 
 _told: set[Effort] = set()
 
 
 def replace_route(app: FastAPI) -> bool:
-    """Adds our routes beside vLLM's, which vLLM then takes out. False if there is none to replace."""
+    """Adds our routes; vLLM then removes its own of the same paths. False if vLLM has no such route."""
     found = routes.posts(app)
     if PATH not in found:
         return False
@@ -43,7 +42,7 @@ def replace_route(app: FastAPI) -> bool:
 
     async def create_messages(request: Any, raw_request: Request) -> Any:
         try:
-            why = _impossible(request) or await _read(request, raw_request) or await _prepare(request)
+            why = _impossible(request) or await ContentReader().read(request) or await _prepare(request)
         except NotNowError as error:
             return _error("overloaded_error", str(error), 503, error.headers)
         if why:
@@ -59,19 +58,16 @@ def replace_route(app: FastAPI) -> bool:
         return await answers(request, raw_request)
 
     async def count_tokens(request: Any, raw_request: Request) -> Any:
-        if why := _impossible(request) or await _read(request, raw_request):
+        if why := _impossible(request) or await ContentReader().read(request):
             return _error("invalid_request_error", why, 400)
         ONLY_COUNTED.set(True)  # for this request's task
         await _render_early(request, raw_request, counts=True)
         return await found[COUNT].endpoint(request, raw_request)
 
-    # FastAPI reads the bodies' types from here; their bases are vLLM's, which are there at run time only.
     vllm = messages.bodies()
-    for ours, base in ((create_messages, vllm.Request), (count_tokens, vllm.CountRequest)):
-        ours.__annotations__ |= {"request": routes.body_class(base, known_blocks), "raw_request": Request}
-    for path, ours in ((PATH, create_messages), (COUNT, count_tokens)):
+    for path, ours, base in ((PATH, create_messages, vllm.Request), (COUNT, count_tokens, vllm.CountRequest)):
         if core := found.get(path):
-            routes.add_beside(app, core, ours)
+            routes.add_beside(app, core, ours, routes.body_class(base, known_blocks))
     return True
 
 
@@ -79,28 +75,24 @@ def _error(kind: str, message: str, status: int, headers: dict[str, str] | None 
     return JSONResponse({"type": "error", "error": {"type": kind, "message": message}}, status, headers)
 
 
-async def _read(request: Any, raw_request: Request) -> str | None:
-    return await ContentReader(raw_request.headers.get("authorization", "")).read(request)
-
-
 async def _render_early(request: Any, raw_request: Request, *, counts: bool = False) -> None:
-    """Has a long prompt rendered before vLLM's handler, which makes a chat request of this one, asks for it."""
+    """Renders a long prompt before vLLM's handler converts this request to a chat request and needs it."""
     handler = getattr(raw_request.app.state, "anthropic_serving_messages", None)
     if handler is None or not is_long(raw_request):
         return
     try:
         chat = messages.as_chat(handler, request)
         settle(chat.messages)
-    except Exception:  # the handler meets the same, and says it in its API's words
+    except Exception:  # the handler meets the same error and reports it in its API's format
         return
     await render_chat_early(chat, raw_request, counts=counts)
 
 
 def with_effort(request: Any) -> Any:
-    """A copy of `request` whose thinking budget is an effort, unless it names one itself.
+    """A copy of `request` with an effort instead of its thinking budget; an effort in the request is not changed.
 
-    gpt-oss was trained to think for a length that the effort in its prompt says. Ending its thoughts at a number of
-    tokens is vLLM's `--reasoning-config`; without that it refuses a budget.
+    Efforts are how gpt-oss was trained. vLLM ends reasoning after a number of tokens only with `--reasoning-config`,
+    and otherwise rejects a budget.
     """
     vllm = messages.bodies()
     budget = getattr(request.thinking, "budget_tokens", None)
@@ -118,20 +110,20 @@ def _say(budget: int, effort: Effort) -> None:
     if effort not in _told:
         _told.add(effort)
         logger.info(
-            "/v1/messages: a thinking budget of %d tokens is reasoning effort %s, and no limit (said once an effort).",
+            "/v1/messages: a thinking budget of %d tokens is reasoning effort %s, and no limit (logged once).",
             budget,
             effort.value,
         )
 
 
 def _has_budgets(raw_request: Request) -> bool:
-    """Whether the engine was told how thinking is cut, so that vLLM keeps budgets itself."""
+    """Whether vLLM enforces thinking budgets (`--reasoning-config`)."""
     config = getattr(getattr(raw_request.app.state, "engine_client", None), "vllm_config", None)
     return bool(getattr(getattr(config, "reasoning_config", None), "enabled", False))
 
 
 def _impossible(request: Any) -> str | None:
-    """Why nothing could be the answer to `request`; None if something could."""
+    """Why no answer to `request` is possible, or None."""
     if not request.messages:
         return "messages: at least one message is needed."
     choice = request.tool_choice
@@ -146,7 +138,7 @@ def _impossible(request: Any) -> str | None:
 
 
 async def _prepare(request: Any) -> str | None:
-    """Has the grammars written that the request will be held to. Why the answer's schema has none, or None."""
+    """Writes the grammars of the request. Returns why the answer's schema has none, or None."""
     await compiling.prepare_all({"type": "object", **tool.input_schema} for tool in _tools(request) if tool.strict)
     answer = getattr(getattr(request.output_config, "format", None), "json_schema", None)
     if answer is None:
@@ -161,7 +153,7 @@ async def _prepare(request: Any) -> str | None:
 
 
 def _tools(request: Any) -> Iterator[Any]:
-    """All that a request defines, those that messages add in the middle of a conversation too."""
+    """All tools of a request, including those added by messages in the middle of a conversation."""
     yield from request.tools or ()
     for message in request.messages:
         if not isinstance(message.content, str):

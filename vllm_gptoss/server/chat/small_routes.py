@@ -1,15 +1,15 @@
-"""POST /tokenize with messages, as the server renders them, and GET /v1/models/{id}, which vLLM does not have."""
+"""POST /tokenize with messages as the server renders them, and GET /v1/models/{id}, which vLLM lacks."""
 
 from __future__ import annotations
 
-from typing import Any, get_type_hints
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from vllm_gptoss import _vllm
-from vllm_gptoss.server.chat.chat_options import checked
 from vllm_gptoss.server.chat.chat_request import render_chat_early
+from vllm_gptoss.server.chat.chat_route import as_vllm_reads
 from vllm_gptoss.server.chat.early import ONLY_COUNTED, settle
 from vllm_gptoss.server.http import routes
 
@@ -18,16 +18,16 @@ _OF_CHAT = (
     *("model", "messages", "tools", "chat_template", "chat_template_kwargs"),
     *("add_generation_prompt", "continue_final_message"),
 )
-"""Fields of /tokenize that a chat request has as well."""
+"""Fields that /tokenize shares with chat requests."""
 
 
 def add_routes(app: FastAPI) -> bool:
-    """Adds both, the first beside vLLM's, which vLLM then takes out. False if there is none to replace."""
+    """Adds both routes; vLLM then removes its own /tokenize. False if vLLM has no such route."""
     app.add_api_route(MODEL, show_model, methods=["GET"])
     core = routes.posts(app).get(TOKENIZE)
     if core is None:
         return False
-    chat_request = routes.body_class(_vllm.chat_requests()[0], checked)
+    chat_request = routes.body_class(_vllm.chat_requests()[0], as_vllm_reads)
 
     async def tokenize(request: Any, raw_request: Request) -> Any:
         if not hasattr(request, "messages"):
@@ -51,8 +51,6 @@ def add_routes(app: FastAPI) -> bool:
             }
         )
 
-    # FastAPI reads the body's type from here; it is vLLM's, which is there at run time only.
-    tokenize.__annotations__ |= {"request": get_type_hints(core.endpoint)["request"], "raw_request": Request}
     routes.add_beside(app, core, tokenize)
     return True
 
@@ -62,7 +60,7 @@ def _spelled(handler: Any, tokens: list[int]) -> list[str]:
 
 
 async def show_model(model: str, raw_request: Request) -> JSONResponse:
-    """The entry of GET /v1/models that has this id."""
+    """The entry of GET /v1/models with this id."""
     listed = await raw_request.app.state.openai_serving_models.show_available_models()
     found = next((entry for entry in listed.data if entry.id == model), None)
     if found is not None:

@@ -1,7 +1,7 @@
-"""A request's tools, tool choice and response format as one structural tag.
+"""Builds one structural tag from the tools, tool choice and response format of a chat or Responses request of vLLM.
 
-Takes vLLM's chat and Responses requests. Upstream builds such tags too (`vllm/parser/harmony.py`), by text instead of
-token, with one reasoning message at most, and for non-strict tools only when asked.
+vLLM's own tags (`vllm/parser/harmony.py`) match text instead of tokens, allow one reasoning message at most, and cover
+non-strict tools only on request.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_gptoss import _vllm
+from vllm_gptoss.server.chat.custom_tools import custom_of
 from vllm_gptoss.server.harmony import grammar
 from vllm_gptoss.server.harmony.enforce import compiling
 from vllm_gptoss.server.harmony.enforce.errors import NotEnforceableError
@@ -22,27 +23,29 @@ from vllm_gptoss.server.harmony.offered import OfferedTools
 logger = logging.getLogger(__name__)
 
 RESPONSE_FORMAT = "gptoss_response_format"
-"""The request attribute that keeps the answer's schema for the prompt, once it has become a grammar."""
+"""Request attribute with the answer's schema for the prompt, after `constrain` has replaced `response_format`."""
 
-# What upstream's Responses path means by its built-in tool types.
+# Namespace and tools of the built-in tool types of vLLM's Responses handler.
 _BUILT_IN = {
     "web_search_preview": ("browser", frozenset({"search", "open", "find"})),
     "code_interpreter": ("python", frozenset[str]()),
     "container": ("container", frozenset({"exec", "feed_chars"})),
 }
 HELD = "gptoss_held"
-"""The request attribute that keeps what the grammar holds, for the parser."""
+"""Request attribute that tells the parser which parts a grammar constrains."""
 
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 def offered_tools(tools: Sequence[Any] | None) -> OfferedTools:
-    """The recipients that a request's tools allow; takes chat completions' and Responses' tool objects."""
+    """The recipients of a request's tools, which are tool objects of chat completions or Responses."""
     namespaces: dict[str, frozenset[str]] = {}
     if functions := frozenset(function.name for function in _functions(tools)):
         namespaces[FUNCTIONS] = functions
     namespaces.update(_BUILT_IN[tool.type] for tool in tools or () if tool.type in _BUILT_IN)
-    return OfferedTools(namespaces)
+    customs = {f"{FUNCTIONS}.{f.name}": custom for f in _functions(tools) if (custom := custom_of(f))}
+    raw = frozenset(name for name, custom in customs.items() if custom.grammar)
+    return OfferedTools(namespaces, raw, frozenset(customs) - raw)
 
 
 def _functions(tools: Sequence[Any] | None) -> list[Any]:
@@ -100,7 +103,7 @@ def _answer(request: Any, params: Any, vllm: Any, room: compiling.Room) -> gramm
 
 
 def _held(schema: Mapping[str, Any], what: str, strict: bool | None, room: compiling.Room) -> grammar.JSONArguments:
-    """JSON of `schema`, or what is left of it; vLLM's validation error where the client asked for strictness."""
+    """JSON of `schema`, or any JSON if it has no grammar. Raises vLLM's validation error if `strict`."""
     try:
         compiling.grammar_of(schema, room)
     except NotEnforceableError as error:
@@ -114,7 +117,7 @@ def _held(schema: Mapping[str, Any], what: str, strict: bool | None, room: compi
 
 
 def _calls(request: Any, level: Any, vllm: Any, room: compiling.Room) -> tuple[list[grammar.Call], bool]:
-    """The calls to constrain to, and whether one must come."""
+    """The allowed calls, and whether one is required."""
     choice = request.tool_choice
     if not request.tools or choice == "none" or not vllm.is_strict():
         return [], False
@@ -124,7 +127,7 @@ def _calls(request: Any, level: Any, vllm: Any, room: compiling.Room) -> tuple[l
     if named is not None:
         functions, built_in = [f for f in functions if f.name == named], []
     elif choice not in ("auto", "required", None):
-        return [], False  # a hosted or allowed-tools choice of upstream's Responses, which it does not enforce either
+        return [], False  # other choices of vLLM's Responses handler, which vLLM does not enforce either
     must_call = named is not None or choice == "required"
     is_strict = any(getattr(function, "strict", None) for function in functions)
     if not must_call and not is_strict and level == vllm.ToolStrictLevel.AUTO:
@@ -141,13 +144,22 @@ def _calls(request: Any, level: Any, vllm: Any, room: compiling.Room) -> tuple[l
 
 def _arguments(function: Any, pins_all: bool, room: compiling.Room) -> grammar.Content:
     schema, strict = getattr(function, "parameters", None), getattr(function, "strict", None)
-    if not schema or not (pins_all or strict):
+    custom = custom_of(function)
+    if custom and custom.grammar:
+        if custom.written is None:
+            return grammar.FreeText()
+        try:
+            room.take(custom.written)
+        except NotEnforceableError as error:
+            raise _vllm.harmony().ValidationError(f"{error}.", parameter="tools") from None
+        return grammar.EBNF(custom.written.grammar)
+    if not schema or not (pins_all or strict or custom):
         return grammar.JSONArguments()
     return _held({"type": "object", **schema}, f"function '{function.name}'", strict, room)
 
 
 def schemas(request: Any) -> list[Mapping[str, Any]]:
-    """The schemas that `constrain` will hold a chat request to, for `compiling.prepare`."""
+    """The schemas of a chat request that `constrain` will enforce, for `compiling.prepare_all`."""
     found = [
         {"type": "object", **function.parameters}
         for function in _functions(request.tools)
@@ -158,7 +170,7 @@ def schemas(request: Any) -> list[Mapping[str, Any]]:
 
 
 def response_format(request: Any) -> ResponseFormat | None:
-    """The JSON schema that a chat request names, for the prompt to show."""
+    """The JSON schema of a chat request's `response_format`, for the prompt."""
     found = getattr(getattr(request, "response_format", None), "json_schema", None)
     schema = getattr(found, "json_schema", None)
     if found is None or not isinstance(schema, dict):

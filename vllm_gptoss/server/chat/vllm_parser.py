@@ -1,7 +1,7 @@
-"""Our parser as vLLM's: the class that vLLM composes for gpt-oss.
+"""Adapts our parser to the class that vLLM composes for gpt-oss.
 
-`ParserManager` takes `vllm.parser.harmony.HarmonyParser` by import and offers no registry for it (0.32 and 0.33), so
-`install` replaces that class. Nothing but a gpt-oss model ever asks for it.
+`ParserManager` imports `vllm.parser.harmony.HarmonyParser` and has no registry for it (0.32 and 0.33), so `install`
+replaces that class. Only gpt-oss models use it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from vllm_gptoss.server.harmony.tokens import CALL
 logger = logging.getLogger(__name__)
 
 NEEDS_OBJECTS: ContextVar[bool] = ContextVar("needs_objects", default=False)
-"""Whether a whole answer's calls must have JSON objects: `/v1/messages` decodes them, and else fails altogether."""
+"""Whether calls of a whole answer must have JSON objects: `/v1/messages` decodes them and fails otherwise."""
 
 
 class ReadTokens(list[int]):
-    """Token ids that `reader` has read; what it made of them was told, but for `untold`. See `chat_stream.py`."""
+    """Token ids that `reader` has read; only the text of `untold` was not sent yet. See `chat_stream.py`."""
 
     def __init__(self, reader: ChatReader) -> None:
         super().__init__()
@@ -42,16 +42,16 @@ class ReadTokens(list[int]):
 
 
 HIDES_REASONING = "gptoss_hides_reasoning"
-"""The request attribute of a client that asked for no reasoning, where vLLM is asked for it: it would drop logprobs."""
+"""Request attribute for hidden reasoning if `include_reasoning` is set only to make vLLM return logprobs."""
 
 
 def hides_reasoning(request: Any) -> bool:
-    """Whether the client asked for no reasoning."""
+    """Whether the client requested an answer without reasoning."""
     return not request.include_reasoning or getattr(request, HIDES_REASONING, False)
 
 
 def chat_reader(request: Any, offered: OfferedTools, *, marks: bool = False) -> ChatReader:
-    """The reader of one choice of a chat request, whose tools are `offered`. `marks`: beside the one that answers."""
+    """A reader for one choice of a chat request with the tools `offered`. `marks`: for `take_answer`."""
     stop = getattr(request, "stop", None) or ()
     return ChatReader(
         NO_TOOLS if getattr(request, "tool_choice", None) == "none" else offered,
@@ -67,9 +67,9 @@ def chat_reader(request: Any, offered: OfferedTools, *, marks: bool = False) -> 
 
 
 class GptOssParser:
-    """What we put over upstream's `HarmonyParser`. vLLM makes one per choice for output, and one to adjust a request.
+    """Overrides upstream's `HarmonyParser`. vLLM makes one per choice for output, and one to adjust a request.
 
-    Reasoning and tool calls are read whether or not a reasoning or tool parser was named on the command line.
+    Reasoning and tool calls are parsed even without `--reasoning-parser` and `--tool-call-parser`.
     """
 
     _num_counted_tokens: int
@@ -91,7 +91,7 @@ class GptOssParser:
         enable_auto_tools: bool = False,
         model_output_token_ids: Sequence[int] = (),
     ) -> tuple[str | None, str | None, list[Any] | None]:
-        """Reasoning, content and calls of a whole output. `model_output` lacks the control tokens and is not read."""
+        """Reasoning, content and calls of a whole output. `model_output` lacks control tokens and is ignored."""
         reader = self._reader(request)
         delta, end = reader.feed(model_output_token_ids), reader.finish()
         self._count(reader, len(model_output_token_ids))
@@ -115,7 +115,7 @@ class GptOssParser:
         *,
         finished: bool,
     ) -> Any:
-        """What the next tokens add, as a `DeltaMessage`, or None."""
+        """The `DeltaMessage` of the next tokens, or None if they add nothing."""
         if isinstance(delta_token_ids, ReadTokens):
             reader = self._chat = delta_token_ids.reader
             deltas = [delta_token_ids.untold]
@@ -143,7 +143,7 @@ class GptOssParser:
         reader.finish()
         return reader.reasoning_tokens
 
-    # Upstream's own Responses handler, which stays when ours is switched off
+    # Used by vLLM's Responses handler, if our endpoint is switched off
 
     def process_chunk(self, token_ids: Sequence[int]) -> Any:
         turn = self._turn = self._turn or _Turn(HarmonyParser(self._offered))
@@ -161,9 +161,9 @@ class GptOssParser:
 
 
 def _with_objects(calls: list[Any], *, is_cut: bool) -> list[Any]:
-    """`calls` without one that was cut in its last argument; other text is wrapped as Anthropic's documentation has it.
+    """Drops a last call that was cut, and wraps arguments that are not objects in `INVALID_JSON`.
 
-    It names `INVALID_JSON` as the key in which a client tells the model of a call that was none.
+    Anthropic's documentation uses that key for invalid calls.
     """
     if is_cut and calls and not _is_object(calls[-1].arguments):
         calls = calls[:-1]
@@ -189,7 +189,7 @@ def _delta_message(deltas: Sequence[ChatDelta], include_reasoning: bool) -> Any:
     calls = [_delta_tool_call(call) for delta in deltas for call in delta.calls]
     if not (content or reasoning or calls):
         return None
-    # vLLM serialises without unset fields, so only what is there is set.
+    # vLLM omits unset fields when it serialises.
     message = _vllm.harmony().DeltaMessage()
     if content:
         message.content = content
@@ -210,14 +210,14 @@ def _delta_tool_call(call: CallDelta) -> Any:
 
 
 class _Turn:
-    """A turn as upstream's segments."""
+    """Converts a turn to upstream's segments."""
 
     def __init__(self, parser: HarmonyParser) -> None:
         self.parser = parser
         self._started: MessageStarted | None = None
 
     def segments(self, events: Sequence[HarmonyEvent]) -> tuple[list[Any], int]:
-        """Segments, and how many tokens of reasoning are in them."""
+        """Segments, and their number of reasoning tokens."""
         make = _vllm.harmony().Segment
         segments, reasoning = [], 0
         for event in events:
@@ -246,19 +246,19 @@ def _upstream_message(started: MessageStarted, text: str) -> Message:
 
 @cache
 def parser_class() -> type:
-    """Upstream's `HarmonyParser` with ours over it; made on first use, because the base class imports vLLM."""
+    """Our subclass of upstream's `HarmonyParser`, made on first use because the base class imports vLLM."""
     return type("HarmonyParser", (GptOssParser, _vllm.harmony().Parser), {"__module__": __name__})
 
 
 def install() -> bool:
-    """Makes vLLM compose our parser for gpt-oss; False, with one line said, if this vLLM has moved it.
+    """Makes vLLM use our parser for gpt-oss; False, with a warning, if this vLLM has no such class.
 
-    Idempotent. `_vllm/replaced.py` says what is replaced and why. Parsers of other models are not touched.
+    Idempotent. `_vllm/replaced.py` lists what is replaced and why.
     """
     try:
         ours = parser_class()
     except (ImportError, AttributeError) as error:
-        logger.warning("vLLM's Harmony parser stays: %s. Chat completions may lose malformed output.", error)
+        logger.warning("vLLM's Harmony parser is used: %s. Chat completions may lose malformed output.", error)
         return False
     replaced.use_parser(ours)
     return True

@@ -1,7 +1,7 @@
 """Stop strings for chat completions: they end the answer, not the reasoning before it.
 
-vLLM looks for them in the text of all channels, so a stop string that the model only thinks ends the turn without an
-answer. Here they are looked for in what `ChatReader` calls content, and the engine's request is aborted where one ends.
+vLLM searches the text of all channels, so a stop string in the reasoning ends the turn without an answer. This module
+searches the content that `ChatReader` returns, and aborts the engine's request at the end of a stop string.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from vllm_gptoss.server.harmony.offered import OfferedTools
 
 
 class _AnyFunction(OfferedTools):
-    """The engine is not told the request's tools: whatever is addressed to a function is no content."""
+    """Every function: the engine client does not know the request's tools, and calls are never content."""
 
     def resolve(self, recipient: str) -> str | None:
         return recipient if recipient.startswith(FUNCTIONS + ".") else None
 
 
 class AnswerStops:
-    """vLLM's `EngineClient`; all but stop strings goes through to it as it is.
+    """Wraps vLLM's `EngineClient` and handles stop strings.
 
-    `makes_text`: whether vLLM's text of the answers is needed, by its log of outputs say. Our parser reads token ids.
+    makes_text: whether vLLM must detokenise answers, for example for its log of outputs. Our parser reads token ids
     """
 
     def __init__(self, client: Any, *, makes_text: bool = True) -> None:
@@ -71,7 +71,7 @@ class AnswerStops:
 
 
 class _Watch:
-    """The choices of one request, each until its stop string."""
+    """Searches the choices of one request for stop strings."""
 
     def __init__(self, params: Any) -> None:
         self._params = params
@@ -79,7 +79,7 @@ class _Watch:
         self._ended: set[int] = set()
 
     def cut(self, output: Any) -> None:
-        """Takes what comes after a stop string out of `output`, in place, and says where a choice has ended."""
+        """Removes the tokens after a stop string from `output`, in place, and marks ended choices."""
         output.outputs = [choice for choice in output.outputs if choice.index not in self._ended]
         for choice in output.outputs:
             self._cut(choice)
@@ -107,7 +107,7 @@ class _Watch:
 
 
 def _until_stop(reader: ChatReader, token_ids: Sequence[int]) -> int:
-    """How many of `token_ids` there are up to the end of a stop string."""
+    """The number of `token_ids` up to the end of a stop string."""
     for number, token in enumerate(token_ids, 1):
         reader.feed((token,))
         if reader.stopped is not None:

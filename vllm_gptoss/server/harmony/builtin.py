@@ -10,7 +10,7 @@ from vllm_gptoss.tools import protocol
 
 
 def for_prompt(namespace: protocol.Namespace) -> ToolNamespace:
-    """`namespace` for the prompt: without the tools that it keeps out of it."""
+    """`namespace` without the tools that are hidden from the prompt."""
     tools = (tool for tool in namespace.tools if tool.include_in_prompt)
     specs = tuple(ToolSpec(tool.name, tool.description, tool.parameters) for tool in tools)
     return ToolNamespace(namespace.name, namespace.description, specs)

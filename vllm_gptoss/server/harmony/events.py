@@ -1,4 +1,4 @@
-"""What the Harmony parser says, as it reads tokens: the seam between `server/harmony/` and everything that serves it.
+"""Events of the Harmony parser.
 
 A generated turn is a sequence of messages. Each is announced once (`MessageStarted`), grows (`ContentDelta`) and ends
 (`MessageEnded`). The header of a message is final when it is announced: repairs happen before.
@@ -100,7 +100,7 @@ class MessageEnded:
 
 @dataclass(frozen=True, slots=True)
 class Repaired:
-    """The parser read something the format does not allow, and how; `raw` is what belongs to no message."""
+    """The parser repaired invalid output; `raw` is text that belongs to no message."""
 
     kind: Repair
     detail: str

@@ -1,4 +1,4 @@
-"""What the model may generate in one turn, as an xgrammar structural tag.
+"""The grammar of one turn as an xgrammar structural tag.
 
 A turn is any number of reasoning messages and preambles, then one call or the answer. Free text is matched by token, so
 no control token can stand in it; headers are matched as text, because xgrammar 0.2.8 masks tokens wrongly where a token
@@ -22,7 +22,7 @@ GRAMMAR_BACKENDS = ("auto", "xgrammar")
 """Structured output backends that know token-level structural tags."""
 
 MAX_PAUSES = 4
-"""Messages before a call that must come: a model that does not want to call would else reason until it is cut."""
+"""Messages before a required call. Without a bound a model may reason until it is cut instead of calling."""
 
 _Format = dict[str, Any]
 
@@ -38,20 +38,13 @@ class JSONArguments:
 
 
 def any_json(schema: Mapping[str, Any]) -> JSONArguments:
-    """What is left of a schema that cannot be enforced: JSON, an object where it asks for one."""
+    """The replacement of a schema that cannot be enforced: JSON, an object if the schema has that type."""
     return JSONArguments() if schema.get("type") == "object" else JSONArguments({})
 
 
 @dataclass(frozen=True, slots=True)
 class FreeText:
     """Anything: source code, a patch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pattern:
-    """Text that matches a regular expression."""
-
-    regex: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +56,12 @@ class EBNF:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format of xgrammar's structural tags as it stands."""
+    """A format of xgrammar's structural tags, used unchanged."""
 
     value: Mapping[str, Any]
 
 
-Content = JSONArguments | FreeText | Pattern | EBNF | Format
+Content = JSONArguments | FreeText | EBNF | Format
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +125,6 @@ def _content(content: Content) -> _Format:
             return {"type": "grammar", "grammar": text}
         case FreeText():
             return _FREE_TEXT
-        case Pattern(regex=regex):
-            return {"type": "regex", "pattern": regex}
         case EBNF(grammar=grammar):
             return {"type": "grammar", "grammar": grammar}
         case Format(value=value):
@@ -145,7 +136,7 @@ def _message(header: str, content: Content) -> _Format:
 
 
 def _types(content: Content) -> _Format:
-    """The content type, in any of the ways models say it, or nothing."""
+    """The optional content type, in all variants that models write."""
     kind = "json" if isinstance(content, JSONArguments | Format) else "code"
     other = "code" if kind == "json" else "text"
     ways = (f" <|constrain|>{kind}", f"<|constrain|>{kind}", f" {kind}", f" {other}")
@@ -153,7 +144,7 @@ def _types(content: Content) -> _Format:
 
 
 def _call(call: Call) -> _Format:
-    """Both orders of the header; functions belong on commentary and built-in tools on analysis, but either is heard."""
+    """Both orders of the header and both channels; functions belong on commentary, built-in tools on analysis."""
     to = f" to={call.recipient}"
     channels = [f"<|channel|>{channel.value}" for channel in (Channel.COMMENTARY, Channel.ANALYSIS)]
     headers = [channel + to for channel in channels] + [to + channel for channel in channels]

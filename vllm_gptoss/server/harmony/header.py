@@ -1,7 +1,7 @@
 """Reads a message's header, well formed or not.
 
-A header is cut by control tokens into sections of text: the role's, the channel's after `<|channel|>`, the content
-type's after `<|constrain|>`. A recipient (`to=…`) may stand in any of them.
+Control tokens divide a header into sections of text: the role, the channel after `<|channel|>`, the content type after
+`<|constrain|>`. Any of them may contain a recipient (`to=…`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CHANNELS = frozenset(Channel)
 CONTENT_TYPES = frozenset({"json", "code", "text"})
 
 MAX_PLAIN_WORDS = 7
-"""Role, channel, content type and four stray words; with more, the model is writing text and not a header."""
+"""Role, channel, content type and four stray words; longer text is no header."""
 MAX_PLAIN_WORD = 48
 MAX_SECTION = 512
 """Bytes; OpenAI allows 64 for a function's name, MCP clients join server and tool names."""
@@ -30,7 +30,7 @@ MAX_SECTIONS = 16
 # A channel's name is a word of its own even with capitals, digits or punctuation glued to it: `<|channel|>finalHello`.
 _WORD = re.compile(rb"(?<!\S)(?:analysis|commentary|final)(?=[^a-z_\s])|\S+")
 _AUTHOR = re.compile(r"[a-z]\w*\.[\w.-]+\Z", re.ASCII)
-"""A tool's name where a role belongs: the model made up a tool's answer."""
+"""A tool's name instead of a role: the model invented a tool's answer."""
 
 
 class Part(Enum):
@@ -71,7 +71,7 @@ class Section:
 
     @property
     def is_overlong(self) -> bool:
-        """Whether this is more text than any header has."""
+        """Whether the text is longer than any header."""
         if len(self.text) < 2 * MAX_PLAIN_WORDS:
             return False
         plain = [word for word in self.text.split() if b"to=" not in word]
@@ -81,7 +81,7 @@ class Section:
 
 @dataclass(slots=True)
 class Header:
-    """What a header says, and `rest`: bytes at its end that are content because they can be nothing else."""
+    """The fields of a header, and `rest`: bytes at its end that are content."""
 
     channel: Channel
     recipient: str | None
@@ -93,19 +93,19 @@ class Header:
 
 
 class Ending(Enum):
-    """Why a header is read now."""
+    """Why a header ended."""
 
-    MESSAGE = auto()  # `<|message|>` ended it: all of it is header
-    CONTROL = auto()  # another control token did
-    OVERLONG = auto()  # it cannot be one any longer
-    STOPPED = auto()  # generation ended by itself
-    CUT = auto()  # generation was cut, so the last word may be half of one
+    MESSAGE = auto()  # `<|message|>`: all of it is header
+    CONTROL = auto()  # another control token
+    OVERLONG = auto()  # too long for a header
+    STOPPED = auto()  # end of generation
+    CUT = auto()  # generation was cut, possibly inside a word
 
 
 def read(sections: Sequence[Section], offered: OfferedTools, ending: Ending, *, role_given: bool) -> Header:
-    """Reads `sections`; `role_given` says that the role stood in the prompt.
+    """Reads `sections`. `role_given`: whether the prompt contains the role.
 
-    Without `<|message|>` the last section is header only as far as its words make sense.
+    Without `<|message|>` the last section is header only up to its first word that cannot be part of one.
     """
     words = _Words(offered, role_given)
     last = sections[-1] if ending is not Ending.MESSAGE else None

@@ -1,7 +1,7 @@
-"""What a grammar holds while a turn is generated, as the parser must know it.
+"""Tells the parser which parts of a turn a grammar constrains.
 
-A grammar that counts characters has no room for what may not be spelled, so that a control token can stand in a string.
-There it is text: a held message ends at a stop token and nowhere else.
+A grammar that counts characters allows control tokens inside strings, where they are text: a constrained message ends
+only at a stop token.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """`calls`: the JSON arguments of calls are held by a grammar; `answer`: the final message is."""
+    """Whether a grammar constrains the JSON arguments of `calls`, and the final `answer`."""
 
     calls: bool = False
     answer: bool = False
@@ -21,14 +21,14 @@ NOTHING = Held()
 
 
 class OpenString:
-    """Whether JSON that comes in parts ends inside a string."""
+    """Tracks whether JSON received in pieces ends inside a string."""
 
     def __init__(self) -> None:
         self._is_open = False
         self._is_escaped = False
 
     def after(self, text: str) -> bool:
-        """Whether a string is open once `text` has come, too."""
+        """Whether a string is open after `text`."""
         for character in text:
             if self._is_escaped:
                 self._is_escaped = False

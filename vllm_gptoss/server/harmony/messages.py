@@ -1,4 +1,4 @@
-"""What a prompt is made of: the seam between whoever reads a request and `prompt.render`.
+"""The parts of a prompt, which request readers build and `prompt.render` renders.
 
 Sources: OpenAI's "Harmony response format" (openai/harmony docs/format.md) and the chat template in the gpt-oss
 checkpoints. Everything here is a value: no tokens, no I/O.
@@ -45,7 +45,7 @@ EFFORTS: Mapping[str, Effort] = {
     "xhigh": Effort.HIGH,
     "max": Effort.HIGH,
 }
-"""The APIs' words for effort, each as the nearest of the three. gpt-oss cannot be told not to reason."""
+"""The APIs' efforts, mapped to the nearest of the three. gpt-oss always reasons."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def analysis(text: str) -> Message:
 
 
 def preamble(text: str) -> Message:
-    """What the assistant tells the user before it calls tools."""
+    """Text for the user before tool calls."""
     return Message(Role.ASSISTANT, text, Channel.COMMENTARY)
 
 
@@ -165,7 +165,7 @@ def builtin_call(recipient: str, arguments: str) -> Message:
 
 
 def tool_result(name: str, text: str, *, channel: Channel = Channel.COMMENTARY) -> Message:
-    """What tool `name` (full name) answered, on the channel of its call."""
+    """The answer of tool `name` (full name), on the channel of its call."""
     return Message(Role.TOOL, text, channel, "assistant", None, name)
 
 

@@ -10,13 +10,15 @@ from vllm_gptoss.server.harmony.messages import FUNCTIONS, ToolNamespace
 
 @dataclass(frozen=True, slots=True)
 class OfferedTools:
-    """The tools of a request: namespace to tool names; an empty set means that the namespace is itself the tool.
+    """The tools of a request: namespace to tool names; with an empty set the namespace is the tool.
 
-    `free_text` are full names whose arguments are not JSON (custom tools); a namespace without tools always is.
+    free_text: full names of custom tools whose arguments are not JSON; a namespace without tools never takes JSON
+    wrapped: full names of custom tools whose arguments are `{"input": …}`
     """
 
     namespaces: Mapping[str, frozenset[str]] = field(default_factory=dict)
     free_text: frozenset[str] = frozenset()
+    wrapped: frozenset[str] = frozenset()
 
     @classmethod
     def of(

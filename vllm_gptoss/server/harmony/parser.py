@@ -92,7 +92,7 @@ class HarmonyParser:
         self._read(prefix)
 
     def feed(self, token_ids: Sequence[int]) -> list[HarmonyEvent]:
-        """Events of the next tokens. How a generation is cut into calls changes nothing but the size of deltas."""
+        """Events of the next tokens. Feeding them in other portions only changes the size of deltas."""
         if len(token_ids) == 1 and (text := self.next_text(token_ids[0])):
             return [ContentDelta(self._index, text, 1, self._position - 1)]
         self._read(token_ids)
@@ -100,7 +100,7 @@ class HarmonyParser:
         return events
 
     def feed_text(self, token_ids: Sequence[int]) -> Sequence[HarmonyEvent] | None:
-        """As `feed` for tokens that can only add to the open message's text; None, and nothing read, for others."""
+        """As `feed` for tokens that only add text to the open message; None, with nothing read, for others."""
         if self._state is not _State.CONTENT or self._events or not token_ids or max(token_ids) >= FIRST_CONTROL:
             return None
         return self.feed(token_ids)
@@ -138,7 +138,7 @@ class HarmonyParser:
     # Content
 
     def next_text(self, token: int) -> str | None:
-        """What one token adds to the open message if it is a whole piece of text, the usual case; else reads nothing.
+        """The text of one token inside the open message, the usual case; None, with nothing read, for other tokens.
 
         It costs a third of `feed`.
         """
@@ -349,7 +349,7 @@ class HarmonyParser:
             self._state = _State.BETWEEN
 
     def _resume(self) -> None:
-        """What stands since the open message's text is no header: its content goes on."""
+        """Text after the message is not a header; appends it to the content."""
         self._state = _State.CONTENT
         for section in self._sections:
             self._flush()

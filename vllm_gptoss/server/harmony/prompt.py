@@ -102,7 +102,7 @@ def system_text(system: System, commentary: Sequence[ToolNamespace] = ()) -> str
 
 
 def developer_text(developer: Developer) -> str:
-    """The developer message, or "" if it would say nothing."""
+    """The developer message, or "" without content."""
     sections = []
     if developer.instructions:
         sections.append(f"# Instructions\n\n{developer.instructions}")

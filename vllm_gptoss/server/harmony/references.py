@@ -1,4 +1,4 @@
-"""What a `$ref` within one JSON schema means: a JSON pointer, percent-encoded or not, or an anchor."""
+"""Resolves `$ref` within one JSON schema: a JSON pointer, percent-encoded or not, or an anchor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class References:
         self._root = root
 
     def target(self, ref: str) -> Any:
-        """What `ref` means. Raises LookupError for what is not in this schema."""
+        """The schema that `ref` names. Raises LookupError if it is not in this document."""
         fragment = unquote(ref[1:])
         if not ref.startswith("#"):
             raise LookupError(ref)

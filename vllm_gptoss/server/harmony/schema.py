@@ -43,7 +43,7 @@ def function_type(parameters: Mapping[str, Any] | None) -> str:
 
 
 _LINE_BREAKS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
-"""Those that JSON lets stand in a string."""
+"""Line ends that JSON allows in strings."""
 
 
 def literal(value: Any) -> str:
@@ -56,7 +56,7 @@ def _lines(text: Any) -> list[str]:
 
 
 def _one_line(text: str) -> str:
-    """`text` where a line must not end: a second one could pass for a heading of the prompt."""
+    """`text` in one line: a second line could look like a heading of the prompt."""
     return " ".join(text.split())
 
 
@@ -73,7 +73,7 @@ def _list(value: Any) -> Sequence[Any]:
 
 
 def _is_automatic_title(title: str, key: str) -> bool:
-    """Whether pydantic made `title` from the field's name, so that it says nothing new."""
+    """Whether pydantic made `title` from the field's name."""
     return title == key.replace("_", " ").title()
 
 
@@ -106,10 +106,10 @@ class _Writer:
         return text
 
     def _plain_type(self, schema: Mapping[str, Any], indent: str, seen: tuple[str, ...]) -> str:
-        """The type without `null`: what the schema says itself, and each of its unions."""
+        """The type without `null`: the schema's own, combined with each of its unions."""
         own = self._own_type(schema, indent, seen)
         unions = [self._union(self._variant(v, schema, indent, seen) for v in union) for union in self.unions(schema)]
-        # A union says more than the type beside it, unless that has members; one of mere assertions says nothing here.
+        # A union replaces a type without members; a union of assertions adds no type.
         said = [union for union in dict.fromkeys(unions) if union not in ("any", "object", own)]
         parts = [*([own] if own.startswith("{") or not said else []), *said]
         return " & ".join(map(self._parenthesised, parts)) if len(parts) > 1 else parts[0]
@@ -166,7 +166,7 @@ class _Writer:
             return None
 
     def unions(self, schema: Mapping[str, Any]) -> list[list[Any]]:
-        """The variants of each `oneOf` and `anyOf`, without those that only say which properties are required."""
+        """The variants of each `oneOf` and `anyOf`, without those that only list required properties."""
         found = (_list(part.get(key)) for part in (schema, *schema.get(_MORE, ())) for key in _UNIONS)
         return [kept for union in found if (kept := [v for v in union if not _only_requires(v)])]
 
@@ -218,7 +218,7 @@ class _Writer:
         return _lines(self.resolve(schema, seen)[0].get("description")) if isinstance(schema, Mapping) else []
 
     def _conditions(self, schema: Mapping[str, Any], seen: tuple[str, ...]) -> Iterator[str]:
-        """What decides on an object's properties beside their types, a line each."""
+        """Conditions on an object's properties besides their types, a line each."""
         for part in (schema, *schema.get(_MORE, ())):
             for key, words in (("oneOf", "exactly one of"), ("anyOf", "at least one of")):
                 variants = [v["required"] for v in _list(part.get(key)) if _only_requires(v)]
@@ -279,7 +279,7 @@ class _Writer:
 
     @staticmethod
     def _remark(variant: Mapping[str, Any], parent: Mapping[str, Any]) -> str:
-        """What a variant says about itself that its property has not said above."""
+        """A variant's own comments that its property does not have."""
         description = variant.get("description")
         said = description if description != parent.get("description") else None
         return " ".join((*_lines(said), *filter(None, [_default(variant)])))

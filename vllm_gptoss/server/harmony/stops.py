@@ -1,4 +1,4 @@
-"""Stop strings of an answer, in text that comes in pieces."""
+"""Finds stop strings in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 class StopFinder:
-    """Gives back text up to the first stop string, and holds back what may be the beginning of one.
+    """Returns text up to the first stop string; delays text that may be the beginning of one.
 
-    `found` is the stop string that ended the text, which is then over: later pieces give nothing.
+    `found` is the stop string that ended the text; later pieces are dropped.
     """
 
     def __init__(self, stops: Sequence[str] = (), *, keeps_stop: bool = False) -> None:
@@ -20,7 +20,7 @@ class StopFinder:
 
     @property
     def holds(self) -> bool:
-        """Whether text is held back."""
+        """Whether text is delayed."""
         return bool(self._held)
 
     def feed(self, text: str) -> str:
@@ -37,12 +37,12 @@ class StopFinder:
         return text[:safe]
 
     def flush(self) -> str:
-        """What was held when the text ended without a stop string."""
+        """The delayed text, at an end without a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _open(self, text: str) -> int:
-        """Characters at the end of `text` that begin a stop string."""
+        """The number of characters at the end of `text` that begin a stop string."""
         for size in range(min(self._longest - 1, len(text)), 0, -1):
             if any(stop.startswith(text[-size:]) for stop in self._stops):
                 return size

@@ -27,7 +27,7 @@ FIRST_CONTROL = 199998
 """Every id from here up to the vocabulary's end is a control token; every id below it is text."""
 VOCABULARY = 201_088
 LONGEST = 128
-"""Characters of the longest token: so many blanks."""
+"""Characters of the longest token, a run of blanks."""
 
 STRETCH = 1024
 """Characters that the tokenizer is given at once. It is quadratic in a run of letters and holds the interpreter's lock:
@@ -36,28 +36,28 @@ _PARTED = re.compile(
     r"(?<=[^\W_])(?=[\x00-&(-/:-@\[-`{-\x7f\u2010-\u2027\u3000-\u3020\uff01-\uff0f\uff1a-\uff20])"
     r"|(?<=[A-Za-z])(?=[0-9])|(?<=[0-9])(?=[A-Za-z])"
 )
-"""Where o200k's pattern parts a text whatever stands around: behind a word or number, before what can be in neither. An
-apostrophe can (`'s`), and so can a combining mark."""
+"""Positions where o200k's pattern always splits: after a word or number, before a character that is in neither. An
+apostrophe (`'s`) and a combining mark may be part of a word."""
 
 
 WORK_S, REST_S = 1e-3, 0.5e-3
-"""Seconds that a thread which takes turns tokenises, and then leaves the interpreter to the others.
+"""Seconds of work and of sleep, in turn, of a thread that called `take_turns`.
 
-Without a rest the thread has the lock back at once, and the event loop waits 5 ms (`sys.getswitchinterval`) behind
-every write to a socket: 32 streams beside prompts of 64,000 times "é" stood still for 100 to 180 ms of processor time.
+Without sleep the thread gets the interpreter's lock back at once, and the event loop waits 5 ms
+(`sys.getswitchinterval`) after every write to a socket: prompts of 64,000 "é" paused 32 streams for 100 to 180 ms.
 """
 
 
 class TooManyTokensError(ValueError):
-    """A text has more tokens than its caller has room for."""
+    """A text has more tokens than the caller allows."""
 
 
 class UnwantedError(Exception):
-    """Nobody waits for the tokens any more."""
+    """The request for the tokens was cancelled."""
 
 
 class _Turns(threading.local):
-    """Of this thread: when its rest ended, where it takes turns at all, and whether its work is still wanted."""
+    """Per thread: the end of its last sleep (None without turns), and the event that cancels its work."""
 
     began: float | None = None
     unwanted: threading.Event
@@ -67,7 +67,7 @@ _TURNS = _Turns()
 
 
 def take_turns(unwanted: threading.Event) -> None:
-    """Has `encode` rest now and then in this thread, beside a thread that must not wait, and end once `unwanted`."""
+    """Makes `encode` sleep regularly in this thread, and stop when `unwanted` is set."""
     _TURNS.began, _TURNS.unwanted = time.monotonic(), unwanted
 
 
@@ -138,7 +138,7 @@ def control_name(token: int) -> str:
 
 
 class _Pieces(dict[int, "str | bytes"]):
-    """Text token to what it says: str, or bytes where it is only part of a character. Filled as tokens are met."""
+    """Text token to its text: str, or bytes if it is part of a character. Filled on demand."""
 
     def __missing__(self, token: int) -> str | bytes:
         data = token_bytes(token)

@@ -1,7 +1,7 @@
-"""How every route reads a request's body: counted while it comes, decoded in bounded time, checked to its first error.
+"""Reads the request bodies of all routes: counts while receiving, decodes in bounded time, reports the first error.
 
-Nothing is built of a body before its bytes, values and depth are known: a million lists are 3 MB, and would become
-74 s and 14.5 GiB of validation errors. Large bodies are decoded in a confined worker.
+Bytes, values and depth are counted before anything is decoded: a million lists are 3 MB, and would become 74 s and
+14.5 GiB of validation errors. Large bodies are decoded in a confined worker.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ MAX_DEPTH = 128
 """Objects and lists inside each other. Schemas are read recursively; OpenAI allows ten levels of them."""
 
 READ_S = 300.0
-"""Seconds in which a body must have come."""
+"""Seconds within which a body must arrive."""
 
 EACH_TURN = 4
-"""Requests whose bodies have come that go on in one turn of the event loop: 400 at once stopped it for 0.8 s."""
+"""Requests that continue in one iteration of the event loop after their body: 400 at once stopped it for 0.8 s."""
 
 APART = 8 << 20
-"""Bytes that are decoded on the event loop in at most 40 ms, whatever they are (2 cores, Python 3.11)."""
+"""Bytes that the event loop decodes in at most 40 ms (worst case, 2 cores, Python 3.11)."""
 
 _LIMIT = Limit(memory=1 << 30, payload=1 << 30, answer=1 << 30)
-"""Of decoding apart; the body's own limits come before."""
+"""Of decoding in a worker, after the body's own limits."""
 
 
 class BodyError(HTTPException):
-    """A body that is not read. `code` as in OpenAI's errors."""
+    """A rejected body. `code` as in OpenAI's errors."""
 
     def __init__(self, message: str, status: int = 413, code: str = "request_too_large") -> None:
         super().__init__(status, message)
@@ -57,7 +57,7 @@ class BodyError(HTTPException):
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """Bytes and JSON values of one body; bytes of those that are being read, of one caller and of all."""
+    """Bytes and JSON values of one body; bytes of all bodies being received, per caller and in total."""
 
     max_bytes: int = 32 << 20
     max_values: int = 50_000
@@ -74,7 +74,7 @@ class Bodies:
         self._turns = Slots(EACH_TURN)
 
     async def read(self, request: Request) -> bytes:
-        """The body, whose values and depth are within the limits if it is JSON. Raises `BodyError`."""
+        """The body, within the limits for bytes, values and depth. Raises `BodyError`."""
         declared = request.headers.get("content-length", "0")
         self._check_size(int(declared) if declared.isdecimal() and len(declared) < 20 else 0)
         caller, size, parts = caller_of(request), 0, []
@@ -100,7 +100,7 @@ class Bodies:
         return b"".join(parts)
 
     async def check(self, message: bytes) -> None:
-        """As `read`, for a message that is there as a whole. Raises `BodyError`."""
+        """Checks a whole message against the same limits. Raises `BodyError`."""
         self._check_size(len(message))
         count = self._count()
         for at in range(0, len(message), STEP):
@@ -108,7 +108,7 @@ class Bodies:
             await asyncio.sleep(0)
 
     async def parse(self, raw: bytes) -> Any:
-        """The value of a body that `read` gave or `check` passed. Raises `BodyError`."""
+        """Decodes a body from `read` or `check`. Raises `BodyError`."""
         try:
             return await pool().run(decoded, raw, _LIMIT) if len(raw) > APART else decode(raw)
         except (ValueError, RecursionError, Refused, ConfinedError) as error:
@@ -124,7 +124,7 @@ class Bodies:
             raise _too_large(f"it has more than {self._limits.max_bytes} bytes")
 
     def _check_share(self, caller: str) -> None:
-        """When all have too much, whoever has more than an equal share is refused."""
+        """At the total limit, callers above an equal share are refused."""
         total, mine = self._held.total(), self._held[caller]
         if mine > self._limits.caller_bytes or (total > self._limits.total_bytes and mine * len(self._held) >= total):
             message = "Too many bytes of request bodies are being read at once; send fewer requests at a time."
@@ -143,10 +143,10 @@ def _add(count: Count, part: bytes) -> None:
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """What `work` returns; it is cancelled when the client disconnects. The body has been read.
+    """Awaits `work`, and cancels it when the client disconnects. The body must have been read.
 
     Raises:
-        ClientDisconnect: the client did.
+        ClientDisconnect: the client disconnected.
     """
     is_gone = False
 
@@ -171,7 +171,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 def bodies_of(connection: HTTPConnection) -> Bodies:
-    """What reads the bodies of the connection's app."""
+    """The `Bodies` of the connection's app."""
     state = connection.app.state
     if not hasattr(state, "gptoss_bodies"):
         state.gptoss_bodies = Bodies(BodyLimits())
@@ -180,7 +180,7 @@ def bodies_of(connection: HTTPConnection) -> Bodies:
 
 
 def bound(app: FastAPI, limits: BodyLimits) -> None:
-    """Has all routes of `app` read bodies within `limits`, vLLM's own too."""
+    """Applies `limits` to all routes of `app`, including vLLM's."""
     app.state.gptoss_bodies = Bodies(limits)
     for route in app.routes:
         if isinstance(route, APIRoute) and route.methods & {"POST", "PUT", "PATCH"}:
@@ -222,14 +222,14 @@ def _handler(route: APIRoute) -> Callable[[Request], Awaitable[Response]]:
         try:
             return await inner(read)
         except ClientDisconnect:
-            return Response(status_code=499)  # which nobody reads
+            return Response(status_code=499)  # not sent: the client is gone
 
     return handle
 
 
 @functools.cache
 def fail_fast(kind: Any) -> SchemaValidator:
-    """Pydantic's validator of a type that ends at the first wrong element of a list or mapping."""
+    """Pydantic's validator of a type, which stops at the first invalid element of a list or mapping."""
     adapter = TypeAdapter(kind)
     adapter.rebuild()
     return SchemaValidator(_fail_fast(adapter.core_schema))

@@ -1,4 +1,4 @@
-"""Who sends a request: the tenant that owns what it stores, and the caller whose share of the server it takes."""
+"""Identifies the sender of a request: the tenant that owns stored data, and the caller for fair queueing."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fastapi import FastAPI
 from starlette.requests import HTTPConnection
 
 PUBLIC = "public"
-"""The tenant of clients that send no key."""
+"""The tenant of clients without a key."""
 
 
 class FullError(Exception):
-    """A caller has all the places that it may have (`is_callers`), or all are taken."""
+    """No place is free: the caller has its maximum (`is_callers`), or all places are taken."""
 
     def __init__(self, places: int, is_callers: bool) -> None:
         super().__init__(f"{places} of this API key's" if is_callers else f"{places} of all API keys'")
@@ -23,7 +23,7 @@ class FullError(Exception):
 
 
 class Places:
-    """How many of something each caller may have at once, and all callers together."""
+    """Limits concurrent uses of a resource, per caller and in total."""
 
     def __init__(self, per_caller: int, total: int) -> None:
         self._per_caller = per_caller
@@ -31,7 +31,7 @@ class Places:
         self._taken: Counter[str] = Counter()
 
     def take(self, caller: str) -> Callable[[], None]:
-        """Takes a place; what is returned gives it back. Raises `FullError`."""
+        """Takes a place and returns the function that releases it. Raises `FullError`."""
         if self._taken[caller] >= self._per_caller:
             raise FullError(self._per_caller, True)
         if self._taken.total() >= self._total:
@@ -46,22 +46,22 @@ class Places:
 
 
 def tenant_of(authorization: str | None) -> str:
-    """Who owns what this request stores: a hash of the API key, or `public` without one."""
+    """The owner of data that this request stores: a hash of the API key, or `public` without a key."""
     scheme, _, rest = (authorization or "").strip().partition(" ")
-    # RFC 9110, section 11.1: the name of a scheme has no case.
+    # RFC 9110, section 11.1: scheme names are case-insensitive.
     key = rest.strip() if scheme.lower() == "bearer" else (authorization or "").strip()
     return hashlib.sha256(key.encode()).hexdigest()[:32] if key else PUBLIC
 
 
 def set_keys_are_checked(app: FastAPI, are_checked: bool) -> None:
-    """Tells `app` whether each API key is a caller of its own: only where somebody checks them."""
+    """Sets whether each API key counts as a separate caller, which is safe only if keys are checked."""
     app.state.gptoss_keys_are_checked = are_checked
 
 
 def caller_of(connection: HTTPConnection) -> str:
-    """Whose share of queues and memory a request takes: its tenant's; "" where keys are not checked.
+    """The caller for queues and memory limits: the tenant, or "" if keys are not checked.
 
-    A client could send a new made-up key with each request, and would be as many callers.
+    Otherwise a client could become many callers by sending invented keys.
     """
     if not getattr(connection.app.state, "gptoss_keys_are_checked", False):
         return ""

@@ -1,7 +1,7 @@
-"""Errors in the format of the API that was asked: a middleware around the whole app, authentication included.
+"""Middleware around the whole app, including authentication: formats errors for the requested API.
 
-`/v1/messages` answers errors as Anthropic's API does. On every API, a prompt that is too long has the
-words and the code by which clients compact their history or choose another model.
+`/v1/messages` returns errors in Anthropic's format. On every API, the error for a too long prompt has the text and code
+by which clients decide to compact their history or use another model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 MESSAGES = "/v1/messages"
 WITH_X_API_KEY = (MESSAGES, "/v1/models")
-"""Paths, with all below, that Anthropic's clients ask; their key may be in `x-api-key`."""
+"""Path prefixes that Anthropic's clients use, with their key in `x-api-key`."""
 
 TYPES = {
     401: "authentication_error",
@@ -29,10 +29,12 @@ TYPES = {
     504: "timeout_error",
     529: "overloaded_error",
 }
-"""Anthropic's error types by HTTP status; of others `invalid_request_error` below 500, `api_error` from there on."""
+"""Anthropic's error types by HTTP status; others are `invalid_request_error` below 500, else `api_error`."""
 
 _OVERFLOW = re.compile(r"maximum (?:context|model) length")
-_COUNTED = re.compile(r"maximum context length is (\d+) tokens\. However, your \w+ resulted in (?:more than )?(\d+) tokens")
+_COUNTED = re.compile(
+    r"maximum context length is (\d+) tokens\. However, your \w+ resulted in (?:more than )?(\d+) tokens"
+)
 _FIELD = re.compile(r"""'loc': 'body\.?([^']*)', 'msg': (?:'([^']*)'|"([^"]*)")""")
 _PARAMETER = re.compile(r" \(parameter=[^)]*\)$")
 
@@ -55,7 +57,7 @@ def overflow(window: int, tokens: int | None, what: str) -> str:
 
 
 class ErrorFormat:
-    """ASGI middleware. `x-api-key` of Anthropic's clients becomes the Bearer token that vLLM's authentication reads."""
+    """ASGI middleware. Also turns `x-api-key` into the Bearer token that vLLM's authentication reads."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
@@ -76,7 +78,7 @@ class ErrorFormat:
 
 
 class _Error:
-    """The `send` of an error: waits for all of it, and sends it as clients of `path` read it."""
+    """The `send` of an error: collects the body and sends it in the format of `path`."""
 
     def __init__(self, send: Send, path: str) -> None:
         self._send = send
@@ -91,8 +93,8 @@ class _Error:
         self._parts.append(message.get("body", b""))
         if not message.get("more_body"):
             text = _formatted(b"".join(self._parts), self._head["status"], self._path)
-            kept = [pair for pair in self._head["headers"] if pair[0].lower() != b"content-length"]
-            await self._send({**self._head, "headers": [*kept, (b"content-length", str(len(text)).encode())]})
+            others = [pair for pair in self._head["headers"] if pair[0].lower() != b"content-length"]
+            await self._send({**self._head, "headers": [*others, (b"content-length", str(len(text)).encode())]})
             await self._send({"type": "http.response.body", "body": text})
 
 
@@ -114,7 +116,7 @@ def _with_bearer(scope: Scope) -> Scope:
 
 
 def _formatted(raw: bytes, status: int, path: str) -> bytes:
-    """The body of an error for a client that asked `path`; `raw` itself where nothing is to be changed."""
+    """The body of an error of `path`; `raw` if nothing has to change."""
     try:
         body = json.loads(raw)
     except ValueError:

@@ -1,6 +1,6 @@
-"""WebSocket frames are read in slices: 256 KiB of pings, which uvicorn answers one by one, stopped the loop for 1.6 s.
+"""Reads WebSocket data in slices: 256 KiB of pings, which uvicorn answers one by one, stopped the event loop for 1.6 s.
 
-A connection whose slices take long waits between them. All such connections share a fifth of the event loop's time.
+A connection with slow slices waits between them. All such connections share a fifth of the event loop's time.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 SLICE = 2048
-"""Bytes: 340 pings, 12 ms. A message of text takes 20 µs for as many."""
+"""Bytes: 340 pings take 12 ms, a text message of this size 20 µs."""
 
 SLOW_S, RESTS = 1e-3, 4
-"""Seconds from which on a slice is slow, and how many times as long the next slow one waits."""
+"""Seconds after which a slice is slow; the wait before the next one, as a multiple of its time."""
 
 
 class _Slices:
-    """What one connection has received and not read. `take` is uvicorn's `data_received`."""
+    """The unread data of one connection. `take` is uvicorn's `data_received`."""
 
     free_at = 0.0  # of all connections
 
@@ -51,7 +51,7 @@ class _Slices:
         if self._is_slow:
             _Slices.free_at = max(now, _Slices.free_at) + RESTS * used
         if self._protocol.disconnected or not self._data:
-            with contextlib.suppress(RuntimeError):  # it closes
+            with contextlib.suppress(RuntimeError):  # the connection is closing
                 if not self._protocol.read_paused:
                     self._protocol.transport.resume_reading()
             return
@@ -65,7 +65,7 @@ class _Slices:
 
 
 def read_in_slices() -> None:
-    """Has uvicorn's WebSocket protocol read so, where it is the one that we know. Idempotent."""
+    """Installs the slices in uvicorn's WebSocket protocol, or warns if it is an unknown one. Idempotent."""
     from uvicorn.protocols.websockets import auto
 
     protocol: Any = auto.AutoWebSocketsProtocol

@@ -1,35 +1,40 @@
-"""Routes of ours in the place of vLLM's: vLLM lets an endpoint plugin replace a route of the same path."""
+"""Replaces vLLM's routes: vLLM lets an endpoint plugin replace a route of the same path."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, create_model, model_validator
 from starlette.routing import BaseRoute
 
 
 def posts(app: FastAPI) -> dict[str, APIRoute]:
-    """What answers POST, by path."""
+    """The POST routes by path."""
     return {route.path: route for route in app.routes if isinstance(route, APIRoute) and "POST" in route.methods}
 
 
-def add_beside(app: FastAPI, core: APIRoute, ours: Callable[..., Any]) -> None:
-    """Adds `ours` beside `core`, which vLLM then takes out."""
+def add_beside(app: FastAPI, core: APIRoute, ours: Callable[..., Any], body: Any = None) -> None:
+    """Adds `ours(request, raw_request)` with the path of `core`, which vLLM removes afterwards.
+
+    `body`: the type of `request`, by default that of `core`.
+    """
+    # FastAPI reads types from the annotations; vLLM's classes exist only at run time.
+    ours.__annotations__ |= {"request": body or get_type_hints(core.endpoint)["request"], "raw_request": Request}
     app.add_api_route(core.path, ours, methods=["POST"], dependencies=core.dependencies, responses=core.responses)
 
 
 def put_back(app: FastAPI, ours: Sequence[BaseRoute], before: Sequence[BaseRoute]) -> None:
-    """Takes `ours` out of the app. vLLM has removed the route that each replaced: it returns from `before`."""
+    """Removes `ours` from the app, and restores from `before` the routes that vLLM had removed for them."""
     routes: list[BaseRoute] = []
     for route in app.router.routes:
         if not any(route is each for each in ours):
             routes.append(route)
         elif isinstance(route, APIRoute):
             theirs = [each for each in before if isinstance(each, APIRoute) and _answers_same(each, route)]
-            routes += theirs[-1:]  # another plugin's stands behind vLLM's, which it replaces
+            routes += theirs[-1:]  # a route of another plugin follows vLLM's, which it replaces
     app.router.routes[:] = routes
     app.openapi_schema = None
 
@@ -39,7 +44,7 @@ def _answers_same(one: APIRoute, other: APIRoute) -> bool:
 
 
 def body_class(base: type[BaseModel], change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> type[BaseModel]:
-    """vLLM's `base` as the type of a body that `change` sees before it is validated."""
+    """A subclass of vLLM's body type `base` that applies `change` before validation."""
 
     def before(cls: type[BaseModel], data: Any) -> Any:
         del cls

@@ -1,11 +1,11 @@
-"""A stream's text, from vLLM's output handler to the socket without waking the stream's task.
+"""Sends streamed text from vLLM's output handler to the socket without waking the stream's task.
 
-vLLM makes two objects of each token, puts them into the request's queue and wakes its task, which passes them through
-its generators and sends what comes out. Here the handler's own call does it all for text inside a message, which is
-nearly every token: the request's state (`_vllm/replaced.py`) hands it to `Direct`, whose bytes `Outlet` sends at once.
+vLLM makes two objects of each token, puts them into the request's queue and wakes the task, which passes them through
+generators and sends the result. For text inside a message, the output handler's call does all of this instead: the
+request's state (`_vllm/replaced.py`) passes tokens to `Direct`, and `Outlet` sends the bytes.
 
-All else takes vLLM's way: the end, a failure, a control token, a reader that is too slow. So does text while the task
-is busy, and hence the order stays.
+vLLM's path handles the end, failures, control tokens, slow readers, and text while the task is busy, so the order of
+the text does not change.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from vllm_gptoss._vllm import replaced
 logger = logging.getLogger(__name__)
 
 NextText = Callable[[], str]
-"""What vLLM has made of a request's tokens and nobody was told yet; nothing where it does not detokenise."""
+"""Returns the text that vLLM has detokenised and not returned yet; empty without detokenisation."""
 
 Take = Callable[[Sequence[int], NextText], bytes | None]
-"""The bytes that new tokens add to a stream, maybe none; None, and nothing read, where they are more than text."""
+"""Returns the bytes for new tokens, possibly empty; None, with nothing read, if they are not only text."""
 
 _NOTHING_ELSE = (None,) * 5
 _NO_ERROR = {"error": None}
-"""What vLLM's handler says of a step beside its tokens: pooling, end, stop, two transfers, and an error."""
+"""Arguments of `make_request_output` besides tokens: pooling, end, stop, two transfers, and an error."""
 
 
 class Outlet:
     """The `send` of one response, for use outside its task.
 
-    send: the ASGI callable, which has sent the head before anything is pushed. Middlewares that look at the body run
-        in the context of the task that makes this, as ever.
+    send: the ASGI callable, after it has sent the head. Middlewares that read the body run in the context of the task
+        that creates the outlet.
     """
 
     def __init__(self, send: Callable[[Any], Any]) -> None:
@@ -49,18 +49,18 @@ class Outlet:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether what was pushed last is still on its way."""
+        """Whether the last push is not sent yet."""
         return self._rest is not None and not self._rest.done()
 
     def push(self, body: bytes) -> bool:
-        """Sends a part of the body. False where `settled` must come before the next: the reader is slow, or gone."""
+        """Sends a part of the body. False if the reader is slow or gone: `settled` must be awaited before the next."""
         self.last_push = time.monotonic()
         sending = self._send({"type": "http.response.body", "body": body, "more_body": True})
         try:
             waits_for = self._context.run(sending.send, None)
         except StopIteration:
             return True
-        except Exception as error:  # what a middleware raises is for the task, which would have met it
+        except Exception as error:  # the task raises exceptions of middlewares
             self.error = error
             return False
         rest = _finish(sending, waits_for)
@@ -68,7 +68,7 @@ class Outlet:
         return False
 
     async def settled(self) -> None:
-        """Returns when all that was pushed is sent. Raises what sending it raised."""
+        """Waits until everything pushed is sent. Raises the exception of sending."""
         if self._rest is not None:
             await self._rest
             self._rest = None
@@ -76,13 +76,13 @@ class Outlet:
             raise self.error
 
     def close(self) -> None:
-        """Gives up what is still on its way."""
+        """Cancels a push that is not sent yet."""
         if self._rest is not None:
             self._rest.cancel()
 
 
 class _Begun:
-    """A coroutine that was begun outside a task, and waits for `waits_for`."""
+    """A coroutine that was started outside a task and waits for `waits_for`."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, None], waits_for: Any) -> None:
         self._coroutine = coroutine
@@ -108,26 +108,26 @@ async def _finish(sending: Coroutine[Any, Any, None], waits_for: Any) -> None:
 
 
 class Direct:
-    """The text of one request: `take` makes bytes of it, for `outlet`. `attach` before, `close` after its results."""
+    """Sends the text of one request through `outlet`. `attach` before its results, `close` after them."""
 
     def __init__(self, outlet: Outlet, take: Take) -> None:
         self.outlet = outlet
         self._take = take
         self._has_tried = False
         self._detach: Callable[[], None] | None = None
-        self._is_waiting = False  # and so all that came before has been sent
+        self._is_waiting = False  # then all earlier text has been sent
 
     def attach(self, client: Any, request_id: str) -> None:
-        """From now on takes the request's text, if vLLM's `client` has it as we know it. Idempotent."""
+        """Starts to take the request's text, if vLLM's `client` supports that. Idempotent."""
         if not self._has_tried:
             self._has_tried = True
             try:
                 self._detach = replaced.use_request_output(client, request_id, self._wrap)
-            except Exception as error:  # a moved vLLM internal
-                _say_once(f"{type(error).__name__}: {error}")
+            except Exception as error:  # vLLM has moved an internal
+                _warn_once(f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
-        """Leaves the request to vLLM, and gives up what is not sent yet. Idempotent."""
+        """Returns the request to vLLM, and cancels unsent text. Idempotent."""
         self.outlet.close()
         self._leave()
 
@@ -138,7 +138,7 @@ class Direct:
             self._detach = None
 
     async def next(self, results: AsyncGenerator[Any, None]) -> Any:
-        """The next result that was not taken. Raises what `results` raises, or what sending the text before it did."""
+        """The next result that was not taken. Raises the exceptions of `results` and of sending the text before it."""
         self._is_waiting = self._detach is not None
         try:
             result = await anext(results)
@@ -152,20 +152,20 @@ class Direct:
         return result
 
     def _wrap(self, theirs: Callable[..., Any], queue: Any, masks: Sequence[Any], text: NextText) -> Callable[..., Any]:
-        """For a request's `make_request_output`, which returns None where nothing is left for the queue."""
+        """Replacement of a request's `make_request_output`; it returns None if the text was sent."""
 
-        def make_request_output(*said: Any, **also: Any) -> Any:
-            is_text = said[1:] == _NOTHING_ELSE and also == _NO_ERROR and not masks
+        def make_request_output(*given: Any, **also: Any) -> Any:
+            is_text = given[1:] == _NOTHING_ELSE and also == _NO_ERROR and not masks
             if not is_text or not self._is_waiting or queue.output is not None:
-                return theirs(*said, **also)
+                return theirs(*given, **also)
             try:
-                body = self._take(said[0], text)
+                body = self._take(given[0], text)
             except Exception:
-                logger.exception("Text of a stream takes vLLM's way, because ours failed")
+                logger.exception("vLLM sends this stream's text, because the direct path failed")
                 self._leave()
                 body = None
             if body is None:
-                return theirs(*said, **also)
+                return theirs(*given, **also)
             if body:
                 self._is_waiting = self.outlet.push(body)
             return None
@@ -174,5 +174,5 @@ class Direct:
 
 
 @functools.cache
-def _say_once(why: str) -> None:
-    logger.warning("Text of streams takes vLLM's way: %s", why)
+def _warn_once(why: str) -> None:
+    logger.warning("vLLM sends streamed text: %s", why)

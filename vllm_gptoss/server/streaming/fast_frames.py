@@ -1,8 +1,8 @@
-"""Text of a stream ahead of vLLM's generator of frames, which makes three models for every token.
+"""Writes the text frames of a stream instead of vLLM's generator, which builds three models per token.
 
-The generator makes the first frame, and all from what is more than text on. It stands still in between, while a
-`Teller` makes frames of the text, whose other fields are encoded once. What was told is handed to the generator with
-what it goes on with, so that its counts are right.
+The generator writes the first frame, and all frames from the first result that is not only text. In between it waits,
+and a `Teller` writes the frames, with the constant fields encoded once. The tokens are added to the generator's next
+result, so that its counts are right.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ from vllm_gptoss.server.streaming.direct_send import Direct, NextText, Outlet
 
 
 class Teller(Protocol):
-    """Makes frames of a stream's text: empty bytes where there is nothing to tell yet."""
+    """Writes the frames of a stream's text; empty bytes if there is no text yet."""
 
     def begin(self, choice: Any) -> bytes | None:
-        """The frame of what the generator was given first and has not told; None as `read`."""
+        """The frame of the first result's text that the generator has not written; None as in `read`."""
 
     def read(self, choice: Any) -> bytes | None:
-        """The frame of a result's only choice; None where the generator is to go on, and has all it needs for it."""
+        """The frame of a result's only choice; None if the generator must continue, which it then can."""
 
     def take(self, token_ids: Sequence[int], text: NextText) -> bytes | None:
-        """The frame of tokens that came straight; None, and nothing read, where they are more than text."""
+        """The frame of tokens from `Direct`; None, with nothing read, if they are not only text."""
 
     def hand_on(self, choice: Any) -> None:
-        """Adds what the generator has to know to the choice that it goes on with."""
+        """Adds the written tokens to the choice with which the generator continues."""
 
 
 class Ahead:
-    """The engine's results, of which vLLM's generator gets those that were not read before it asks.
+    """The engine's results for vLLM's generator, without those that `read` has consumed.
 
-    `first` is the one that it holds. Text goes to `outlet`, if there is one, where `attach` can make it.
+    first: the result that the generator has
+    outlet: where text is sent directly, or None
     """
 
     def __init__(self, results: AsyncGenerator[Any, None], attach: Callable[[Direct], None]) -> None:
@@ -55,11 +56,11 @@ class Ahead:
         return result
 
     async def aclose(self) -> None:
-        """Ends the request in the engine, unless it has ended."""
+        """Aborts the request in the engine if it still runs."""
         await self._results.aclose()
 
     async def read(self, teller: Teller) -> AsyncGenerator[bytes, None]:
-        """The frames of text, up to what is left for the generator: more than text, the end, a failure."""
+        """The frames of text up to the first result for the generator: not only text, the end, a failure."""
         if not _is_text(self.first):
             return
         with self._direct(teller) as direct:
@@ -85,7 +86,7 @@ class Ahead:
 
     @contextmanager
     def _direct(self, teller: Teller) -> Iterator[Direct | None]:
-        """What takes text meanwhile without us, as we would."""
+        """Sends text without waking this task."""
         if self.outlet is None:
             yield None
             return
@@ -102,10 +103,10 @@ def _is_text(result: Any) -> bool:
 
 
 class Frames:
-    """The frames of one stream. Some of its text goes straight to the response that it is the body of, if any.
+    """The frames of one stream, of which `go_straight` may send some directly to the socket.
 
-    theirs: vLLM's generator over `ahead`. teller_of: makes the teller of its first frame; None where the rest is
-        vLLM's, as behind an error.
+    theirs: vLLM's generator over `ahead`
+    teller_of: makes the teller from the first frame; None leaves all frames to vLLM, as after an error
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Frames:
         theirs = response.stream_response
 
         async def stream_response(send: Any) -> None:
-            del response.stream_response  # a circle would keep a stream that breaks off until it is collected
+            del response.stream_response  # breaks a reference cycle that would delay the release of an aborted stream
             self._ahead.outlet = Outlet(send)
             await theirs(send)
 
@@ -135,16 +136,16 @@ class Frames:
 
 
 class TextStream:
-    """What we put over either of vLLM's handlers whose streams are told ahead."""
+    """Subclass part for both of vLLM's handlers with streams of `Frames`."""
 
     def _is_plain(self, request: Any) -> bool:
-        """Whether nothing but text changes between the frames of text."""
+        """Whether text frames differ in nothing but the text."""
         usage = request.stream_options
         return not (
             request.n not in (None, 1)
             or request.use_beam_search
             or request.echo
-            or (request.logprobs is not None and request.logprobs is not False)  # a number in completions, maybe 0
+            or (request.logprobs is not None and request.logprobs is not False)  # a number in completions, possibly 0
             or request.return_token_ids
             or (usage and usage.continuous_usage_stats)
             or self.enable_force_include_usage  # type: ignore[attr-defined]  # vLLM's: usage in every frame
@@ -153,7 +154,7 @@ class TextStream:
 
 
 def go_straight(response: Any) -> Any:
-    """The same Starlette response; where `Frames` are its body, their text goes straight to its socket."""
+    """Lets the text of a Starlette response with a body of `Frames` go directly to its socket; returns the response."""
     if isinstance(frames := getattr(response, "body_iterator", None), Frames):
         frames._go_straight(response)
     return response

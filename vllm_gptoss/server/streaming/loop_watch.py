@@ -1,7 +1,6 @@
-"""How long the API server's event loop stands still: a metric of every pause, and a line for a long one.
+"""Measures pauses of the API server's event loop: a metric for each, a log line for long ones.
 
-While it stands still nobody gets a token and no request is accepted. What should never happen is what has to be seen.
-Started by the endpoint plugin (`plugin.GptOssEndpoint.init_state`), once per API server process.
+During a pause no token is sent and no request is accepted. The endpoint plugin starts one watch per API server process.
 """
 
 from __future__ import annotations
@@ -46,9 +45,9 @@ class LoopWatch:
             pause = max(0.0, time.monotonic() - due)
             PAUSE_SECONDS.observe(pause)
             if pause >= self._long_s:
-                # A process that used no processor waited for one, or for the disk: then it is the machine, not a task.
+                # Little processor time means that the process waited for a processor or the disk.
                 logger.warning(
-                    "the event loop stood still for %.1f s, in which this process used %.1f s of processor time",
+                    "the event loop was blocked for %.1f s, in which this process used %.1f s of processor time",
                     pause,
                     time.process_time() - used,
                 )

@@ -1,7 +1,4 @@
-"""What the API server's process sets for itself once it serves gpt-oss: less work for each streamed token.
-
-A part of the endpoint plugin (`server/parts.py`), once per API server process.
-"""
+"""Process-wide settings of an API server that serves gpt-oss, to reduce the work per streamed token."""
 
 from __future__ import annotations
 
@@ -15,26 +12,26 @@ from vllm_gptoss.server.streaming.loop_watch import LoopWatch
 logger = logging.getLogger(__name__)
 
 YOUNG = 20_000
-"""Objects made, less those freed, before the collector looks at the young ones; Python's default is 700.
+"""Threshold of the garbage collector's youngest generation; Python's default is 700.
 
-One step of 256 requests makes thousands that are all freed when their tokens are sent. Looking at them meanwhile finds
-nothing, and makes them old: the collector took 5 % of the process's time (perf, 256 streams of `/v1/responses`).
+A step of 256 requests makes thousands of objects that are freed when their tokens are sent. Collecting earlier finds
+nothing and took 5 % of the process's time (perf, 256 streams of `/v1/responses`).
 """
 
 
 def settle() -> None:
-    """Idempotent; says in one line what it set."""
+    """Applies the settings and logs them. Idempotent."""
     gc.set_threshold(max(YOUNG, gc.get_threshold()[0]), *gc.get_threshold()[1:])
     _vllm.cache_environment()
     logger.info(
-        "Streams: text is framed by the plugin and sent as vLLM hands it out, the collector waits for %d objects,"
-        " vLLM's variables are read once (GPTOSS_HOST=stock leaves all of it as vLLM has it).",
+        "Streams: the plugin frames the text, gc threshold raised to %d objects, vLLM's variables are cached"
+        " (GPTOSS_HOST=stock turns all of this off).",
         YOUNG,
     )
 
 
 class Host:
-    """A part of the endpoint plugin: the watch of the event loop, and `settle` unless `GPTOSS_HOST=stock`."""
+    """The part of the endpoint plugin that watches the event loop and calls `settle` unless `GPTOSS_HOST=stock`."""
 
     def __init__(self) -> None:
         self._is_lean = False

@@ -117,8 +117,8 @@ def test_the_tools_of_one_request_share_a_budget() -> None:
 
 @pytest.mark.alone
 def test_a_new_schema_compiles_only_what_is_new_in_it() -> None:
-    """xgrammar keeps rules that name only each other. Where ours named the schema's, each tool cost all of them again.
-    Measured: 100 ms after 165 for the first; as much as the first where nothing is kept."""
+    """xgrammar caches rules that refer only to each other. Measured: 165 ms for the first schema, then 100; 165 for all
+    without the cache."""
     compiler, times = _compiler.__wrapped__(), []
     for name in ("first", "second", "third", "fourth"):
         schema = {**closed({"type": "string"}), "title": name}

@@ -2,13 +2,14 @@
 
 In: a JSON schema. Out: an EBNF grammar for xgrammar's structural tags, or `NotEnforceableError` with the keyword that
 has no grammar. xgrammar's own `json_schema` is not used: it anchors patterns, fixes the order of properties, refuses
-properties that are not listed, lets a control token stand inside a string, and a hostile pattern ends its process.
+unlisted properties, allows control tokens inside strings, and a hostile pattern ends its process.
 
-`schema` multiplies combinations out → `json_grammar` and `containers` write rules, `strings` those of patterns (read by
-`pattern`, an `automaton` each) and names, `lengths` those that only have a length, `numbers` those of bounds → `job`
-does so in a confined worker → `compiling` keeps what was written.
+`schema` expands combinations → `json_grammar` and `containers` write rules, `strings` those of patterns (`pattern`,
+`automaton`) and names, `lengths` those of bounded lengths, `numbers` those of bounds → `job` runs all of this in a
+confined worker → `compiling` caches the grammars.
 
-What the engine pays has budgets, where their constants stand: bytes and milliseconds to compile one grammar (`rules`),
-a token's milliseconds where alternatives begin alike (`width`), items (`containers`), characters (`lengths`), states
-(`automaton`), values (`json_grammar`), and one request's sum (`compiling`). What is beyond is `NotEnforceableError`.
+Limits of the engine's cost, each in the named module: bytes and milliseconds to compile one grammar (`rules`),
+milliseconds per token for alternatives with a common beginning (`width`), items (`containers`), characters (`lengths`),
+states (`automaton`), values (`json_grammar`), and the sum of one request (`compiling`). Beyond a limit they raise
+`NotEnforceableError`.
 """

@@ -1,4 +1,4 @@
-"""Grammars of schemas, kept once they are written: written apart from the server, or here where that cannot be."""
+"""Writes and caches grammars of schemas: in workers, or in this process if the caller cannot wait."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_WHITESPACE = 32
 """Whitespace in a row inside JSON. Without a bound a model that is unsure writes blanks until it is cut."""
 
 HERE = 8_192
-"""Bytes of schema up to which a grammar is written in the server's own thread, where nobody could wait for a worker."""
+"""Bytes of schema up to which `grammar_of` writes a grammar in the calling thread."""
 
 MAX_GRAMMARS, MAX_COST = 400_000, 5_000
 """Bytes of all grammars of one request, and milliseconds in which the engine compiles them."""
@@ -82,7 +82,7 @@ def _key(text: bytes) -> bytes:
 
 
 class Room:
-    """What the grammars of one request may still add up to."""
+    """The remaining size and cost for the grammars of one request."""
 
     def __init__(self) -> None:
         self._bytes, self._cost = MAX_GRAMMARS, float(MAX_COST)
@@ -102,7 +102,7 @@ class Room:
 
 
 def grammar_of(schema: Mapping[str, Any], room: Room | None = None) -> str:
-    """As `prepare`, where nothing can be awaited: what was not prepared is written here if it is small.
+    """As `prepare`, but synchronous: writes a small grammar here if it was not prepared.
 
     Raises:
         NotEnforceableError: it has none, or is too large to write here, or `room` has no place for it.
@@ -132,9 +132,9 @@ def _result(found: Written) -> Written:
 
 
 def tell(what: str, error: NotEnforceableError) -> None:
-    """Counts that `what` is held to JSON only, and logs it once for each such schema."""
+    """Counts that `what` is constrained to JSON only, and logs that once per schema."""
     UNENFORCED.labels(error.keyword).inc()
     key = _key(f"{what} {error}".encode())
     if key not in _told and len(_told) < _KEPT:
         _told.add(key)
-        logger.warning("The schema of %s is not enforced, any JSON is accepted (said once): %s", what, error)
+        logger.warning("The schema of %s is not enforced, any JSON is accepted (logged once): %s", what, error)

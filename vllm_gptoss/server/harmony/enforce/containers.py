@@ -13,7 +13,7 @@ from vllm_gptoss.server.harmony.enforce.rules import Rules
 from vllm_gptoss.server.harmony.enforce.strings import count, literal
 
 FREE = 5
-"""Properties whose presence is kept in a state of its own each: 2**5 states."""
+"""Properties with one state per combination of present ones: 2**5 states."""
 
 MAX_ITEMS = 1_000
 """Bounds on array lengths: a rule for each item, because xgrammar 0.2.8 takes 1 ms a token to count them, 20 times as

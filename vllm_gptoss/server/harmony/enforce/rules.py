@@ -51,7 +51,7 @@ class Rules:
         return f"r{self._count}"
 
     def add(self, text: str, name: str | None = None, *, cost: float = 0.0) -> str:
-        """Writes a rule; one that is there under `name` already stays.
+        """Writes a rule, unless `name` exists already.
 
         Raises:
             NotEnforceableError: the grammar becomes larger or dearer than one may be.
@@ -69,7 +69,7 @@ class Rules:
         return name
 
     def shared(self, text: str) -> str:
-        """The one rule that says `text`."""
+        """The shared rule with this `text`."""
         if text not in self._shared:
             self._shared[text] = self.add(text)
         return self._shared[text]

@@ -155,9 +155,10 @@ def _bare_ways(rules: Rules, ranges: list[tuple[int, int]], then: str) -> list[s
 
 
 def _ways(rules: Rules, ranges: list[tuple[int, int]], then: str) -> list[str]:
-    """One character of `ranges` as it stands in JSON, itself or escaped where it must be, and the rule after it.
+    """Alternatives for one character of `ranges` in JSON, plain or escaped, each followed by the rule `then`.
 
-    Each way names that rule anew: with a rule of its own for the character, masks take four times as long to make.
+    Repeating `then` in each alternative is intended: with a separate rule for the character, masks take four times as
+    long.
     """
     escapes = _escapes(ranges)
     escaped = [f'"\\\\" {rules.shared(" | ".join(escapes))} {then}'] if escapes else []

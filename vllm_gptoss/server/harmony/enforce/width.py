@@ -1,4 +1,4 @@
-"""What is matched at once: alternatives that no character has told apart yet each cost the engine time for a token."""
+"""Bounds the alternatives that are matched at once, each of which costs the engine time for every token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_WIDTH = 30.0
 engine's own thread that waits."""
 
 CHAINS, STATES, CONTAINER = 9.0, 0.25, 0.05
-"""What one more string whose length is counted by the block, string with states of its own, array or object adds."""
+"""Cost of one more string counted in blocks, other string, and array or object."""
 
 Matched = Mapping[str, float]
 """Rules that may be matched at once and what each adds. The same rule in two alternatives is matched once."""

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_gptoss import _vllm
+from vllm_gptoss.server.chat.custom_tools import text_grammar
 from vllm_gptoss.server.harmony import grammar
 from vllm_gptoss.server.harmony.enforce import compiling
 from vllm_gptoss.server.harmony.enforce.errors import NotEnforceableError, NotNowError
 from vllm_gptoss.server.responses.errors import ApiError
 from vllm_gptoss.server.responses.prompt.toolset import Kind, Route, Toolset
 from vllm_gptoss.server.responses.request.create import CreateRequest, plain
-
-MAX_LARK, MAX_NESTING = 50_000, 100
-"""Characters of a Lark grammar, and brackets open at once: xgrammar reads it in this process, by recursion."""
-
-MAX_COUNT = 100
-"""Of `{1,100}` and `~1..100` in a Lark grammar: the engine matches what it must count 70 ms a token slower, 300 at 400,
-and every request waits."""
-
-_IN_QUOTES = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]')
-_COUNT = re.compile(r"\{(\d+), (-?\d+)\}")
 
 
 @dataclass(frozen=True)
@@ -108,17 +97,10 @@ async def _content(route: Route, request: CreateRequest, room: compiling.Room) -
 
 async def _grammar(route: Route, room: compiling.Room) -> grammar.Content:
     assert route.grammar is not None
-    definition = route.grammar["definition"]
     try:
-        if route.grammar["syntax"] == "regex":
-            found = await compiling.prepare_pattern(definition)
-            room.take(found)
-            return grammar.EBNF(found.grammar)
-        _check_lark(definition)
-        ebnf = _vllm.lark_to_ebnf(definition)
-        if any(int(bound) > MAX_COUNT for pair in _COUNT.findall(_IN_QUOTES.sub("", ebnf)) for bound in pair):
-            raise ValueError(f"it counts to more than {MAX_COUNT}; repeat without a bound")
-        return grammar.EBNF(ebnf)
+        found = await text_grammar(route.grammar)
+        room.take(found)
+        return grammar.EBNF(found.grammar)
     except ValueError as error:
         raise _refusal(error, f"The grammar of '{route.name}' is not understood: {error}", "tools") from None
 
@@ -128,12 +110,3 @@ def _refusal(error: ValueError, message: str, param: str, code: str | None = Non
     if isinstance(error, NotNowError):
         return ApiError(str(error), param=param, status=503, kind="server_error", retry_after=error.retry_after)
     return ApiError(message, param=param, code=code)
-
-
-def _check_lark(definition: str) -> None:
-    depth = deepest = 0
-    for character in definition:
-        depth += (character in "([{") - (character in ")]}")
-        deepest = max(deepest, depth)
-    if len(definition) > MAX_LARK or deepest > MAX_NESTING:
-        raise ValueError(f"it has more than {MAX_LARK} characters or {MAX_NESTING} open brackets")

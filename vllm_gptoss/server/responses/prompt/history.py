@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_gptoss.server.harmony import messages as harmony
+from vllm_gptoss.server.harmony.custom import arguments_of
 from vllm_gptoss.server.harmony.events import Channel
 from vllm_gptoss.server.harmony.messages import Message
 from vllm_gptoss.server.responses.errors import ApiError, RetiredKeyError
@@ -124,7 +125,7 @@ class HistoryReader:
         elif recipient in self._raw:
             self._add(harmony.call(recipient, item["input"], content_type=None))
         else:
-            self._add(harmony.call(recipient, json.dumps({"input": item["input"]}, ensure_ascii=False)))
+            self._add(harmony.call(recipient, arguments_of(item["input"])))
 
     def _output(self, item: Item, where: str) -> None:
         call = item.get("call_id") or ""

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from vllm_gptoss.server.harmony.builtin import BROWSER, PYTHON, for_prompt
+from vllm_gptoss.server.harmony.custom import INPUT_SCHEMA, description_of
 from vllm_gptoss.server.harmony.messages import FUNCTIONS, ToolNamespace, ToolSpec
 from vllm_gptoss.server.responses.errors import ApiError, unsupported
 from vllm_gptoss.server.responses.prompt.toolset import Kind, Providers, Route, Toolset, needs_approval
@@ -23,14 +24,6 @@ from vllm_gptoss.tools.protocol import (
 )
 
 logger = logging.getLogger(__name__)
-
-INPUT_SCHEMA: Mapping[str, Any] = {
-    "type": "object",
-    "properties": {"input": {"type": "string"}},
-    "required": ["input"],
-    "additionalProperties": False,
-}
-"""How a custom tool without a grammar is shown to the model."""
 
 
 class Opener:
@@ -101,11 +94,7 @@ class Opener:
             Kind.CUSTOM, recipient, name, label, raw=bool(grammar), schema=schema, grammar=grammar, strict=True
         )
         self._set.routes[recipient] = route
-        if grammar:
-            description += (
-                f"\nThe input is plain text, not JSON, in this {grammar['syntax']} grammar:\n{grammar['definition']}"
-            )
-        return ToolSpec(name, description.strip(), schema)
+        return ToolSpec(name, description_of(description, grammar), schema)
 
     async def _session(self, provider: ToolProvider, where: str, **options: Any) -> ToolSession:
         if provider.unavailable:

@@ -6,12 +6,11 @@ Orders of events follow the "Streaming events" reference of the OpenAI API. An i
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from vllm_gptoss.server.harmony.custom import InputUnwrapper
 from vllm_gptoss.server.harmony.events import Channel
 from vllm_gptoss.server.responses import ids
 from vllm_gptoss.server.responses.run.citations import Citations
@@ -313,11 +312,7 @@ class FunctionCallWriter(_CallWriter):
 
 
 class CustomCallWriter(_CallWriter):
-    """`custom_tool_call`: free text for a tool.
-
-    Without a grammar the model is shown a function with one string, `input`, as it was trained to call; the string
-    is unwrapped as it comes. With a grammar it writes the text itself.
-    """
+    """`custom_tool_call`: free text for a tool; see `harmony/custom.py`. `raw`: no JSON around it."""
 
     _prefix, _type, _field = "ctc", "custom_tool_call", "input"
 
@@ -339,54 +334,8 @@ class CustomCallWriter(_CallWriter):
 
     def end(self, text: str, *, cut: bool) -> list[Event]:
         events = self._start() if self._index < 0 else []
-        if self._unwrap and not self._unwrap.is_inside:
-            events += self._add(text)  # not the expected JSON: the client gets the raw text
-        elif self._unwrap and not cut:
-            events += self._add(self._unwrap.rest())
+        if self._unwrap:
+            events += self._add(self._unwrap.end(text, cut=cut))
         value = "".join(self._pieces)
         events.append(self._out.event("response.custom_tool_call_input.done", **self._where, input=value))
         return [*events, self._out.done(self._index, input=value, status=status(cut))]
-
-
-class InputUnwrapper:
-    """The string in `{"input": "…"}`, decoded as it comes. `is_inside` is set once it has begun."""
-
-    def __init__(self) -> None:
-        self.is_inside = False
-        self._is_over = False
-        self._held = ""
-
-    def feed(self, text: str) -> str:
-        """The part of the string that `text` completes, often empty."""
-        self._held += text
-        if not self.is_inside:
-            began = _INPUT.match(self._held)
-            if began is None:
-                return ""
-            self.is_inside, self._held = True, self._held[began.end() :]
-        if self._is_over:
-            return ""
-        whole = _STRING.match(self._held)
-        assert whole is not None  # it matches nothing, too
-        rest = self._held[whole.end() :]
-        self._is_over, self._held = rest.startswith('"'), rest
-        decoded = json.loads(f'"{whole[0]}"', strict=False)
-        # Half a surrogate pair is a str for Python, but no text that can be sent.
-        return str(decoded.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
-
-    def rest(self) -> str:
-        """The rest of a string without a valid end."""
-        return "" if self._is_over else self._held
-
-
-_INPUT = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-_STRING = re.compile(
-    r"""(?:[^"\\]                            # a character
-        |\\["\\/bfnrt]                        # an escape
-        |\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}     # half a character, and its other half
-        |\\u[dD][89abAB][0-9a-fA-F]{2}(?=[^\\]|\\[^u])     # that is not there
-        |\\u(?![dD][89abAB])[0-9a-fA-F]{4}
-        )*""",
-    re.VERBOSE,
-)
-"""The part of a JSON string (RFC 8259, section 7) that is complete: it ends before its quote or half an escape."""
