@@ -74,9 +74,25 @@ print('\\n'.join(found))
     assert "GPTOSS_TEST_TOKEN" not in result.text
 
 
-async def test_hidden_path_is_empty(provider: PythonProvider) -> None:
-    result = await run(provider, f"print(os.listdir({str(OPTIONS.hidden_paths[0])!r}))")
-    assert result.text.strip() == "[]"
+@pytest.mark.parametrize("package", ["pip", "debugpy", "jedi", "parso"])
+async def test_a_hidden_package_has_no_files_and_cannot_be_imported(provider: PythonProvider, package: str) -> None:
+    """pip by `hidden_paths`; the others are dependencies that no kernel imports."""
+    folder = OPTIONS.hidden_paths[0].with_name(package)
+    assert folder.is_dir()
+    code = f"""
+import subprocess
+print(os.listdir({str(folder)!r}))
+try: import {package}
+except ImportError: print('refused')
+child = subprocess.run([sys.executable, '-c', 'import {package}'], capture_output=True, text=True)
+print(child.stderr.splitlines()[-1])
+"""
+    result = await run(provider, code)
+    missing = f"ModuleNotFoundError: {package} is hidden in this sandbox"
+    assert result.text.splitlines() == ["['__init__.py']", "refused", missing]
+    works = "import IPython.core.interactiveshell, ipykernel.kernelapp"
+    result = await run(provider, f"import subprocess; subprocess.run([sys.executable, '-c', {works!r}], check=True)")
+    assert result.error is None, result.text
 
 
 async def test_inherits_no_descriptor(provider: PythonProvider, host: Host) -> None:

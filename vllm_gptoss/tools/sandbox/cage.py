@@ -21,6 +21,8 @@ _QUIET = linux.MS_NOSUID | linux.MS_NODEV
 PASSWD = f"root:x:0:0::/nonexistent:/bin/false\nsandbox:x:{INSIDE_ID}:{INSIDE_ID}::{TMP}:/bin/sh\n"
 GROUP = f"root:x:0:\nsandbox:x:{INSIDE_ID}:\n"
 HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
+ABSENT = 'raise ModuleNotFoundError(f"{__name__} is hidden in this sandbox", name=__name__)\n'
+"""The `__init__.py` of a hidden package: an empty folder could be imported, as a namespace package."""
 ETC = ("ld.so.cache", "alternatives", "localtime", "fonts", "mime.types")
 ETC_NETWORK = ("resolv.conf", "ssl/certs", "ca-certificates", "services", "gai.conf")
 
@@ -165,7 +167,12 @@ def _resolve(path: str, depth: int = 40) -> str:
 def _hide(path: str) -> None:
     target = f"/new{_resolve(os.path.normpath(path))}"
     if os.path.isdir(target):
-        linux.mount("tmpfs", target, "tmpfs", _QUIET | linux.MS_RDONLY, "mode=555,size=4k,nr_inodes=1")
+        package = os.path.exists(f"{target}/__init__.py")
+        linux.mount("tmpfs", target, "tmpfs", _QUIET, "mode=755,size=4k,nr_inodes=2")
+        if package:
+            with open(f"{target}/__init__.py", "w") as file:
+                file.write(ABSENT)
+        linux.lock_mount(target, recursive=False)
     elif os.path.exists(target):
         linux.mount("/old/dev/null", target, None, linux.MS_BIND)
 
