@@ -191,7 +191,6 @@ def _validator(schema: str) -> tuple[Any, str]:
 
 
 def warm() -> None:
-    """What the first schema would import."""
     judged(
         b'{"a": "b"}',
         '{"type": "object", "properties": {"a": {"pattern": "c", "$ref": "#/$defs/a"}}, "$defs": {"a": {}}}',

@@ -27,8 +27,6 @@ from vllm_gptoss.tools.server import ToolServer
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
-    """What one tool did."""
-
     name: str
     kind: str
     tools: str
@@ -98,7 +96,6 @@ def _harmless(provider: ToolProvider, namespace: Namespace) -> ToolCall | None:
 
 
 def table(rows: list[CheckRow]) -> Table:
-    """The rows as a table for people."""
     view = Table("tool", "kind", "offers", "called", "seconds", "result", title="Tools")
     for row in rows:
         result = f"[red]{_plain(row.problem)}[/red]" if row.problem else "[green]ok[/green]"

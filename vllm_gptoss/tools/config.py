@@ -45,8 +45,6 @@ class RemoteConfig(BaseModel):
 
 
 class ToolsConfig(BaseModel):
-    """tools.yaml."""
-
     model_config = ConfigDict(extra="forbid")
 
     python: dict[str, Any] | bool = Field(default=False, description="true, or the python tool's options")

@@ -92,7 +92,6 @@ class CountedSession(WrapperSession):
             logger.exception("tool session did not close")
 
     async def call(self, call: ToolCall) -> ToolResult:
-        """Runs `call`. Raises only `asyncio.CancelledError`."""
         tool = tool_label(self, call, self._public)
         began = time.monotonic()
         try:
@@ -126,7 +125,6 @@ class CheckedSession(WrapperSession):
     """Lets a call through only if its tool is there and its schema allows the arguments."""
 
     async def call(self, call: ToolCall) -> ToolResult:
-        """Runs `call`, or answers what is wrong with it."""
         return await self._refused(call) or await self.inner.call(call)
 
     async def _refused(self, call: ToolCall) -> ToolResult | None:

@@ -118,7 +118,6 @@ class ToolServer:
         self.namespaces()  # says which names are taken twice
 
     async def aclose(self) -> None:
-        """Closes every tool at once."""
         results = await asyncio.gather(*(provider.aclose() for provider in self._all), return_exceptions=True)
         for provider, error in zip(self._all, results, strict=True):
             if isinstance(error, Exception):
@@ -130,7 +129,6 @@ class ToolServer:
         return self._all
 
     def namespaces(self) -> list[Namespace]:
-        """What can be called now, each name once."""
         found: dict[str, Namespace] = {}
         for provider in self._all:
             for namespace in provider.namespaces() if not provider.unavailable else ():

@@ -30,7 +30,6 @@ class Slots:
 
     @asynccontextmanager
     async def one(self, owner: str) -> AsyncIterator[None]:
-        """A slot. Raises BusyError."""
         await self._enter(owner)
         try:
             yield

@@ -31,8 +31,6 @@ class FetchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FetchLimits:
-    """Bounds of one fetch."""
-
     max_bytes: int = 5_000_000
     timeout_s: float = 20.0
     max_redirects: int = 5
@@ -66,7 +64,6 @@ class Fetcher:
         self._robots = Robots(agent.split("/", 1)[0], self._robots_txt) if respect_robots else None
 
     async def aclose(self) -> None:
-        """Closes the connections."""
         await self._transport.aclose()
 
     def _client(self) -> httpx.AsyncClient:

@@ -288,6 +288,5 @@ class GuardedTransport(httpx.AsyncBaseTransport):
         return await self._through(proxy).handle_async_request(request)
 
     async def aclose(self) -> None:
-        """Closes every transport."""
         for transport in (self._inner, *self._proxies.values()):
             await transport.aclose()

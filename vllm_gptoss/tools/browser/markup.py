@@ -90,7 +90,6 @@ class _Converter(MarkdownConverter):  # type: ignore[misc]
         return link_text(number, label, target, self.url)
 
     def convert_img(self, el: Tag, text: str, parent_tags: set[str]) -> str:
-        """Images are numbered and named, not linked."""
         number, self._images = self._images, self._images + 1
         name = " ".join(str(el.get("alt") or el.get("title") or "").split())
         return f"[Image {number}: {neutral(name)}]" if name else f"[Image {number}]"
@@ -112,11 +111,9 @@ class _Converter(MarkdownConverter):  # type: ignore[misc]
         return str(parent.convert_pre(el, text, parent_tags))
 
     def convert_sup(self, el: Tag, text: str, parent_tags: set[str]) -> str:
-        """Raised words as `^{2}`."""
         return f"^{{{text}}}" if _SCRIPT.fullmatch(text) else text
 
     def convert_sub(self, el: Tag, text: str, parent_tags: set[str]) -> str:
-        """Lowered words as `_{2}`."""
         return f"_{{{text}}}" if _SCRIPT.fullmatch(text) else text
 
 

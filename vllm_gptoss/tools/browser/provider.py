@@ -111,7 +111,6 @@ class BrowserProvider(ToolProvider):
             logger.info("browser: backend %s, open with %s", self.backend, self._config.open_with)
 
     def namespaces(self) -> Sequence[Namespace]:
-        """`browser`, as gpt-oss was trained on it."""
         return (BROWSER,)
 
     async def open(self, conversation_id: str, options: SessionOptions) -> BrowserSession:

@@ -177,7 +177,6 @@ def warm() -> None:
 
 
 def rehearse() -> None:
-    """The way of a small page."""
     html = "<title>t</title><h1>h</h1><p>a <a href=/x>b</a><ul><li>i</ul><table><tr><td>c</table><pre> d\n</pre>"
     body = html.encode() * 4
     url = "http://a.example/"

@@ -54,8 +54,6 @@ class Places:
 
 
 class BrowserSession(ToolSession):
-    """One conversation's browser."""
-
     def __init__(
         self,
         namespace: Namespace,
@@ -81,7 +79,6 @@ class BrowserSession(ToolSession):
 
     @property
     def namespaces(self) -> Sequence[Namespace]:
-        """`browser`."""
         return (self._namespace,)
 
     async def call(self, call: ToolCall) -> ToolResult:

@@ -272,7 +272,6 @@ async def _readable(sock: socket.socket) -> None:
 
 @functools.cache
 def _tell(missing: Sequence[str]) -> None:
-    """Once per process."""
     if missing:
         logger.warning("confined: workers run without %s, which this host does not give", ", ".join(missing))
 

@@ -51,8 +51,6 @@ class SlowError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What a server said about itself."""
-
     name: str
     instructions: str
     tools: Sequence[types.Tool]

@@ -110,7 +110,6 @@ class McpProvider(ToolProvider):
 
     @property
     def listing(self) -> Listing | None:
-        """What the server last said about itself."""
         return self._connection.listing
 
     @property
@@ -136,7 +135,6 @@ class McpProvider(ToolProvider):
         await self._connection.start()
 
     def namespaces(self) -> Sequence[Namespace]:
-        """The server's tools, or nothing before it has answered."""
         return (self._namespace,) if self._namespace else ()
 
     def needs_approval(self, tool: str) -> bool:
@@ -144,7 +142,6 @@ class McpProvider(ToolProvider):
         return self.config.needs_approval(self.own_names.get(tool, tool))
 
     def trial(self) -> tuple[str, str] | None:
-        """What the server's `check` names."""
         wanted = self.config.check
         return (str(wanted.get("tool")), json.dumps(wanted.get("arguments") or {})) if wanted else None
 
@@ -158,11 +155,9 @@ class McpProvider(ToolProvider):
         return session
 
     def closed(self, session: McpSession) -> None:
-        """Forgets an ended session."""
         self._sessions.discard(session)
 
     async def aclose(self) -> None:
-        """Ends every session and the connection."""
         await asyncio.gather(*(session.aclose() for session in list(self._sessions)))
         await self._connection.aclose()
 
@@ -227,8 +222,6 @@ def _definition(name: str, tool: Any, listing: Listing, kind: ToolKind) -> ToolD
 
 
 class McpSession(ToolSession):
-    """One conversation's calls to an MCP server."""
-
     def __init__(self, provider: McpProvider, conversation_id: str, options: SessionOptions) -> None:
         self._provider = provider
         self._conversation = conversation_id or options.response_id
@@ -238,7 +231,6 @@ class McpSession(ToolSession):
 
     @property
     def namespaces(self) -> Sequence[Namespace]:
-        """The server's tools that the request allows."""
         allowed = self._options.allowed_tools
         found = self._provider.namespaces()
         if allowed is None:
@@ -269,7 +261,6 @@ class McpSession(ToolSession):
         return self._browsed(call, arguments, self._result(answer))
 
     def _meta(self) -> dict[str, Any]:
-        """What goes with a call."""
         return {"client_id": opaque(self._conversation)} if self._conversation else {}
 
     def _result(self, answer: Any) -> ToolResult:

@@ -25,7 +25,6 @@ _NEAR = 1024  # bytes at either end of a message among which its id is
 
 
 def main(arguments: list[str]) -> int:
-    """The command's exit status."""
     limit, command = int(arguments[0]), arguments[1:]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

@@ -72,7 +72,6 @@ class GuardedTransport2(httpx2.AsyncBaseTransport):
         return await self._proxies[proxy].handle_async_request(request)
 
     async def aclose(self) -> None:
-        """Closes every transport."""
         for transport in (self._inner, *self._proxies.values()):
             await transport.aclose()
 

@@ -97,7 +97,6 @@ class KeptFiles:
 
     @_storage
     def save(self, info: StoredFile, source: IO[bytes]) -> None:
-        """Writes a file of `info.size` bytes."""
         path = self._path(info.container_id, info.file_id)
         assert path is not None
         head = json.dumps({name: value for name, value in asdict(info).items() if name in _FIELDS})
@@ -142,7 +141,6 @@ class KeptFiles:
 
     @_storage
     def drop(self, container_id: str, file_id: str) -> None:
-        """Removes a file, if it is there."""
         if path := self._path(container_id, file_id):
             try:
                 self._fs.rm_file(path)

@@ -25,7 +25,6 @@ class OutputCollector:
         self.error: tuple[str, str] | None = None
 
     def add(self, message: KernelMessage) -> None:
-        """Takes one output of the kernel."""
         kind, content = message.kind, message.content
         if kind == "clear_output":
             self._clear_next = bool(content["wait"])

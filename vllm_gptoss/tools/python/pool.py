@@ -164,7 +164,6 @@ class KernelPool:
             logger.warning("python: no kernel for the warm pool: %s", error)
 
     async def aclose(self) -> None:
-        """Kills the launcher and everything that came from it."""
         self._closed = True
         if self._refill is not None:
             self._refill.cancel()

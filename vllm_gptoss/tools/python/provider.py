@@ -81,7 +81,6 @@ class PythonProvider(ToolProvider):
 
     @property
     def unavailable(self) -> str | None:
-        """Why no program can run here, or None."""
         return self._unavailable
 
     @property
@@ -98,7 +97,6 @@ class PythonProvider(ToolProvider):
 
     @property
     def at_once(self) -> int | None:
-        """A kernel each."""
         return self.options.max_conversations
 
     async def start(self) -> None:
@@ -122,7 +120,6 @@ class PythonProvider(ToolProvider):
         logger.info("tool %s is ready after %.1f s (%s)", self._name, time.monotonic() - started, self.isolation)
 
     def namespaces(self) -> Sequence[Namespace]:
-        """`python`, as gpt-oss was trained on it."""
         return (python_namespace(self.options.timeout_s, self._name),)
 
     async def open(self, conversation_id: str, options: SessionOptions) -> PythonSession:
@@ -251,7 +248,6 @@ class PythonProvider(ToolProvider):
                         del self._containers[key]
 
     async def aclose(self) -> None:
-        """Kills every kernel and drops every file."""
         self._unavailable = "closed"
         if self._sweeper is not None:
             self._sweeper.cancel()
@@ -281,7 +277,6 @@ class PythonSession(ToolSession):
 
     @property
     def namespaces(self) -> Sequence[Namespace]:
-        """`python`."""
         return self._provider.namespaces()
 
     @property
@@ -290,7 +285,6 @@ class PythonSession(ToolSession):
         return self._provider.id_of(self._conversation_id) or self._id_of_new
 
     async def call(self, call: ToolCall) -> ToolResult:
-        """Runs the call's source code as one cell."""
         code = _code_of(call)
         if not code.strip():
             return _refused("the call carries no code")

@@ -18,8 +18,6 @@ logger = logging.getLogger(__name__)
 
 
 class Client(Protocol):
-    """Runs cells."""
-
     async def execute(self, code: str, on_output: Callable[[KernelMessage], None]) -> KernelMessage: ...
 
     async def aclose(self) -> None: ...

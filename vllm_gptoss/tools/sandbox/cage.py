@@ -32,7 +32,6 @@ def nsswitch(allow_network: bool) -> str:
 
 
 def namespaces(allow_network: bool) -> int:
-    """The clone flags of a ring."""
     flags = linux.CLONE_NEWNS | linux.CLONE_NEWPID | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS | linux.CLONE_NEWCGROUP
     return flags if allow_network else flags | linux.CLONE_NEWNET
 
@@ -82,7 +81,6 @@ def enter_void(view: View) -> None:
 
 
 def become(uid: int, gid: int) -> None:
-    """Root gives itself away for good."""
     os.setgroups([])
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)

@@ -66,8 +66,6 @@ class Cgroups:
 
 
 class Leaf:
-    """One cage's cgroup."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 

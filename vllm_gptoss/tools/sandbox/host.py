@@ -116,7 +116,6 @@ class HostProcess(LocalFiles):
         await self.death
 
     async def usage(self) -> dict[str, int]:
-        """Nothing is counted."""
         return {"memory": 0, "processes": 0}
 
     def kill(self) -> None:

@@ -37,8 +37,6 @@ _COMPILE_S = 900.0
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """The interpreter, ready to run."""
-
     module: Path  # machine code
     library: Path  # folder of the standard library
     data: Path  # folder of what matplotlib reads as files

@@ -156,7 +156,6 @@ class Zygote:
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked for another cage."""
         return self._channel is not None and not self._channel.closed.done() and not self.hung
 
     async def start(self, timeout_s: float) -> None:

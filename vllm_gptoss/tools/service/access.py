@@ -77,7 +77,6 @@ class Doorkeeper:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Lets a request through, or answers it."""
         if scope["type"] != "http" or scope["path"] == "/health":
             await self._app(scope, receive, send)
             return

@@ -33,15 +33,12 @@ class _RefusedError(Exception):
 
 
 class Downloads:
-    """Reads from the nodes that `config` names."""
-
     def __init__(self, config: ServiceConfig, environ: Mapping[str, str]) -> None:
         self._config = config
         self._environ = environ
         self._http: httpx.AsyncClient | None = None
 
     async def aclose(self) -> None:
-        """Closes the connections."""
         if self._http is not None:
             await self._http.aclose()
 

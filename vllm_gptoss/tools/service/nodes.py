@@ -63,8 +63,6 @@ class NodeSession(McpSession):
 
 
 class Node(McpProvider):
-    """One node of the service."""
-
     async def open(self, conversation_id: str, options: SessionOptions) -> NodeSession:
         """The node as the conversation sees it. Nothing is sent before the first call."""
         session = NodeSession(self, conversation_id, options)
@@ -103,16 +101,13 @@ class ServiceProvider(ToolProvider):
         await asyncio.gather(*(node.start() for node in self._nodes.values()))
 
     async def aclose(self) -> None:
-        """Ends every session and connection."""
         await asyncio.gather(*(node.aclose() for node in self._nodes.values()))
         await self._downloads.aclose()
 
     def namespaces(self) -> Sequence[Namespace]:
-        """`python`, as the first node that answered describes it."""
         return next((found for node in self._nodes.values() if (found := node.namespaces())), ())
 
     async def open(self, conversation_id: str, options: SessionOptions) -> ServiceSession:
-        """The conversation's notebook, wherever it is."""
         return ServiceSession(self, conversation_id or options.response_id, options)
 
     def in_order(self, conversation_id: str, last: str) -> list[tuple[str, Node]]:
@@ -153,7 +148,6 @@ class ServiceSession(ToolSession):
 
     @property
     def namespaces(self) -> Sequence[Namespace]:
-        """`python`."""
         return self._provider.namespaces()
 
     @property

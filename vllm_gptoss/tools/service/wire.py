@@ -39,8 +39,6 @@ class Asked(BaseModel):
 
 
 class KeptFile(BaseModel):
-    """A file that the call left."""
-
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     file_id: str = Field(pattern=f"^{_ID}$")
@@ -49,8 +47,6 @@ class KeptFile(BaseModel):
 
 
 class Listed(KeptFile):
-    """A row of a container's listing."""
-
     media_type: str = Field(max_length=200)
     created_at: int
 
@@ -81,7 +77,6 @@ def asked(meta: Any) -> Asked | None:
 
 
 def answered(meta: Any) -> Answered | None:
-    """What the service says, or None."""
     return _read(Answered, meta, ANSWERED)
 
 

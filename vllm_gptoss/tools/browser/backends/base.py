@@ -22,8 +22,6 @@ class BackendError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """One search result."""
-
     title: str
     url: str
     snippet: str
@@ -119,7 +117,6 @@ class ApiBackend:
         return known
 
     async def search(self, query: Query) -> Sequence[Hit]:
-        """Each API's own."""
         raise NotImplementedError
 
     async def page(self, url: str) -> Page | None:
@@ -134,7 +131,6 @@ class ApiBackend:
         raise BackendError(f"{self.name} serves no pages; configure `open_with: fetch`")
 
     async def aclose(self) -> None:
-        """Closes the connections."""
         await self._client.aclose()
 
     async def json(self, method: str, path: str, **kwargs: Any) -> Any:

@@ -130,7 +130,6 @@ class Offline:
                 self._db.execute("INSERT INTO documents VALUES (?, ?, ?)", (document.url, document.page.title, body))
 
     def heard(self, location: Mapping[str, str]) -> Mapping[str, str]:
-        """None of it: documents are the same everywhere."""
         return {}
 
     async def search(self, query: Query) -> Sequence[Hit]:
@@ -154,7 +153,6 @@ class Offline:
         return self._pages.get(bare) or self._pages.get(bare.rstrip("/")) or self._pages.get(bare + "/")
 
     async def aclose(self) -> None:
-        """Drops the index."""
         with self._lock:
             self._db.close()
 

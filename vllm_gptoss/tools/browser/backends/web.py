@@ -111,7 +111,6 @@ class PostApi(ApiBackend):
         return self.found(await self.mapping("POST", self.form.search_path, json=body))[: query.topn]
 
     def found(self, answer: Mapping[str, Any]) -> list[Hit]:
-        """The hits of an answer."""
         return hits(answer.get("results"), "title", "url", *self.form.snippets)
 
     async def contents(self, url: str) -> Page:

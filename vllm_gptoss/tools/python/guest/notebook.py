@@ -99,7 +99,6 @@ def _bundle(value: Any) -> dict[str, Any]:
 
 
 def display(*values: Any, **_: Any) -> None:
-    """A notebook's `display`."""
     for value in values:
         if _is_figure(value):
             importlib.import_module("inline").display_figure(value)
@@ -178,7 +177,6 @@ def _describe(error: BaseException) -> dict[str, Any]:
 
 
 def _lines() -> Any:
-    """Lines of standard input."""
     rest = b""
     while data := os.read(0, _CHUNK):
         *whole, rest = (rest + data).split(b"\n")
