@@ -94,7 +94,7 @@ CORPUS: dict[str, list[bytes]] = {
     ],
     "references": [
         b'{"model": "gpt-oss-20b", "input": [{"type": "item_reference", "id": "i0"}, {"id": "i1"}, {"id": "i2"}]}',
-        b'{"model": "gpt-oss-20b", "input": [{"id": "i0"}, {"id": "i0"}, {"role": "user", "content": "u", "id": "i1"}]}',
+        b'{"model": "gpt-oss-20b", "input": [{"id": "i0"}, {"id": "i0"}, {"role": "user", "content": "u"}]}',
         b'{"model": "gpt-oss-20b", "input": [{"id": "none"}], "store": false, "previous_response_id": "resp_0"}',
     ],
     "conversations": [
@@ -232,7 +232,7 @@ def _json(data: bytes) -> None:
 def _bodies(data: bytes) -> None:
     """What passes has as many values, and as deep, as the count allows, however its parts were cut; strict."""
     count, step = Count(1000, 128), 1 + len(data) % 700
-    if any([count.add(data[at : at + step]) for at in range(0, len(data), step)]):
+    if any(count.add(data[at : at + step]) for at in range(0, len(data), step)):
         return
     try:
         level = [decode(data)]

@@ -1,4 +1,4 @@
-"""A tool call's arguments against the tool's schema, neither of which anybody vouches for.
+"""A tool call's arguments against the tool's schema, both untrusted.
 
 A schema of plain keywords is followed here where it and the arguments have few values: each of the arguments may be
 compared with each of the schema. Any other, with patterns, references or combinations, is followed in a confined
@@ -131,7 +131,7 @@ def _plain(schema: object) -> bool:
 
 @job
 def judge(payload: bytes, *, schema: str) -> Verdict:
-    """In a worker: what `judged` says."""
+    """In a worker: the verdict of `judged`."""
     return judged(payload, schema)
 
 

@@ -33,7 +33,7 @@ class CheckRow:
     call: str
     seconds: float
     problem: str | None
-    note: str | None = None  # what does not work and is no failure, because nobody has set it up
+    note: str | None = None  # what does not work and is no failure, because it is not configured
     isolation: str = ""  # how the python tool holds programs, and what that means
 
 
@@ -115,7 +115,7 @@ def check(
     spec: Annotated[str, typer.Argument(help="what you would give to --tool-server")] = "demo",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON lines instead of a table")] = False,
 ) -> None:
-    """Start every configured tool, call each once, and say what came. Exits with 1 if one failed, 2 for a bad spec."""
+    """Start every configured tool, call each once, and print the results. Exits with 1 if one failed, 2: bad spec."""
     try:
         rows = asyncio.run(check_tools(spec))
     except ToolConfigError as error:

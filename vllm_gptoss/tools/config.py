@@ -24,7 +24,7 @@ HELP = (
 
 
 class ToolConfigError(ValueError):
-    """The configuration cannot be used; the message names the key and says what to write."""
+    """The configuration cannot be used; the message names the key and the fix."""
 
 
 class RemoteConfig(BaseModel):
@@ -79,7 +79,7 @@ def parse_spec(spec: str, environ: Mapping[str, str] = os.environ) -> ToolsPlan:
     """The plan that `spec` describes.
 
     Raises:
-        ToolConfigError: a part is none of the accepted forms, or a file in it cannot be used.
+        ToolConfigError: a part has no accepted form, or a file in it cannot be used.
     """
     plan = ToolsPlan(requests=_requests(environ))
     parts = [part.strip() for part in spec.split(",") if part.strip()]

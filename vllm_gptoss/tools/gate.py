@@ -52,9 +52,9 @@ RUNNING = Gauge("gptoss_tool_calls_running", "Tool calls running", ["tool"], mul
 
 
 class GatedProvider(WrapperProvider):
-    """`inner`, each of whose calls goes through the gate.
+    """`inner`, with every call passing the gate.
 
-    `public` is false for a request's own server, whose names must not become label values.
+    `public` is false for a server that a request names: its names must not become label values.
     """
 
     def __init__(self, inner: ToolProvider, slots: Slots | None = None, *, public: bool = True) -> None:
@@ -133,7 +133,7 @@ class CheckedSession(WrapperSession):
             known = ", ".join(n.name for n in self.namespaces)
             return failed("unknown_tool", f"There is no tool namespace `{call.namespace}` here, only: {known}.")
         if namespace.kind is ToolKind.PYTHON:
-            return None  # source code, whatever the recipient's suffix
+            return None  # source code, for any suffix of the recipient
         if tool is None:
             known = ", ".join(f"{namespace.name}.{t.name}" for t in namespace.tools)
             return failed("unknown_tool", f"There is no tool `{call.namespace}.{call.tool}`. There are: {known}.")
@@ -173,7 +173,7 @@ class BoundedSession(WrapperSession):
 
 
 def tool_label(session: ToolSession, call: ToolCall, public: bool) -> str:
-    """The metric's label of `call`: only names that a configured tool has, so that nobody makes up new ones."""
+    """The metric's label of `call`: only names of configured tools, so the labels are bounded."""
     if not public:
         return "(request)"
     namespace, tool = _find(session, call)

@@ -1,4 +1,4 @@
-"""Providers and sessions around others: these forward everything, so that a wrapper says only what it changes."""
+"""Providers and sessions around others: these forward everything, so that a wrapper defines only what it changes."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def explained(path: Path, root: yaml.Node, error: ValidationError) -> Iterator[s
     """`file:line: field: what is wrong` for each problem that pydantic found."""
     for problem in error.errors():
         if problem["type"] == "too_short" and problem["input"]:
-            continue  # of a list that has entries, each with an error of its own
+            continue  # of a list that has entries, each with its own error
         where = problem["loc"]
         field = ".".join(str(part) for part in where) or "the file"
         said = problem["msg"].removeprefix("Value error, ")

@@ -21,7 +21,7 @@ from vllm_gptoss.tools.confined.content import ACCEPT_ENCODING
 
 logger = logging.getLogger(__name__)
 
-_HEADER = 200  # characters of a header that say anything
+_HEADER = 200  # significant characters of a header
 _ACCEPT = "text/html,application/xhtml+xml,text/plain,text/markdown,application/pdf;q=0.9,application/json;q=0.8"
 
 
@@ -98,7 +98,7 @@ class Fetcher:
             raise FetchError(str(error)) from error
 
     async def _follow(self, url: str, allowed: Sequence[str]) -> tuple[str, Body]:
-        client = self._client()  # not closed: it has nothing of its own but cookies
+        client = self._client()  # not closed: it owns only cookies
         for _ in range(self.limits.max_redirects + 1):
             check_scheme(url)
             if not domain_allowed(url, allowed):

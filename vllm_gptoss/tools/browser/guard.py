@@ -29,7 +29,7 @@ _NOT_PUBLIC = tuple(
         "192.0.0.0/24",  # IETF assignments, Oracle's metadata at 192.0.0.192 among them
         "168.63.129.16/32",  # Azure's host, which looks public
         "192.88.99.0/24",  # 6to4 relays, withdrawn
-        "64:ff9b:1::/48",  # NAT64 of one's own network: where the IPv4 address lies in it cannot be told (RFC 8215)
+        "64:ff9b:1::/48",  # NAT64 of a local network: the position of the IPv4 address is unknown (RFC 8215)
         "3fff::/20",  # documentation, newer than some Pythons
     )
 )
@@ -42,14 +42,14 @@ _INTERNAL_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa", ".lan",
 
 
 class DeniedError(Exception):
-    """The address must not be reached; the message says why."""
+    """The address must not be reached; the message has the reason."""
 
 
 async def system_resolver(host: str, port: int) -> Sequence[str]:
     """The addresses that the operating system gives for `host`.
 
     Raises:
-        OSError: it gives none, or `host` is no name that it could be asked for.
+        OSError: it gives none, or `host` is not a valid name.
     """
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -253,7 +253,7 @@ async def check_for_proxy(guard: Guard, request: Any) -> None:
 class GuardedTransport(httpx.AsyncBaseTransport):
     """Sends through `inner` to judged addresses only, or through the environment's proxy when it has one.
 
-    Connections are not kept: one kept under an address would carry the TLS name of another host on it.
+    Connections are not reused: one pooled under an address would carry the TLS name of another host on it.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ _SPACES = re.compile(r"[\t ]{2,}")
 
 
 class PageError(Exception):
-    """A document could not be read; the message says why."""
+    """A document could not be read; the message has the reason."""
 
 
 class _Converter(MarkdownConverter):  # type: ignore[misc]
@@ -176,7 +176,7 @@ def with_url(url: str, text: str) -> str:
 
 
 def html_page(html: str, url: str, title: str | None = None, *, show_url: bool = True) -> Page:
-    """The page at `url` whose source is `html`.
+    """The page at `url` with the source `html`.
 
     Raises:
         PageError: the document is empty or nested too deeply to walk.

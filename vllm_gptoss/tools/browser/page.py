@@ -22,7 +22,7 @@ _NON_ASCII = re.compile(r"[^\x00-\x7f]")
 
 
 class UsageError(Exception):
-    """The model asked for something that is not there; its message is what the model reads."""
+    """The model requested something that does not exist; its message is what the model reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Page:
 
 
 def under_url(page: Page) -> Page:
-    """`page` under the `URL:` line that opens every page gpt-oss was trained on. Wraps only that line anew."""
+    """`page` under the `URL:` line that opens every page gpt-oss was trained on. Rewraps only that line."""
     head = [*wrap(f"\nURL: {page.url}")]
     text = f"\nURL: {page.url}\n{page.text}"
     return replace(page, text=text, _cache={"lines": [*head, *page.wrapped]})
@@ -112,7 +112,7 @@ def estimate_tokens(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Viewer:
-    """Renders windows of pages. `tokens` is the budget of a window whose length the model did not choose."""
+    """Renders windows of pages. `tokens` is the budget of a window if the model gave no length."""
 
     tokens: int = 1024
     count: Callable[[str], int] = estimate_tokens

@@ -12,13 +12,13 @@ from vllm_gptoss.tools.browser.page import Link, Page, UsageError
 
 MAX_PAGES = 500
 MAX_BYTES = 64 << 20
-"""Of all displays of a conversation. A display's text counts thrice: it is kept as lines too."""
+"""Of all displays of a conversation. A display's text counts three times: it is also stored as lines."""
 
 MAX_LINKS = 500
 """Links of a display that outlive its process; about 50 kB where a page has that many."""
 
 
-_OF_A_LINK = 200  # bytes beside its texts
+_OF_A_LINK = 200  # bytes in addition to its texts
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class State:
         return self.pages[cursor]
 
     def agreeing(self, past: Sequence[Mapping[str, Any]]) -> State:
-        """This state, if its cursors mean what the model was told in `past`; else a new one in which they do.
+        """This state, if its cursors match `past`; else a new one in which they do.
 
         past: recalled displays, as `recalled` makes them
         """

@@ -16,7 +16,7 @@ MAX_DIGITS = 1000
 """Digits of one number: Python converts an integer in quadratic time, 8 MB of 4,300 digits each took 0.3 s."""
 
 STEP = 64 << 10
-"""Bytes that are counted in a few milliseconds, whatever they are."""
+"""Bytes that are counted in a few milliseconds for any content."""
 
 _LONG = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
 _BRACKETS = b"[]{}"
@@ -44,7 +44,7 @@ class Count:
         self._rest = self._tail = b""
 
     def add(self, part: bytes) -> str | None:
-        """Why the tree must not be built, or None. `part` has at most `STEP` bytes where nobody must wait for long."""
+        """Why the tree must not be built, or None. `part` has at most `STEP` bytes on the event loop."""
         part, self._rest = self._rest + part, b""
         if b"\\" in part:
             part = part.replace(b"\\\\", b"").replace(b'\\"', b"")

@@ -51,7 +51,7 @@ class Nursery:
 
     @property
     def gone(self) -> bool:
-        """Whether it was started and has ended: then its workers are ending, also those that have said hello."""
+        """Whether it was started and has ended: then its workers are ending, also those that have connected."""
         return self._process is not None and self._process.poll() is not None
 
     def spawn(self) -> socket.socket:

@@ -1,4 +1,4 @@
-"""OAuth for servers that want it, without a person at hand: client credentials, or a refresh token got once."""
+"""OAuth for servers that want it, without an interactive login: client credentials, or a refresh token got once."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Tokens:
 
 
 class RefreshTokenProvider(ClientCredentialsOAuthProvider):
-    """Gets access tokens with a refresh token, from the issuer that the operator named and nobody else."""
+    """Gets access tokens with a refresh token, from the issuer that the operator named, and from no other."""
 
     def __init__(self, url: str, tokens: Tokens, config: OAuthConfig, environ: Mapping[str, str]) -> None:
         secret = environ[config.client_secret_env] if config.client_secret_env else ""

@@ -103,7 +103,7 @@ class McpProvider(ToolProvider):
 
     @property
     def unavailable(self) -> str | None:
-        """Why the server's tools are off now. It is asked again in the background."""
+        """Why the server's tools are off now. The connection is retried in the background."""
         if self._namespace is None or not self._connection.up:
             return self._connection.problem
         return None if self._namespace.tools else "the server offers no tools"
@@ -114,7 +114,7 @@ class McpProvider(ToolProvider):
 
     @property
     def per_conversation(self) -> bool:
-        """Whether each conversation has a connection of its own: servers of the old kind keep state by connection."""
+        """Whether each conversation has a separate connection: servers of the old kind store state by connection."""
         if self.config.connections != "auto":
             return self.config.connections == "per_conversation"
         kind = self._namespace.kind if self._namespace else ToolKind.MCP
@@ -209,7 +209,7 @@ def _refusal(error: MCPError) -> str:
 
 
 def opaque(conversation_id: str) -> str:
-    """A name for the conversation that tells a third party nothing else."""
+    """A name for the conversation that reveals nothing else to a third party."""
     return hashlib.sha256(conversation_id.encode()).hexdigest()[:32]
 
 
@@ -253,7 +253,7 @@ class McpSession(ToolSession):
         except LostError as error:
             return failed("tool_failed", f"The connection to the tool broke ({error}). The call may have run.")
         except SlowError as error:
-            return failed("timeout", f"The tool gave {error} and was told to stop.")
+            return failed("timeout", f"The tool gave {error} and the call was cancelled.")
         except MCPError as error:
             return failed(_refusal(error), f"The tool's server refused the call: {error.error.message}")
         except RuntimeError as error:  # the SDK's word for results that break the tool's own output schema
@@ -264,7 +264,7 @@ class McpSession(ToolSession):
         return {"client_id": opaque(self._conversation)} if self._conversation else {}
 
     def _result(self, answer: Any) -> ToolResult:
-        """The server's `CallToolResult` as ours."""
+        """The server's `CallToolResult` as a `ToolResult`."""
         return to_result(answer, self._provider.config.max_output_chars)
 
     def source(self, cursor: int, line: int | None = None) -> Source | None:

@@ -95,7 +95,9 @@ class McpServerConfig(BaseModel):
     connections: Literal["auto", "shared", "per_conversation"] = "auto"
     connect_timeout_s: float = Field(default=10.0, gt=0)
     timeout_s: float = Field(default=120.0, gt=0)
-    refresh_s: float = Field(default=300.0, gt=0, description="how old a list of tools may be before it is asked again")
+    refresh_s: float = Field(
+        default=300.0, gt=0, description="how old a list of tools may be before it is requested again"
+    )
     max_output_chars: int = Field(default=60_000, gt=0)
     max_unasked_per_s: float = Field(
         default=50.0, gt=0, description="notifications a second, a request counting five; more wait, then it ends"
@@ -120,7 +122,7 @@ class McpServerConfig(BaseModel):
 
     @property
     def wire(self) -> Literal["streamable_http", "sse", "stdio"]:
-        """The transport: what was asked for, else stdio for commands, SSE for paths ending in /sse."""
+        """The transport: the configured one, else stdio for commands, SSE for paths ending in /sse."""
         if self.transport != "auto":
             return self.transport
         if self.command:

@@ -145,7 +145,7 @@ class Dialer:
         )
 
     async def _keep_to_issuer(self, request: httpx2.Request) -> None:
-        """A server's 401 says where its OAuth metadata lies. It could name any address that this process reaches.
+        """A server's 401 names the address of its OAuth metadata, which could be any that this process reaches.
 
         Raises:
             ConnectError: `request` is neither for the server or the issuer, nor for the token endpoint that the
@@ -155,10 +155,10 @@ class Dialer:
             return
         known = [httpx2.URL(url) for url in (expand(self.config.url, self.environ), self.config.oauth.issuer)]
         if not any(_same_origin(request.url, url) for url in known):
-            raise httpx2.ConnectError(f"the server asks for a request to {request.url}, which is not its issuer's")
+            raise httpx2.ConnectError(f"the server requires a request to {request.url}, which is not its issuer's")
 
     async def _note(self, response: httpx2.Response) -> None:
-        # 405 for a GET is how a server says that it has no stream of its own.
+        # 405 for a GET: the server has no standing stream.
         if response.status_code >= 400 and (response.status_code, response.request.method) != (405, "GET"):
             self.refused[:] = [*self.refused[-9:], response.status_code]
 
@@ -216,7 +216,7 @@ def _context(ca_file: Path | None, read_from: tuple[tuple[str, int], ...]) -> ss
 
 
 class _Watched:
-    """A read stream at a bounded pace that reports its end, and whose listings hold only well-formed tools."""
+    """A read stream at a bounded pace that reports its end, and drops malformed tools from listings."""
 
     def __init__(self, stream: Any, on_end: Callable[[str], None], pace: Pace) -> None:
         self._stream = stream

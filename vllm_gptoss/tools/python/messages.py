@@ -48,7 +48,7 @@ class KernelMessage:
 
 
 def read(frames: Sequence[bytes], key: bytes, keep: int) -> KernelMessage:
-    """The signed message in `frames`; of texts, `keep` characters of either end are kept. Raises MalformedError."""
+    """The signed message in `frames`; of texts, `keep` characters of either end remain. Raises MalformedError."""
     try:
         start = list(frames).index(_DELIMITER) + 1
         signature, *parts = frames[start : start + 5]

@@ -82,7 +82,7 @@ class OutputCollector:
 
 
 class _Printed:
-    """Text in pieces, of which both ends are kept: a flood costs its own length once, and `limit` in memory."""
+    """Text in pieces, of which both ends remain: a flood costs its own length once, and `limit` in memory."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

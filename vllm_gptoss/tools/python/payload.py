@@ -1,4 +1,4 @@
-"""What runs inside a cage: an ipykernel on unix sockets, with bounded output. Loaded by path: imports nothing of ours.
+"""What runs inside a cage: an ipykernel on unix sockets, with bounded output. Loaded by path: imports none of our code.
 
 The bounds here keep an honest flood from filling memory. A program that disables them floods only itself: the server
 reads with its own limits (`client`).
@@ -87,7 +87,7 @@ class CagedKernelApp(IPKernelApp):
 
 
 class BoundedSession(Session):
-    """Replaces a message that is too large to send by one that says so."""
+    """Replaces a message that is too large to send by a short notice."""
 
     limit = 16 << 20
 

@@ -49,7 +49,7 @@ class KernelPool:
         self._retired: list[Any] = []
         self._closed = False
         self._waiting = 0
-        self._leaving = 0  # being evicted for somebody who waits
+        self._leaving = 0  # being evicted for a waiting call
 
     async def start(self) -> None:
         """Starts the launcher and the first kernels. Raises SandboxError with the reason why not."""

@@ -48,7 +48,7 @@ _ANOTHER = (
     "[This python session is not the one that earlier calls ran in: their variables, and files in /mnt/data, may not be"
     " here.]"
 )
-_REMEMBERED = 10_000  # conversations whose loss is still to be told
+_REMEMBERED = 10_000  # conversations with a loss to report
 _MAX_CODE = 1 << 20  # characters
 
 
@@ -123,7 +123,7 @@ class PythonProvider(ToolProvider):
         return (python_namespace(self.options.timeout_s, self._name),)
 
     async def open(self, conversation_id: str, options: SessionOptions) -> PythonSession:
-        """The conversation's notebook; with an empty id, one that nobody shares and that ends with the session."""
+        """The conversation's notebook; with an empty id, a private one that ends with the session."""
         before = [call for call in options.past if call.get("recipient") == self._name]
         there = self._containers.get(conversation_id)
         seen = last_call(before) if options.knows_all else None
@@ -186,11 +186,11 @@ class PythonProvider(ToolProvider):
                 await uninterrupted(container.discard(""))
 
     async def read_file(self, container_id: str, file_id: str) -> StoredFile | None:
-        """A file that a call left in /mnt/data, with its bytes; None if it is unknown or no longer kept."""
+        """A file that a call left in /mnt/data, with its bytes; None if it is unknown or expired."""
         return await self._store.read(container_id, file_id)
 
     async def list_files(self, container_id: str) -> Sequence[StoredFile]:
-        """What calls left in /mnt/data and is still kept. Raises OSError where the place of files fails."""
+        """What calls left in /mnt/data and is still stored. Raises OSError where the place of files fails."""
         return await self._store.listing(container_id)
 
     def _idle(self) -> list[str]:
@@ -267,7 +267,7 @@ class PythonSession(ToolSession):
     def __init__(
         self, provider: PythonProvider, conversation_id: str, options: SessionOptions, seen: str | None
     ) -> None:
-        """`seen`: the last call that the conversation has, as `last_call` says it."""
+        """`seen`: the last call that the conversation has, as `last_call` returns it."""
         self._provider = provider
         self._owner = options.owner
         self._seen = seen

@@ -61,7 +61,7 @@ def _check_exist(paths: Iterable[Path]) -> None:
 
 
 def _check_shown(packages: Path, shown: Iterable[str], python: Path) -> None:
-    """Without them a kernel's first import would say that a module lacks a name."""
+    """Without them a kernel's first import would fail with an unclear error."""
     where = packages.resolve()
     if not any(where.is_relative_to(Path(folder).resolve()) for folder in shown):
         raise SandboxError(

@@ -2,7 +2,7 @@
 
 Ubuntu 24.04 is one: AppArmor takes an ordinary user's capabilities in a new user namespace away, except from programs
 with a profile, and bubblewrap's package brings one. Same supervisor, filters and limits as the fork server's cages,
-with two differences: every conversation starts an interpreter of its own (slower, and its memory is not shared), and
+with two differences: every conversation starts its interpreter (slower, and its memory is not shared), and
 the number of files is limited by the supervisor's watch, not by the file system. Source: bwrap(1), 0.8 or newer.
 """
 
@@ -94,7 +94,7 @@ def _in_memory(text: str) -> int:
 class Bubblewrap:
     """Makes cages as `launcher.Zygote` does. Raises SandboxError where bwrap does not work either."""
 
-    hung = False  # every cage is a process of its own
+    hung = False  # every cage is a separate process
 
     def __init__(self, spec: Spec, python: str = sys.executable, cgroups: Cgroups | None = None) -> None:
         self._spec = spec

@@ -236,7 +236,7 @@ def enter_conversation(limits: Limits, shown: Iterable[str] = ()) -> ProcessTabl
 
 
 def _keep_in_view(path: str, source: str, shown: Iterable[str]) -> None:
-    """What of `shown` lies below `path`, such as a virtual environment in /tmp, is kept when `source` covers it."""
+    """Parts of `shown` below `path`, such as a virtual environment in /tmp, stay visible when `source` covers it."""
     for one in shown:
         real = os.path.realpath(one)
         if real.startswith(f"{path}/"):

@@ -1,7 +1,7 @@
-"""No sandbox: the payload as an ordinary process of the server's user, for those who ask for it by a dangerous name.
+"""No sandbox: the payload as an ordinary process of the server's user, if `dangerously_run_python_on_host` is set.
 
 The process sees the whole host, the network and other conversations' processes. What is left is hygiene: a clean
-environment, a temporary directory, a session of its own that is killed as a group, and death with the server.
+environment, a temporary directory, a separate session that is killed as a group, and death with the server.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def prctl(option: int, arg2: int = 0, arg3: int = 0, *, what: str = "prctl") -> 
 
 
 def die_with_parent(signal_number: int) -> None:
-    """Asks for a signal when the parent's thread ends. A change of credentials clears it: call this last."""
+    """Requests a signal when the parent's thread ends. A change of credentials clears it: call this last."""
     prctl(PR_SET_PDEATHSIG, signal_number, what="PR_SET_PDEATHSIG")
 
 

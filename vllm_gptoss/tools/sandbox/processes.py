@@ -1,7 +1,7 @@
 """Who else lives in a cage and what it uses, read from /proc, also where the cage itself may not have a /proc.
 
 Below a container's masked /proc the kernel refuses to mount another. Then the supervisor keeps a descriptor of the
-outer one, which nobody else in the cage has, and walks its own descendants there: in a pid namespace all are pid 1's.
+outer one, which no other process in the cage has, and walks its own descendants there: all are pid 1's there.
 Source: proc(5).
 """
 
@@ -73,7 +73,7 @@ class ProcessTable:
         return []
 
     def is_zombie(self, process: Process) -> bool:
-        """Dead, and waiting for the stopped payload to ask after it; or already gone."""
+        """Dead, and waiting for the stopped payload to wait for it; or already gone."""
         return self._fields(process.name, (b"State:",))[:1] in ([], [b"Z"], [b"X"])
 
     def is_stopped(self, process: Process) -> bool:

@@ -32,13 +32,13 @@ class Keys:
     digests: Sequence[bytes] = field(default=(), repr=False)
 
     def caller(self, authorization: str | None) -> str | None:
-        """A short hash that names whoever sends this header; None for a key that is not here."""
+        """A short hash that identifies the sender of this header; None for a key that is not here."""
         if not self.digests:
             return ""
         scheme, _, key = (authorization or "").strip().partition(" ")
         digest = hashlib.sha256(key.strip().encode()).digest()
         known = False
-        for other in self.digests:  # all of them, whichever it is
+        for other in self.digests:  # all of them, for constant time
             known |= hmac.compare_digest(digest, other)
         return digest.hex()[:32] if known and scheme.lower() == "bearer" else None
 

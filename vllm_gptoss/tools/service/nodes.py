@@ -1,6 +1,6 @@
 """The servers' side of a tools service: the node that has a conversation's notebook, or another when it is gone.
 
-A conversation's node is the one that its last call ran on, which is kept with the stored response; a new one's is that
+A conversation's node is the one that its last call ran on, which is in the stored response; a new one's is that
 of the highest score (rendezvous hashing: every server finds the same one, and a node that is lost moves only its own).
 Nodes know nothing of each other.
 """
@@ -45,7 +45,7 @@ def ranked(nodes: Sequence[str], conversation_id: str) -> list[str]:
 
 
 class NodeSession(McpSession):
-    """A conversation's calls to one node. `before` is said with the next call; `last` is what came with its result."""
+    """A conversation's calls to one node. `before` is sent with the next call; `last` is what came with its result."""
 
     before = Asked()
     last: Answered | None = None
@@ -85,7 +85,7 @@ class ServiceProvider(ToolProvider):
 
     @property
     def unavailable(self) -> str | None:
-        """Why no node has ever answered; None from the first answer on: each call finds out anew who is there."""
+        """Why no node has ever answered; None from the first answer on: each call finds the reachable nodes."""
         if self.namespaces():
             return None
         problems = {url: node.unavailable for url, node in self._nodes.items()}
@@ -97,7 +97,7 @@ class ServiceProvider(ToolProvider):
         return self._config.timeout_s + self._config.connect_timeout_s * len(self._nodes)
 
     async def start(self) -> None:
-        """Asks every node for its tool; those that do not answer are asked again in the background."""
+        """Connects to every node; failures are retried in the background."""
         await asyncio.gather(*(node.start() for node in self._nodes.values()))
 
     async def aclose(self) -> None:
@@ -111,23 +111,23 @@ class ServiceProvider(ToolProvider):
         return ServiceSession(self, conversation_id or options.response_id, options)
 
     def in_order(self, conversation_id: str, last: str) -> list[tuple[str, Node]]:
-        """Nodes to try for a conversation: that of its last call, whatever is known of it, as leaving it loses the
+        """Nodes to try for a conversation: that of its last call, even if it seems down, as leaving it loses the
         notebook; then by rank, those known to be gone after the others."""
         order = ranked(list(self._nodes), conversation_id)
         order.sort(key=lambda url: (url != last, bool(self._nodes[url].unavailable)))
         return [(url, self._nodes[url]) for url in order if self._nodes[url].namespaces()]
 
     async def list_files(self, container_id: str) -> Sequence[StoredFile]:
-        """What calls left in a container, whichever node had it."""
+        """The files of a container, from any node."""
         return await self._downloads.list_files(container_id)
 
     async def read_file(self, container_id: str, file_id: str) -> StoredFile | None:
-        """A file with its bytes, from whichever node has it."""
+        """A file with its bytes, from any node."""
         return await self._downloads.read_file(container_id, file_id)
 
 
 class ServiceSession(ToolSession):
-    """A conversation's notebook on whichever node it is. A call that no node took was not run, and another may."""
+    """A conversation's notebook on its node. A call that no node took was not run, and another may."""
 
     def __init__(self, provider: ServiceProvider, conversation_id: str, options: SessionOptions) -> None:
         self._provider = provider
@@ -185,7 +185,7 @@ class ServiceSession(ToolSession):
         return replace(result, recall=recall | ({"call": said.call} if said.call else {}))
 
     def _lost(self, url: str, result: ToolResult) -> ToolResult:
-        """The node broke off: the call may have run there. The next one says so to whoever takes it."""
+        """The node broke off: the call may have run there. The next call reports that to its node."""
         self._said = self._said.model_copy(update={"ran": True, "call": None})
         recall = {"container": self._said.container, "node": url}
         return replace(result, recall=recall)

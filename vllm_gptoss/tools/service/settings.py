@@ -1,4 +1,4 @@
-"""Where a tools service is, as the servers that use it are told."""
+"""Where a tools service is, as its clients are configured."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ServiceConfig(BaseModel):
             connections="per_conversation",
             connect_timeout_s=self.connect_timeout_s,
             timeout_s=self.timeout_s,
-            max_output_chars=1 << 20,  # the node bounds it, as its operator says
+            max_output_chars=1 << 20,  # the node's operator bounds it
         )
 
     def key_variable(self, environ: Mapping[str, str]) -> str:

@@ -56,7 +56,7 @@ class Backend(Protocol):
         ...
 
     async def search(self, query: Query) -> Sequence[Hit]:
-        """At most `topn` hits, best first, on `domains` only where the backend can say so.
+        """At most `topn` hits, best first, on `domains` only where the backend supports it.
 
         Raises:
             BackendError: the backend failed.
@@ -75,7 +75,7 @@ class Backend(Protocol):
 
 
 class ApiBackend:
-    """A backend behind an HTTP API. The operator named the host, so no guard stands before it; proxies are honoured."""
+    """A backend behind an HTTP API. The operator named the host, so the guard does not apply; proxies are honoured."""
 
     name = ""
     key_variable = ""
@@ -183,7 +183,7 @@ async def _bounded(response: httpx.Response) -> bytes:
 
 
 async def _checked(body: bytes, encoding: str) -> bytes:
-    """JSON whose tree is small enough to be built here. Raises Refused, ConfinedError, BusyError."""
+    """JSON with a tree small enough to build here. Raises Refused, ConfinedError, BusyError."""
     if len(body) <= SMALL and encoding in ("", "identity"):
         return body
     return await pool().run(json_content, body, encoding=encoding[:100], max_bytes=MAX_ANSWER_BYTES)

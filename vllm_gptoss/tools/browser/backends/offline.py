@@ -123,7 +123,7 @@ class Offline:
             )
             for document in documents:
                 if document.url in self._pages:
-                    logger.warning("browser: two documents say they are %s; the first is kept", document.url)
+                    logger.warning("browser: two documents declare the URL %s; the first is used", document.url)
                     continue
                 self._pages[document.url] = document.page
                 body = "\n".join(line for line, _ in strip_links(document.page.wrapped))

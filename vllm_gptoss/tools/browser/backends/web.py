@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Searxng(ApiBackend):
-    """A SearXNG instance of one's own: docs.searxng.org/dev/search_api. Its settings must list the json format."""
+    """A self-hosted SearXNG instance: docs.searxng.org/dev/search_api. Its settings must list the json format."""
 
     name = "searxng"
 
@@ -103,7 +103,7 @@ class PostApi(ApiBackend):
         return {header: value.format(self._key)}
 
     async def search(self, query: Query) -> Sequence[Hit]:
-        """What the provider finds; only what was asked for is in the request."""
+        """The provider's results; the request has only the given options."""
         body: dict[str, Any] = {"query": query.text, self.form.number: query.topn, **self.form.also}
         if query.domains:
             body[self.form.domains] = list(query.domains)
