@@ -55,7 +55,7 @@ _PLAIN = {
     *("exclusiveMaximum", "exclusiveMinimum", "format", "items", "maxItems", "maxLength", "maximum", "minItems"),
     *("minLength", "minimum", "multipleOf", "nullable", "properties", "required", "strict", "title", "type"),
 }
-"""Keywords whose cost is at most the product of schema and arguments."""
+"""Keywords with a cost of at most the product of schema and arguments."""
 
 
 @dataclass

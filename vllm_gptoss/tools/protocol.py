@@ -211,7 +211,7 @@ class ToolSession(ABC):
         return ""
 
     def source(self, cursor: int, line: int | None = None) -> Source | None:
-        """The page behind a citation's cursor, if this session opened it; `line` tells search results apart."""
+        """The page behind a citation's cursor, if this session opened it; `line` distinguishes search results."""
         return None
 
     def excerpt(self, cursor: int, first: int, last: int | None = None) -> str | None:
@@ -242,7 +242,7 @@ class ToolProvider(ABC):
 
     @abstractmethod
     async def open(self, conversation_id: str, options: SessionOptions) -> ToolSession:
-        """The tool as one conversation sees it; an empty id is nobody else's and ends with the session."""
+        """The tool as one conversation sees it; an empty id is private and ends with the session."""
 
     async def start(self) -> None:
         """Connects or warms up. Failure sets `unavailable`; it never raises."""
@@ -264,12 +264,12 @@ class ToolProvider(ABC):
 
     @property
     def at_once(self) -> int | None:
-        """How many calls it has room for at once, or None where that is not its to say."""
+        """How many calls it has room for at once, or None where it does not know."""
         return None
 
     @property
     def note(self) -> str | None:
-        """What does not work although the tool is on, because nobody has set it up."""
+        """What does not work although the tool is on, because it is not configured."""
         return None
 
     @property
@@ -290,7 +290,7 @@ class ToolProvider(ABC):
         return ()
 
     async def read_file(self, container_id: str, file_id: str) -> StoredFile | None:
-        """A file with its bytes; None if it is unknown or no longer kept."""
+        """A file with its bytes; None if it is unknown or expired."""
         return None
 
 

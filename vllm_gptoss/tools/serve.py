@@ -98,7 +98,7 @@ def conversation(ctx: Any) -> str:
 
     vLLM names it in the `x-session-id` header, OpenAI's example server in `_meta.client_id`. Connections of protocols
     before 2026-07-28 have ids of their own, and clients that name nothing are led to those; a stdio process has one
-    caller. What one caller names is nobody else's: the caller is part of it.
+    caller. No other caller can use that name: the caller is part of it.
     """
     request = ctx.request if isinstance(ctx.request, Request) else None
     named = (ctx.meta or {}).get("client_id")
@@ -269,7 +269,7 @@ async def serve_tools(spec: str, transport: Literal["http", "stdio"], at: Listen
     """Starts the tools of `spec` and serves those that are there.
 
     Raises:
-        ToolConfigError: `spec` is wrong, none of its tools can be served, stdio is asked of more than one, or a key is
+        ToolConfigError: `spec` is wrong, no tool of it can be served, stdio is requested for several, or a key is
             missing.
     """
     import uvicorn
@@ -298,13 +298,13 @@ def serve(
         Path | None, typer.Option(help=f"bearer keys, one a line; {VARIABLE} has them by commas")
     ] = None,
     proxies: Annotated[
-        str, typer.Option(help="addresses whose X-Forwarded-* headers are believed, by commas")
+        str, typer.Option(help="addresses with X-Forwarded-* headers that are believed, by commas")
     ] = "127.0.0.1",
     caller_sessions: Annotated[
         int, typer.Option(min=1, help="MCP sessions of one key; its longest unused end")
     ] = 2_000,
     max_sessions: Annotated[int, typer.Option(min=1, help="MCP sessions of all keys")] = 8_000,
-    no_auth: Annotated[bool, typer.Option("--no-auth", help="serve whoever reaches the port")] = False,
+    no_auth: Annotated[bool, typer.Option("--no-auth", help="serve every client that reaches the port")] = False,
 ) -> None:
     """Serve the python and browser tools as MCP servers: for our replicas and other engines."""
     if transport not in ("http", "stdio"):

@@ -30,7 +30,7 @@ _OURS = frozenset(("connection", "content-length", "content-type", "host", "tran
 
 
 class NotAllowedError(Exception):
-    """A request asked for an MCP server that this server does not connect to; the message has the fix."""
+    """A request names an MCP server that this server does not connect to; the message has the fix."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class ToolServer:
         return cls(providers, plan)
 
     def shared_by(self, processes: int) -> None:
-        """Says what conversations lose where several API server processes each have these tools."""
+        """Logs what conversations lose where several API server processes each have these tools."""
         if processes > 1 and self.plan.python is not None and self.plan.service is None:
             logger.warning(
                 "%d API server processes have a python tool each: a conversation that meets another one loses its "

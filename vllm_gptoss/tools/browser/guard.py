@@ -199,7 +199,7 @@ def check_scheme(url: str) -> None:
 async def send_judged(guard: Guard, request: Any, inner: Any, unreachable: Sequence[type[Exception]]) -> Any:
     """Sends `request` (of httpx or httpx2) through `inner` to a judged address, keeping its Host header and TLS name.
 
-    An address that cannot be connected to is followed by the next one, as with a host whose IPv6 leads nowhere.
+    An address that cannot be connected to is followed by the next one, as with a host without working IPv6.
 
     Raises:
         DeniedError: the address must not be reached; nothing was sent.

@@ -12,7 +12,7 @@ ACCEPT_ENCODING = "gzip, deflate"
 """What `undone` can undo, for request headers."""
 
 SMALL = 64 << 10
-"""Bytes of JSON that a server may parse itself, whatever the content is: `[],[]` to the end takes 2 ms and 2 MiB."""
+"""Bytes of JSON that a server may parse with any content: `[],[]` to the end takes 2 ms and 2 MiB."""
 
 _STEP = 64 << 10
 

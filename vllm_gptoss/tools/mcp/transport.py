@@ -158,7 +158,7 @@ class Dialer:
             raise httpx2.ConnectError(f"the server requires a request to {request.url}, which is not its issuer's")
 
     async def _note(self, response: httpx2.Response) -> None:
-        # 405 for a GET: the server has no standing stream.
+        # 405 for a GET: the server has no permanent stream.
         if response.status_code >= 400 and (response.status_code, response.request.method) != (405, "GET"):
             self.refused[:] = [*self.refused[-9:], response.status_code]
 

@@ -1,6 +1,6 @@
-"""Files kept where `fsspec` reaches: a folder, S3-compatible storage by URL. They outlive this process.
+"""Files stored through `fsspec`: a folder, S3-compatible storage by URL. They outlive this process.
 
-Each is one object, `{container}/{file}`: a line of JSON that says what it is, then its bytes. One that is cut short is
+Each is one object, `{container}/{file}`: a line of JSON that describes it, then its bytes. One that is cut short is
 not there. Every method blocks and belongs in a thread.
 """
 

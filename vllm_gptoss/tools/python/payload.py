@@ -1,4 +1,4 @@
-"""What runs inside a cage: an ipykernel on unix sockets, with bounded output. Loaded by path: imports none of our code.
+"""What runs inside a cage: an ipykernel on unix sockets, with bounded output. Loaded by path, without our package.
 
 The bounds here keep an honest flood from filling memory. A program that disables them floods only itself: the server
 reads with its own limits (`client`).

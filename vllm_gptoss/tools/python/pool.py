@@ -1,4 +1,4 @@
-"""Kernels: made by the chosen tier, kept warm, limited in number, and counted until they are gone."""
+"""Kernels: made by the chosen tier, prepared, limited in number, and counted until they are gone."""
 
 from __future__ import annotations
 

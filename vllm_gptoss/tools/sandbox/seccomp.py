@@ -50,7 +50,7 @@ _FCNTL_ALLOWED = (
 )
 """What programs do with a descriptor, and the locks that SQLite takes. Not: leases, and notes about a directory, which
 conversations share; pipes of another size, of whose pages a user has so many; locks of an open file, which outlive its
-number in a process and so the supervisor's count; hints kept with a shared file. fcntl(2)."""
+number in a process and so the supervisor's count; hints stored with a shared file. fcntl(2)."""
 # Pid 1 runs as the same user, and the kernel's checks would let the payload starve the watchdog or cripple it.
 _SUPERVISOR = 1
 
@@ -134,7 +134,7 @@ def _setpriority() -> list[Instruction]:
 def _not_shared(allowed: Sequence[Instruction] = ((_RETURN, 0, 0, _ALLOW),)) -> list[Instruction]:
     """No anonymous memory that is shared; the rest as in `allowed`.
 
-    The kernel keeps it in a tmpfs of its own, as no process' memory once it is dropped from the page tables and no
+    The kernel puts it into an internal tmpfs, as no process' memory once it is dropped from the page tables and no
     file's of the cage: 700 MiB were held under a limit of 128. tmpfs(5): only a cgroup counts it.
     """
     return [

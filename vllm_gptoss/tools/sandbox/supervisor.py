@@ -174,7 +174,7 @@ class Supervisor:
         deadline = time.monotonic() + _KILL_S
         while time.monotonic() < deadline:
             # kill(-1) stops everything but us in one go, so that nothing can fork away from what follows. Again each
-            # time: until all others are dead and it stands still, one of them or a thread of its own may wake it.
+            # time: until all others are dead and it is stopped, one of them or another thread may wake it.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGSTOP)
             others = [p for p in self._processes.others() if not self._processes.is_zombie(p)]

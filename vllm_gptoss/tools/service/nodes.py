@@ -152,7 +152,7 @@ class ServiceSession(ToolSession):
 
     @property
     def container_id(self) -> str:
-        """That of the last call, or the one that its node is asked to make; a node of before names its own."""
+        """That of the last call, or the one requested from its node; an older node chooses another."""
         return self._said.container or container_id(self._said.seed)
 
     async def call(self, call: ToolCall) -> ToolResult:
