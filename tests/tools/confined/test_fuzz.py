@@ -73,7 +73,7 @@ async def test_no_input_breaks_a_boundary(nursery: Nursery, target: str) -> None
 
 
 class Writer:
-    """The end of a socket that nobody reads."""
+    """The end of a socket without a reader."""
 
     def write(self, data: bytes) -> None:
         pass

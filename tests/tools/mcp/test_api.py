@@ -30,7 +30,7 @@ ENVIRON = {"GPTOSS_BROWSER_DOCUMENTS": str(DOCUMENTS)}
 
 
 class Model:
-    """Says its turns one after the other, and keeps the prompts it was given."""
+    """Returns its turns one after the other, and keeps the prompts it was given."""
 
     def __init__(self, *turns: str) -> None:
         self.turns = list(turns)

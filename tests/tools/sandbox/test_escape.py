@@ -1,7 +1,7 @@
 """What a program in the sandbox must not be able to do, tried for real.
 
 Every attempt is bounded in size and time, so that it could not hurt the machine if a wall were missing, and nothing is
-sent to an address off this machine. Runs as whoever runs it; `test_escape_as_user` does so as an ordinary user.
+sent to an address off this machine. Runs as the current user; `test_escape_as_user` does so as an ordinary user.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def program_of(provider: PythonProvider, conversation: str) -> psutil.Process:
 
 
 async def test_is_another_user_of_the_host_in_namespaces_of_its_own(provider: PythonProvider) -> None:
-    """The rings themselves: what they hide is tried below, where one wall may stand in for another."""
+    """The rings themselves: what they hide is tried below, where one wall may replace another."""
     for name in ("one", "two"):
         await run(provider, "1", name)
     programs = [program_of(provider, name) for name in ("one", "two")]
@@ -173,7 +173,7 @@ attempt('remove', os.unlink, {str(host.shown / "sample.csv")!r}); attempt('mode'
 
 async def test_landlock_holds_where_the_mount_and_the_mode_let_through(provider: PythonProvider) -> None:
     if not landlock.abi():
-        return  # docs/security.md says what is lost
+        return  # docs/security.md has the consequences
     await all_blocked(provider, "attempt('zero', os.open, '/dev/zero', os.O_RDWR)", 1)
 
 

@@ -1,6 +1,6 @@
 """What a program in the portable tier must not be able to do: from inside WebAssembly, and had it broken out of that.
 
-Every attempt is bounded in size and time, and nothing is sent to an address off this machine. Runs as whoever runs it;
+Every attempt is bounded in size and time, and nothing is sent to an address off this machine. Runs as the current user;
 `test_portable_escape_as_user` does so as an ordinary user.
 """
 
@@ -49,7 +49,7 @@ def write(path):
 
 @dataclass(frozen=True)
 class Host:
-    """What the host has that nobody inside may get."""
+    """What no program inside may get."""
 
     secret: str
     directory: Path
@@ -222,7 +222,7 @@ async def test_conversations_do_not_see_each_other(provider: PythonProvider, hos
 
 
 async def test_nothing_runs_between_calls(provider: PythonProvider) -> None:
-    """A program that says it is done, and goes on: it stands still until the next call, which it cannot answer for."""
+    """A program that reports its end and goes on: it is stopped until the next call, which it cannot answer for."""
     code = """
 import json, sys, time
 frame = sys._getframe()
