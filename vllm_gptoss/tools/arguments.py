@@ -41,17 +41,8 @@ _PLAIN_CHECKS = 20_000
 _MAX_FAULTS = 64
 """Faults among which the best is looked for. Each costs as much as ten checks."""
 _PLAIN = {
-    *(
-        "$schema",
-        "additionalProperties",
-        "const",
-        "default",
-        "deprecated",
-        "description",
-        "enum",
-        "example",
-        "examples",
-    ),
+    *("$schema", "additionalProperties", "const", "default", "deprecated", "description", "enum", "example"),
+    "examples",
     *("exclusiveMaximum", "exclusiveMinimum", "format", "items", "maxItems", "maxLength", "maximum", "minItems"),
     *("minLength", "minimum", "multipleOf", "nullable", "properties", "required", "strict", "title", "type"),
 }

@@ -294,38 +294,13 @@ for path in json.loads(sys.argv[4]): attempt(path, open, path)
 attempt('write', open, settings['mounts'][1][0] + '/x', 'w')
 attempt('inside', lambda: open(settings['mounts'][0][0] + '/x', 'w').close() or os.kill(-1, 0))
 """
-X86_64_CALLS = {
-    "ptrace": 101,
-    "process_vm_readv": 310,
-    "pidfd_open": 434,
-    "pidfd_getfd": 438,
-    "unshare": 272,
-    "setns": 308,
-    "mount": 165,
-    "chroot": 161,
-    "bpf": 321,
-    "userfaultfd": 323,
-    "io_uring_setup": 425,
-    "keyctl": 250,
-    "clone3": 435,
-    "perf_event_open": 298,
-    "init_module": 175,
-    "memfd_create": 319,
-    "shmget": 29,
-    "vfork": 58,
-    "connect": 42,
-    "sendmsg": 46,
-    "tkill": 200,
-    "tgkill": 234,
-    "rt_sigqueueinfo": 129,
-    "sched_setaffinity": 203,
-    "chmod": 90,
-    "mknod": 133,
-    "seccomp": 317,
-    "execveat": 322,
-    "personality": 135,
-    "setuid": 105,
-}
+_TABLE = """
+    ptrace 101, process_vm_readv 310, pidfd_open 434, pidfd_getfd 438, unshare 272, setns 308, mount 165, chroot 161,
+    bpf 321, userfaultfd 323, io_uring_setup 425, keyctl 250, clone3 435, perf_event_open 298, init_module 175,
+    memfd_create 319, shmget 29, vfork 58, connect 42, sendmsg 46, tkill 200, tgkill 234, rt_sigqueueinfo 129,
+    sched_setaffinity 203, chmod 90, mknod 133, seccomp 317, execveat 322, personality 135, setuid 105
+"""
+X86_64_CALLS = {name: int(number) for name, number in map(str.split, _TABLE.split(","))}
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers are x86_64's")

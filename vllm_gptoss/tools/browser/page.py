@@ -199,22 +199,3 @@ def find_page(page: Page, pattern: str, limit: int = 50, context: int = 4) -> Pa
         listing=True,
         line_links=marks,
     )
-
-
-__all__ = [
-    "WIDTH",
-    "Link",
-    "Page",
-    "UsageError",
-    "Viewer",
-    "domain_of",
-    "estimate_tokens",
-    "find_lines",
-    "find_page",
-    "link_text",
-    "neutral",
-    "shorten",
-    "strip_links",
-    "under_url",
-    "wrap",
-]
