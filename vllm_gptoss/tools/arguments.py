@@ -122,7 +122,6 @@ def _plain(schema: object) -> bool:
 
 @job
 def judge(payload: bytes, *, schema: str) -> Verdict:
-    """In a worker: the verdict of `judged`."""
     return judged(payload, schema)
 
 

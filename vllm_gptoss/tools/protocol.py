@@ -161,7 +161,6 @@ class ToolResult:
 
     @property
     def text(self) -> str:
-        """Everything the model reads, joined by newlines."""
         parts = (
             c.text if isinstance(c, Text) else c.alt if isinstance(c, Image) else f"[file: {c.filename}]"
             for c in self.content

@@ -256,8 +256,6 @@ def _python(options: Mapping[str, Any]) -> ToolProvider:
 
 
 class _Missing(ToolProvider):
-    """A configured tool that cannot be there."""
-
     name = ""
     unavailable: str | None = None
 

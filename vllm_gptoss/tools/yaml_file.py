@@ -15,7 +15,6 @@ class YamlFileError(ValueError):
 
 
 def files(path: Path) -> list[Path]:
-    """The file, or the YAML files of the folder."""
     return sorted([*path.glob("*.yaml"), *path.glob("*.yml")]) if path.is_dir() else [path]
 
 
@@ -80,7 +79,6 @@ def line_of(root: yaml.Node, where: Sequence[str | int]) -> int:
 
 
 def _keys(node: yaml.Node) -> Iterator[tuple[int, str]]:
-    """What is wrong with keys, and the line."""
     if isinstance(node, yaml.MappingNode):
         seen = set()
         for key, value in node.value:

@@ -149,7 +149,6 @@ def _is_hidden(tag: Any) -> bool:
 
 
 def _base(soup: BeautifulSoup, url: str) -> str:
-    """What the page's links are relative to."""
     found = soup.find("base", href=True)
     return (_absolute(url, str(found["href"])) if isinstance(found, Tag) else None) or url
 
@@ -221,5 +220,4 @@ def markdown_html(text: str) -> str:
 
 
 def first_line(text: str) -> str:
-    """What a text without a title is called."""
     return text.lstrip().split("\n", 1)[0].lstrip("# ").strip()[:120]

@@ -60,7 +60,6 @@ class Page:
 
     @property
     def lines(self) -> list[str]:
-        """The display lines, without their numbers."""
         return [line for line, _ in self.wrapped]
 
 
@@ -144,7 +143,6 @@ class Viewer:
 
 
 def shorten(text: str, limit: int = 1024) -> str:
-    """`text`, cut to `limit` characters with an ellipsis."""
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 

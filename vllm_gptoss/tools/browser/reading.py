@@ -89,7 +89,6 @@ def find(payload: bytes, *, url: str, title: str, source_url: str, pattern: str)
 
 
 def packed(page: Page) -> bytes:
-    """A page's lines as `find` takes them."""
     return msgspec.msgpack.encode(page.wrapped)
 
 

@@ -37,7 +37,6 @@ class State:
     absent: set[int] = field(default_factory=set)
 
     def add(self, page: Page) -> int:
-        """The cursor of `page`, newly shown."""
         if not any(page is old for old in self.pages[self.dropped :]):
             self.size += size_of(page)
         self.pages.append(page)
@@ -97,7 +96,6 @@ class State:
 
 
 def size_of(page: Page) -> int:
-    """Bytes of memory, roughly."""
     links = sum(len(link.url) + len(link.title) + _OF_A_LINK for link in page.links)
     return 3 * sys.getsizeof(page.text) + links
 

@@ -36,5 +36,4 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def result_type(function: Callable[..., Any]) -> Any:
-    """What the job declares to return."""
     return typing.get_type_hints(function)["return"]

@@ -46,7 +46,6 @@ class Nursery:
 
     @property
     def pid(self) -> int | None:
-        """The fork server's process, None before the first worker."""
         return self._process.pid if self._process else None
 
     @property
@@ -103,7 +102,6 @@ class Nursery:
         self.close()
 
     def close(self) -> None:
-        """Ends it, and every worker that it made."""
         if self._control is not None:
             self._control.close()
             self._control = None

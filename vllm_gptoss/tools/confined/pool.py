@@ -190,13 +190,11 @@ class Pool:
         (await self._worker()).kill()
 
     def use(self, nursery: Nursery) -> None:
-        """Takes workers from `nursery` from now on."""
         if nursery is not self._nursery:
             self.close()
             self._nursery = nursery
 
     def close(self) -> None:
-        """Lets the spare workers go."""
         while self._spare:
             self._spare.popleft().close()
 

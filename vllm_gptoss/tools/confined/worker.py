@@ -37,8 +37,6 @@ class _OutOfTimeError(BaseException):
 
 @dataclass
 class _Ready:
-    """What every worker has from its fork server."""
-
     hello: Hello
     mapped: int = 0  # bytes of address space that are no payload's fault
     program: bytes = b""  # the seccomp filter

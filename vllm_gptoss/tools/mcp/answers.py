@@ -48,7 +48,6 @@ async def explained(response: httpx2.Response) -> None:
 
 
 def refusal_of(response: httpx2.Response) -> dict[str, Any]:
-    """An HTTP error as JSON-RPC's."""
     status = response.status_code
     message = f"HTTP {status}: {_ADVICE.get(status) or _phrase(status)}"
     if (wait := response.headers.get("retry-after", "")).isascii() and wait.isdigit() and len(wait) < 6:

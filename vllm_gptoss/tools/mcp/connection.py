@@ -100,7 +100,6 @@ class Connection:
 
     @property
     def up(self) -> bool:
-        """Whether a client is connected."""
         return self._client is not None
 
     async def start(self) -> None:

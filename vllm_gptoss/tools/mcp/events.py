@@ -23,7 +23,6 @@ class EventsClient(httpx2.AsyncClient):
     _stream: _Stream | None = None
 
     async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
-        """As its parent, once authentication has had its way."""
         if request.method != "POST" or not request.headers.get("content-type", "").startswith("application/json"):
             response = await super().send(request, **options)
             if response.headers.get("content-type", "").startswith("text/event-stream"):

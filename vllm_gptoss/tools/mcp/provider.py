@@ -127,7 +127,6 @@ class McpProvider(ToolProvider):
 
     @property
     def longest_call_s(self) -> float:
-        """Connecting and the call."""
         return self.config.timeout_s + self.config.connect_timeout_s
 
     async def start(self) -> None:
@@ -163,7 +162,6 @@ class McpProvider(ToolProvider):
 
     @property
     def connection(self) -> Connection:
-        """The connection that conversations share."""
         return self._connection
 
     def connect(self, conversation_id: str) -> Connection:
@@ -202,7 +200,6 @@ class McpProvider(ToolProvider):
 
 
 def _refusal(error: MCPError) -> str:
-    """The type of a refused call's error."""
     data = error.error.data
     status = data.get("http_status") if error.error.code == HTTP_ERROR and isinstance(data, dict) else None
     return "denied" if status in (401, 403) else "unavailable" if status in (429, 503) else "tool_failed"
@@ -264,7 +261,6 @@ class McpSession(ToolSession):
         return {"client_id": opaque(self._conversation)} if self._conversation else {}
 
     def _result(self, answer: Any) -> ToolResult:
-        """The server's `CallToolResult` as a `ToolResult`."""
         return to_result(answer, self._provider.config.max_output_chars)
 
     def source(self, cursor: int, line: int | None = None) -> Source | None:

@@ -31,8 +31,6 @@ class KernelError(Exception):
 
 
 class KernelClient:
-    """One kernel; `connect` makes it."""
-
     def __init__(
         self, session: Session, shell: ZmtpConnection, iopub: ZmtpConnection, max_total: int, keep: int
     ) -> None:

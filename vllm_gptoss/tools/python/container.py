@@ -38,7 +38,6 @@ async def _first(a: asyncio.Future[Any], b: asyncio.Future[Any], timeout_s: floa
 
 
 def new_container_id() -> str:
-    """`cntr_` and 32 digits."""
     return f"cntr_{secrets.token_hex(16)}"
 
 

@@ -119,7 +119,6 @@ class FileStore:
             raise
 
     def _held(self, owner: str) -> int:
-        """Bytes stored for the owner's account."""
         mine = account(owner)
         return sum(e.info.size for e in self._entries.values() if account(e.info.owner) == mine)
 
@@ -137,7 +136,6 @@ class FileStore:
         return replace(entry.info, data=await asyncio.to_thread(_read_all, fd, entry.info.size))
 
     async def listing(self, container_id: str) -> Sequence[StoredFile]:
-        """The container's files without their bytes, oldest first."""
         if self._kept is not None:
             return await asyncio.to_thread(self._kept.listing, container_id)
         return [e.info for (owner, _), e in self._entries.items() if owner == container_id]

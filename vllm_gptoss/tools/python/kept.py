@@ -122,7 +122,6 @@ class KeptFiles:
 
     @_storage
     def listing(self, container_id: str) -> list[StoredFile]:
-        """The container's files without their bytes, oldest first."""
         if not _CONTAINER.fullmatch(container_id):
             return []
         try:

@@ -67,7 +67,6 @@ class OutputCollector:
         )
 
     def contents(self) -> list[Content]:
-        """What was collected, texts cut to the limit together."""
         left = self._max_chars
         result: list[Content] = []
         for part in self._parts:

@@ -81,7 +81,6 @@ class KernelPool:
 
     @property
     def choice(self) -> Choice | None:
-        """The tier in use and why, None before `start`."""
         return self._choice
 
     async def _new(self) -> Kernel:

@@ -76,7 +76,6 @@ class PythonProvider(ToolProvider):
 
     @property
     def name(self) -> str:
-        """`python`, unless another name was given."""
         return self._name
 
     @property

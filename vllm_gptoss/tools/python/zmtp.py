@@ -69,7 +69,6 @@ class ZmtpConnection:
             raise ProtocolError("the connection was closed") from error
 
     async def _header(self) -> tuple[int, int]:
-        """A frame's flags and size in bytes."""
         flags, size = await self._exactly(2)
         if flags & _LONG:
             size = struct.unpack(">Q", bytes([size]) + await self._exactly(7))[0]

@@ -298,6 +298,5 @@ def set_rlimit(kind: int, value: int) -> None:
 
 
 def scratch_used() -> tuple[int, int]:
-    """Bytes and inodes in use on the scratch tmpfs."""
     s = os.statvfs(RUN)
     return (s.f_blocks - s.f_bfree) * s.f_frsize, s.f_files - s.f_ffree

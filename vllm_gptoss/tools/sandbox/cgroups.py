@@ -43,7 +43,6 @@ class Cgroups:
         self._has_cpu = "cpu" in wanted
 
     def leaf(self, limits: Limits) -> Leaf:
-        """A new, empty cgroup with these limits. Raises CgroupError."""
         path = self._directory / f"gptoss-{os.getpid()}-{next(_numbers)}"
         settings = {
             "memory.max": str(limits.memory + _OVERHEAD),
@@ -77,7 +76,6 @@ class Leaf:
             raise CgroupError(f"cannot move a process to {self.path}: {error}") from error
 
     def out_of_memory(self) -> bool:
-        """Whether the kernel killed something here for memory."""
         try:
             events = dict(line.split() for line in (self.path / "memory.events").read_text().splitlines())
         except OSError:

@@ -22,8 +22,6 @@ from .spec import Spec
 
 
 class HostLauncher:
-    """Makes `HostProcess`es as `launcher.Zygote` makes cages."""
-
     hung = False
 
     def __init__(self, spec: Spec, python: str = sys.executable) -> None:

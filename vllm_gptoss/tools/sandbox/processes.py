@@ -98,7 +98,6 @@ class ProcessTable:
         return sum(int(word) << 10 for word in words if word.isdigit())
 
     def descriptors(self, process: Process) -> int:
-        """How many files it has open."""
         with contextlib.suppress(OSError):
             path = f"{process.name}/fd"
             if size := os.stat(path, dir_fd=self._fd).st_size:
@@ -133,7 +132,6 @@ class ProcessTable:
         return held
 
     def _count(self, path: str, what: bytes, most: int) -> int:
-        """How often `what` is in a file of /proc."""
         found, rest = 0, b""
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._fd)
         try:

@@ -118,11 +118,9 @@ class ServiceProvider(ToolProvider):
         return [(url, self._nodes[url]) for url in order if self._nodes[url].namespaces()]
 
     async def list_files(self, container_id: str) -> Sequence[StoredFile]:
-        """The files of a container, from any node."""
         return await self._downloads.list_files(container_id)
 
     async def read_file(self, container_id: str, file_id: str) -> StoredFile | None:
-        """A file with its bytes, from any node."""
         return await self._downloads.read_file(container_id, file_id)
 
 

@@ -37,7 +37,6 @@ class ServiceConfig(BaseModel):
         return clean
 
     def entry(self, node: str, environ: Mapping[str, str]) -> McpServerConfig:
-        """The node's python tool as an MCP server."""
         return McpServerConfig(
             url=f"{node}/python/mcp",
             kind="python",

@@ -96,7 +96,6 @@ class ApiBackend:
             self._client = httpx.AsyncClient(**options, trust_env=False)  # never used: `start` raises
 
     def headers(self) -> Mapping[str, str]:
-        """The authentication that each request carries."""
         return {}
 
     async def start(self) -> None:

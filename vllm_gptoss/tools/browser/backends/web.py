@@ -147,8 +147,6 @@ class Tavily(PostApi):
 
 
 class Exa(PostApi):
-    """Exa search and contents."""
-
     name, key_variable, default_url = "exa", "EXA_API_KEY", "https://api.exa.ai"
     location: ClassVar[Mapping[str, str]] = {"country": "userLocation"}
     form = PostForm(

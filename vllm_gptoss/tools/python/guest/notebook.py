@@ -112,7 +112,6 @@ def _is_figure(value: Any) -> bool:
 
 
 def _show(value: Any) -> None:
-    """The display hook: a cell's last expression."""
     if value is None:
         return
     builtins._ = value  # type: ignore[attr-defined]
@@ -146,7 +145,6 @@ def _prepare(code: str) -> str:
 
 
 def _run(code: str, number: int, names: dict[str, Any]) -> dict[str, Any]:
-    """Runs a cell; returns its reply."""
     try:
         body, last = _compile(_prepare(code), number)
         exec(body, names)  # noqa: S102 - what a notebook is for, and where: see above
