@@ -302,8 +302,8 @@ def serve(
     ] = "127.0.0.1",
     caller_sessions: Annotated[
         int, typer.Option(min=1, help="MCP sessions of one key; its longest unused end")
-    ] = 2_000,
-    max_sessions: Annotated[int, typer.Option(min=1, help="MCP sessions of all keys")] = 8_000,
+    ] = DEFAULT.per_caller,
+    max_sessions: Annotated[int, typer.Option(min=1, help="MCP sessions of all keys")] = DEFAULT.total,
     no_auth: Annotated[bool, typer.Option("--no-auth", help="serve every client that reaches the port")] = False,
 ) -> None:
     """Serve the python and browser tools as MCP servers: for our replicas and other engines."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from tests.support.loop_watch import watched
 from tests.support.servers import running
-from vllm_gptoss.tools.serve import http_app
+from vllm_gptoss.tools.serve import http_app, serve
 from vllm_gptoss.tools.server import ToolServer, ToolServerOptions
 from vllm_gptoss.tools.service.access import VARIABLE, load_keys
 from vllm_gptoss.tools.service.sessions import SessionLimits, Sessions, _nothing, _unread
@@ -105,6 +106,12 @@ async def test_streams_beyond_the_limit_are_refused_and_the_limit_is_named(http:
     await opened(http, BOB)
     for stream in open_streams:
         await stream.__aexit__(None, None, None)
+
+
+def test_the_command_has_the_documented_limits() -> None:
+    """It allowed twice as many sessions in total."""
+    given = inspect.signature(serve).parameters
+    assert SessionLimits(given["caller_sessions"].default, given["max_sessions"].default) == SessionLimits(2000, 4000)
 
 
 @pytest.mark.parametrize(("version", "running_at_once"), [("2026-07-28", 6), ("2025-11-25", 3)])
