@@ -282,7 +282,7 @@ async def serve_tools(spec: str, transport: Literal["http", "stdio"], at: Listen
             raise ToolConfigError("no tool can be served: " + "; ".join(str(o.unavailable) for o in tools.offers()))
         if transport == "stdio":
             if len(providers) > 1:
-                raise ToolConfigError("stdio serves one tool: name python or browser")
+                raise ToolConfigError("stdio serves one tool: python or browser")
             await run_stdio(providers[0])
             return
         app = http_app(providers, at.host, keys, at.sessions)
