@@ -38,11 +38,7 @@ class CheckRow:
 
 
 async def check_tools(spec: str) -> list[CheckRow]:
-    """Starts the tools of `spec` and calls each once.
-
-    Raises:
-        ToolConfigError: `spec` is wrong.
-    """
+    """Starts the tools of `spec` and calls each once. Raises ToolConfigError: `spec` is wrong."""
     async with ToolServer.from_spec(spec) as server:
         return list(await asyncio.gather(*(_row(provider) for provider in server.providers)))
 

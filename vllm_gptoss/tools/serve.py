@@ -266,12 +266,8 @@ def default_folder() -> Path:
 
 
 async def serve_tools(spec: str, transport: Literal["http", "stdio"], at: Listening) -> None:
-    """Starts the tools of `spec` and serves those that are there.
-
-    Raises:
-        ToolConfigError: `spec` is wrong, no tool of it can be served, stdio is requested for several, or a key is
-            missing.
-    """
+    """Starts the tools of `spec` and serves those that are there. Raises ToolConfigError: `spec` is wrong, no tool of
+    it can be served, stdio is requested for several, or a key is missing."""
     import uvicorn
 
     keys = at.keys() if transport == "http" else Keys()

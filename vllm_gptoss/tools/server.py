@@ -64,11 +64,8 @@ class ToolServer:
 
     @classmethod
     def from_spec(cls, spec: str, options: ToolServerOptions | None = None) -> ToolServer:
-        """The server that `--tool-server spec` describes, not yet started. A tool with a missing package is off.
-
-        Raises:
-            ToolConfigError: `spec`, or a file it names, is wrong; nothing about tools being down.
-        """
+        """The server that `--tool-server spec` describes, not yet started. A tool with a missing package is off. Raises
+        ToolConfigError: `spec`, or a file it names, is wrong; nothing about tools being down."""
         options = options or ToolServerOptions()
         environ = os.environ if options.environ is None else options.environ
         plan = parse_spec(spec, environ)

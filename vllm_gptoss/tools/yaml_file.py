@@ -19,11 +19,8 @@ def files(path: Path) -> list[Path]:
 
 
 def read(path: Path, most_bytes: int) -> tuple[Any, yaml.Node]:
-    """A file's data, and its nodes, which know their lines.
-
-    Raises:
-        YamlFileError: not there, too large, or no plain YAML: aliases and keys that are there twice are refused.
-    """
+    """A file's data, and its nodes, which know their lines. Raises YamlFileError: not there, too large, or no plain
+    YAML: aliases and keys that are there twice are refused."""
     try:
         with path.open("rb") as file:
             text = file.read(most_bytes + 1)

@@ -77,12 +77,8 @@ class Fetcher:
         )
 
     async def page(self, url: str, allowed_domains: Sequence[str] = (), *, source: bool = False) -> Page:
-        """The page at `url`, or its source text.
-
-        Raises:
-            DeniedError: the URL, or one it redirects to, must not be opened.
-            FetchError: it cannot be had, or is nothing that can be read.
-        """
+        """The page at `url`, or its source text. Raises DeniedError: the URL, or one it redirects to, must not be
+        opened; FetchError: it cannot be had, or is nothing that can be read."""
         try:
             async with asyncio.timeout(self.limits.timeout_s):
                 final, body = await self._follow(url, allowed_domains)

@@ -175,11 +175,7 @@ def with_url(url: str, text: str) -> str:
 
 
 def html_page(html: str, url: str, title: str | None = None, *, show_url: bool = True) -> Page:
-    """The page at `url` with the source `html`.
-
-    Raises:
-        PageError: the document is empty or nested too deeply to walk.
-    """
+    """The page at `url` with the source `html`. Raises PageError: the document is empty or nested too deeply."""
     cut = len(html) > MAX_CHARS
     soup = BeautifulSoup(html[:MAX_CHARS], "lxml")
     name = title or _title(soup, url)
@@ -206,11 +202,7 @@ def text_page(text: str, url: str, title: str | None = None, *, show_url: bool =
 
 
 def markdown_page(text: str, url: str, title: str | None = None, *, show_url: bool = True) -> Page:
-    """The page at `url` that is Markdown; its links become numbered ones.
-
-    Raises:
-        PageError: as `html_page`.
-    """
+    """The page at `url` that is Markdown; its links become numbered ones. Raises PageError: as `html_page`."""
     return html_page(markdown_html(text), url, title or first_line(text) or None, show_url=show_url)
 
 

@@ -118,11 +118,7 @@ class Viewer:
     max_lines: int = 400
 
     def show(self, page: Page, cursor: int, start: int = 0, num_lines: int = -1) -> str:
-        """The display of `page` from line `start`.
-
-        Raises:
-            UsageError: `start` is behind the last line.
-        """
+        """The display of `page` from line `start`. Raises UsageError: `start` is behind the last line."""
         lines = page.lines
         if start >= len(lines):
             raise UsageError(f"Invalid location parameter: `{start}`. Cannot exceed page maximum of {len(lines) - 1}.")

@@ -76,11 +76,8 @@ class RefreshTokenProvider(ClientCredentialsOAuthProvider):
 
 
 def authentication(url: str, config: OAuthConfig, environ: Mapping[str, str], tokens: Tokens) -> OAuthClientProvider:
-    """What answers a server's 401 for the client of `url`.
-
-    Raises:
-        MissingVariableError: the configuration names a variable that is not set.
-    """
+    """What answers a server's 401 for the client of `url`. Raises MissingVariableError: the configuration names a
+    variable that is not set."""
     names = [name for name in (config.client_id_env, config.client_secret_env, config.refresh_token_env) if name]
     clean = {name: expand(f"${{{name}}}", environ).strip() for name in names}
     if config.refresh_token_env:

@@ -27,11 +27,7 @@ class MissingVariableError(ValueError):
 
 
 def expand(text: str, environ: Mapping[str, str]) -> str:
-    """`text` with each `${NAME}` replaced.
-
-    Raises:
-        MissingVariableError: NAME is not set.
-    """
+    """`text` with each `${NAME}` replaced. Raises MissingVariableError: NAME is not set."""
 
     def value(match: re.Match[str]) -> str:
         if match[1] not in environ:
@@ -138,11 +134,8 @@ class McpServerConfig(BaseModel):
 
 
 def from_command(line: str, **values: Any) -> McpServerConfig:
-    """The stdio server that `line` starts, split as a shell would.
-
-    Raises:
-        ValueError: `line` is empty or its quotes are not closed.
-    """
+    """The stdio server that `line` starts, split as a shell would. Raises ValueError: `line` is empty or its quotes are
+    not closed."""
     words = shlex.split(line)
     if not words:
         raise ValueError("stdio: needs a command")
@@ -161,11 +154,8 @@ def check_name(name: str, kind: str = "auto") -> None:
 
 
 def checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """`headers` without blanks around their values, such as the line break at the end of a token's file.
-
-    Raises:
-        ValueError: HTTP does not allow a name or value; the message names the header and never shows the value.
-    """
+    """`headers` without blanks around their values, such as the line break at the end of a token's file. Raises
+    ValueError: HTTP does not allow a name or value; the message names the header and never shows the value."""
     clean = {name: value.strip(" \t\r\n") for name, value in headers.items()}
     for name, value in clean.items():
         if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
@@ -174,12 +164,8 @@ def checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def bearer(config: McpServerConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The headers of every request to the server.
-
-    Raises:
-        MissingVariableError: a variable they name is not set.
-        ValueError: as `checked_headers`.
-    """
+    """The headers of every request to the server. Raises MissingVariableError: a variable they name is not set;
+    ValueError: as `checked_headers`."""
     headers = {name: expand(value, environ) for name, value in config.headers.items()}
     if config.authorization_env:
         headers["Authorization"] = "Bearer " + expand(f"${{{config.authorization_env}}}", environ).strip(" \t\r\n")

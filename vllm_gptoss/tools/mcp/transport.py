@@ -54,11 +54,7 @@ class GuardedTransport2(httpx2.AsyncBaseTransport):
         self._proxies: dict[str, httpx2.AsyncBaseTransport] = {}
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Judges and sends.
-
-        Raises:
-            DeniedError: the address must not be reached; nothing was sent.
-        """
+        """Judges and sends. Raises DeniedError: the address must not be reached; nothing was sent."""
         proxy = proxy_of(request.url.scheme, request.url.host) if self._use_proxies else None
         if proxy is None:
             response: httpx2.Response = await send_judged(self._guard, request, self._inner, _UNREACHABLE)
@@ -89,11 +85,8 @@ class Dialer:
     """HTTP error statuses since it was last cleared: the `mcp` package's errors leave them out."""
 
     def client(self, on_message: Callable[[Any], Any], on_end: Callable[[str], None]) -> Client:
-        """A client, not yet connected; `on_end` gets the reason, or "", when the server's side of it ends.
-
-        Raises:
-            MissingVariableError: the configuration names a variable that is not set.
-        """
+        """A client, not yet connected; `on_end` gets the reason, or "", when the server's side of it ends. Raises
+        MissingVariableError: the configuration names a variable that is not set."""
         return Client(
             _ended(self._transport(), on_end, Pace(self.config.max_unasked_per_s, _PATIENCE_S)),
             mode=self.config.protocol,
@@ -145,12 +138,9 @@ class Dialer:
         )
 
     async def _keep_to_issuer(self, request: httpx2.Request) -> None:
-        """A server's 401 names the address of its OAuth metadata, which could be any that this process reaches.
-
-        Raises:
-            ConnectError: `request` is neither for the server or the issuer, nor for the token endpoint that the
-                issuer's own metadata names, which is the only one that gets a form.
-        """
+        """A server's 401 names the address of its OAuth metadata, which could be any that this process reaches. Raises
+        ConnectError: `request` is neither for the server or the issuer, nor for the token endpoint that the issuer's
+        own metadata names, which is the only one that gets a form."""
         if self.config.oauth is None or _is_form(request):
             return
         known = [httpx2.URL(url) for url in (expand(self.config.url, self.environ), self.config.oauth.issuer)]

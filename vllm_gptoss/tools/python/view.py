@@ -32,12 +32,8 @@ _ANSWER_S = 20.0
 
 
 async def build_view(options: PythonOptions) -> View:
-    """The view for `options`.
-
-    Raises:
-        SandboxError: the interpreter does not run, a path is missing, or the interpreter has its packages where no
-            program would see them.
-    """
+    """The view for `options`. Raises SandboxError: the interpreter does not run, a path is missing, or the interpreter
+    has its packages where no program would see them."""
     prefixes, path, kernel, unused = await _ask(options.python)
     shown = [*_SYSTEM, *(f"{prefix}/{part}" for prefix in prefixes for part in _OF_PREFIX)]
     shown += [folder for folder in path if Path(folder).name in _PACKAGES]

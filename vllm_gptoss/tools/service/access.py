@@ -45,10 +45,7 @@ class Keys:
 
 def load_keys(file: Path | None, environ: Mapping[str, str] = os.environ) -> Keys:
     """One key a line, or `sha256:` and the hash of one; `#` begins a comment. `GPTOSS_TOOLS_KEYS` has them by commas.
-
-    Raises:
-        ToolConfigError: the file cannot be read, has no key, or one that is too short to be secret.
-    """
+    Raises ToolConfigError: the file cannot be read, has no key, or one that is too short to be secret."""
     lines = environ.get(VARIABLE, "").split(",")
     if file is not None:
         try:

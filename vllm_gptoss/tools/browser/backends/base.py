@@ -44,11 +44,7 @@ class Backend(Protocol):
     def name(self) -> str: ...
 
     async def start(self) -> None:
-        """Gets ready.
-
-        Raises:
-            BackendError: it cannot work as configured.
-        """
+        """Gets ready. Raises BackendError: it cannot work as configured."""
         ...
 
     def heard(self, location: Mapping[str, str]) -> Mapping[str, str]:
@@ -56,19 +52,12 @@ class Backend(Protocol):
         ...
 
     async def search(self, query: Query) -> Sequence[Hit]:
-        """At most `topn` hits, best first, on `domains` only where the backend supports it.
-
-        Raises:
-            BackendError: the backend failed.
-        """
+        """At most `topn` hits, best first, on `domains` only where the backend supports it. Raises BackendError: the
+        backend failed."""
         ...
 
     async def page(self, url: str) -> Page | None:
-        """The page at `url` where this backend serves pages itself, else None.
-
-        Raises:
-            BackendError: the backend failed.
-        """
+        """The page at `url` where this backend serves pages, else None. Raises BackendError: the backend failed."""
         ...
 
     async def aclose(self) -> None: ...
@@ -133,11 +122,7 @@ class ApiBackend:
         await self._client.aclose()
 
     async def json(self, method: str, path: str, **kwargs: Any) -> Any:
-        """The JSON that `method path` answers.
-
-        Raises:
-            BackendError: no answer, an error status, or no JSON.
-        """
+        """The JSON that `method path` answers. Raises BackendError: no answer, an error status, or no JSON."""
         try:
             async with self._client.stream(method, path, **kwargs) as response:
                 body = await _bounded(response)
@@ -155,11 +140,7 @@ class ApiBackend:
             raise BackendError(f"{self.name} gave an answer that cannot be read: {error}") from error
 
     async def mapping(self, method: str, path: str, **kwargs: Any) -> Mapping[str, Any]:
-        """As `json`, for answers that are objects.
-
-        Raises:
-            BackendError: as `json`, or the answer is something else.
-        """
+        """As `json`, for answers that are objects. Raises BackendError: as `json`, or the answer is something else."""
         answer = await self.json(method, path, **kwargs)
         if not isinstance(answer, dict):
             raise BackendError(f"{self.name} answered something other than a JSON object")

@@ -72,11 +72,7 @@ class Offline:
         return len(self._pages)
 
     async def start(self) -> None:
-        """Reads and indexes the folder.
-
-        Raises:
-            BackendError: there is no such folder, or nothing in it can be read.
-        """
+        """Reads and indexes the folder. Raises BackendError: there is no such folder, or nothing in it can be read."""
         if not self.folder.is_dir():
             raise BackendError(f"the documents folder {self.folder} does not exist")
         paths = await asyncio.to_thread(lambda: list(self._paths()))
