@@ -63,7 +63,6 @@ class GatedProvider(WrapperProvider):
         self._public = public
 
     async def open(self, conversation_id: str, options: SessionOptions) -> ToolSession:
-        """The tool as one conversation sees it, behind the gate."""
         session = await self.inner.open(conversation_id, options)
         limit_s = self.inner.longest_call_s + _SPARE_S
         return gated(session, options, self._slots, limit_s=limit_s, public=self._public)
@@ -155,7 +154,6 @@ class BoundedSession(WrapperSession):
         self._turn = asyncio.Lock()
 
     async def call(self, call: ToolCall) -> ToolResult:
-        """Waits for a slot and runs `call` for at most the limit."""
         tool = tool_label(self, call, self._public)
         async with self._slot(tool):
             with RUNNING.labels(tool).track_inprogress(), SECONDS.labels(tool).time():

@@ -103,7 +103,6 @@ class McpProvider(ToolProvider):
 
     @property
     def unavailable(self) -> str | None:
-        """Why the server's tools are off now. The connection is retried in the background."""
         if self._namespace is None or not self._connection.up:
             return self._connection.problem
         return None if self._namespace.tools else "the server offers no tools"
@@ -130,14 +129,12 @@ class McpProvider(ToolProvider):
         return self.config.timeout_s + self.config.connect_timeout_s
 
     async def start(self) -> None:
-        """Makes the first attempt to connect; later ones go on in the background."""
         await self._connection.start()
 
     def namespaces(self) -> Sequence[Namespace]:
         return (self._namespace,) if self._namespace else ()
 
     def needs_approval(self, tool: str) -> bool:
-        """Whether the operator wants a person to agree before each call of `tool`."""
         return self.config.needs_approval(self.own_names.get(tool, tool))
 
     def trial(self) -> tuple[str, str] | None:
@@ -264,7 +261,6 @@ class McpSession(ToolSession):
         return to_result(answer, self._provider.config.max_output_chars)
 
     def source(self, cursor: int, line: int | None = None) -> Source | None:
-        """The page behind a cursor, for servers that are browsers."""
         return self._sources.get(cursor)
 
     async def aclose(self) -> None:

@@ -126,7 +126,6 @@ class McpServerConfig(BaseModel):
         return "sse" if urlsplit(self.url).path.rstrip("/").endswith("/sse") else "streamable_http"
 
     def needs_approval(self, tool: str) -> bool:
-        """Whether a call of `tool` waits for a person, by the operator's word."""
         rules = self.require_approval
         if isinstance(rules, ApprovalRules):
             return tool in rules.always or tool not in rules.never

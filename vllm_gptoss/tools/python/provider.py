@@ -84,7 +84,6 @@ class PythonProvider(ToolProvider):
 
     @property
     def isolation(self) -> str:
-        """The tier and what it means; empty while the tool is off."""
         choice = self._pool.choice if self._pool is not None and self._unavailable is None else None
         return f"{choice.tier.name}: {choice.tier.what}" if choice else ""
 
@@ -99,7 +98,6 @@ class PythonProvider(ToolProvider):
         return self.options.max_conversations
 
     async def start(self) -> None:
-        """Finds a way to isolate programs, tries it, and warms kernels up."""
         self._pool = KernelPool(self.options, self._evict_idle)
         started = time.monotonic()
         try:
@@ -185,7 +183,6 @@ class PythonProvider(ToolProvider):
                 await uninterrupted(container.discard(""))
 
     async def read_file(self, container_id: str, file_id: str) -> StoredFile | None:
-        """A file that a call left in /mnt/data, with its bytes; None if it is unknown or expired."""
         return await self._store.read(container_id, file_id)
 
     async def list_files(self, container_id: str) -> Sequence[StoredFile]:
@@ -280,7 +277,6 @@ class PythonSession(ToolSession):
 
     @property
     def container_id(self) -> str:
-        """The conversation's, or the one that is made for it."""
         return self._provider.id_of(self._conversation_id) or self._id_of_new
 
     async def call(self, call: ToolCall) -> ToolResult:

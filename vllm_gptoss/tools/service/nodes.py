@@ -97,7 +97,6 @@ class ServiceProvider(ToolProvider):
         return self._config.timeout_s + self._config.connect_timeout_s * len(self._nodes)
 
     async def start(self) -> None:
-        """Connects to every node; failures are retried in the background."""
         await asyncio.gather(*(node.start() for node in self._nodes.values()))
 
     async def aclose(self) -> None:

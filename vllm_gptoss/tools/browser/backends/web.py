@@ -103,7 +103,6 @@ class PostApi(ApiBackend):
         return {header: value.format(self._key)}
 
     async def search(self, query: Query) -> Sequence[Hit]:
-        """The provider's results; the request has only the given options."""
         body: dict[str, Any] = {"query": query.text, self.form.number: query.topn, **self.form.also}
         if query.domains:
             body[self.form.domains] = list(query.domains)
