@@ -23,10 +23,7 @@ class Searxng(ApiBackend):
     name = "searxng"
 
     async def start(self) -> None:
-        """
-        Raises:
-            BackendError: no instance is configured.
-        """
+        """Raises BackendError: no instance is configured."""
         await super().start()
         if not str(self._client.base_url):
             raise BackendError("the searxng backend needs the instance's address: set `url` or SEARXNG_URL")
