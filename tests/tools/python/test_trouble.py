@@ -316,7 +316,7 @@ async def test_a_turn_that_is_asked_again_is_told_what_the_lost_attempt_ran(prov
 
     first = await opened()
     told = [(await run(first, code)).text for code in ("count = 0", "count += 1; count")]
-    assert told == ["(no output)", "1\n"], "of its own calls a response is told nothing"
+    assert told == ["(no output)", "1\n"], "a response gets no notice of its own calls"
     told = [(await run(await opened(knows_all=knows), "count")).text for knows in (True, False)]
     assert told == [f"{_UNSEEN}\n1\n", "1\n"]
     second = await run(await opened(), "count")

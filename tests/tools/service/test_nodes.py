@@ -231,7 +231,7 @@ async def test_a_turn_that_is_asked_again_is_told_what_the_lost_attempt_ran(node
 @HERE
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_wrong_key_is_said_at_the_start(node: Node) -> None:
-    async with service("a key that nobody knows", node.url) as nobody:
+    async with service("a key of another service", node.url) as nobody:
         assert "401" in (nobody.unavailable or "")
         assert nobody.namespaces() == ()
 
