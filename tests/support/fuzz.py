@@ -19,10 +19,11 @@ from vllm_gptoss.tools.browser import charset, markup, reading, robots_txt
 from vllm_gptoss.tools.browser.page import wrap
 from vllm_gptoss.tools.confined import Refused, job
 from vllm_gptoss.tools.confined.content import json_content, undone
-from vllm_gptoss.tools.confined.json_tree import MAX_NODES, json_problem
+from vllm_gptoss.tools.confined.json_tree import MAX_DIGITS, MAX_NODES, Count, json_problem
+from vllm_gptoss.tools.confined.json_value import decode
 from vllm_gptoss.tools.python import messages
 
-OF_JSON = {"kernel", "frames", "results", "schemas"}
+OF_JSON = {"kernel", "frames", "results", "schemas", "references", "conversations"}
 SLOW_S = 4.0
 """Of processor time, for one case of at most 64 kB."""
 
@@ -83,6 +84,23 @@ CORPUS: dict[str, list[bytes]] = {
         b'{"patternProperties": {"(": {}}, "uniqueItems": true, "multipleOf": 0}\0{"a": [1, 1]}',
         b'{"$schema": ["x"], "properties": {"a": {"$ref": 1e300}}}\0{"a": 1}',  # found by this fuzzer
         b'{"$defs": {"a": {"$ref": -1.5}}, "$ref": "#/$defs/a"}\0{"a": 1}',  # found by this fuzzer
+    ],
+    "bodies": [
+        b'{"model": "gpt-oss-20b", "input": [{"role": "user", "content": [{"type": "input_text", "text": "t"}]}]}',
+        b'{"input": "\\\\\\"[{,:", "metadata": {"a": "b"}, "tools": [], "temperature": 1e-9}',
+        b"[" * 200 + b"]" * 200,
+        b"[" + b"[]," * 2000 + b"1]",
+        b"[" + b"9" * 1500 + b"]",
+    ],
+    "references": [
+        b'{"model": "gpt-oss-20b", "input": [{"type": "item_reference", "id": "i0"}, {"id": "i1"}, {"id": "i2"}]}',
+        b'{"model": "gpt-oss-20b", "input": [{"id": "i0"}, {"id": "i0"}, {"role": "user", "content": "u"}]}',
+        b'{"model": "gpt-oss-20b", "input": [{"id": "none"}], "store": false, "previous_response_id": "resp_0"}',
+    ],
+    "conversations": [
+        b'{"metadata": {"a": "b"}, "items": [{"role": "user", "content": "u", "id": "i0"}, {"role": "assistant"}]}',
+        b'{"items": [{"type": "function_call", "call_id": "c", "name": "n", "arguments": "{}"}, {"id": "i0"}]}',
+        b'{"items": [{"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]}]}',
     ],
 }
 TOKENS = [
@@ -211,6 +229,29 @@ def _json(data: bytes) -> None:
     assert nodes <= MAX_NODES + 1
 
 
+def _bodies(data: bytes) -> None:
+    """What passes has as many values, and as deep, as the count allows, however its parts were cut; strict."""
+    count, step = Count(1000, 128), 1 + len(data) % 700
+    if any(count.add(data[at : at + step]) for at in range(0, len(data), step)):
+        return
+    try:
+        level = [decode(data)]
+    except ValueError:
+        return
+    values = depth = 0
+    while level:
+        values, depth = values + len(level), depth + 1
+        assert all(abs(one) < 10**MAX_DIGITS for one in level if isinstance(one, int))
+        level = [
+            inner
+            for one in level
+            if isinstance(one, (list, dict))
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+    assert values <= 1001
+    assert depth <= 129
+
+
 def _schemas(data: bytes) -> None:
     schema, _, value = data.partition(b"\0")
     try:
@@ -232,8 +273,9 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "frames": _frames,
     "json": _json,
     "schemas": _schemas,
+    "bodies": _bodies,
 }
-STRICT = {"kernel", "frames", "json", "schemas", "encodings", "robots"}
+STRICT = {"kernel", "frames", "json", "schemas", "encodings", "robots", "bodies"}
 """Where any exception is a failure. Parsers of documents may give up with one: the worker says so, and ends."""
 
 

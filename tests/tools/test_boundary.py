@@ -1,4 +1,4 @@
-"""Tools could be a package of their own: they know nothing of the rest, and the rest knows them by one module."""
+"""Tools could be a separate package: they know nothing of the rest, and the rest knows them by one module."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PARENT = "vllm_gptoss.tools"
 """`from vllm_gptoss.tools import protocol` names the package too."""
 
 CONFINED = "vllm_gptoss.tools.confined"
-"""Workers for whatever nobody vouches for, client's schemas among them: its own face, which is not about tools."""
+"""Workers for untrusted data, clients' schemas among them: its own face, which is not about tools."""
 
 DOCUMENTS = "vllm_gptoss.tools.documents"
-"""Reads a client's PDF in such a worker: a face of its own too."""
+"""Reads a client's PDF in such a worker: a separate interface too."""
 
 YAML_FILE = "vllm_gptoss.tools.yaml_file"
 """Reads an operator's YAML: not about tools either."""
@@ -29,14 +29,14 @@ YAML_FILE = "vllm_gptoss.tools.yaml_file"
 SHARED = tuple(
     f"vllm_gptoss.tools.{name}." for name in ("slots", "unreadable", "confined.json_tree", "confined.json_value")
 )
-"""Turns of callers, descriptions of files that nobody can show, and counted JSON: not about tools either."""
+"""Turns of callers, descriptions of unreadable files, and counted JSON: not about tools either."""
 
 ROOTS = {"endpoint.py", "parts.py"}
 """Where the parts are put together."""
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Every module of ours that the file names, at the top or inside a function."""
+    """Every module of this package that the file names, at the top or inside a function."""
     here = ["vllm_gptoss", *path.relative_to(PACKAGE).with_suffix("").parts]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

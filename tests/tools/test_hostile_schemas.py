@@ -18,7 +18,7 @@ PAUSE_S = 0.1
 
 
 def doubled(depth: int) -> dict[str, Any]:
-    """Each definition asks twice for the next."""
+    """Each definition refers twice to the next."""
     definitions: dict[str, Any] = {f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(depth)}
     return {"$defs": {**definitions, f"d{depth}": {"type": "string"}}, "properties": {"a": {"$ref": "#/$defs/d0"}}}
 
@@ -142,7 +142,7 @@ async def test_both_ways_of_checking_say_the_same() -> None:
 
 async def test_a_plain_check_costs_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     def none() -> None:
-        raise AssertionError("a worker was asked for")
+        raise AssertionError("a worker was requested")
 
     monkeypatch.setattr(arguments, "pool", none)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_utime

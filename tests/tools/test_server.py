@@ -1,4 +1,4 @@
-"""All tools together: one that is down costs itself; requests reach only allowed servers; others can use ours."""
+"""All tools together: one that is down affects no other; requests reach only allowed servers; tools serve others."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ async def test_one_spec_starts_everything_and_what_is_down_is_off_alone(caplog: 
     with example("streamable_http") as (url, _):
         spec = f"browser,{url},stdio:{sys.executable} {EXAMPLE} stdio,127.0.0.1:1,stdio:/nonexistent"
         async with ToolServer.from_spec(spec, ToolServerOptions(environ=ENVIRON)) as server:
-            assert [namespace.name for namespace in server.namespaces()] == ["example", "browser"]  # two say `example`
+            # two claim `example`
+            assert [namespace.name for namespace in server.namespaces()] == ["example", "browser"]
             assert "two tools are called example; the first configured server is used" in caplog.text
             off = [offer for offer in server.offers() if offer.unavailable]
             assert len(off) == 2

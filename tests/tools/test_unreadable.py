@@ -1,4 +1,4 @@
-"""What a tool returned and gpt-oss cannot read is described, whichever API's part it is."""
+"""What a tool returned and gpt-oss cannot read is described, for the parts of every API."""
 
 from __future__ import annotations
 

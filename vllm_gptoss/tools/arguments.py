@@ -1,4 +1,4 @@
-"""A tool call's arguments against the tool's schema, neither of which anybody vouches for.
+"""A tool call's arguments against the tool's schema, both untrusted.
 
 A schema of plain keywords is followed here where it and the arguments have few values: each of the arguments may be
 compared with each of the schema. Any other, with patterns, references or combinations, is followed in a confined
@@ -41,21 +41,12 @@ _PLAIN_CHECKS = 20_000
 _MAX_FAULTS = 64
 """Faults among which the best is looked for. Each costs as much as ten checks."""
 _PLAIN = {
-    *(
-        "$schema",
-        "additionalProperties",
-        "const",
-        "default",
-        "deprecated",
-        "description",
-        "enum",
-        "example",
-        "examples",
-    ),
+    *("$schema", "additionalProperties", "const", "default", "deprecated", "description", "enum", "example"),
+    "examples",
     *("exclusiveMaximum", "exclusiveMinimum", "format", "items", "maxItems", "maxLength", "maximum", "minItems"),
     *("minLength", "minimum", "multipleOf", "nullable", "properties", "required", "strict", "title", "type"),
 }
-"""Keywords whose cost is at most the product of schema and arguments."""
+"""Keywords with a cost of at most the product of schema and arguments."""
 
 
 @dataclass
@@ -131,7 +122,6 @@ def _plain(schema: object) -> bool:
 
 @job
 def judge(payload: bytes, *, schema: str) -> Verdict:
-    """In a worker: what `judged` says."""
     return judged(payload, schema)
 
 
@@ -191,7 +181,6 @@ def _validator(schema: str) -> tuple[Any, str]:
 
 
 def warm() -> None:
-    """What the first schema would import."""
     judged(
         b'{"a": "b"}',
         '{"type": "object", "properties": {"a": {"pattern": "c", "$ref": "#/$defs/a"}}, "$defs": {"a": {}}}',

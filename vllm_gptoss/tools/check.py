@@ -27,24 +27,18 @@ from vllm_gptoss.tools.server import ToolServer
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
-    """What one tool did."""
-
     name: str
     kind: str
     tools: str
     call: str
     seconds: float
     problem: str | None
-    note: str | None = None  # what does not work and is no failure, because nobody has set it up
+    note: str | None = None  # what does not work and is no failure, because it is not configured
     isolation: str = ""  # how the python tool holds programs, and what that means
 
 
 async def check_tools(spec: str) -> list[CheckRow]:
-    """Starts the tools of `spec` and calls each once.
-
-    Raises:
-        ToolConfigError: `spec` is wrong.
-    """
+    """Starts the tools of `spec` and calls each once. Raises ToolConfigError: `spec` is wrong."""
     async with ToolServer.from_spec(spec) as server:
         return list(await asyncio.gather(*(_row(provider) for provider in server.providers)))
 
@@ -98,7 +92,6 @@ def _harmless(provider: ToolProvider, namespace: Namespace) -> ToolCall | None:
 
 
 def table(rows: list[CheckRow]) -> Table:
-    """The rows as a table for people."""
     view = Table("tool", "kind", "offers", "called", "seconds", "result", title="Tools")
     for row in rows:
         result = f"[red]{_plain(row.problem)}[/red]" if row.problem else "[green]ok[/green]"
@@ -118,7 +111,7 @@ def check(
     spec: Annotated[str, typer.Argument(help="what you would give to --tool-server")] = "demo",
     as_json: Annotated[bool, typer.Option("--json", help="print JSON lines instead of a table")] = False,
 ) -> None:
-    """Start every configured tool, call each once, and say what came. Exits with 1 if one failed, 2 for a bad spec."""
+    """Start every configured tool, call each once, and print the results. Exits with 1 if one failed, 2: bad spec."""
     try:
         rows = asyncio.run(check_tools(spec))
     except ToolConfigError as error:

@@ -24,7 +24,7 @@ HELP = (
 
 
 class ToolConfigError(ValueError):
-    """The configuration cannot be used; the message names the key and says what to write."""
+    """The configuration cannot be used; the message names the key and the fix."""
 
 
 class RemoteConfig(BaseModel):
@@ -45,8 +45,6 @@ class RemoteConfig(BaseModel):
 
 
 class ToolsConfig(BaseModel):
-    """tools.yaml."""
-
     model_config = ConfigDict(extra="forbid")
 
     python: dict[str, Any] | bool = Field(default=False, description="true, or the python tool's options")
@@ -78,11 +76,8 @@ class ToolsPlan:
 
 
 def parse_spec(spec: str, environ: Mapping[str, str] = os.environ) -> ToolsPlan:
-    """The plan that `spec` describes.
-
-    Raises:
-        ToolConfigError: a part is none of the accepted forms, or a file in it cannot be used.
-    """
+    """The plan that `spec` describes. Raises ToolConfigError: a part has no accepted form, or a file in it cannot be
+    used."""
     plan = ToolsPlan(requests=_requests(environ))
     parts = [part.strip() for part in spec.split(",") if part.strip()]
     if not parts:
@@ -165,11 +160,8 @@ def _merge(plan: ToolsPlan, config: ToolsConfig, source: str) -> ToolsPlan:
 
 
 def load(path: Path) -> ToolsConfig:
-    """The configuration in the file `path`; paths in it are relative to its folder.
-
-    Raises:
-        ToolConfigError: there is no such file, it is no YAML, or a key in it is wrong; the message names the key.
-    """
+    """The configuration in the file `path`; paths in it are relative to its folder. Raises ToolConfigError: there is no
+    such file, it is no YAML, or a key in it is wrong; the message names the key."""
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:

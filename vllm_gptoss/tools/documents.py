@@ -1,4 +1,4 @@
-"""The text of a document that a client sent, read in a confined worker. A face of its own, which is not about tools."""
+"""The text of a document that a client sent, read in a confined worker. A separate interface, independent of tools."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_BYTES: Final = Limit().payload
 
 
 class DocumentError(ValueError):
-    """A document that cannot be read; the message says why."""
+    """A document that cannot be read; the message has the reason."""
 
 
 MAX_TEXT: Final = 1 << 20
@@ -36,7 +36,7 @@ MAX_PDFS: Final = 8
 async def pdf_text(encoded: str, name: str, caller: str) -> str:
     """The text of a PDF in base64, as `[file: name]` and a heading for each page, cut after 200 pages.
 
-    `caller` is whose turn at the workers it is.
+    `caller`: for fair turns at the workers.
 
     Raises:
         DocumentError: it is none, or takes too long or too much.

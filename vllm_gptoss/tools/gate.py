@@ -52,9 +52,9 @@ RUNNING = Gauge("gptoss_tool_calls_running", "Tool calls running", ["tool"], mul
 
 
 class GatedProvider(WrapperProvider):
-    """`inner`, each of whose calls goes through the gate.
+    """`inner`, with every call passing the gate.
 
-    `public` is false for a request's own server, whose names must not become label values.
+    `public` is false for a server that a request names: its names must not become label values.
     """
 
     def __init__(self, inner: ToolProvider, slots: Slots | None = None, *, public: bool = True) -> None:
@@ -63,7 +63,6 @@ class GatedProvider(WrapperProvider):
         self._public = public
 
     async def open(self, conversation_id: str, options: SessionOptions) -> ToolSession:
-        """The tool as one conversation sees it, behind the gate."""
         session = await self.inner.open(conversation_id, options)
         limit_s = self.inner.longest_call_s + _SPARE_S
         return gated(session, options, self._slots, limit_s=limit_s, public=self._public)
@@ -92,7 +91,6 @@ class CountedSession(WrapperSession):
             logger.exception("tool session did not close")
 
     async def call(self, call: ToolCall) -> ToolResult:
-        """Runs `call`. Raises only `asyncio.CancelledError`."""
         tool = tool_label(self, call, self._public)
         began = time.monotonic()
         try:
@@ -126,7 +124,6 @@ class CheckedSession(WrapperSession):
     """Lets a call through only if its tool is there and its schema allows the arguments."""
 
     async def call(self, call: ToolCall) -> ToolResult:
-        """Runs `call`, or answers what is wrong with it."""
         return await self._refused(call) or await self.inner.call(call)
 
     async def _refused(self, call: ToolCall) -> ToolResult | None:
@@ -135,7 +132,7 @@ class CheckedSession(WrapperSession):
             known = ", ".join(n.name for n in self.namespaces)
             return failed("unknown_tool", f"There is no tool namespace `{call.namespace}` here, only: {known}.")
         if namespace.kind is ToolKind.PYTHON:
-            return None  # source code, whatever the recipient's suffix
+            return None  # source code, for any suffix of the recipient
         if tool is None:
             known = ", ".join(f"{namespace.name}.{t.name}" for t in namespace.tools)
             return failed("unknown_tool", f"There is no tool `{call.namespace}.{call.tool}`. There are: {known}.")
@@ -157,7 +154,6 @@ class BoundedSession(WrapperSession):
         self._turn = asyncio.Lock()
 
     async def call(self, call: ToolCall) -> ToolResult:
-        """Waits for a slot and runs `call` for at most the limit."""
         tool = tool_label(self, call, self._public)
         async with self._slot(tool):
             with RUNNING.labels(tool).track_inprogress(), SECONDS.labels(tool).time():
@@ -175,7 +171,7 @@ class BoundedSession(WrapperSession):
 
 
 def tool_label(session: ToolSession, call: ToolCall, public: bool) -> str:
-    """The metric's label of `call`: only names that a configured tool has, so that nobody makes up new ones."""
+    """The metric's label of `call`: only names of configured tools, so the labels are bounded."""
     if not public:
         return "(request)"
     namespace, tool = _find(session, call)

@@ -4,7 +4,7 @@ A *provider* is configured once per server and owns long-lived things (a warm ke
 It opens a *session* per conversation, which owns the state the model sees (variables, page stack). Sessions never
 raise for what a tool did wrong: a `ToolResult` with `error` set goes back to the model and to the client's item.
 
-Every method a caller may use is named here, with a default for tools that have nothing to say. `tools/wrapper` forwards
+Every method a caller may use is named here, with a default for tools that do not need it. `tools/wrapper` forwards
 each of them, so a wrapper changes one thing and nothing else gets lost.
 """
 
@@ -26,7 +26,7 @@ LABEL = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
 """A namespace that the model can address, and so a `server_label`."""
 
 ID = re.compile(r"[A-Za-z0-9_-]{0,80}")
-"""A container's id, and an owner's as a tools service is told; empty where there is none."""
+"""A container's id, and an owner's in a tools service; empty where there is none."""
 
 RESERVED = frozenset({"functions", "python", "browser", "container", "assistant", "user", "system", "developer"})
 """Names that mean something else in a Harmony header."""
@@ -106,7 +106,7 @@ Content = Text | Image | File
 
 @dataclass(frozen=True, slots=True)
 class ToolError:
-    """Why a call did not do what was asked. `type` is stable and machine-readable."""
+    """Why a call failed. `type` is stable and machine-readable."""
 
     type: str  # invalid_arguments | unknown_tool | timeout | resource_limit | tool_failed | unavailable | denied
     message: str
@@ -161,7 +161,6 @@ class ToolResult:
 
     @property
     def text(self) -> str:
-        """Everything the model reads, joined by newlines."""
         parts = (
             c.text if isinstance(c, Text) else c.alt if isinstance(c, Image) else f"[file: {c.filename}]"
             for c in self.content
@@ -170,27 +169,27 @@ class ToolResult:
 
 
 CALLER: ContextVar[str] = ContextVar("gptoss_caller", default="")
-"""Who asks, for queues that are fair: set by the serving core, an API key's tenant. Empty: all are one."""
+"""The caller, for fair queues: set by the serving core, an API key's tenant. Empty: all are one."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
-    """What one request asks of a tool, beyond its defaults; a provider ignores what is not its own."""
+    """What one request requires of a tool, beyond its defaults; a provider ignores what is not its own."""
 
     response_id: str = ""
     owner: str = ""
-    """Who asks, in no readable form; what is shared is shared out by it. Empty where callers are not told apart."""
+    """The caller as a hash, for fair sharing. Empty where callers are not distinguished."""
     allowed_domains: Sequence[str] = ()
     external_web_access: bool = True
     search_context_size: str = "medium"
     allowed_tools: Sequence[str] | None = None
     user_location: Mapping[str, Any] = field(default_factory=dict)
     past: Sequence[Mapping[str, Any]] = ()
-    """Calls of the conversation's earlier responses, whatever process ran them: `recipient`, `output`, `recall`."""
+    """Calls of the conversation's earlier responses, of every process: `recipient`, `output`, `recall`."""
     knows_all: bool = False
     """Whether `past` has every call that the model will see; else nothing follows from one that is not there."""
     new_container: str = ""
-    """The id of a container that has to be made for the conversation; empty: whatever the tool chooses."""
+    """The id of a container that has to be made for the conversation; empty: the tool chooses."""
 
 
 class ToolSession(ABC):
@@ -211,7 +210,7 @@ class ToolSession(ABC):
         return ""
 
     def source(self, cursor: int, line: int | None = None) -> Source | None:
-        """The page behind a citation's cursor, if this session opened it; `line` tells search results apart."""
+        """The page behind a citation's cursor, if this session opened it; `line` distinguishes search results."""
         return None
 
     def excerpt(self, cursor: int, first: int, last: int | None = None) -> str | None:
@@ -242,7 +241,7 @@ class ToolProvider(ABC):
 
     @abstractmethod
     async def open(self, conversation_id: str, options: SessionOptions) -> ToolSession:
-        """The tool as one conversation sees it; an empty id is nobody else's and ends with the session."""
+        """The tool as one conversation sees it; an empty id is private and ends with the session."""
 
     async def start(self) -> None:
         """Connects or warms up. Failure sets `unavailable`; it never raises."""
@@ -264,12 +263,12 @@ class ToolProvider(ABC):
 
     @property
     def at_once(self) -> int | None:
-        """How many calls it has room for at once, or None where that is not its to say."""
+        """How many calls it has room for at once, or None where it does not know."""
         return None
 
     @property
     def note(self) -> str | None:
-        """What does not work although the tool is on, because nobody has set it up."""
+        """What does not work although the tool is on, because it is not configured."""
         return None
 
     @property
@@ -290,7 +289,7 @@ class ToolProvider(ABC):
         return ()
 
     async def read_file(self, container_id: str, file_id: str) -> StoredFile | None:
-        """A file with its bytes; None if it is unknown or no longer kept."""
+        """A file with its bytes; None if it is unknown or expired."""
         return None
 
 
@@ -301,12 +300,12 @@ def last_call(past: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def failed(kind: str, message: str, shown: str = "") -> ToolResult:
-    """A result that tells the client `message`, and the model `shown` or else the same; `kind` as `ToolError.type`."""
+    """A result with `message` for the client, and `shown` or the same for the model; `kind`: `ToolError.type`."""
     return ToolResult([Text(shown or message)], ToolError(kind, message))
 
 
 async def call_within(session: ToolSession, call: ToolCall, limit_s: float) -> ToolResult:
-    """Runs `call` for at most `limit_s`. Whatever the tool does wrong, the answer is a result.
+    """Runs `call` for at most `limit_s`. Every failure becomes a result.
 
     Raises only `asyncio.CancelledError`.
     """
@@ -324,7 +323,7 @@ async def call_within(session: ToolSession, call: ToolCall, limit_s: float) -> T
 
 
 def python_namespace(timeout_s: float = 120.0, name: str = "python") -> Namespace:
-    """The python tool. Of the text, only the seconds that a call may take are ours to change."""
+    """The python tool. Of the text, only the seconds that a call may take may be changed."""
     text = (
         "Use this tool to execute Python code in your chain of thought. The code will not be shown to the user. This"
         " tool should be used for internal reasoning, but not for code that is intended to be visible to the user"

@@ -1,6 +1,6 @@
 """`vllm-gptoss tools serve`: our python and browser tools as MCP servers, for our own replicas and other engines.
 
-Each tool is a server of its own, named `python` or `browser`, with the prompt's text as instructions: what vLLM's
+Each tool is a separate server, named `python` or `browser`, with the prompt's text as instructions: what vLLM's
 `--tool-server host:port` and OpenAI's example servers expect. Over HTTP a tool is at `/{name}/mcp` and `/{name}/sse`; a
 tool served alone is at `/mcp` and `/sse` too.
 """
@@ -59,7 +59,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def tool_server(provider: GatedProvider) -> Server[Any]:
-    """`provider`'s namespace as an MCP server, its state kept by `conversation`."""
+    """`provider`'s namespace as an MCP server, its state by `conversation`."""
     namespace = next(iter(provider.namespaces()))
 
     async def list_tools(ctx: Any, params: Any) -> types.ListToolsResult:
@@ -94,11 +94,11 @@ def tool_server(provider: GatedProvider) -> Server[Any]:
 
 
 def conversation(ctx: Any) -> str:
-    """Whose state a call sees; empty, and so nobody else's and gone after the call, when the caller names none.
+    """The conversation of a call; empty where the caller names none: then the state ends with the call.
 
     vLLM names it in the `x-session-id` header, OpenAI's example server in `_meta.client_id`. Connections of protocols
     before 2026-07-28 have ids of their own, and clients that name nothing are led to those; a stdio process has one
-    caller. What one caller names is nobody else's: the caller is part of it.
+    caller. No other caller can use that name: the caller is part of it.
     """
     request = ctx.request if isinstance(ctx.request, Request) else None
     named = (ctx.meta or {}).get("client_id")
@@ -110,7 +110,7 @@ def conversation(ctx: Any) -> str:
 
 
 def _options(namespace: Namespace, ctx: Any, said: Asked | None) -> SessionOptions:
-    """What the caller says of the conversation. It says for whom it asks behind its own name, which is by its key."""
+    """The caller's data on the conversation. The owner is the key's name and the caller's user."""
     request = ctx.request if isinstance(ctx.request, Request) else None
     caller, said = caller_of(request), said or Asked()
     owner = f"{caller}/{said.owner}" if caller and said.owner else caller or said.owner
@@ -249,12 +249,12 @@ class Listening:
     sessions: SessionLimits = DEFAULT
 
     def keys(self) -> Keys:
-        """Raises `ToolConfigError` where others could come in without a key, and nobody has said that they may."""
+        """Raises `ToolConfigError` where others could come in without a key, without `--no-auth`."""
         keys = load_keys(self.keys_file)
         if not keys.digests and self.host not in _LOOPBACK and not self.open_to_all:
             raise ToolConfigError(
-                f"on {self.host} anybody could run programs: give --keys-file or {VARIABLE}, "
-                "or --no-auth where something in front of it asks for keys"
+                f"on {self.host} every client could run programs: give --keys-file or {VARIABLE}, "
+                "or --no-auth where a gateway in front checks keys"
             )
         return keys
 
@@ -266,12 +266,8 @@ def default_folder() -> Path:
 
 
 async def serve_tools(spec: str, transport: Literal["http", "stdio"], at: Listening) -> None:
-    """Starts the tools of `spec` and serves those that are there.
-
-    Raises:
-        ToolConfigError: `spec` is wrong, none of its tools can be served, stdio is asked of more than one, or a key is
-            missing.
-    """
+    """Starts the tools of `spec` and serves those that are there. Raises ToolConfigError: `spec` is wrong, no tool of
+    it can be served, stdio is requested for several, or a key is missing."""
     import uvicorn
 
     keys = at.keys() if transport == "http" else Keys()
@@ -282,7 +278,7 @@ async def serve_tools(spec: str, transport: Literal["http", "stdio"], at: Listen
             raise ToolConfigError("no tool can be served: " + "; ".join(str(o.unavailable) for o in tools.offers()))
         if transport == "stdio":
             if len(providers) > 1:
-                raise ToolConfigError("stdio serves one tool: say python or browser")
+                raise ToolConfigError("stdio serves one tool: python or browser")
             await run_stdio(providers[0])
             return
         app = http_app(providers, at.host, keys, at.sessions)
@@ -298,15 +294,15 @@ def serve(
         Path | None, typer.Option(help=f"bearer keys, one a line; {VARIABLE} has them by commas")
     ] = None,
     proxies: Annotated[
-        str, typer.Option(help="addresses whose X-Forwarded-* headers are believed, by commas")
+        str, typer.Option(help="addresses with X-Forwarded-* headers that are believed, by commas")
     ] = "127.0.0.1",
     caller_sessions: Annotated[
         int, typer.Option(min=1, help="MCP sessions of one key; its longest unused end")
-    ] = 2_000,
-    max_sessions: Annotated[int, typer.Option(min=1, help="MCP sessions of all keys")] = 8_000,
-    no_auth: Annotated[bool, typer.Option("--no-auth", help="serve whoever reaches the port")] = False,
+    ] = DEFAULT.per_caller,
+    max_sessions: Annotated[int, typer.Option(min=1, help="MCP sessions of all keys")] = DEFAULT.total,
+    no_auth: Annotated[bool, typer.Option("--no-auth", help="serve every client that reaches the port")] = False,
 ) -> None:
-    """Serve the python and browser tools as MCP servers: for replicas of ours, and for other engines."""
+    """Serve the python and browser tools as MCP servers: for our replicas and other engines."""
     if transport not in ("http", "stdio"):
         typer.echo(f"error: --transport is http or stdio, not {transport}", err=True)
         raise typer.Exit(2)

@@ -30,7 +30,7 @@ _OURS = frozenset(("connection", "content-length", "content-type", "host", "tran
 
 
 class NotAllowedError(Exception):
-    """A request asked for an MCP server that this server does not connect to; the message says what to do."""
+    """A request names an MCP server that this server does not connect to; the message has the fix."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,8 @@ class ToolServer:
 
     @classmethod
     def from_spec(cls, spec: str, options: ToolServerOptions | None = None) -> ToolServer:
-        """The server that `--tool-server spec` describes, not yet started. A tool whose package is missing is off.
-
-        Raises:
-            ToolConfigError: `spec`, or a file it names, is wrong; nothing about tools being down.
-        """
+        """The server that `--tool-server spec` describes, not yet started. A tool with a missing package is off. Raises
+        ToolConfigError: `spec`, or a file it names, is wrong; nothing about tools being down."""
         options = options or ToolServerOptions()
         environ = os.environ if options.environ is None else options.environ
         plan = parse_spec(spec, environ)
@@ -78,7 +75,7 @@ class ToolServer:
         ]
         if plan.service is not None:
             if plan.python is not None:
-                logger.info("python runs on the tools service; this server starts none of its own")
+                logger.info("python runs on the tools service; this server starts no other")
             providers.append(_loaded("python", _service, plan.service, environ))
         # Last, so that a server that the operator labels `python` or `browser` takes a built-in tool's place.
         if plan.python is not None and plan.service is None:
@@ -88,7 +85,7 @@ class ToolServer:
         return cls(providers, plan)
 
     def shared_by(self, processes: int) -> None:
-        """Says what conversations lose where several API server processes each have these tools."""
+        """Logs what conversations lose where several API server processes each have these tools."""
         if processes > 1 and self.plan.python is not None and self.plan.service is None:
             logger.warning(
                 "%d API server processes have a python tool each: a conversation that meets another one loses its "
@@ -105,7 +102,7 @@ class ToolServer:
         await self.aclose()
 
     async def start(self) -> None:
-        """Starts every tool at once. Never raises for one that is down; it is logged, and asked for again later."""
+        """Starts every tool at once. Never raises for one that is down; it is logged and retried later."""
         results = await asyncio.gather(*(provider.start() for provider in self._all), return_exceptions=True)
         for provider, error in zip(self._all, results, strict=True):
             if isinstance(error, Exception):
@@ -115,10 +112,9 @@ class ToolServer:
                 logger.warning("tool %s is off: %s", offer.name, offer.unavailable)
             else:
                 logger.info("tool %s is on: %s", offer.name, ", ".join(offer.tools))
-        self.namespaces()  # says which names are taken twice
+        self.namespaces()  # raises for names that are taken twice
 
     async def aclose(self) -> None:
-        """Closes every tool at once."""
         results = await asyncio.gather(*(provider.aclose() for provider in self._all), return_exceptions=True)
         for provider, error in zip(self._all, results, strict=True):
             if isinstance(error, Exception):
@@ -130,7 +126,6 @@ class ToolServer:
         return self._all
 
     def namespaces(self) -> list[Namespace]:
-        """What can be called now, each name once."""
         found: dict[str, Namespace] = {}
         for provider in self._all:
             for namespace in provider.namespaces() if not provider.unavailable else ():
@@ -177,7 +172,7 @@ class ToolServer:
             connections="shared",
             timeout_s=requests.timeout_s,
             connect_timeout_s=requests.connect_timeout_s,
-            require_approval="never",  # the operator has no rule of its own here: the request's counts
+            require_approval="never",  # the operator has no rule here: the request's counts
         )
         try:
             dial = {"guard": guard, "headers": headers, "environ": {}}
@@ -216,7 +211,7 @@ class ToolServer:
 
 
 def _loaded(name: str, make: Callable[..., ToolProvider], *args: Any) -> ToolProvider:
-    """What `make` returns; where it cannot import a package, a stand-in whose reason names the package."""
+    """What `make` returns; where it cannot import a package, a stand-in that names the package."""
     try:
         return make(*args)
     except ImportError as error:
@@ -258,8 +253,6 @@ def _python(options: Mapping[str, Any]) -> ToolProvider:
 
 
 class _Missing(ToolProvider):
-    """A configured tool that cannot be there."""
-
     name = ""
     unavailable: str | None = None
 

@@ -16,7 +16,7 @@ class Slots:
     """`limit` jobs at once, shared among callers (`owner`: who holds an API key).
 
     The last few slots are for callers who hold none, so that a second one need not wait for the first one's long jobs;
-    a caller alone has all others. Of those that wait, whoever holds fewest goes first, then in turns. Without keys
+    a caller alone has all others. Of those that wait, the caller with fewest goes first, then in turns. Without keys
     there is one caller, "", who has them all. `per_owner` and `total` bound how many wait; None for no bound.
     """
 
@@ -30,7 +30,6 @@ class Slots:
 
     @asynccontextmanager
     async def one(self, owner: str) -> AsyncIterator[None]:
-        """A slot. Raises BusyError."""
         await self._enter(owner)
         try:
             yield

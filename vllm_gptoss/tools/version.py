@@ -1,4 +1,4 @@
-"""Who the tools say they are to servers and web sites."""
+"""The name of the tools for servers and web sites."""
 
 from __future__ import annotations
 

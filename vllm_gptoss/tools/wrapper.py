@@ -1,4 +1,4 @@
-"""Providers and sessions around others: these forward everything, so that a wrapper says only what it changes."""
+"""Providers and sessions around others: these forward everything, so that a wrapper defines only what it changes."""
 
 from __future__ import annotations
 
@@ -24,28 +24,22 @@ class WrapperSession(ToolSession):
 
     @property
     def namespaces(self) -> Sequence[Namespace]:
-        """`inner`'s."""
         return self.inner.namespaces
 
     @property
     def container_id(self) -> str:
-        """`inner`'s."""
         return self.inner.container_id
 
     async def call(self, call: ToolCall) -> ToolResult:
-        """`inner`'s."""
         return await self.inner.call(call)
 
     def source(self, cursor: int, line: int | None = None) -> Source | None:
-        """`inner`'s."""
         return self.inner.source(cursor, line)
 
     def excerpt(self, cursor: int, first: int, last: int | None = None) -> str | None:
-        """`inner`'s."""
         return self.inner.excerpt(cursor, first, last)
 
     async def aclose(self) -> None:
-        """`inner`'s."""
         await self.inner.aclose()
 
 
@@ -57,67 +51,52 @@ class WrapperProvider(ToolProvider):
 
     @property
     def name(self) -> str:
-        """`inner`'s."""
         return self.inner.name
 
     @property
     def unavailable(self) -> str | None:
-        """`inner`'s."""
         return self.inner.unavailable
 
     @property
     def honours_web_options(self) -> bool:
-        """`inner`'s."""
         return self.inner.honours_web_options
 
     @property
     def longest_call_s(self) -> float:
-        """`inner`'s."""
         return self.inner.longest_call_s
 
     @property
     def at_once(self) -> int | None:
-        """`inner`'s."""
         return self.inner.at_once
 
     @property
     def note(self) -> str | None:
-        """`inner`'s."""
         return self.inner.note
 
     @property
     def isolation(self) -> str:
-        """`inner`'s."""
         return self.inner.isolation
 
     def namespaces(self) -> Sequence[Namespace]:
-        """`inner`'s."""
         return self.inner.namespaces()
 
     async def start(self) -> None:
-        """`inner`'s."""
         await self.inner.start()
 
     async def open(self, conversation_id: str, options: SessionOptions) -> ToolSession:
-        """`inner`'s."""
         return await self.inner.open(conversation_id, options)
 
     async def aclose(self) -> None:
-        """`inner`'s."""
         await self.inner.aclose()
 
     def needs_approval(self, tool: str) -> bool:
-        """`inner`'s."""
         return self.inner.needs_approval(tool)
 
     def trial(self) -> tuple[str, str] | None:
-        """`inner`'s."""
         return self.inner.trial()
 
     async def list_files(self, container_id: str) -> Sequence[StoredFile]:
-        """`inner`'s."""
         return await self.inner.list_files(container_id)
 
     async def read_file(self, container_id: str, file_id: str) -> StoredFile | None:
-        """`inner`'s."""
         return await self.inner.read_file(container_id, file_id)

@@ -15,16 +15,12 @@ class YamlFileError(ValueError):
 
 
 def files(path: Path) -> list[Path]:
-    """The file, or the YAML files of the folder."""
     return sorted([*path.glob("*.yaml"), *path.glob("*.yml")]) if path.is_dir() else [path]
 
 
 def read(path: Path, most_bytes: int) -> tuple[Any, yaml.Node]:
-    """A file's data, and its nodes, which know their lines.
-
-    Raises:
-        YamlFileError: not there, too large, or no plain YAML: aliases and keys that are there twice are refused.
-    """
+    """A file's data, and its nodes, which know their lines. Raises YamlFileError: not there, too large, or no plain
+    YAML: aliases and keys that are there twice are refused."""
     try:
         with path.open("rb") as file:
             text = file.read(most_bytes + 1)
@@ -56,7 +52,7 @@ def explained(path: Path, root: yaml.Node, error: ValidationError) -> Iterator[s
     """`file:line: field: what is wrong` for each problem that pydantic found."""
     for problem in error.errors():
         if problem["type"] == "too_short" and problem["input"]:
-            continue  # of a list that has entries, each with an error of its own
+            continue  # of a list that has entries, each with its own error
         where = problem["loc"]
         field = ".".join(str(part) for part in where) or "the file"
         said = problem["msg"].removeprefix("Value error, ")
@@ -80,7 +76,6 @@ def line_of(root: yaml.Node, where: Sequence[str | int]) -> int:
 
 
 def _keys(node: yaml.Node) -> Iterator[tuple[int, str]]:
-    """What is wrong with keys, and the line."""
     if isinstance(node, yaml.MappingNode):
         seen = set()
         for key, value in node.value:

@@ -184,9 +184,9 @@ async def test_the_users_location_is_told_where_the_api_takes_it_and_logged_wher
     unheard = {"brave": "", "exa": "city, timezone", "youcom": "city, country, timezone"}.get(
         name, "city, country, timezone"
     )
-    lines = [r.getMessage() for r in caplog.records if "cannot be told" in r.getMessage()]
+    lines = [r.getMessage() for r in caplog.records if "does not support" in r.getMessage()]
     assert (lines[-1:] or [""])[0] == (
-        f"browser: response resp_1: {name} cannot be told the user's {unheard}" if unheard else ""
+        f"browser: response resp_1: {name} does not support the user's {unheard}" if unheard else ""
     )
 
 

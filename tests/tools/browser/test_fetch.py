@@ -80,7 +80,7 @@ class Site:
             answer = PlainTextResponse(request.headers.get("cookie", "no cookie"))
             answer.set_cookie("session", "alice")
             return answer
-        if path == "/wall" and not request.cookies:  # asks for a cookie before it lets anyone in
+        if path == "/wall" and not request.cookies:  # requires a cookie
             wall = RedirectResponse("/wall")
             wall.set_cookie("seen", "yes")
             return wall

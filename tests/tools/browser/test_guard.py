@@ -1,4 +1,4 @@
-"""No address off the public internet may be reached, whatever a name, a redirect or an encoding says.
+"""No address off the public internet may be reached, through any name, redirect or encoding.
 
 Every decision is made with a resolver and a transport of the test's own: nothing is sent anywhere.
 """
@@ -37,7 +37,7 @@ class Names:
 
 @dataclass
 class Wire(httpx.AsyncBaseTransport):
-    """A transport that answers by Host header and path and notes what it was asked to send, and where."""
+    """A transport that answers by Host header and path and records each request and its address."""
 
     pages: dict[str, httpx.Response | str]
     sent: list[str] = field(default_factory=list)

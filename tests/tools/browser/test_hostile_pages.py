@@ -93,7 +93,7 @@ BLANKS = {
 
 @pytest.mark.parametrize("name", BLANKS)
 async def test_runs_of_blanks_and_items_are_read_in_linear_time(site: Made, name: str) -> None:
-    """400 kB of blanks took minutes: `[ \\t]+$` and its kin start anew at every one."""
+    """400 kB of blanks took minutes: `[ \\t]+$` and similar patterns restart at every one."""
     body, kind = BLANKS[name]
     async with asyncio.timeout(25):
         page = await opened(site, body, {"content-type": kind})
@@ -134,7 +134,7 @@ async def test_what_unfolds_is_counted_as_it_unfolds(site: Made, encoding: str, 
 
 
 def pdf_of_nested_forms() -> bytes:
-    """A PDF of some kilobytes whose text is millions of characters: forms that show forms."""
+    """A PDF of some kilobytes with a text of millions of characters: forms that show forms."""
     writer = PdfWriter()
     page = writer.add_blank_page(300, 300)
     font = DictionaryObject({NameObject("/Type"): NameObject("/Font"), NameObject("/Subtype"): NameObject("/Type1"),
@@ -199,7 +199,7 @@ async def test_a_number_that_is_none_costs_no_page(site: Made, number: str) -> N
     ["xn--0", "xn--a", "a..b", ".com", "a" * 64 + ".com", "a" * 300, "\u2488com", "[::1", "b\u00fc" * 60 + ".de"],
 )
 async def test_a_host_that_is_no_name_is_an_answer(site: Made, host: str) -> None:
-    """IDNAError and what Python's own codec raises are no OSError: asked for, in a link, and redirected to."""
+    """IDNAError and what Python's own codec raises are no OSError: opened directly, in a link, and redirected to."""
     served, url, fetcher = site
     with pytest.raises((DeniedError, FetchError)):
         await Fetcher(respect_robots=False).page(f"http://{host}/")

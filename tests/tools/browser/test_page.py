@@ -44,7 +44,7 @@ def test_an_html_page_is_displayed_line_by_line_as_in_training() -> None:
     ],
 )
 def test_small_things_look_as_in_openais_own_browser(html: str, line: str) -> None:
-    """As `process_html` of openai/gpt-oss 0.0.9 showed them when it was run beside this."""
+    """As `process_html` of openai/gpt-oss 0.0.9 shows them."""
     assert html_page(f"<p>{html}</p>", "https://site.example/").lines[2] == line
 
 

@@ -241,7 +241,7 @@ async def test_a_long_conversation_keeps_citations_and_bounds_memory(monkeypatch
 
 
 async def test_pages_of_all_conversations_have_a_limit_together(tmp_path: Path) -> None:
-    """Of whoever holds most, the longest unused loses its pages first; what the model looks at is fetched again."""
+    """The longest unused pages of the caller with most go first; the model's next look fetches them again."""
     (tmp_path / "long.txt").write_text("word " * 60_000)
     provider = BrowserProvider(BrowserConfig(documents=tmp_path, cache_mib=8), environ={})
     await provider.start()

@@ -1,4 +1,4 @@
-"""A pinned address must not weaken TLS: the certificate is still checked against the name that was asked for."""
+"""A pinned address must not weaken TLS: the certificate is still checked against the requested name."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def escape(payload: bytes, *, path: str, port: int, pid: int) -> Tried:
 
 @job
 def descriptors(payload: bytes) -> list[int]:
-    """Which descriptors are open: lseek(2) is allowed, and tells a socket (ESPIPE) from nothing (EBADF)."""
+    """Which descriptors are open: lseek(2) is allowed, and distinguishes a socket (ESPIPE) from nothing (EBADF)."""
     found = []
     for fd in range(1024):
         try:
@@ -144,7 +144,7 @@ def flood(payload: bytes) -> bytes:
 
 @job
 def forge(payload: bytes) -> bytes:
-    """An answer of its own making: a length of 4 GiB."""
+    """A forged answer: a length of 4 GiB."""
     os.write(3, b"\0\xff\xff\xff\xff" + b"x" * 1000)
     time.sleep(5)
     return b""

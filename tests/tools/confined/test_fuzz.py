@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import io
 import random
+import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +17,11 @@ from pydantic import ValidationError
 from pypdf import PdfWriter
 
 from tests.support import fuzz
+from tests.support.responses.replay import ReplayEngine
+from tests.support.responses.server import Running, Script, create, running
+from tests.support.responses.turns import HELLO
 from tests.support.scale import SOAK
+from vllm_gptoss.server.responses.options import ResponsesOptions
 from vllm_gptoss.tools.confined import ConfinedError, Limit, Pool, Sizes, jobs
 from vllm_gptoss.tools.confined.nursery import Nursery
 from vllm_gptoss.tools.mcp import relay
@@ -67,7 +73,7 @@ async def test_no_input_breaks_a_boundary(nursery: Nursery, target: str) -> None
 
 
 class Writer:
-    """The end of a socket that nobody reads."""
+    """The end of a socket without a reader."""
 
     def write(self, data: bytes) -> None:
         pass
@@ -114,3 +120,31 @@ def test_no_result_of_an_mcp_server_breaks_its_conversion() -> None:
         converted += 1
         assert len(to_result(result, 1000).text) < 3000
     assert converted > CASES // 20
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    store = tmp_path_factory.mktemp("fuzz") / "store.sqlite"
+    with running(ReplayEngine(Script(HELLO)), ResponsesOptions(store=str(store)), []) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("target", "path"),
+    [("bodies", "/responses"), ("references", "/responses"), ("conversations", "/conversations")],
+)
+def test_no_request_breaks_the_endpoint(server: Running, target: str, path: str) -> None:
+    """A 4xx with OpenAI's error object, or a result; never a 5xx, and none takes long."""
+    statuses, wrong = Counter[int](), {}
+    with server.http() as http:
+        create(http, input=[{"role": "user", "content": "x" * 1000, "id": f"i{number}"} for number in range(3)])
+        for seed in range(CASES):
+            began = time.monotonic()
+            answer = http.post(path, content=fuzz.made(target, seed))
+            statuses[answer.status_code] += 1
+            refused = 400 <= answer.status_code < 500 and answer.json()["error"]["message"]
+            if not (answer.status_code == 200 or refused) or time.monotonic() - began > fuzz.SLOW_S:
+                wrong[seed] = f"{answer.status_code} after {time.monotonic() - began:.1f} s: {answer.text[:200]}"
+    assert not wrong, wrong
+    assert statuses[200] > 0
+    assert statuses[400] > CASES // 4

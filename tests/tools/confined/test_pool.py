@@ -140,7 +140,7 @@ async def test_queues_are_bounded_and_one_caller_does_not_hold_up_another(hostil
 
 
 async def test_jobs_of_one_caller_delay_no_other(workers: Pool) -> None:
-    """Six documents of another key delayed a schema by 44 s. Kept here: both kinds of workers, by one caller."""
+    """Six documents of another key delayed a schema by 44 s. Measured with both kinds of workers, by one caller."""
 
     async def greedy(limit: Limit) -> None:
         CALLER.set("greedy")

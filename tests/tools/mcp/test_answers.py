@@ -1,4 +1,4 @@
-"""HTTP as servers really answer it: a status says what it means, one broken tool costs itself."""
+"""HTTP as servers really answer it: a status keeps its meaning, one broken tool costs itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GOOD = {"name": "add", "inputSchema": {"type": "object"}}
 
 @asynccontextmanager
 async def raw(call: Response | None = None, tools: Any = (GOOD,)) -> AsyncIterator[McpProvider]:
-    """A started provider of a server whose every word is the test's; it answers a call with `call`."""
+    """A started provider of a server with scripted answers; it answers a call with `call`."""
 
     async def answer(request: Request) -> Response:
         asked = await request.json() if request.method == "POST" else {}
@@ -93,7 +93,7 @@ async def test_every_status_of_a_refused_call_reads_differently(status: int, kin
 
 
 class Events:
-    """A server of the old SSE transport that answers the POST of a call as the test says; later calls it takes."""
+    """A server of the old SSE transport that answers the POST of a call as scripted; later calls it takes."""
 
     def __init__(self, call: Response | None) -> None:
         self.call = call
@@ -180,7 +180,7 @@ async def test_one_broken_tool_costs_itself(broken: Any, caplog: pytest.LogCaptu
 
 
 class Restless:
-    """A server that says in every breath that its tools changed, and wants to be asked again at once."""
+    """A server that constantly reports changed tools, to be listed again at once."""
 
     def __init__(self) -> None:
         self.listed = self.opened = 0

@@ -30,7 +30,7 @@ ENVIRON = {"GPTOSS_BROWSER_DOCUMENTS": str(DOCUMENTS)}
 
 
 class Model:
-    """Says its turns one after the other, and keeps the prompts it was given."""
+    """Returns its turns one after the other, and keeps the prompts it was given."""
 
     def __init__(self, *turns: str) -> None:
         self.turns = list(turns)
@@ -192,10 +192,10 @@ async def test_a_conversation_that_goes_on_in_another_process_keeps_its_cursors(
         back = await ask(here, search, store=True, previous_response_id=again["id"])
     assert "[2] Find results for text: `87 metres` in `The Velmora dam`" in second.prompts[1]
     assert "[3] " in second.prompts[2]
-    assert "not kept here any more. Search again" in second.prompts[3]
+    assert "no longer available. Search again" in second.prompts[3]
     cited = again["output"][-1]["content"][0]["annotations"]
     assert [citation["url"] for citation in cited] == ["https://dams.example/velmora", opened_by(again, 1)]
-    assert "not kept here any more" in first.prompts[1]
+    assert "no longer available" in first.prompts[1]
     (last,) = back["output"][-1]["content"][0]["annotations"]
     assert last["url"] == opened_by(again, 1)  # `here` never showed cursor 3 and yet knows what it is
 

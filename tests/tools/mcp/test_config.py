@@ -1,4 +1,4 @@
-"""Every form of `--tool-server`, and errors that say which key is wrong and what to write."""
+"""Every form of `--tool-server`, and errors that name the wrong key and the fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server may return that is not what it says."""
+"""Results that do not match their declared type."""
 
 from __future__ import annotations
 

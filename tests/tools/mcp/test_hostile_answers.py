@@ -1,4 +1,4 @@
-"""MCP servers whose answers would stop the server. Every answer is bounded; a missing guard fails the test."""
+"""MCP servers with answers that would stop the server. Every answer is bounded; a missing guard fails the test."""
 
 from __future__ import annotations
 

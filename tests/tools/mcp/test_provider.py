@@ -41,7 +41,7 @@ def _servers() -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def connected(transport: str, *, fresh: bool = False, **options: Any) -> AsyncIterator[McpProvider]:
-    """A started provider of the example server; over stdio, or if `fresh`, of one that nobody else uses."""
+    """A started provider of the example server; over stdio, or if `fresh`, of a separate one."""
     with contextlib.ExitStack() as stack:
         if transport == "stdio":
             where: dict[str, Any] = {"command": sys.executable, "args": [str(EXAMPLE), "stdio"]}
@@ -120,7 +120,7 @@ async def test_cancelling_a_call_stops_it_on_the_server_and_leaves_the_session_u
 
 
 async def until(session: McpSession, note: str, wanted: str) -> str:
-    """What the server noted, asked until it is `wanted` or 10 s have passed."""
+    """The server's record, polled until it is `wanted` or 10 s have passed."""
     limit = time.monotonic() + 10
     while (seen := (await do(session, "seen", note=note)).text) != wanted and time.monotonic() < limit:
         await asyncio.sleep(0.02)

@@ -50,7 +50,7 @@ async def test_without_a_list_no_request_reaches_any_server() -> None:
 )
 async def test_an_allowed_host_is_dialled_however_it_is_written(allowed: str, url: str) -> None:
     provider = await remote(allowed).remote({"server_label": "x", "server_url": url})
-    assert "ConnectError" in str(provider.unavailable)  # dialled, and nobody is there
+    assert "ConnectError" in str(provider.unavailable)  # dialled, and nothing listens
     await provider.aclose()
 
 
@@ -74,7 +74,7 @@ async def test_a_requests_server_works_and_its_authorization_is_nowhere(caplog: 
         provider = await remote(host).remote(tool)
         assert provider.unavailable is None
         assert provider.namespaces()[0].name == "mine"
-        assert not provider.needs_approval("add")  # the request decides, and its default is to ask
+        assert not provider.needs_approval("add")  # the request decides, and its default is approval
         assert caplog.records
         assert "SECRET" not in caplog.text  # what the mcp package and its HTTP client log at DEBUG included
         session = await provider.open("c", SessionOptions(allowed_tools=["header"]))

@@ -1,4 +1,4 @@
-"""Files kept in a folder or in S3-compatible storage: another server has them, what is cut short is not there."""
+"""Files stored in a folder or in S3-compatible storage: another server has them, what is cut short is not there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the model was promised: a stateful notebook that echoes, plots, keeps files, and says what went wrong."""
+"""What the model was promised: a stateful notebook that echoes, plots, stores files, and reports errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_state_over_two_calls(provider: PythonProvider) -> None:
 
 
 async def test_a_session_knows_its_container_before_the_first_call(provider: PythonProvider) -> None:
-    """A client is told of a call before it has run, and some keep what they are told first."""
+    """A client gets an event before the call has run, and some store that first event."""
     session = await provider.open("known", SessionOptions())
     known = session.container_id
     code = [ToolCall(number, "python", None, number) for number in "12"]
@@ -53,7 +53,7 @@ async def test_two_conversations_do_not_share_state(provider: PythonProvider) ->
 
 
 async def test_random_numbers_differ_between_conversations(provider: PythonProvider) -> None:
-    """Conversations are forks of one process; its generators' state must not be theirs."""
+    """Conversations are forks of one process; they must not share its generators' state."""
     code = "import random, numpy; print(random.random(), numpy.random.rand())"
     assert (await run_in(provider, code)).text != (await run_in(provider, code)).text
 

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def provider() -> AsyncIterator[PythonProvider]:
-    os.environ["GPTOSS_CACHE"] = str(CACHE)  # the interpreter is compiled once and kept there
+    os.environ["GPTOSS_CACHE"] = str(CACHE)  # the interpreter is compiled once, into it
     provider = await started(**OPTIONS)
     yield provider
     await provider.aclose()
@@ -271,7 +271,7 @@ async def test_killed_server_leaves_no_process_and_the_next_one_cleans_up(provid
         os.utime(directory, (0, 0))
     portable._remove_stale()
     assert not left.exists()
-    assert ours.exists()  # whose server lives, however old it is
+    assert ours.exists()  # of a server that lives, at any age
 
 
 async def test_deep_trees_are_removed_and_links_not_followed(tmp_path: Path) -> None:

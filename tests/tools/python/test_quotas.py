@@ -1,4 +1,4 @@
-"""What one caller may have: counted by its key, whoever of its users asks."""
+"""Limits of one caller: counted by its key, for all of its users."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ async def test_a_thousand_conversations_leave_nothing_behind() -> None:
     assert grown < 16 * MIB, grown  # a leaked client or channel of 20 kB in each of 1,000 would show
     provider._store.close()
     assert len(own_descriptors()) <= descriptors
-    # the fork server's two, and two for each kernel that is kept warm, which may just be being replaced
+    # the fork server's two, and two for each warm kernel, which may just be being replaced
     assert len(newcomers(others)) <= 2 + 3 * 2
     await provider.aclose()
     gc.collect()

@@ -1,4 +1,4 @@
-"""Programs that misbehave, and what the model is told about it. Everything is bounded in size and time."""
+"""Programs that misbehave, and what the model reads about it. Everything is bounded in size and time."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_a_fork_server_that_hangs_is_replaced_and_its_conversations_live_o
     stopped: list[psutil.Process] = []
     try:
         await run_in(provider, "x = 41", "before")
-        # `as_dict` tells nothing of a zombie, where `cmdline` raises: other tests' children may be just gone.
+        # `as_dict` has no data of a zombie, where `cmdline` raises: other tests' children may be just gone.
         waiting = [p for p in psutil.Process().children() if "zygote" in (p.as_dict(["cmdline"])["cmdline"] or ())]
         stopped = [child for process in waiting for child in process.children()]  # pid 1 of the cages' namespace
         assert len(stopped) == 1
@@ -286,7 +286,7 @@ while time.monotonic() < end:
 
 
 async def test_what_a_cancelled_call_would_have_been_told_is_told_to_the_next(provider: PythonProvider) -> None:
-    """A server that dies in a call loses the answer in which the loss of the earlier session stood."""
+    """A server that dies in a call loses the answer that reported the loss of the earlier session."""
     first = await run_in(provider, "x = 41", "cancel-told")
     provider._evict("cancel-told", _ROOM_LOST)
     past = ({"recipient": "python", "recall": {"container": first.container_id}},)
@@ -316,7 +316,7 @@ async def test_a_turn_that_is_asked_again_is_told_what_the_lost_attempt_ran(prov
 
     first = await opened()
     told = [(await run(first, code)).text for code in ("count = 0", "count += 1; count")]
-    assert told == ["(no output)", "1\n"], "of its own calls a response is told nothing"
+    assert told == ["(no output)", "1\n"], "a response gets no notice of its own calls"
     told = [(await run(await opened(knows_all=knows), "count")).text for knows in (True, False)]
     assert told == [f"{_UNSEEN}\n1\n", "1\n"]
     second = await run(await opened(), "count")
@@ -429,7 +429,7 @@ async def test_unused_conversation_is_closed_and_its_loss_told() -> None:
 
 @pytest.mark.alone
 async def test_event_loop_is_never_blocked() -> None:
-    """The longest pause of a loop that shares two cores with the programs: tens of ms are scheduling, more is ours."""
+    """The longest pause of a loop that shares two cores with the programs: tens of ms are scheduling."""
     provider = await started(timeout_s=10, warm=0, preload=[])
     longest = 0.0
 

@@ -24,7 +24,7 @@ def bare(folder: Path) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment whose packages another one has, and a checkout installed editable."""
+    """An environment with the packages of another, and a checkout installed editable."""
     folder = tmp_path_factory.mktemp("environment")
     (folder / "checkout").mkdir()
     (folder / "checkout" / ".env").write_text("TOKEN=secret")

@@ -1,7 +1,7 @@
 """Runs a command as an ordinary user who can reach this checkout: `python -m … UID command…`, started as root.
 
 The checkout, the interpreter or the environment may lie in root's home, which others cannot enter. So in a mount
-namespace of its own, closed directories on the way to them are covered by open ones that hold nothing else.
+new namespace, closed directories on the way to them are covered by open ones that hold nothing else.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def open_ways(paths: list[str]) -> None:
 
 
 def topmost(paths: list[str]) -> list[str]:
-    """Those that lie in none of the others."""
+    """Those that lie outside all others."""
     real = {os.path.realpath(path) for path in paths}
     return sorted(path for path in real if not any(path.startswith(f"{other}/") for other in real))
 

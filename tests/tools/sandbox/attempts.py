@@ -61,7 +61,7 @@ def write(path):
 
 @dataclass(frozen=True)
 class Host:
-    """What the host has that nobody inside may get."""
+    """What no program inside may get."""
 
     secret: str
     directory: Path

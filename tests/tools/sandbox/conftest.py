@@ -1,4 +1,4 @@
-"""A host with something to find, and a provider whose programs look for it."""
+"""A host with something to find, and a provider with programs that look for it."""
 
 from __future__ import annotations
 

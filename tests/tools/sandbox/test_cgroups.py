@@ -1,4 +1,4 @@
-"""The kernel's own limits, where the machine has a cgroup v2 that can be delegated; and what is said where not."""
+"""The kernel's own limits, where the machine has a cgroup v2 that can be delegated; and the message where not."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ def delegated() -> Iterator[Path]:
     except OSError:
         able = False
     if not able or os.getuid() != 0:
-        pytest.skip(
-            "needs root and a cgroup v2 hierarchy with memory and pids; docs/testing.md says where it passed last"
-        )
+        pytest.skip("needs root and a cgroup v2 hierarchy with memory and pids; docs/testing.md has the last pass")
     directory = ROOT / "gptoss-test"
     try:
         (ROOT / "cgroup.subtree_control").write_text("+memory +pids +cpu")

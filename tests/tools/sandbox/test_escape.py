@@ -1,7 +1,7 @@
 """What a program in the sandbox must not be able to do, tried for real.
 
 Every attempt is bounded in size and time, so that it could not hurt the machine if a wall were missing, and nothing is
-sent to an address off this machine. Runs as whoever runs it; `test_escape_as_user` does so as an ordinary user.
+sent to an address off this machine. Runs as the current user; `test_escape_as_user` does so as an ordinary user.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def program_of(provider: PythonProvider, conversation: str) -> psutil.Process:
 
 
 async def test_is_another_user_of_the_host_in_namespaces_of_its_own(provider: PythonProvider) -> None:
-    """The rings themselves: what they hide is tried below, where one wall may stand in for another."""
+    """The rings themselves: what they hide is tried below, where one wall may replace another."""
     for name in ("one", "two"):
         await run(provider, "1", name)
     programs = [program_of(provider, name) for name in ("one", "two")]
@@ -74,9 +74,25 @@ print('\\n'.join(found))
     assert "GPTOSS_TEST_TOKEN" not in result.text
 
 
-async def test_hidden_path_is_empty(provider: PythonProvider) -> None:
-    result = await run(provider, f"print(os.listdir({str(OPTIONS.hidden_paths[0])!r}))")
-    assert result.text.strip() == "[]"
+@pytest.mark.parametrize("package", ["pip", "debugpy", "jedi", "parso"])
+async def test_a_hidden_package_has_no_files_and_cannot_be_imported(provider: PythonProvider, package: str) -> None:
+    """pip by `hidden_paths`; the others are dependencies that no kernel imports."""
+    folder = OPTIONS.hidden_paths[0].with_name(package)
+    assert folder.is_dir()
+    code = f"""
+import subprocess
+print(os.listdir({str(folder)!r}))
+try: import {package}
+except ImportError: print('refused')
+child = subprocess.run([sys.executable, '-c', 'import {package}'], capture_output=True, text=True)
+print(child.stderr.splitlines()[-1])
+"""
+    result = await run(provider, code)
+    missing = f"ModuleNotFoundError: {package} is hidden in this sandbox"
+    assert result.text.splitlines() == ["['__init__.py']", "refused", missing]
+    works = "import IPython.core.interactiveshell, ipykernel.kernelapp"
+    result = await run(provider, f"import subprocess; subprocess.run([sys.executable, '-c', {works!r}], check=True)")
+    assert result.error is None, result.text
 
 
 async def test_inherits_no_descriptor(provider: PythonProvider, host: Host) -> None:
@@ -157,71 +173,26 @@ attempt('remove', os.unlink, {str(host.shown / "sample.csv")!r}); attempt('mode'
 
 async def test_landlock_holds_where_the_mount_and_the_mode_let_through(provider: PythonProvider) -> None:
     if not landlock.abi():
-        return  # docs/security.md says what is lost
+        return  # docs/security.md has the consequences
     await all_blocked(provider, "attempt('zero', os.open, '/dev/zero', os.O_RDWR)", 1)
 
 
-X86_64_CALLS = {
-    "ptrace-attach": (101, 16, 1, 0, 0),
-    "process_vm_readv": (310, 1, 0, 0, 0, 0, 0),
-    "process_vm_writev": (311, 1, 0, 0, 0, 0, 0),
-    "pidfd_getfd": (438, 0, 0, 0),
-    "kcmp": (312, 1, 1, 0, 0, 0),
-    "mount": (165, 0, 0, 0, 0, 0),
-    "umount2": (166, 0, 0),
-    "pivot_root": (155, 0, 0),
-    "chroot": (161, 0),
-    "open_tree": (428, 0, 0, 0),
-    "move_mount": (429, 0, 0, 0, 0, 0),
-    "fsopen": (430, 0, 0),
-    "mount_setattr": (442, 0, 0, 0, 0, 0),
-    "unshare-user": (272, 0x10000000),
-    "unshare-net": (272, 0x40000000),
-    "setns": (308, 0, 0),
-    "clone-user": (56, 0x10000000 | 17, 0, 0, 0, 0),
-    "clone3": (435, 0, 0),
-    "init_module": (175, 0, 0, 0),
-    "finit_module": (313, 0, 0, 0),
-    "delete_module": (176, 0, 0),
-    "kexec_load": (246, 0, 0, 0, 0),
-    "reboot": (169, 0, 0, 0, 0),
-    "swapon": (167, 0, 0),
-    "bpf": (321, 0, 0, 0),
-    "perf_event_open": (298, 0, 0, -1, -1, 0),
-    "userfaultfd": (323, 0),
-    "io_uring_setup": (425, 1, 0),
-    "io_uring_enter": (426, 0, 0, 0, 0, 0, 0),
-    "keyctl": (250, 0, 0, 0, 0, 0),
-    "add_key": (248, 0, 0, 0, 0, 0),
-    "request_key": (249, 0, 0, 0, 0),
-    "open_by_handle_at": (304, 0, 0, 0),
-    "name_to_handle_at": (303, 0, 0, 0, 0, 0),
-    "fanotify_init": (300, 0, 0),
-    "quotactl": (179, 0, 0, 0, 0),
-    "acct": (163, 0),
-    "syslog": (103, 2, 0, 0),
-    "iopl": (172, 3),
-    "ioperm": (173, 0, 1, 1),
-    "modify_ldt": (154, 0, 0, 0),
-    "settimeofday": (164, 0, 0),
-    "sethostname": (170, 0, 0),
-    "personality": (135, 0x0040000),
-    "memfd_create": (319, 0, 0),
-    "memfd_secret": (447, 0),
-    "shmget": (29, 0, 4096, 0o1600),
-    "msgget": (68, 0, 0o1600),
-    "mq_open": (240, 0, 0, 0, 0),
-    "sched_setaffinity": (203, 0, 0, 0),
-    "seccomp": (317, 1, 0, 0),
-    "setuid": (105, 0),
-    "thread-with-own-files": (56, 0x00010000, 0, 0, 0, 0),
-    "inotify_init": (253,),
-    "inotify_init1": (294, 0),
-    "inotify_add_watch": (254, 0, 0, 0),
-    "inotify_rm_watch": (255, 0, 0),
-    "fanotify_mark": (301, 0, 0, 0, 0, 0),
-    "unknown": (999, 0),
-}
+_TABLE = """
+    ptrace-attach 101 16 1 0 0, process_vm_readv 310 1 0 0 0 0 0, process_vm_writev 311 1 0 0 0 0 0,
+    pidfd_getfd 438 0 0 0, kcmp 312 1 1 0 0 0, mount 165 0 0 0 0 0, umount2 166 0 0, pivot_root 155 0 0, chroot 161 0,
+    open_tree 428 0 0 0, move_mount 429 0 0 0 0 0, fsopen 430 0 0, mount_setattr 442 0 0 0 0 0,
+    unshare-user 272 0x10000000, unshare-net 272 0x40000000, setns 308 0 0, clone-user 56 0x10000011 0 0 0 0,
+    clone3 435 0 0, init_module 175 0 0 0, finit_module 313 0 0 0, delete_module 176 0 0, kexec_load 246 0 0 0 0,
+    reboot 169 0 0 0 0, swapon 167 0 0, bpf 321 0 0 0, perf_event_open 298 0 0 -1 -1 0, userfaultfd 323 0,
+    io_uring_setup 425 1 0, io_uring_enter 426 0 0 0 0 0 0, keyctl 250 0 0 0 0 0, add_key 248 0 0 0 0 0,
+    request_key 249 0 0 0 0, open_by_handle_at 304 0 0 0, name_to_handle_at 303 0 0 0 0 0, fanotify_init 300 0 0,
+    quotactl 179 0 0 0 0, acct 163 0, syslog 103 2 0 0, iopl 172 3, ioperm 173 0 1 1, modify_ldt 154 0 0 0,
+    settimeofday 164 0 0, sethostname 170 0 0, personality 135 0x40000, memfd_create 319 0 0, memfd_secret 447 0,
+    shmget 29 0 4096 896, msgget 68 0 896, mq_open 240 0 0 0 0, sched_setaffinity 203 0 0 0, seccomp 317 1 0 0,
+    setuid 105 0, thread-with-own-files 56 0x10000 0 0 0 0, inotify_init 253, inotify_init1 294 0,
+    inotify_add_watch 254 0 0 0, inotify_rm_watch 255 0 0, fanotify_mark 301 0 0 0 0 0, unknown 999 0
+"""
+X86_64_CALLS = {name: [int(number, 0) for number in call] for name, *call in map(str.split, _TABLE.split(","))}
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers are x86_64's")

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
 
 
 async def stopped(provider: PythonProvider, code: str, said: str) -> None:
-    """A program that would print ESCAPED in its end is stopped before, and `said` is why.
+    """A program that would print ESCAPED in its end is stopped before, and `said` has the reason.
 
     What is dear to count is counted again after twenty times as long as it took, or five seconds.
     """
@@ -149,7 +149,7 @@ print(os.path.getsize('/mnt/data/daemon'), processes(), max(pauses))
     size, processes, pause = (await run(provider, after, "daemon")).text.split()[:3]
     assert int(processes) == 2
     assert int(size) < 20
-    assert float(pause) > 0.4  # the thread stood still between the calls
+    assert float(pause) > 0.4  # the thread was stopped between the calls
 
 
 async def test_memory_that_nothing_counts_cannot_be_had(provider: PythonProvider) -> None:
@@ -253,7 +253,7 @@ assert libc.syscall(ctypes.c_long(223), timer, 0, every, None) == 0
 
 @pytest.mark.parametrize("waker", WAKERS)
 async def test_nothing_wakes_a_program_between_calls(provider: PythonProvider, waker: str) -> None:
-    """SIGCONT from a child, a thread of its own or a timer let a program run on, unwatched."""
+    """SIGCONT from a child, a thread or a timer let a program run on, unwatched."""
     if waker == "timer" and os.uname().machine != "x86_64":
         pytest.skip("the numbers are x86_64's")
     code = f"""

@@ -1,4 +1,4 @@
-"""What a program in the sandbox says to the server, which must neither believe it nor break over it."""
+"""What a program in the sandbox sends to the server, which must neither believe it nor break over it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ FORGED = {
 
 @pytest.mark.parametrize("name", FORGED)
 async def test_forged_outputs_are_data_only(provider: PythonProvider, name: str) -> None:
-    """The program knows the signing key and can say anything; the server must neither crash nor hang nor trust it."""
+    """The program knows the signing key and can send anything; the server must neither crash nor hang nor trust it."""
     result = await run(provider, f"{FORGE}\n{FORGED[name]}\nkept = 42\nprint('said')", "forge")
     assert result.error is None, result.text
     assert "said" in result.text
@@ -90,7 +90,7 @@ REPLIES = {
 
 @pytest.mark.parametrize("name", REPLIES)
 async def test_a_forged_end_of_a_call_stops_the_program(provider: PythonProvider, name: str) -> None:
-    """It said that it is done, and goes on: it must stand still until the next call, whatever the reply was."""
+    """It reported its end and goes on: it must be stopped until the next call, after any reply."""
     code = f"""{FORGE}
 import threading
 def tick():
@@ -152,7 +152,7 @@ async def test_tiny_frames_do_not_take_the_event_loop(provider: PythonProvider, 
         result = await run(provider, f"FRAMES = {frame!r} * 16384\n{RAW}")
     assert loop.longest < 0.1, loop.longest
     assert result.error is not None
-    # Parts that nobody has read yet count as the cage's memory, and that limit may come first: the kernel is killed, or
+    # Unread parts count as the cage's memory, and that limit may come first: the kernel is killed, or
     # its ZeroMQ gives up.
     ends = said in result.error.message or result.error.type == "resource_limit" or "signal 6" in result.error.message
     assert ends if name == "parts" else said in result.error.message

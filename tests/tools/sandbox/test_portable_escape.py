@@ -1,6 +1,6 @@
 """What a program in the portable tier must not be able to do: from inside WebAssembly, and had it broken out of that.
 
-Every attempt is bounded in size and time, and nothing is sent to an address off this machine. Runs as whoever runs it;
+Every attempt is bounded in size and time, and nothing is sent to an address off this machine. Runs as the current user;
 `test_portable_escape_as_user` does so as an ordinary user.
 """
 
@@ -49,7 +49,7 @@ def write(path):
 
 @dataclass(frozen=True)
 class Host:
-    """What the host has that nobody inside may get."""
+    """What no program inside may get."""
 
     secret: str
     directory: Path
@@ -222,7 +222,7 @@ async def test_conversations_do_not_see_each_other(provider: PythonProvider, hos
 
 
 async def test_nothing_runs_between_calls(provider: PythonProvider) -> None:
-    """A program that says it is done, and goes on: it stands still until the next call, which it cannot answer for."""
+    """A program that reports its end and goes on: it is stopped until the next call, which it cannot answer for."""
     code = """
 import json, sys, time
 frame = sys._getframe()
@@ -294,38 +294,13 @@ for path in json.loads(sys.argv[4]): attempt(path, open, path)
 attempt('write', open, settings['mounts'][1][0] + '/x', 'w')
 attempt('inside', lambda: open(settings['mounts'][0][0] + '/x', 'w').close() or os.kill(-1, 0))
 """
-X86_64_CALLS = {
-    "ptrace": 101,
-    "process_vm_readv": 310,
-    "pidfd_open": 434,
-    "pidfd_getfd": 438,
-    "unshare": 272,
-    "setns": 308,
-    "mount": 165,
-    "chroot": 161,
-    "bpf": 321,
-    "userfaultfd": 323,
-    "io_uring_setup": 425,
-    "keyctl": 250,
-    "clone3": 435,
-    "perf_event_open": 298,
-    "init_module": 175,
-    "memfd_create": 319,
-    "shmget": 29,
-    "vfork": 58,
-    "connect": 42,
-    "sendmsg": 46,
-    "tkill": 200,
-    "tgkill": 234,
-    "rt_sigqueueinfo": 129,
-    "sched_setaffinity": 203,
-    "chmod": 90,
-    "mknod": 133,
-    "seccomp": 317,
-    "execveat": 322,
-    "personality": 135,
-    "setuid": 105,
-}
+_TABLE = """
+    ptrace 101, process_vm_readv 310, pidfd_open 434, pidfd_getfd 438, unshare 272, setns 308, mount 165, chroot 161,
+    bpf 321, userfaultfd 323, io_uring_setup 425, keyctl 250, clone3 435, perf_event_open 298, init_module 175,
+    memfd_create 319, shmget 29, vfork 58, connect 42, sendmsg 46, tkill 200, tgkill 234, rt_sigqueueinfo 129,
+    sched_setaffinity 203, chmod 90, mknod 133, seccomp 317, execveat 322, personality 135, setuid 105
+"""
+X86_64_CALLS = {name: int(number) for name, number in map(str.split, _TABLE.split(","))}
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers are x86_64's")

@@ -89,7 +89,7 @@ def test_foreign_machines_are_killed(machine: str) -> None:
         ("clone", (0x3D0F00,), ALLOW),  # a thread
         ("clone", (17,), ALLOW),  # a fork
         ("clone", (0x4111,), ALLOW),  # vfork
-        ("clone", (0x3D0F00 & ~0x400,), "EPERM"),  # a thread with descriptors of its own
+        ("clone", (0x3D0F00 & ~0x400,), "EPERM"),  # a thread with separate descriptors
         ("clone", (0x10000000,), "EPERM"),
         ("clone", (0x40000000 | 17,), "EPERM"),
         ("clone", (0x00020000,), "EPERM"),
@@ -214,7 +214,7 @@ def test_runtime_of_webassembly_touches_nothing_but_files_and_itself(machine: st
     there = [n for n in syscalls.OF_OTHERS if (syscalls.ALLOWED | syscalls.CHECKED)[n][column] is not None]
     assert {name: says(name) for name in there} == dict.fromkeys(there, "EPERM")
     assert says("clone", 17) == "EPERM"  # a process
-    assert says("clone", 0x3D0F00) == ALLOW  # what glibc asks for a thread
+    assert says("clone", 0x3D0F00) == ALLOW  # glibc's flags for a thread
     assert says("clone", 0x3D0F00 | 0x10000000) == "EPERM"
     assert says("clone", 0x3D0F00 & ~0x400) == "EPERM"
     for name in ("mmap", "mprotect"):

@@ -1,4 +1,4 @@
-"""The python tool on nodes: every server finds the same one, callers have nothing of each other, limits are told."""
+"""The python tool on nodes: every server finds the same one, callers are separate, limits are reported."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_node_that_is_lost_moves_only_its_own_conversations() -> None:
     names = [f"conversation {n}" for n in range(400)]
     first = {name: ranked(nodes, name)[0] for name in names}
     assert min(Counter(first.values()).values()) > 60, "all have their share"
-    assert {name: ranked(nodes[::-1], name)[0] for name in names} == first, "in whatever order they are written"
+    assert {name: ranked(nodes[::-1], name)[0] for name in names} == first, "in any order"
     left = {name: ranked(nodes[1:], name)[0] for name in names}
     assert all(left[name] == first[name] for name in names if first[name] != nodes[0])
 
@@ -168,7 +168,7 @@ PRINT = ToolCall("call", "python", None, "print(1)")
 @HERE
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_container_is_known_before_its_node_has_made_it(node: Node) -> None:
-    """Some clients drop a call whose first event names no container."""
+    """Some clients drop a call without a container in its first event."""
     async with service(ALICE, node.url) as alice:
         sessions = [await alice.open(name, SessionOptions()) for name in ("known 1", "known 2")]
         known = [session.container_id for session in sessions]
@@ -181,7 +181,7 @@ async def test_a_container_is_known_before_its_node_has_made_it(node: Node) -> N
 @HERE
 @pytest.mark.asyncio(loop_scope="module")
 async def test_no_caller_gets_a_container_that_is_there(node: Node) -> None:
-    """Not even who knows what it was made of, which is told to nobody but its node."""
+    """Even with the seed, which only its node receives."""
     async with service(ALICE, node.url) as alice, service(BOB, node.url) as bob:
         mine = await alice.open("claimed", SessionOptions())
         seed = mine._said.seed
@@ -231,7 +231,7 @@ async def test_a_turn_that_is_asked_again_is_told_what_the_lost_attempt_ran(node
 @HERE
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_wrong_key_is_said_at_the_start(node: Node) -> None:
-    async with service("a key that nobody knows", node.url) as nobody:
+    async with service("a key of another service", node.url) as nobody:
         assert "401" in (nobody.unavailable or "")
         assert nobody.namespaces() == ()
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from tests.support.loop_watch import watched
 from tests.support.servers import running
-from vllm_gptoss.tools.serve import http_app
+from vllm_gptoss.tools.serve import http_app, serve
 from vllm_gptoss.tools.server import ToolServer, ToolServerOptions
 from vllm_gptoss.tools.service.access import VARIABLE, load_keys
-from vllm_gptoss.tools.service.sessions import SessionLimits
+from vllm_gptoss.tools.service.sessions import SessionLimits, Sessions, _nothing, _unread
 
 ALICE, BOB, CAROL = ("key of alice 0123456789", "key of bob 0123456789", "key of carol 0123456789")
 ENVIRON = {"GPTOSS_BROWSER_DOCUMENTS": str(Path(__file__).parents[1] / "browser" / "documents")}
@@ -104,6 +106,34 @@ async def test_streams_beyond_the_limit_are_refused_and_the_limit_is_named(http:
     await opened(http, BOB)
     for stream in open_streams:
         await stream.__aexit__(None, None, None)
+
+
+def test_the_command_has_the_documented_limits() -> None:
+    """It allowed twice as many sessions in total."""
+    given = inspect.signature(serve).parameters
+    assert SessionLimits(given["caller_sessions"].default, given["max_sessions"].default) == SessionLimits(2000, 4000)
+
+
+@pytest.mark.parametrize(("version", "running_at_once"), [("2026-07-28", 6), ("2025-11-25", 3)])
+async def test_only_requests_that_open_a_session_wait_for_their_turn(version: str, running_at_once: int) -> None:
+    """A call of a protocol without sessions is one request, which runs for minutes."""
+    started, end = asyncio.Semaphore(0), asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        started.release()
+        await end.wait()
+
+    named = [(b"mcp-protocol-version", version.encode())]
+    scope = {"type": "http", "method": "POST", "path": "/mcp", "headers": named}
+    sessions = Sessions(app, SessionLimits())
+    calls = [asyncio.create_task(sessions(scope, _nothing, _unread)) for _ in range(6)]
+    async with asyncio.timeout(10):
+        for _ in range(running_at_once):
+            await started.acquire()
+    await asyncio.sleep(0)
+    assert started.locked()
+    end.set()
+    await asyncio.gather(*calls)
 
 
 async def test_a_flood_of_sessions_delays_no_other_key(http: httpx.AsyncClient) -> None:

@@ -11,10 +11,10 @@ from bs4.dammit import EncodingDetector, UnicodeDammit
 
 _ASCII = bytes(range(128))
 _ENOUGH_TO_GUESS = 64
-"""Bytes beyond ASCII from which an undeclared charset can be told."""
+"""Bytes beyond ASCII that suffice to detect an undeclared charset."""
 
 _DECLARED_WITHIN = 4096
-"""Bytes in which a document may declare its charset. WHATWG HTML, 13.2.3.2, says 1,024."""
+"""Bytes in which a document may declare its charset. WHATWG HTML, 13.2.3.2: 1,024."""
 
 
 def codec(label: str | None) -> str | None:
@@ -26,7 +26,7 @@ def codec(label: str | None) -> str | None:
 
 
 def text_of(body: bytes, declared: str | None) -> str:
-    """Text by the declared charset, else UTF-8, else Windows-1252 where there is little to tell by, or a guess."""
+    """Text by the declared charset, else UTF-8, else Windows-1252 for short texts, or a guess."""
     inner = EncodingDetector.find_declared_encoding(body[:_DECLARED_WITHIN], is_html=True)
     name = codec(declared) or codec(inner)
     little = not name and len(body.translate(None, _ASCII)) < _ENOUGH_TO_GUESS

@@ -21,7 +21,7 @@ from vllm_gptoss.tools.confined.content import ACCEPT_ENCODING
 
 logger = logging.getLogger(__name__)
 
-_HEADER = 200  # characters of a header that say anything
+_HEADER = 200  # significant characters of a header
 _ACCEPT = "text/html,application/xhtml+xml,text/plain,text/markdown,application/pdf;q=0.9,application/json;q=0.8"
 
 
@@ -31,8 +31,6 @@ class FetchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FetchLimits:
-    """Bounds of one fetch."""
-
     max_bytes: int = 5_000_000
     timeout_s: float = 20.0
     max_redirects: int = 5
@@ -66,7 +64,6 @@ class Fetcher:
         self._robots = Robots(agent.split("/", 1)[0], self._robots_txt) if respect_robots else None
 
     async def aclose(self) -> None:
-        """Closes the connections."""
         await self._transport.aclose()
 
     def _client(self) -> httpx.AsyncClient:
@@ -80,12 +77,8 @@ class Fetcher:
         )
 
     async def page(self, url: str, allowed_domains: Sequence[str] = (), *, source: bool = False) -> Page:
-        """The page at `url`, or its source text.
-
-        Raises:
-            DeniedError: the URL, or one it redirects to, must not be opened.
-            FetchError: it cannot be had, or is nothing that can be read.
-        """
+        """The page at `url`, or its source text. Raises DeniedError: the URL, or one it redirects to, must not be
+        opened; FetchError: it cannot be had, or is nothing that can be read."""
         try:
             async with asyncio.timeout(self.limits.timeout_s):
                 final, body = await self._follow(url, allowed_domains)
@@ -101,7 +94,7 @@ class Fetcher:
             raise FetchError(str(error)) from error
 
     async def _follow(self, url: str, allowed: Sequence[str]) -> tuple[str, Body]:
-        client = self._client()  # not closed: it has nothing of its own but cookies
+        client = self._client()  # not closed: it owns only cookies
         for _ in range(self.limits.max_redirects + 1):
             check_scheme(url)
             if not domain_allowed(url, allowed):

@@ -29,7 +29,7 @@ _NOT_PUBLIC = tuple(
         "192.0.0.0/24",  # IETF assignments, Oracle's metadata at 192.0.0.192 among them
         "168.63.129.16/32",  # Azure's host, which looks public
         "192.88.99.0/24",  # 6to4 relays, withdrawn
-        "64:ff9b:1::/48",  # NAT64 of one's own network: where the IPv4 address lies in it cannot be told (RFC 8215)
+        "64:ff9b:1::/48",  # NAT64 of a local network: the position of the IPv4 address is unknown (RFC 8215)
         "3fff::/20",  # documentation, newer than some Pythons
     )
 )
@@ -42,15 +42,12 @@ _INTERNAL_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa", ".lan",
 
 
 class DeniedError(Exception):
-    """The address must not be reached; the message says why."""
+    """The address must not be reached; the message has the reason."""
 
 
 async def system_resolver(host: str, port: int) -> Sequence[str]:
-    """The addresses that the operating system gives for `host`.
-
-    Raises:
-        OSError: it gives none, or `host` is no name that it could be asked for.
-    """
+    """The addresses that the operating system gives for `host`. Raises OSError: it gives none, or `host` is not a valid
+    name."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except UnicodeError as error:  # an empty label, or one over 63 characters
@@ -112,11 +109,8 @@ def literal(host: str) -> IPAddress | None:
 
 
 def host_entry(text: str, *, wildcard: bool = False) -> str:
-    """An entry of a list of hosts as it is compared: `host` or `host:port`, and `*.domain` with `wildcard`.
-
-    Raises:
-        ValueError: it is something else, which would never match anything.
-    """
+    """An entry of a list of hosts as it is compared: `host` or `host:port`, and `*.domain` with `wildcard`. Raises
+    ValueError: it is something else, which would never match anything."""
     text = text.strip().lower()
     if number := literal(text.strip("[]")):
         return str(number)
@@ -142,12 +136,8 @@ class Guard:
         return host in self._allowed or f"{host}:{port}" in self._allowed
 
     async def addresses(self, host: str, port: int) -> Sequence[str]:
-        """Where connections to `host` may go: every address of it, all judged.
-
-        Raises:
-            DeniedError: one of them is not public, or the name is an internal one.
-            OSError: the name has no address.
-        """
+        """Where connections to `host` may go: every address of it, all judged. Raises DeniedError: one of them is not
+        public, or the name is an internal one; OSError: the name has no address."""
         host = host.lower().rstrip(".").strip("[]")
         number = literal(host)
         opened = self._opened(str(number or host), port)
@@ -167,11 +157,8 @@ class Guard:
         return found
 
     async def check_name(self, host: str, port: int) -> None:
-        """Judges `host` for a proxy, which resolves it itself: what this machine knows about it must be public.
-
-        Raises:
-            DeniedError: as `addresses`.
-        """
+        """Judges `host` for a proxy, which resolves it itself: what this machine knows about it must be public. Raises
+        DeniedError: as `addresses`."""
         try:
             await self.addresses(host, port)
         except OSError:
@@ -199,7 +186,7 @@ def check_scheme(url: str) -> None:
 async def send_judged(guard: Guard, request: Any, inner: Any, unreachable: Sequence[type[Exception]]) -> Any:
     """Sends `request` (of httpx or httpx2) through `inner` to a judged address, keeping its Host header and TLS name.
 
-    An address that cannot be connected to is followed by the next one, as with a host whose IPv6 leads nowhere.
+    An address that cannot be connected to is followed by the next one, as with a host without working IPv6.
 
     Raises:
         DeniedError: the address must not be reached; nothing was sent.
@@ -240,11 +227,8 @@ def proxy_of(scheme: str, host: str) -> str | None:
 
 
 async def check_for_proxy(guard: Guard, request: Any) -> None:
-    """Judges `request` (of httpx or httpx2), which a proxy will send.
-
-    Raises:
-        DeniedError: the address must not be reached.
-    """
+    """Judges `request` (of httpx or httpx2), which a proxy will send. Raises DeniedError: the address must not be
+    reached."""
     check_scheme(str(request.url))
     port = request.url.port or (443 if request.url.scheme == "https" else 80)
     await guard.check_name(request.url.host, port)
@@ -253,7 +237,7 @@ async def check_for_proxy(guard: Guard, request: Any) -> None:
 class GuardedTransport(httpx.AsyncBaseTransport):
     """Sends through `inner` to judged addresses only, or through the environment's proxy when it has one.
 
-    Connections are not kept: one kept under an address would carry the TLS name of another host on it.
+    Connections are not reused: one pooled under an address would carry the TLS name of another host on it.
     """
 
     def __init__(
@@ -274,11 +258,7 @@ class GuardedTransport(httpx.AsyncBaseTransport):
         return self._proxies[proxy]
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Judges and sends.
-
-        Raises:
-            DeniedError: the address must not be reached; nothing was sent.
-        """
+        """Judges and sends. Raises DeniedError: the address must not be reached; nothing was sent."""
         check_scheme(str(request.url))
         proxy = proxy_of(request.url.scheme, request.url.host) if self._use_proxies else None
         if proxy is None:
@@ -288,6 +268,5 @@ class GuardedTransport(httpx.AsyncBaseTransport):
         return await self._through(proxy).handle_async_request(request)
 
     async def aclose(self) -> None:
-        """Closes every transport."""
         for transport in (self._inner, *self._proxies.values()):
             await transport.aclose()

@@ -41,7 +41,7 @@ _SPACES = re.compile(r"[\t ]{2,}")
 
 
 class PageError(Exception):
-    """A document could not be read; the message says why."""
+    """A document could not be read; the message has the reason."""
 
 
 class _Converter(MarkdownConverter):  # type: ignore[misc]
@@ -90,7 +90,6 @@ class _Converter(MarkdownConverter):  # type: ignore[misc]
         return link_text(number, label, target, self.url)
 
     def convert_img(self, el: Tag, text: str, parent_tags: set[str]) -> str:
-        """Images are numbered and named, not linked."""
         number, self._images = self._images, self._images + 1
         name = " ".join(str(el.get("alt") or el.get("title") or "").split())
         return f"[Image {number}: {neutral(name)}]" if name else f"[Image {number}]"
@@ -112,11 +111,9 @@ class _Converter(MarkdownConverter):  # type: ignore[misc]
         return str(parent.convert_pre(el, text, parent_tags))
 
     def convert_sup(self, el: Tag, text: str, parent_tags: set[str]) -> str:
-        """Raised words as `^{2}`."""
         return f"^{{{text}}}" if _SCRIPT.fullmatch(text) else text
 
     def convert_sub(self, el: Tag, text: str, parent_tags: set[str]) -> str:
-        """Lowered words as `_{2}`."""
         return f"_{{{text}}}" if _SCRIPT.fullmatch(text) else text
 
 
@@ -152,7 +149,6 @@ def _is_hidden(tag: Any) -> bool:
 
 
 def _base(soup: BeautifulSoup, url: str) -> str:
-    """What the page's links are relative to."""
     found = soup.find("base", href=True)
     return (_absolute(url, str(found["href"])) if isinstance(found, Tag) else None) or url
 
@@ -179,11 +175,7 @@ def with_url(url: str, text: str) -> str:
 
 
 def html_page(html: str, url: str, title: str | None = None, *, show_url: bool = True) -> Page:
-    """The page at `url` whose source is `html`.
-
-    Raises:
-        PageError: the document is empty or nested too deeply to walk.
-    """
+    """The page at `url` with the source `html`. Raises PageError: the document is empty or nested too deeply."""
     cut = len(html) > MAX_CHARS
     soup = BeautifulSoup(html[:MAX_CHARS], "lxml")
     name = title or _title(soup, url)
@@ -210,11 +202,7 @@ def text_page(text: str, url: str, title: str | None = None, *, show_url: bool =
 
 
 def markdown_page(text: str, url: str, title: str | None = None, *, show_url: bool = True) -> Page:
-    """The page at `url` that is Markdown; its links become numbered ones.
-
-    Raises:
-        PageError: as `html_page`.
-    """
+    """The page at `url` that is Markdown; its links become numbered ones. Raises PageError: as `html_page`."""
     return html_page(markdown_html(text), url, title or first_line(text) or None, show_url=show_url)
 
 
@@ -224,5 +212,4 @@ def markdown_html(text: str) -> str:
 
 
 def first_line(text: str) -> str:
-    """What a text without a title is called."""
     return text.lstrip().split("\n", 1)[0].lstrip("# ").strip()[:120]

@@ -22,7 +22,7 @@ _NON_ASCII = re.compile(r"[^\x00-\x7f]")
 
 
 class UsageError(Exception):
-    """The model asked for something that is not there; its message is what the model reads."""
+    """The model requested something that does not exist; its message is what the model reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,11 @@ class Page:
 
     @property
     def lines(self) -> list[str]:
-        """The display lines, without their numbers."""
         return [line for line, _ in self.wrapped]
 
 
 def under_url(page: Page) -> Page:
-    """`page` under the `URL:` line that opens every page gpt-oss was trained on. Wraps only that line anew."""
+    """`page` under the `URL:` line that opens every page gpt-oss was trained on. Rewraps only that line."""
     head = [*wrap(f"\nURL: {page.url}")]
     text = f"\nURL: {page.url}\n{page.text}"
     return replace(page, text=text, _cache={"lines": [*head, *page.wrapped]})
@@ -112,18 +111,14 @@ def estimate_tokens(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Viewer:
-    """Renders windows of pages. `tokens` is the budget of a window whose length the model did not choose."""
+    """Renders windows of pages. `tokens` is the budget of a window if the model gave no length."""
 
     tokens: int = 1024
     count: Callable[[str], int] = estimate_tokens
     max_lines: int = 400
 
     def show(self, page: Page, cursor: int, start: int = 0, num_lines: int = -1) -> str:
-        """The display of `page` from line `start`.
-
-        Raises:
-            UsageError: `start` is behind the last line.
-        """
+        """The display of `page` from line `start`. Raises UsageError: `start` is behind the last line."""
         lines = page.lines
         if start >= len(lines):
             raise UsageError(f"Invalid location parameter: `{start}`. Cannot exceed page maximum of {len(lines) - 1}.")
@@ -144,7 +139,6 @@ class Viewer:
 
 
 def shorten(text: str, limit: int = 1024) -> str:
-    """`text`, cut to `limit` characters with an ellipsis."""
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
@@ -199,22 +193,3 @@ def find_page(page: Page, pattern: str, limit: int = 50, context: int = 4) -> Pa
         listing=True,
         line_links=marks,
     )
-
-
-__all__ = [
-    "WIDTH",
-    "Link",
-    "Page",
-    "UsageError",
-    "Viewer",
-    "domain_of",
-    "estimate_tokens",
-    "find_lines",
-    "find_page",
-    "link_text",
-    "neutral",
-    "shorten",
-    "strip_links",
-    "under_url",
-    "wrap",
-]

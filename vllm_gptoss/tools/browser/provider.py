@@ -28,7 +28,7 @@ _ADDRESS_VARIABLES = {"searxng": "SEARXNG_URL"}
 
 
 def choose_backend(config: BrowserConfig, environ: Mapping[str, str]) -> str:
-    """The backend's name: what was asked for, else the first with a key or address in the environment, else offline."""
+    """The backend's name: the configured one, else the first with a key or address in the environment, else offline."""
     if config.backend != "auto":
         return config.backend
     for name, cls in API_BACKENDS.items():
@@ -38,7 +38,7 @@ def choose_backend(config: BrowserConfig, environ: Mapping[str, str]) -> str:
 
 
 class BrowserProvider(ToolProvider):
-    """Pages from the web and from a folder. `count_tokens` is the model's tokenizer, if the server has it at hand."""
+    """Pages from the web and from a folder. `count_tokens` is the model's tokenizer, if the server has one."""
 
     name = BROWSER.name
     unavailable: str | None = "not started"
@@ -86,7 +86,7 @@ class BrowserProvider(ToolProvider):
         return f"no search: set GPTOSS_BROWSER_DOCUMENTS to a folder, or one of {keys}; opening URLs works"
 
     async def start(self) -> None:
-        """Indexes the documents and checks the backend; `unavailable` says what is missing."""
+        """Indexes the documents and checks the backend; `unavailable` names what is missing."""
         self.unavailable = None
         try:
             await pool().start()
@@ -111,11 +111,10 @@ class BrowserProvider(ToolProvider):
             logger.info("browser: backend %s, open with %s", self.backend, self._config.open_with)
 
     def namespaces(self) -> Sequence[Namespace]:
-        """`browser`, as gpt-oss was trained on it."""
         return (BROWSER,)
 
     async def open(self, conversation_id: str, options: SessionOptions) -> BrowserSession:
-        """The browser of `conversation_id`; an empty id gets one of its own that ends with the session."""
+        """The browser of `conversation_id`; an empty id gets a separate one that ends with the session."""
         viewer = Viewer(_VIEW_TOKENS.get(options.search_context_size, 1024), self._count)
         places = Places(self._web, self._index, self._fetcher)
         past = [call["recall"] for call in options.past if _is_display(call)]
@@ -138,7 +137,9 @@ class BrowserProvider(ToolProvider):
         kept = self._states.get(conversation_id, State(owner=owner))
         self._states[conversation_id] = state = kept.agreeing(past)
         if state is not kept:
-            logger.info("browser: a conversation's pages were shown by another process; they are opened anew on demand")
+            logger.info(
+                "browser: a conversation's pages were shown by another process; they are fetched again on demand"
+            )
         state.used_at = time.monotonic()
         self._states.move_to_end(conversation_id)
         self._open[conversation_id] = self._open.get(conversation_id, 0) + 1
@@ -155,7 +156,7 @@ class BrowserProvider(ToolProvider):
         self._keep_memory()
 
     def _keep_memory(self) -> None:
-        """Of whoever holds most, the longest unused conversation loses its oldest displays first."""
+        """Of the caller with most pages, the longest unused conversation loses its oldest displays first."""
         held: Counter[str] = Counter()
         for state in self._states.values():
             held[state.owner] += state.size

@@ -46,7 +46,7 @@ class Reader:
         return reading.page_of(document, shown, url)
 
     async def html(self, html: str, url: str) -> Page:
-        """The page at `url` whose source is `html`, without the `URL:` line."""
+        """The page at `url` with the source `html`, without the `URL:` line."""
         data = html.encode("utf-8", "replace")
         return reading.page_of(await _read(pool().run(reading.read_html, data, LIMIT, url=url)), url)
 

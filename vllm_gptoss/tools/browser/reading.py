@@ -82,14 +82,13 @@ def read_pdf(payload: bytes, *, url: str) -> Document:
 
 @job
 def find(payload: bytes, *, url: str, title: str, source_url: str, pattern: str) -> Document:
-    """The matches of `pattern` in a page whose lines are `payload`, as `packed` makes them."""
+    """The matches of `pattern` in a page with the lines `payload`, as `packed` makes them."""
     lines = msgspec.msgpack.decode(payload, type=list[tuple[str, bool]])
     text = "".join(line if soft else f"{line}\n" for line, soft in lines)[:-1]
     return _document(find_page(Page(url, title, text, source_url=source_url, _cache={"lines": lines}), pattern))
 
 
 def packed(page: Page) -> bytes:
-    """A page's lines as `find` takes them."""
     return msgspec.msgpack.encode(page.wrapped)
 
 
@@ -177,7 +176,6 @@ def warm() -> None:
 
 
 def rehearse() -> None:
-    """The way of a small page."""
     html = "<title>t</title><h1>h</h1><p>a <a href=/x>b</a><ul><li>i</ul><table><tr><td>c</table><pre> d\n</pre>"
     body = html.encode() * 4
     url = "http://a.example/"

@@ -1,4 +1,4 @@
-"""robots.txt, asked once per site and honoured: RFC 9309, parsed in a confined worker (`robots_txt`)."""
+"""robots.txt, fetched once per site and honoured: RFC 9309, parsed in a confined worker (`robots_txt`)."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _UNREADABLE = "the site's robots.txt cannot be read within its limits"
 @dataclass(slots=True)
 class _Site:
     expires: float
-    body: Body | None = None  # as it came, until a worker has said what of it is kept; empty: all is allowed
+    body: Body | None = None  # as it came, until a worker has reduced it; empty: all is allowed
     refused: str = ""  # why nothing of it may be fetched (RFC 9309, 2.3.1.4)
     next_at: float = 0.0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Robots:
-    """The rules of the sites asked lately, at most 512 of them, each for an hour."""
+    """The rules of recently visited sites, at most 512 of them, each for an hour."""
 
     def __init__(self, agent: str, fetch: Fetch) -> None:
         self._agent = agent
@@ -75,7 +75,7 @@ class Robots:
         site = self._sites.get(origin)
         if site is None or site.expires < time.monotonic():
             status, body = await self._fetch(f"{origin}/robots.txt")
-            # A site with errors is asked again after a minute, not an hour.
+            # A site with errors is fetched again after a minute, not an hour.
             site = _Site(time.monotonic() + (_TTL_S if status < 500 else 60.0))
             site.refused = _ERRORS if status >= 500 else ""
             site.body = body if status < 300 and body.data else None

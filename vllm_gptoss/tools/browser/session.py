@@ -54,8 +54,6 @@ class Places:
 
 
 class BrowserSession(ToolSession):
-    """One conversation's browser."""
-
     def __init__(
         self,
         namespace: Namespace,
@@ -81,7 +79,6 @@ class BrowserSession(ToolSession):
 
     @property
     def namespaces(self) -> Sequence[Namespace]:
-        """`browser`."""
         return (self._namespace,)
 
     async def call(self, call: ToolCall) -> ToolResult:
@@ -165,7 +162,7 @@ class BrowserSession(ToolSession):
         given |= {"country": given["country"].upper()} if "country" in given else {}
         if unheard := sorted(set(given) - set(backend.heard(given))):
             logger.info(
-                "browser: response %s: %s cannot be told the user's %s",
+                "browser: response %s: %s does not support the user's %s",
                 self._options.response_id,
                 backend.name,
                 ", ".join(unheard),
@@ -218,7 +215,7 @@ class BrowserSession(ToolSession):
             return page
         if page.listing or not page.url:
             raise UsageError(
-                f"The text of cursor `{number}` is not kept here any more. Search again, or open one of its links."
+                f"The text of cursor `{number}` is no longer available. Search again, or open one of its links."
             )
         return await self._load(page.url, False)
 

@@ -1,4 +1,4 @@
-"""The browser's configuration. Imports none of the packages that read pages, so that it is checked without them."""
+"""The browser's configuration. Does not import the packages that read pages, so that it is checked without them."""
 
 from __future__ import annotations
 

@@ -12,13 +12,13 @@ from vllm_gptoss.tools.browser.page import Link, Page, UsageError
 
 MAX_PAGES = 500
 MAX_BYTES = 64 << 20
-"""Of all displays of a conversation. A display's text counts thrice: it is kept as lines too."""
+"""Of all displays of a conversation. A display's text counts three times: it is also stored as lines."""
 
 MAX_LINKS = 500
 """Links of a display that outlive its process; about 50 kB where a page has that many."""
 
 
-_OF_A_LINK = 200  # bytes beside its texts
+_OF_A_LINK = 200  # bytes in addition to its texts
 
 
 @dataclass(slots=True)
@@ -37,7 +37,6 @@ class State:
     absent: set[int] = field(default_factory=set)
 
     def add(self, page: Page) -> int:
-        """The cursor of `page`, newly shown."""
         if not any(page is old for old in self.pages[self.dropped :]):
             self.size += size_of(page)
         self.pages.append(page)
@@ -75,7 +74,7 @@ class State:
         return self.pages[cursor]
 
     def agreeing(self, past: Sequence[Mapping[str, Any]]) -> State:
-        """This state, if its cursors mean what the model was told in `past`; else a new one in which they do.
+        """This state, if its cursors match `past`; else a new one in which they do.
 
         past: recalled displays, as `recalled` makes them
         """
@@ -97,7 +96,6 @@ class State:
 
 
 def size_of(page: Page) -> int:
-    """Bytes of memory, roughly."""
     links = sum(len(link.url) + len(link.title) + _OF_A_LINK for link in page.links)
     return 3 * sys.getsizeof(page.text) + links
 

@@ -12,7 +12,7 @@ ACCEPT_ENCODING = "gzip, deflate"
 """What `undone` can undo, for request headers."""
 
 SMALL = 64 << 10
-"""Bytes of JSON that a server may parse itself, whatever it is: `[],[]` to the end takes 2 ms and 2 MiB."""
+"""Bytes of JSON that a server may parse with any content: `[],[]` to the end takes 2 ms and 2 MiB."""
 
 _STEP = 64 << 10
 
@@ -23,13 +23,13 @@ class Undoing:
     def __init__(self, encoding: str) -> None:
         name = encoding.strip().lower().removeprefix("x-")
         if name not in ("", "identity", "gzip", "deflate"):
-            what = "encoded more than once" if "," in name else f"encoded as {name[:40]!r}, which was not asked for"
+            what = "encoded more than once" if "," in name else f"encoded as {name[:40]!r}, which was not requested"
             raise Refused(f"the content is {what}")
         self._name = name
         self._inner: zlib._Decompress | None = None
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """What `data` unfolds to, at most 64 KiB at a time, so that whoever counts can stop. Raises Refused."""
+        """What `data` unfolds to, at most 64 KiB at a time, so that the caller can stop. Raises Refused."""
         if self._name in ("", "identity"):
             for at in range(0, len(data), _STEP):
                 yield data[at : at + _STEP]

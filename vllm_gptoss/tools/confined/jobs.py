@@ -16,7 +16,7 @@ REGISTERED: dict[str, Callable[..., Any]] = {}
 
 
 class Refused(Exception):  # noqa: N818 - a job's word about its payload, not a failure of the job
-    """What a job says about a payload it cannot read; its message reaches whoever asked, cut to 500 characters."""
+    """A job cannot read its payload. The caller gets the message, cut to 500 characters."""
 
 
 def job(function: _F) -> _F:
@@ -36,5 +36,4 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def result_type(function: Callable[..., Any]) -> Any:
-    """What the job declares to return."""
     return typing.get_type_hints(function)["return"]

@@ -16,7 +16,7 @@ MAX_DIGITS = 1000
 """Digits of one number: Python converts an integer in quadratic time, 8 MB of 4,300 digits each took 0.3 s."""
 
 STEP = 64 << 10
-"""Bytes that are counted in a few milliseconds, whatever they are."""
+"""Bytes that are counted in a few milliseconds for any content."""
 
 _LONG = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
 _BRACKETS = b"[]{}"
@@ -41,10 +41,10 @@ class Count:
         self._max_nodes = max_nodes
         self._max_depth = max_depth
         self.nodes = self._quotes = self._depth = 0
-        self._rest = b""
+        self._rest = self._tail = b""
 
     def add(self, part: bytes) -> str | None:
-        """Why the tree must not be built, or None. `part` has at most `STEP` bytes where nobody must wait for long."""
+        """Why the tree must not be built, or None. `part` has at most `STEP` bytes on the event loop."""
         part, self._rest = self._rest + part, b""
         if b"\\" in part:
             part = part.replace(b"\\\\", b"").replace(b'\\"', b"")
@@ -57,7 +57,9 @@ class Count:
         # No JSON has more strings than marks.
         if max(self.nodes, self._quotes // 2 - 1) > self._max_nodes:
             return f"it has more than {self._max_nodes} values"
-        if _LONG.search(structure):
+        self._tail += structure  # a number may come in parts
+        too_long, self._tail = _LONG.search(self._tail), self._tail[-MAX_DIGITS:]
+        if too_long:
             return f"it has a number of more than {MAX_DIGITS} digits"
         brackets = structure.translate(None, _NO_BRACKETS)
         depths = itertools.accumulate(map(_DEEPER.__getitem__, brackets), initial=self._depth)

@@ -23,7 +23,6 @@ def decode(raw: bytes) -> Any:
 
 @job
 def decoded(payload: bytes) -> Any:
-    """In a worker: `decode`."""
     try:
         return decode(payload)
     except ValueError as error:

@@ -46,12 +46,11 @@ class Nursery:
 
     @property
     def pid(self) -> int | None:
-        """The fork server's process, None before the first worker."""
         return self._process.pid if self._process else None
 
     @property
     def gone(self) -> bool:
-        """Whether it was started and has ended: then its workers are ending, also those that have said hello."""
+        """Whether it was started and has ended: then its workers are ending, also those that have connected."""
         return self._process is not None and self._process.poll() is not None
 
     def spawn(self) -> socket.socket:
@@ -103,7 +102,6 @@ class Nursery:
         self.close()
 
     def close(self) -> None:
-        """Ends it, and every worker that it made."""
         if self._control is not None:
             self._control.close()
             self._control = None

@@ -84,9 +84,9 @@ class Sizes:
 
 
 class Pool:
-    """Workers for one event loop. `run` is all there is to it.
+    """Workers for one event loop. `run` is the whole interface.
 
-    Long and short jobs have slots of their own, and long ones yield the processor to short ones.
+    Long and short jobs have separate slots, and long ones yield the processor to short ones.
     """
 
     def __init__(self, nursery: Nursery, sizes: Sizes = Sizes()) -> None:
@@ -165,7 +165,7 @@ class Pool:
             worker.kill()
 
     async def _worker(self) -> _Worker:
-        """A worker that has said hello. Raises FaultError."""
+        """A connected worker. Raises FaultError."""
         problem = ""
         if self._nursery.gone:
             self.close()
@@ -178,25 +178,23 @@ class Pool:
                 return worker
             except (OSError, EOFError) as error:
                 problem = str(error)
-        raise FaultError(f"no worker starts: {problem or 'it ends at once, the log says why'}")
+        raise FaultError(f"no worker starts: {problem or 'it ends at once, with the reason in the log'}")
 
     def _refill(self) -> None:
-        with contextlib.suppress(OSError):  # the next call will say so
+        with contextlib.suppress(OSError):  # the next call reports it
             while len(self._spare) < _SPARE:
                 self._spare.append(self._nursery.spawn())
 
     async def start(self) -> None:
-        """Starts the fork server, which takes about a second, before somebody waits for it. Raises FaultError."""
+        """Starts the fork server, which takes about a second, before the first job. Raises FaultError."""
         (await self._worker()).kill()
 
     def use(self, nursery: Nursery) -> None:
-        """Takes workers from `nursery` from now on."""
         if nursery is not self._nursery:
             self.close()
             self._nursery = nursery
 
     def close(self) -> None:
-        """Lets the spare workers go."""
         while self._spare:
             self._spare.popleft().close()
 
@@ -228,7 +226,7 @@ class _Worker:
         return bytes(parts)
 
     def kill(self) -> None:
-        """Whatever it does. A worker that has answered is ending by itself."""
+        """In every case. A worker that has answered is already ending."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         os.close(self._pidfd)
@@ -272,7 +270,6 @@ async def _readable(sock: socket.socket) -> None:
 
 @functools.cache
 def _tell(missing: Sequence[str]) -> None:
-    """Once per process."""
     if missing:
         logger.warning("confined: workers run without %s, which this host does not give", ", ".join(missing))
 

@@ -26,7 +26,7 @@ class Header(msgspec.Struct):
 
 
 class Hello(msgspec.Struct):
-    """A worker's first word, beside a descriptor of itself: which walls this host does not have, or its failure."""
+    """A worker's first message, with a descriptor of itself: which walls this host does not have, or its failure."""
 
     missing: list[str] = []
     error: str = ""

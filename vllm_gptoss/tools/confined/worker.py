@@ -37,8 +37,6 @@ class _OutOfTimeError(BaseException):
 
 @dataclass
 class _Ready:
-    """What every worker has from its fork server."""
-
     hello: Hello
     mapped: int = 0  # bytes of address space that are no payload's fault
     program: bytes = b""  # the seccomp filter
@@ -105,7 +103,7 @@ def _leave(view: View) -> list[str]:
 
 
 def _enter_void(view: View) -> None:
-    """Namespaces of its own, in a child, since a new pid namespace is for children; the parent waits and ends with it.
+    """New namespaces, in a child, since a new pid namespace is for children; the parent waits and ends with it.
 
     Raises OSError where the host does not allow them.
     """
@@ -152,7 +150,7 @@ def _work(connection: socket.socket, ready: _Ready) -> None:
 
 
 def _rehearse(connection: socket.socket, rehearsals: Sequence[Callable[[], None]]) -> None:
-    """Copies, while nobody waits, the pages of memory that a payload would have had to: half of a small page's time."""
+    """Copies in advance the pages of memory that a payload would have had to: half of a small page's time."""
     for rehearse in rehearsals:
         if select.select([connection], [], [], 0)[0]:
             return

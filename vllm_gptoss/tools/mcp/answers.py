@@ -39,7 +39,7 @@ async def explained(response: httpx2.Response) -> None:
     if status < 400 or status == 404 or response.request.method != "POST" or not sent.startswith("application/json"):
         return
     if said.startswith("application/json") and status not in _ADVICE:
-        return  # it may be a JSON-RPC error, which says more than the status
+        return  # it may be a JSON-RPC error, which is more precise than the status
     error = refusal_of(response)
     body = json.dumps({"jsonrpc": "2.0", "id": None, "error": error}).encode()
     response.headers["content-type"] = "application/json"
@@ -48,7 +48,6 @@ async def explained(response: httpx2.Response) -> None:
 
 
 def refusal_of(response: httpx2.Response) -> dict[str, Any]:
-    """An HTTP error as JSON-RPC's."""
     status = response.status_code
     message = f"HTTP {status}: {_ADVICE.get(status) or _phrase(status)}"
     if (wait := response.headers.get("retry-after", "")).isascii() and wait.isdigit() and len(wait) < 6:
@@ -57,7 +56,7 @@ def refusal_of(response: httpx2.Response) -> dict[str, Any]:
 
 
 async def patient(response: httpx2.Response) -> None:
-    """Keeps a server from having its event streams opened again more than once a second: its `retry: 0` asks for it.
+    """Keeps a server from having its event streams opened again more than once a second: its `retry: 0` requests that.
 
     What it wraps must come in whole events, as from `bounds`.
     """
@@ -74,7 +73,7 @@ def _phrase(status: int) -> str:
 def without_broken_tools(message: Any) -> Any:
     """`message` without the tools that break the protocol, where it lists any: one of them would cost all others.
 
-    Without their output schemas, too: the `mcp` package follows those on the event loop, whatever they are.
+    Without their output schemas, too: the `mcp` package follows those on the event loop without a check.
     """
     answer: Any = getattr(message, "message", None)
     result = getattr(answer, "result", None)
@@ -101,7 +100,7 @@ def _is_tool(tool: Any) -> bool:
 
 
 class _Patient(httpx2.AsyncByteStream):
-    """An event stream whose `retry` fields are 1,000 ms or more."""
+    """An event stream with `retry` fields of at least 1,000 ms."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner

@@ -25,7 +25,6 @@ _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 
 
 async def bound(response: httpx2.Response) -> None:
-    """An event hook for responses."""
     encoding = response.headers.pop("content-encoding", "")
     events = response.headers.get("content-type", "").startswith("text/event-stream")
     response.stream = _Events(response.stream, encoding) if events else _Body(response.stream, encoding)

@@ -1,4 +1,4 @@
-"""One connection to an MCP server, kept by a task of its own: it connects, lists tools, sees the end, and tries again.
+"""One connection to an MCP server, owned by one task: it connects, lists tools, sees the end, and tries again.
 
 The `mcp` client must be entered and left by the same task, and a call may come from any; so the task owns the client
 and callers borrow it.
@@ -38,7 +38,7 @@ _UNANSWERED = 2
 
 
 class UnavailableError(Exception):
-    """There is no connection; the message says why and nothing was sent."""
+    """There is no connection, and nothing was sent; the message has the reason."""
 
 
 class LostError(Exception):
@@ -46,17 +46,15 @@ class LostError(Exception):
 
 
 class SlowError(Exception):
-    """The server did not answer in time and was told to stop."""
+    """The server did not answer in time, and the call was cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What a server said about itself."""
-
     name: str
     instructions: str
     tools: Sequence[types.Tool]
-    hidden: frozenset[str]  # tools whose annotations say include_in_prompt: false
+    hidden: frozenset[str]  # tools annotated with include_in_prompt: false
     protocol: str
     listed_at: float
 
@@ -102,26 +100,25 @@ class Connection:
 
     @property
     def up(self) -> bool:
-        """Whether a client is connected."""
         return self._client is not None
 
     async def start(self) -> None:
-        """Makes the first attempt and returns when it is over, successful or not; `problem` tells."""
+        """Makes the first attempt and returns when it is over, successful or not (`problem`)."""
         self._task = asyncio.create_task(self._run(), name=f"mcp {self.label}")
         await self._settled.wait()
 
     async def aclose(self) -> None:
-        """Disconnects, within 8 s whatever the server does."""
+        """Disconnects, within 8 s in every case."""
         if self._task is None:
             return
-        self._closing = True  # the client may answer a cancellation with an error of its own
+        self._closing = True  # the client may answer a cancellation with another error
         self._task.cancel()
         _, pending = await asyncio.wait([self._task], timeout=_CLOSE_S)
         if pending:
             logger.warning("mcp %s: the connection did not close within %.0f s; leaving it", self.label, _CLOSE_S)
 
     def refresh(self) -> None:
-        """Asks for the tools again, in the background."""
+        """Lists the tools again, in the background."""
         self._changed.set()
 
     async def call(self, tool: str, arguments: dict[str, Any], meta: dict[str, Any], timeout_s: float) -> Any:
@@ -139,7 +136,7 @@ class Connection:
         call = asyncio.create_task(request)
         try:
             await asyncio.wait([call, ended], return_when=asyncio.FIRST_COMPLETED)
-            if not call.done():  # the transport ended and nobody else would tell this call
+            if not call.done():  # the transport ended and nothing else would end this call
                 await asyncio.wait([call], timeout=1.0)
             if not call.done():
                 raise LostError("the connection to the server ended")
@@ -261,7 +258,7 @@ class Connection:
                 await self._changed.wait()
                 every = min(max(_LISTING_EVERY_S, _LISTING_SHARE * self._listing_s), _LAST_DELAY_S)
                 if (early := every - (time.monotonic() - self._listed_at)) > 0:
-                    with contextlib.suppress(TimeoutError):  # a server may say so a thousand times a second
+                    with contextlib.suppress(TimeoutError):  # a server may send this a thousand times a second
                         await asyncio.wait_for(self._ended.wait(), early)
                 self._changed.clear()
                 if not self._ended.is_set():
@@ -271,13 +268,13 @@ class Connection:
             await asyncio.gather(listening, return_exceptions=True)
 
     async def _listen(self, client: Client) -> None:
-        """Servers of 2026-07-28 say that tools changed on a stream that must be asked for."""
+        """Servers of 2026-07-28 report changed tools on a stream that must be requested."""
         tools = client.server_capabilities.tools
         if not tools or not tools.list_changed or client.protocol_version < "2026-07-28":
             return
         try:
             async with client.listen(tools_list_changed=True) as events:
-                self._changed.set()  # for a change between the first listing and the server's word that it will tell
+                self._changed.set()  # for a change before the server confirmed the subscription
                 async for _ in events:
                     self._changed.set()
         except Exception as error:

@@ -25,7 +25,7 @@ def to_result(result: types.CallToolResult, max_chars: int) -> ToolResult:
     error = None
     if result.is_error:
         text = "\n".join(part.text for part in content if isinstance(part, Text))
-        error = ToolError("tool_failed", text or "the tool reported an error without saying which")
+        error = ToolError("tool_failed", text or "the tool reported an error without a message")
     if not content:
         content = [Text("(the tool returned no output)")]
     return ToolResult(content, error=error, structured=result.structured_content)

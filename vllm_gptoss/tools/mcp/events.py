@@ -1,7 +1,7 @@
-"""The old SSE transport, whose answers come on one stream: there a refused POST is told too.
+"""The old SSE transport, with all answers on one stream: refused POSTs are reported there too.
 
-The `mcp` package ends its writer at the first HTTP error of a POST, and says nothing on the stream: the call would wait
-for its whole timeout, every later one too, and none would learn of a 401, a 429 or a server that is gone.
+The `mcp` package ends its writer at the first HTTP error of a POST, and sends nothing on the stream: the call would
+wait for its whole timeout, every later one too, and none would learn of a 401, a 429 or a server that is gone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ class EventsClient(httpx2.AsyncClient):
     _stream: _Stream | None = None
 
     async def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
-        """As its parent, once authentication has had its way."""
         if request.method != "POST" or not request.headers.get("content-type", "").startswith("application/json"):
             response = await super().send(request, **options)
             if response.headers.get("content-type", "").startswith("text/event-stream"):
@@ -45,7 +44,7 @@ class EventsClient(httpx2.AsyncClient):
 
 
 class _Stream(httpx2.AsyncByteStream):
-    """A stream of whole events, as from `bounds`, with ours between them."""
+    """A stream of whole events, as from `bounds`, with our events in between."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner

@@ -1,4 +1,4 @@
-"""OAuth for servers that want it, without a person at hand: client credentials, or a refresh token got once."""
+"""OAuth for servers that want it, without an interactive login: client credentials, or a refresh token got once."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Tokens:
 
 
 class RefreshTokenProvider(ClientCredentialsOAuthProvider):
-    """Gets access tokens with a refresh token, from the issuer that the operator named and nobody else."""
+    """Gets access tokens with a refresh token, from the issuer that the operator named, and from no other."""
 
     def __init__(self, url: str, tokens: Tokens, config: OAuthConfig, environ: Mapping[str, str]) -> None:
         secret = environ[config.client_secret_env] if config.client_secret_env else ""
@@ -76,11 +76,8 @@ class RefreshTokenProvider(ClientCredentialsOAuthProvider):
 
 
 def authentication(url: str, config: OAuthConfig, environ: Mapping[str, str], tokens: Tokens) -> OAuthClientProvider:
-    """What answers a server's 401 for the client of `url`.
-
-    Raises:
-        MissingVariableError: the configuration names a variable that is not set.
-    """
+    """What answers a server's 401 for the client of `url`. Raises MissingVariableError: the configuration names a
+    variable that is not set."""
     names = [name for name in (config.client_id_env, config.client_secret_env, config.refresh_token_env) if name]
     clean = {name: expand(f"${{{name}}}", environ).strip() for name in names}
     if config.refresh_token_env:

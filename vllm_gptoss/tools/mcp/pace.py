@@ -9,7 +9,7 @@ import asyncio
 import time
 from typing import Any
 
-_REQUEST, _BYTES = 5, 4096  # a request is answered, which over HTTP is a request of ours
+_REQUEST, _BYTES = 5, 4096  # a request is answered, which over HTTP costs us a request
 
 
 class FloodError(Exception):
@@ -33,7 +33,7 @@ class Pace:
         """Waits until `message`, as a transport of the `mcp` package reads it, may be handled. Raises FloodError."""
         content: Any = getattr(message, "message", None)
         if not hasattr(content, "method"):
-            return  # the answer to a request of ours
+            return  # the answer to our request
         cost = (_REQUEST if hasattr(content, "id") else 1) + len(str(content.params or "")) // _BYTES
         now = time.monotonic()
         self._tokens = min(10 * self._rate, self._tokens + (now - self._at) * self._rate) - cost

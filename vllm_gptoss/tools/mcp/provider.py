@@ -103,19 +103,17 @@ class McpProvider(ToolProvider):
 
     @property
     def unavailable(self) -> str | None:
-        """Why the server's tools are off now. It is asked again in the background."""
         if self._namespace is None or not self._connection.up:
             return self._connection.problem
         return None if self._namespace.tools else "the server offers no tools"
 
     @property
     def listing(self) -> Listing | None:
-        """What the server last said about itself."""
         return self._connection.listing
 
     @property
     def per_conversation(self) -> bool:
-        """Whether each conversation has a connection of its own: servers of the old kind keep state by connection."""
+        """Whether each conversation has a separate connection: servers of the old kind store state by connection."""
         if self.config.connections != "auto":
             return self.config.connections == "per_conversation"
         kind = self._namespace.kind if self._namespace else ToolKind.MCP
@@ -128,23 +126,18 @@ class McpProvider(ToolProvider):
 
     @property
     def longest_call_s(self) -> float:
-        """Connecting and the call."""
         return self.config.timeout_s + self.config.connect_timeout_s
 
     async def start(self) -> None:
-        """Makes the first attempt to connect; later ones go on in the background."""
         await self._connection.start()
 
     def namespaces(self) -> Sequence[Namespace]:
-        """The server's tools, or nothing before it has answered."""
         return (self._namespace,) if self._namespace else ()
 
     def needs_approval(self, tool: str) -> bool:
-        """Whether the operator wants a person to agree before each call of `tool`."""
         return self.config.needs_approval(self.own_names.get(tool, tool))
 
     def trial(self) -> tuple[str, str] | None:
-        """What the server's `check` names."""
         wanted = self.config.check
         return (str(wanted.get("tool")), json.dumps(wanted.get("arguments") or {})) if wanted else None
 
@@ -158,17 +151,14 @@ class McpProvider(ToolProvider):
         return session
 
     def closed(self, session: McpSession) -> None:
-        """Forgets an ended session."""
         self._sessions.discard(session)
 
     async def aclose(self) -> None:
-        """Ends every session and the connection."""
         await asyncio.gather(*(session.aclose() for session in list(self._sessions)))
         await self._connection.aclose()
 
     @property
     def connection(self) -> Connection:
-        """The connection that conversations share."""
         return self._connection
 
     def connect(self, conversation_id: str) -> Connection:
@@ -207,14 +197,13 @@ class McpProvider(ToolProvider):
 
 
 def _refusal(error: MCPError) -> str:
-    """The type of a refused call's error."""
     data = error.error.data
     status = data.get("http_status") if error.error.code == HTTP_ERROR and isinstance(data, dict) else None
     return "denied" if status in (401, 403) else "unavailable" if status in (429, 503) else "tool_failed"
 
 
 def opaque(conversation_id: str) -> str:
-    """A name for the conversation that tells a third party nothing else."""
+    """A name for the conversation that reveals nothing else to a third party."""
     return hashlib.sha256(conversation_id.encode()).hexdigest()[:32]
 
 
@@ -227,8 +216,6 @@ def _definition(name: str, tool: Any, listing: Listing, kind: ToolKind) -> ToolD
 
 
 class McpSession(ToolSession):
-    """One conversation's calls to an MCP server."""
-
     def __init__(self, provider: McpProvider, conversation_id: str, options: SessionOptions) -> None:
         self._provider = provider
         self._conversation = conversation_id or options.response_id
@@ -238,7 +225,6 @@ class McpSession(ToolSession):
 
     @property
     def namespaces(self) -> Sequence[Namespace]:
-        """The server's tools that the request allows."""
         allowed = self._options.allowed_tools
         found = self._provider.namespaces()
         if allowed is None:
@@ -261,7 +247,7 @@ class McpSession(ToolSession):
         except LostError as error:
             return failed("tool_failed", f"The connection to the tool broke ({error}). The call may have run.")
         except SlowError as error:
-            return failed("timeout", f"The tool gave {error} and was told to stop.")
+            return failed("timeout", f"The tool gave {error} and the call was cancelled.")
         except MCPError as error:
             return failed(_refusal(error), f"The tool's server refused the call: {error.error.message}")
         except RuntimeError as error:  # the SDK's word for results that break the tool's own output schema
@@ -269,15 +255,12 @@ class McpSession(ToolSession):
         return self._browsed(call, arguments, self._result(answer))
 
     def _meta(self) -> dict[str, Any]:
-        """What goes with a call."""
         return {"client_id": opaque(self._conversation)} if self._conversation else {}
 
     def _result(self, answer: Any) -> ToolResult:
-        """The server's `CallToolResult` as ours."""
         return to_result(answer, self._provider.config.max_output_chars)
 
     def source(self, cursor: int, line: int | None = None) -> Source | None:
-        """The page behind a cursor, for servers that are browsers."""
         return self._sources.get(cursor)
 
     async def aclose(self) -> None:

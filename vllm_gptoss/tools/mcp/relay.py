@@ -1,7 +1,7 @@
 """Between a stdio server and the `mcp` package, which reads lines of any length on the event loop: only lines that fit.
 
 Run as `python -I relay.py MAX_BYTES command…`. The command has our stdin and stderr; its stdout comes through here,
-line by line. One that is too long, or whose tree would be too large, becomes an error for the same request, and nothing
+line by line. One that is too long, or would have too large a tree, becomes an error for the same request, and nothing
 is lost. Standard library only.
 """
 
@@ -25,7 +25,6 @@ _NEAR = 1024  # bytes at either end of a message among which its id is
 
 
 def main(arguments: list[str]) -> int:
-    """The command's exit status."""
     limit, command = int(arguments[0]), arguments[1:]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -34,7 +33,7 @@ def main(arguments: list[str]) -> int:
                 _write(line)
         except BrokenPipeError:
             pass
-        os.close(1)  # the server's end of the conversation; its process is ended by whoever started us
+        os.close(1)  # the server's end of the conversation; its process is ended by our parent
     return process.returncode
 
 

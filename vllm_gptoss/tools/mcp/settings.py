@@ -27,11 +27,7 @@ class MissingVariableError(ValueError):
 
 
 def expand(text: str, environ: Mapping[str, str]) -> str:
-    """`text` with each `${NAME}` replaced.
-
-    Raises:
-        MissingVariableError: NAME is not set.
-    """
+    """`text` with each `${NAME}` replaced. Raises MissingVariableError: NAME is not set."""
 
     def value(match: re.Match[str]) -> str:
         if match[1] not in environ:
@@ -95,7 +91,9 @@ class McpServerConfig(BaseModel):
     connections: Literal["auto", "shared", "per_conversation"] = "auto"
     connect_timeout_s: float = Field(default=10.0, gt=0)
     timeout_s: float = Field(default=120.0, gt=0)
-    refresh_s: float = Field(default=300.0, gt=0, description="how old a list of tools may be before it is asked again")
+    refresh_s: float = Field(
+        default=300.0, gt=0, description="how old a list of tools may be before it is requested again"
+    )
     max_output_chars: int = Field(default=60_000, gt=0)
     max_unasked_per_s: float = Field(
         default=50.0, gt=0, description="notifications a second, a request counting five; more wait, then it ends"
@@ -120,7 +118,7 @@ class McpServerConfig(BaseModel):
 
     @property
     def wire(self) -> Literal["streamable_http", "sse", "stdio"]:
-        """The transport: what was asked for, else stdio for commands, SSE for paths ending in /sse."""
+        """The transport: the configured one, else stdio for commands, SSE for paths ending in /sse."""
         if self.transport != "auto":
             return self.transport
         if self.command:
@@ -128,7 +126,6 @@ class McpServerConfig(BaseModel):
         return "sse" if urlsplit(self.url).path.rstrip("/").endswith("/sse") else "streamable_http"
 
     def needs_approval(self, tool: str) -> bool:
-        """Whether a call of `tool` waits for a person, by the operator's word."""
         rules = self.require_approval
         if isinstance(rules, ApprovalRules):
             return tool in rules.always or tool not in rules.never
@@ -136,11 +133,8 @@ class McpServerConfig(BaseModel):
 
 
 def from_command(line: str, **values: Any) -> McpServerConfig:
-    """The stdio server that `line` starts, split as a shell would.
-
-    Raises:
-        ValueError: `line` is empty or its quotes are not closed.
-    """
+    """The stdio server that `line` starts, split as a shell would. Raises ValueError: `line` is empty or its quotes are
+    not closed."""
     words = shlex.split(line)
     if not words:
         raise ValueError("stdio: needs a command")
@@ -159,11 +153,8 @@ def check_name(name: str, kind: str = "auto") -> None:
 
 
 def checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """`headers` without blanks around their values, such as the line break at the end of a token's file.
-
-    Raises:
-        ValueError: HTTP does not allow a name or value; the message names the header and never shows the value.
-    """
+    """`headers` without blanks around their values, such as the line break at the end of a token's file. Raises
+    ValueError: HTTP does not allow a name or value; the message names the header and never shows the value."""
     clean = {name: value.strip(" \t\r\n") for name, value in headers.items()}
     for name, value in clean.items():
         if not _HEADER_NAME.fullmatch(name) or not _HEADER_VALUE.fullmatch(value):
@@ -172,12 +163,8 @@ def checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def bearer(config: McpServerConfig, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The headers of every request to the server.
-
-    Raises:
-        MissingVariableError: a variable they name is not set.
-        ValueError: as `checked_headers`.
-    """
+    """The headers of every request to the server. Raises MissingVariableError: a variable they name is not set;
+    ValueError: as `checked_headers`."""
     headers = {name: expand(value, environ) for name, value in config.headers.items()}
     if config.authorization_env:
         headers["Authorization"] = "Bearer " + expand(f"${{{config.authorization_env}}}", environ).strip(" \t\r\n")

@@ -54,11 +54,7 @@ class GuardedTransport2(httpx2.AsyncBaseTransport):
         self._proxies: dict[str, httpx2.AsyncBaseTransport] = {}
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Judges and sends.
-
-        Raises:
-            DeniedError: the address must not be reached; nothing was sent.
-        """
+        """Judges and sends. Raises DeniedError: the address must not be reached; nothing was sent."""
         proxy = proxy_of(request.url.scheme, request.url.host) if self._use_proxies else None
         if proxy is None:
             response: httpx2.Response = await send_judged(self._guard, request, self._inner, _UNREACHABLE)
@@ -72,7 +68,6 @@ class GuardedTransport2(httpx2.AsyncBaseTransport):
         return await self._proxies[proxy].handle_async_request(request)
 
     async def aclose(self) -> None:
-        """Closes every transport."""
         for transport in (self._inner, *self._proxies.values()):
             await transport.aclose()
 
@@ -90,11 +85,8 @@ class Dialer:
     """HTTP error statuses since it was last cleared: the `mcp` package's errors leave them out."""
 
     def client(self, on_message: Callable[[Any], Any], on_end: Callable[[str], None]) -> Client:
-        """A client, not yet connected; `on_end` gets the reason, or "", when the server's side of it ends.
-
-        Raises:
-            MissingVariableError: the configuration names a variable that is not set.
-        """
+        """A client, not yet connected; `on_end` gets the reason, or "", when the server's side of it ends. Raises
+        MissingVariableError: the configuration names a variable that is not set."""
         return Client(
             _ended(self._transport(), on_end, Pace(self.config.max_unasked_per_s, _PATIENCE_S)),
             mode=self.config.protocol,
@@ -146,20 +138,17 @@ class Dialer:
         )
 
     async def _keep_to_issuer(self, request: httpx2.Request) -> None:
-        """A server's 401 says where its OAuth metadata lies. It could name any address that this process reaches.
-
-        Raises:
-            ConnectError: `request` is neither for the server or the issuer, nor for the token endpoint that the
-                issuer's own metadata names, which is the only one that gets a form.
-        """
+        """A server's 401 names the address of its OAuth metadata, which could be any that this process reaches. Raises
+        ConnectError: `request` is neither for the server or the issuer, nor for the token endpoint that the issuer's
+        own metadata names, which is the only one that gets a form."""
         if self.config.oauth is None or _is_form(request):
             return
         known = [httpx2.URL(url) for url in (expand(self.config.url, self.environ), self.config.oauth.issuer)]
         if not any(_same_origin(request.url, url) for url in known):
-            raise httpx2.ConnectError(f"the server asks for a request to {request.url}, which is not its issuer's")
+            raise httpx2.ConnectError(f"the server requires a request to {request.url}, which is not its issuer's")
 
     async def _note(self, response: httpx2.Response) -> None:
-        # 405 for a GET is how a server says that it has no stream of its own.
+        # 405 for a GET: the server has no permanent stream.
         if response.status_code >= 400 and (response.status_code, response.request.method) != (405, "GET"):
             self.refused[:] = [*self.refused[-9:], response.status_code]
 
@@ -217,7 +206,7 @@ def _context(ca_file: Path | None, read_from: tuple[tuple[str, int], ...]) -> ss
 
 
 class _Watched:
-    """A read stream at a bounded pace that reports its end, and whose listings hold only well-formed tools."""
+    """A read stream at a bounded pace that reports its end, and drops malformed tools from listings."""
 
     def __init__(self, stream: Any, on_end: Callable[[str], None], pace: Pace) -> None:
         self._stream = stream

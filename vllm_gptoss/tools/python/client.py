@@ -1,6 +1,6 @@
 """Talks to a kernel in a cage: Jupyter's messages over ZeroMQ's protocol on unix sockets, read with suspicion.
 
-Whatever the confined program sends is bounded in size and number, signed with a key (which the program can find),
+All that the confined program sends is bounded in size and number, signed with a key (which the program can find),
 parsed as JSON and never unpickled: small messages here, large ones in a confined worker (`messages`).
 """
 
@@ -20,7 +20,7 @@ from .zmtp import ProtocolError, ZmtpConnection
 
 _SHELL, _IOPUB = 1, 2  # as in `payload`
 _HERE = 64 << 10  # bytes; reading a larger message would stall the event loop by more than about two milliseconds
-_FRAME_COST = 256  # bytes that a frame counts beside its own: reading one of two bytes takes as long
+_FRAME_COST = 256  # bytes that a frame counts in addition: reading one of two bytes takes as long
 _MAX_MALFORMED = 100  # the kernel's protocol code sends none
 LIMIT = Limit(seconds=20.0, cpu_s=5, memory=512 << 20, payload=128 << 20, answer=64 << 20)
 """Of reading one message."""
@@ -31,8 +31,6 @@ class KernelError(Exception):
 
 
 class KernelClient:
-    """One kernel; `connect` makes it."""
-
     def __init__(
         self, session: Session, shell: ZmtpConnection, iopub: ZmtpConnection, max_total: int, keep: int
     ) -> None:
@@ -49,12 +47,12 @@ class KernelClient:
         cls, directory: int, name: str, key: str, *, max_message: int, max_total: int, keep: int, timeout_s: float
     ) -> KernelClient:
         """`directory`: descriptor of the directory with the kernel's sockets, `name` their prefix; sizes in bytes;
-        `keep`: characters of either end of a text that are kept.
+        `keep`: characters of either end of a text that remain.
 
         Returns when both channels carry messages. Raises KernelError.
         """
         # /proc/self/fd names the cage's directory although it is mounted nowhere on this side. There is no second
-        # connect: later the program inside could put a link to some other socket in place of its own.
+        # connect: later the program inside could put a link to some other socket in its place.
         prefix = f"/proc/self/fd/{directory}/{name}"
         opened: list[ZmtpConnection] = []
         try:
@@ -72,10 +70,10 @@ class KernelClient:
             raise
 
     async def _greet(self) -> None:
-        """Returns when the kernel stands idle, and not when it replies: between the two ipykernel flushes its streams.
+        """Returns when the kernel is idle, and not when it replies: between the two ipykernel flushes its streams.
 
         A kernel that is stopped in there (a warm one is, at once) finds the ten seconds of `IOStream.flush_timeout`
-        over when it goes on, and `IOStream.flush timed out` stands in the output of its first cell.
+        over when it goes on, and `IOStream.flush timed out` is in the output of its first cell.
         """
         await self._reply(await self._send("kernel_info_request", {}))
         while (await self._receive(self._iopub)).kind not in ("iopub_welcome", "status"):

@@ -38,12 +38,11 @@ async def _first(a: asyncio.Future[Any], b: asyncio.Future[Any], timeout_s: floa
 
 
 def new_container_id() -> str:
-    """`cntr_` and 32 digits."""
     return f"cntr_{secrets.token_hex(16)}"
 
 
 class Container:
-    """`run` is called once at a time. `lost` is what the model has to be told at its next call."""
+    """`run` is called once at a time. `lost` is reported to the model at its next call."""
 
     def __init__(
         self,
@@ -74,14 +73,14 @@ class Container:
         return self._kernel is not None
 
     def tell(self, lost: str) -> None:
-        """`lost` too, behind what was not told yet: a call that is cancelled has told nobody what was lost before."""
+        """Appends `lost` to losses not yet reported: a cancelled call reported nothing."""
         if lost not in self.lost:
             self.lost = f"{self.lost} {lost}".lstrip()
 
     async def run(self, code: str, seen: str | None = None) -> ToolResult:
         """Runs one cell. Raises only CancelledError, after the code stopped.
 
-        seen: `last_call` as the conversation knows it, None where that is not known. If others ran since, it is told.
+        seen: `last_call` as the conversation knows it, or None. If other calls ran since, the model is informed.
         """
         async with self.lock:
             self.last_used = time.monotonic()
@@ -100,7 +99,7 @@ class Container:
                 await uninterrupted(self.discard(""))
                 message = f"The python sandbox is gone: {error}. {_ALL_LOST}"
                 return self._result([Text(f"[{message}]")], ToolError("tool_failed", message))
-            except Exception:  # a bug of ours: whatever it is, the program must not run on unwatched
+            except Exception:  # a bug of ours: in any case the program must not run on unwatched
                 logger.exception("a python call failed outside its contract; its sandbox is closed")
                 await uninterrupted(self.discard(""))
                 message = f"The python tool failed and its sandbox was closed. {_ALL_LOST}"
@@ -160,12 +159,12 @@ class Container:
             files = await self._new_files(kernel)
             self.memory = (await kernel.sandbox.usage())["memory"]
         except asyncio.CancelledError:
-            self.last_call = before  # the next call, whoever's it is, is told of this one
+            self.last_call = before  # the next call, of any caller, reports this one
             await uninterrupted(self._stop_cancelled(kernel, running))
             raise
         finally:
             running.cancel()
-            running.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, whatever it was
+            running.add_done_callback(lambda task: task.cancelled() or task.exception())  # retrieved: no warning
         contents = outputs.contents() + ([Text(note)] if note else []) + files
         return self._result(contents or [Text("(no output)")], error, self.last_call)
 
@@ -235,7 +234,7 @@ class Container:
         return ToolError("tool_failed", message), f"[{message} {_VARIABLES_LOST}]"
 
     async def _stop_cancelled(self, kernel: Kernel, running: asyncio.Task[KernelMessage]) -> None:
-        """After a cancelled call nothing runs any more; the next call is told."""
+        """After a cancelled call nothing runs any more; the next call reports it."""
         cancelled = "The previous python call was cancelled."
         try:
             if kernel.sandbox.death.done() or not (running.done() or await self._interrupt(kernel, running)):
@@ -281,7 +280,7 @@ class Container:
             self._kernel.sandbox.kill()
 
     async def discard(self, lost: str) -> None:
-        """Kills everything; the model is told `lost` at its next call."""
+        """Kills everything; `lost` is reported at the next call."""
         kernel, self._kernel = self._kernel, None
         self.memory = 0
         self.last_call = ""

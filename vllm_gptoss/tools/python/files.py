@@ -1,6 +1,6 @@
-"""Files that programs left in /mnt/data, kept for download after the cage is gone.
+"""Files that programs left in /mnt/data, stored for download after the cage is gone.
 
-Each is copied into an unnamed temporary file, so nothing is left on the disk when the server ends, in whatever way; or,
+Each is copied into an unnamed temporary file, so nothing is left on the disk however the server ends; or,
 where the operator names a place (`kept`), to that place, from which other servers give them out too.
 """
 
@@ -46,7 +46,7 @@ MEDIA_TYPES = {
     ".webp": "image/webp",
     ".zip": "application/zip",
 }
-"""What a download is said to be. Nothing that a browser runs, such as HTML or SVG; the system's table has no say."""
+"""The media type of a download. Nothing that a browser runs, such as HTML or SVG; the system's table is ignored."""
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class FileStore:
         self._entries: dict[tuple[str, str], _Entry] = {}
 
     async def open(self) -> None:
-        """Finds what was kept by earlier servers. Raises OSError where the place cannot be used."""
+        """Finds files of earlier servers. Raises OSError where the place cannot be used."""
         if self._kept is None:
             return
         await asyncio.to_thread(self._kept.open)
@@ -89,7 +89,7 @@ class FileStore:
 
     async def put(self, container_id: str, filename: str, fd: int, max_bytes: int, owner: str = "") -> File:
         """Copies what `fd` refers to; closes it. Raises ValueError for what is not a regular file or is too large,
-        also for its owner's share; OSError where it cannot be kept."""
+        also for its owner's share; OSError where it cannot be stored."""
         handle, size = await asyncio.to_thread(_copy, fd, max_bytes)
         media_type = MEDIA_TYPES.get(os.path.splitext(filename)[1].lower(), "application/octet-stream")
         file_id = f"cfile_{secrets.token_hex(16)}"
@@ -119,7 +119,6 @@ class FileStore:
             raise
 
     def _held(self, owner: str) -> int:
-        """Bytes that are kept for the owner's account."""
         mine = account(owner)
         return sum(e.info.size for e in self._entries.values() if account(e.info.owner) == mine)
 
@@ -137,13 +136,12 @@ class FileStore:
         return replace(entry.info, data=await asyncio.to_thread(_read_all, fd, entry.info.size))
 
     async def listing(self, container_id: str) -> Sequence[StoredFile]:
-        """The container's files without their bytes, oldest first."""
         if self._kept is not None:
             return await asyncio.to_thread(self._kept.listing, container_id)
         return [e.info for (owner, _), e in self._entries.items() if owner == container_id]
 
     async def prune(self) -> None:
-        """Drops what is too old, then the least recently used of whoever has most until the rest fits."""
+        """Drops what is too old, then the least recently used of the caller with most until the rest fits."""
         now = time.monotonic()
         gone = [self._entries.pop(k) for k, e in list(self._entries.items()) if now - e.used > self._keep_s]
         gone += self._too_much()
@@ -181,7 +179,7 @@ class FileStore:
         return gone
 
     def close(self) -> None:
-        """Drops every temporary file; what is kept in a place stays there."""
+        """Drops every temporary file; files in a place stay there."""
         for entry in self._entries.values():
             if entry.handle is not None:
                 entry.handle.close()

@@ -72,7 +72,7 @@ async def _cgroups(options: PythonOptions) -> Cgroups | None:
 
 async def connect(options: PythonOptions, sandbox: Sandbox | HostProcess) -> KernelClient:
     """Starts a kernel in a cage that has none (any more). Raises SandboxError."""
-    # Names nobody inside could have guessed, so none can be there already.
+    # Names that no program could have guessed, so none can be there already.
     name, key = f"k{secrets.token_hex(12)}", secrets.token_hex(32)
     await sandbox.start({"ip": f"{sandbox.sockets}/{name}", "key": key}, options.start_timeout_s)
     limit = options.max_message_mib << 20

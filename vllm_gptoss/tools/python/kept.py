@@ -1,6 +1,6 @@
-"""Files kept where `fsspec` reaches: a folder, S3-compatible storage by URL. They outlive this process.
+"""Files stored through `fsspec`: a folder, S3-compatible storage by URL. They outlive this process.
 
-Each is one object, `{container}/{file}`: a line of JSON that says what it is, then its bytes. One that is cut short is
+Each is one object, `{container}/{file}`: a line of JSON that describes it, then its bytes. One that is cut short is
 not there. Every method blocks and belongs in a thread.
 """
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 def _storage(method: Callable[P, T]) -> Callable[P, T]:
-    """Makes whatever a file system raises an `OSError` in one line: each has errors of its own."""
+    """Turns every exception of a file system into an `OSError` of one line."""
 
     @wraps(method)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -74,13 +74,13 @@ class KeptFiles:
         self._root = ""
 
     def open(self) -> None:
-        """Makes the folder where it is one. Raises OSError that says what is missing."""
+        """Makes the folder where it is one. Raises OSError with what is missing."""
         try:
-            # Other servers write too: a listing from before is of no use, and this connection is of its own.
+            # Other servers write too: a listing from before is of no use, and this connection is separate.
             self._fs, self._root = fsspec.core.url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
             if "file" in _protocols(self._fs):
                 Path(self._root).mkdir(parents=True, exist_ok=True, mode=0o700)
-            with contextlib.suppress(FileNotFoundError):  # nothing was kept yet; no bucket is told when something is
+            with contextlib.suppress(FileNotFoundError):  # nothing was stored yet
                 self._fs.find(self._root, maxdepth=1)
         except ImportError as error:
             extra = "; pip install 'vllm-gptoss[s3]'" if self.url.startswith("s3") else ""
@@ -90,14 +90,13 @@ class KeptFiles:
             raise OSError(f"files cannot be kept at {self.url}: {what}") from error
 
     def _path(self, container_id: str, file_id: str) -> str | None:
-        """None for what are no names of ours: a client says them, and they must not lead elsewhere."""
+        """None for names that we did not make: clients send them, and they must not lead elsewhere."""
         if not _CONTAINER.fullmatch(container_id) or not _FILE.fullmatch(file_id):
             return None
         return f"{self._root.rstrip('/')}/{container_id}/{file_id}"
 
     @_storage
     def save(self, info: StoredFile, source: IO[bytes]) -> None:
-        """Writes a file of `info.size` bytes."""
         path = self._path(info.container_id, info.file_id)
         assert path is not None
         head = json.dumps({name: value for name, value in asdict(info).items() if name in _FIELDS})
@@ -123,7 +122,6 @@ class KeptFiles:
 
     @_storage
     def listing(self, container_id: str) -> list[StoredFile]:
-        """The container's files without their bytes, oldest first."""
         if not _CONTAINER.fullmatch(container_id):
             return []
         try:
@@ -142,7 +140,6 @@ class KeptFiles:
 
     @_storage
     def drop(self, container_id: str, file_id: str) -> None:
-        """Removes a file, if it is there."""
         if path := self._path(container_id, file_id):
             try:
                 self._fs.rm_file(path)
@@ -153,7 +150,7 @@ class KeptFiles:
 
     @_storage
     def every(self) -> list[tuple[str, str, int, float]]:
-        """Container, file, bytes and age in seconds of all that is kept."""
+        """Container, file, bytes and age in seconds of all stored files."""
         try:
             found = self._fs.find(self._root, detail=True)
         except FileNotFoundError:

@@ -48,7 +48,7 @@ class KernelMessage:
 
 
 def read(frames: Sequence[bytes], key: bytes, keep: int) -> KernelMessage:
-    """The signed message in `frames`; of texts, `keep` characters of either end are kept. Raises MalformedError."""
+    """The signed message in `frames`; of texts, `keep` characters of either end remain. Raises MalformedError."""
     try:
         start = list(frames).index(_DELIMITER) + 1
         signature, *parts = frames[start : start + 5]
@@ -78,7 +78,6 @@ def _object(data: bytes) -> Mapping[str, Any]:
 
 
 def reduced(kind: str, parent: str, body: Mapping[str, Any], keep: int) -> KernelMessage:
-    """What is used of a message with this content."""
     message = KernelMessage(kind, parent)
     if kind == "stream":
         message.content = _cut(_text(body.get("text")), keep)
@@ -131,7 +130,6 @@ def _bundle(data: Mapping[str, Any], keep: int) -> Content:
 
 @job
 def read_message(payload: bytes, *, key: bytes, keep: int) -> KernelMessage:
-    """A large message; `payload`: its frames, packed."""
     try:
         return read(msgspec.msgpack.decode(payload, type=list[bytes]), key, keep)
     except MalformedError as error:

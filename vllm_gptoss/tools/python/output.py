@@ -25,7 +25,6 @@ class OutputCollector:
         self.error: tuple[str, str] | None = None
 
     def add(self, message: KernelMessage) -> None:
-        """Takes one output of the kernel."""
         kind, content = message.kind, message.content
         if kind == "clear_output":
             self._clear_next = bool(content["wait"])
@@ -68,7 +67,6 @@ class OutputCollector:
         )
 
     def contents(self) -> list[Content]:
-        """What was collected, texts cut to the limit together."""
         left = self._max_chars
         result: list[Content] = []
         for part in self._parts:
@@ -83,7 +81,7 @@ class OutputCollector:
 
 
 class _Printed:
-    """Text in pieces, of which both ends are kept: a flood costs its own length once, and `limit` in memory."""
+    """Text in pieces, of which both ends remain: a flood costs its own length once, and `limit` in memory."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

@@ -1,4 +1,4 @@
-"""What runs inside a cage: an ipykernel on unix sockets, with bounded output. Loaded by path: imports nothing of ours.
+"""What runs inside a cage: an ipykernel on unix sockets, with bounded output. Loaded by path, without our package.
 
 The bounds here keep an honest flood from filling memory. A program that disables them floods only itself: the server
 reads with its own limits (`client`).
@@ -13,6 +13,10 @@ import os
 import sys
 from collections.abc import Callable
 from typing import Any, cast
+
+# Before IPython imports them. debugpy costs each kernel 10 MB and half of its start.
+UNUSED = ("debugpy", "jedi", "parso")
+sys.modules.update(dict.fromkeys(UNUSED))  # type: ignore[arg-type]
 
 try:
     import zmq
@@ -83,7 +87,7 @@ class CagedKernelApp(IPKernelApp):
 
 
 class BoundedSession(Session):
-    """Replaces a message that is too large to send by one that says so."""
+    """Replaces a message that is too large to send by a short notice."""
 
     limit = 16 << 20
 
@@ -112,8 +116,6 @@ def preload(options: dict[str, Any]) -> None:
     os.environ["IPYTHONDIR"] = os.path.join(os.environ["HOME"], ".ipython")
     for name in options.get("required", ()):
         importlib.import_module(name)
-    # Nobody debugs in here, and debugpy would cost every kernel 10 MB and half of its start.
-    sys.modules["debugpy"] = None  # type: ignore[assignment]
     for name in (*_KERNEL_MODULES, *options.get("preload", ())):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

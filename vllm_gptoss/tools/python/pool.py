@@ -1,4 +1,4 @@
-"""Kernels: made by the chosen tier, kept warm, limited in number, and counted until they are gone."""
+"""Kernels: made by the chosen tier, prepared, limited in number, and counted until they are gone."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class KernelPool:
         self._retired: list[Any] = []
         self._closed = False
         self._waiting = 0
-        self._leaving = 0  # being evicted for somebody who waits
+        self._leaving = 0  # being evicted for a waiting call
 
     async def start(self) -> None:
         """Starts the launcher and the first kernels. Raises SandboxError with the reason why not."""
@@ -81,7 +81,6 @@ class KernelPool:
 
     @property
     def choice(self) -> Choice | None:
-        """The tier in use and why, None before `start`."""
         return self._choice
 
     async def _new(self) -> Kernel:
@@ -164,7 +163,6 @@ class KernelPool:
             logger.warning("python: no kernel for the warm pool: %s", error)
 
     async def aclose(self) -> None:
-        """Kills the launcher and everything that came from it."""
         self._closed = True
         if self._refill is not None:
             self._refill.cancel()

@@ -89,7 +89,7 @@ class PortableClient:
             raise KernelError("the interpreter is gone") from error
 
     async def _receive(self) -> tuple[bytes, KernelMessage | None, int]:
-        """Text beside the frames, the next frame, and what both cost in bytes."""
+        """Text between the frames, the next frame, and what both cost in bytes."""
         try:
             line = await self._streams.reader.readuntil(b"\n")
         except asyncio.LimitOverrunError as error:

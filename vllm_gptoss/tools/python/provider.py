@@ -48,7 +48,7 @@ _ANOTHER = (
     "[This python session is not the one that earlier calls ran in: their variables, and files in /mnt/data, may not be"
     " here.]"
 )
-_REMEMBERED = 10_000  # conversations whose loss is still to be told
+_REMEMBERED = 10_000  # conversations with a loss to report
 _MAX_CODE = 1 << 20  # characters
 
 
@@ -76,17 +76,14 @@ class PythonProvider(ToolProvider):
 
     @property
     def name(self) -> str:
-        """`python`, unless another name was given."""
         return self._name
 
     @property
     def unavailable(self) -> str | None:
-        """Why no program can run here, or None."""
         return self._unavailable
 
     @property
     def isolation(self) -> str:
-        """The tier and what it means; empty while the tool is off."""
         choice = self._pool.choice if self._pool is not None and self._unavailable is None else None
         return f"{choice.tier.name}: {choice.tier.what}" if choice else ""
 
@@ -98,11 +95,9 @@ class PythonProvider(ToolProvider):
 
     @property
     def at_once(self) -> int | None:
-        """A kernel each."""
         return self.options.max_conversations
 
     async def start(self) -> None:
-        """Finds a way to isolate programs, tries it, and warms kernels up."""
         self._pool = KernelPool(self.options, self._evict_idle)
         started = time.monotonic()
         try:
@@ -122,11 +117,10 @@ class PythonProvider(ToolProvider):
         logger.info("tool %s is ready after %.1f s (%s)", self._name, time.monotonic() - started, self.isolation)
 
     def namespaces(self) -> Sequence[Namespace]:
-        """`python`, as gpt-oss was trained on it."""
         return (python_namespace(self.options.timeout_s, self._name),)
 
     async def open(self, conversation_id: str, options: SessionOptions) -> PythonSession:
-        """The conversation's notebook; with an empty id, one that nobody shares and that ends with the session."""
+        """The conversation's notebook; with an empty id, a private one that ends with the session."""
         before = [call for call in options.past if call.get("recipient") == self._name]
         there = self._containers.get(conversation_id)
         seen = last_call(before) if options.knows_all else None
@@ -189,11 +183,10 @@ class PythonProvider(ToolProvider):
                 await uninterrupted(container.discard(""))
 
     async def read_file(self, container_id: str, file_id: str) -> StoredFile | None:
-        """A file that a call left in /mnt/data, with its bytes; None if it is unknown or no longer kept."""
         return await self._store.read(container_id, file_id)
 
     async def list_files(self, container_id: str) -> Sequence[StoredFile]:
-        """What calls left in /mnt/data and is still kept. Raises OSError where the place of files fails."""
+        """What calls left in /mnt/data and is still stored. Raises OSError where the place of files fails."""
         return await self._store.listing(container_id)
 
     def _idle(self) -> list[str]:
@@ -251,7 +244,6 @@ class PythonProvider(ToolProvider):
                         del self._containers[key]
 
     async def aclose(self) -> None:
-        """Kills every kernel and drops every file."""
         self._unavailable = "closed"
         if self._sweeper is not None:
             self._sweeper.cancel()
@@ -271,7 +263,7 @@ class PythonSession(ToolSession):
     def __init__(
         self, provider: PythonProvider, conversation_id: str, options: SessionOptions, seen: str | None
     ) -> None:
-        """`seen`: the last call that the conversation has, as `last_call` says it."""
+        """`seen`: the last call that the conversation has, as `last_call` returns it."""
         self._provider = provider
         self._owner = options.owner
         self._seen = seen
@@ -281,16 +273,13 @@ class PythonSession(ToolSession):
 
     @property
     def namespaces(self) -> Sequence[Namespace]:
-        """`python`."""
         return self._provider.namespaces()
 
     @property
     def container_id(self) -> str:
-        """The conversation's, or the one that is made for it."""
         return self._provider.id_of(self._conversation_id) or self._id_of_new
 
     async def call(self, call: ToolCall) -> ToolResult:
-        """Runs the call's source code as one cell."""
         code = _code_of(call)
         if not code.strip():
             return _refused("the call carries no code")

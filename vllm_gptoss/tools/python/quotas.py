@@ -1,7 +1,6 @@
-"""What one caller may have of the python tool, told to the model where it is more.
+"""Limits of the python tool for each caller. The model reads the refusals.
 
-A caller is an API key; of a tools service, the key of whoever uses it, however many users stand behind. Each server
-counts what it does itself.
+A caller is an API key; of a tools service, a key of the service, with all its users. Each server counts on its own.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ _MINUTE = 60.0
 
 
 def account(owner: str) -> str:
-    """Who pays for what `owner` does: the part before the slash, where a caller says for whom of its users it asks."""
+    """The account of `owner`: the part before the slash, which separates a caller from its user."""
     return owner.partition("/")[0]
 
 
@@ -48,6 +47,6 @@ class Quotas:
         times.append(now)
 
     def check_kept(self, owner: str, held: int, size: int) -> None:
-        """Whether `size` bytes more may be kept beside the `held` ones. Raises QuotaError."""
+        """Whether `size` bytes more may be stored in addition to the `held` ones. Raises QuotaError."""
         if self.kept and held + size > self.kept:
             raise QuotaError(f"this caller may keep {self.kept} bytes of files and has {held}; this one has {size}")

@@ -1,4 +1,4 @@
-"""Waiting for what must be finished even when nobody wants the result any more."""
+"""Waiting for what must be finished even after a cancellation."""
 
 from __future__ import annotations
 

@@ -18,8 +18,6 @@ logger = logging.getLogger(__name__)
 
 
 class Client(Protocol):
-    """Runs cells."""
-
     async def execute(self, code: str, on_output: Callable[[KernelMessage], None]) -> KernelMessage: ...
 
     async def aclose(self) -> None: ...
@@ -27,10 +25,10 @@ class Client(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A way to isolate. `missing` says, without trying, why it cannot be had; `make` and `connect` raise SandboxError.
+    """A way to isolate. `missing` returns, untried, why it is not possible; `make` and `connect` raise SandboxError.
 
     `make(options)` returns a launcher that has been tried, `connect(options, sandbox)` a `Client`. Both are typed by
-    their tier alone: a launcher's sandboxes go to the `connect` of its own row and to no other.
+    their tier alone: a launcher's sandboxes go to the `connect` of the same row only.
     """
 
     name: str
@@ -82,7 +80,7 @@ async def choose(options: PythonOptions) -> Choice:
     """The tier that `options` name, or the first that this host allows. Raises SandboxError: no tier is allowed, with
     all reasons; or one is and fails for another reason, such as an option, which no weaker tier shall cover up."""
     if options.dangerously_run_python_on_host:
-        logger.warning("python runs ON THE HOST without isolation, as dangerously_run_python_on_host asks")
+        logger.warning("python runs ON THE HOST without isolation, as dangerously_run_python_on_host requires")
         return Choice(HOST, await HOST.make(options), "dangerously_run_python_on_host")
     for tier in TIERS:
         if tier.name == options.launcher:

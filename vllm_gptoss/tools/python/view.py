@@ -21,22 +21,20 @@ _OF_PREFIX = ("bin", "lib", "lib64", "pyvenv.cfg")
 # Where installers put packages; a `.pth` file may name such a folder of another environment, and Debian's Python has
 # one below /usr/local. What else a `.pth` names, such as a checkout that is installed editable, is not shown.
 _PACKAGES = ("site-packages", "dist-packages")
+# ipykernel requires debugpy, and IPython requires jedi, which requires parso: 55 MB that no kernel here imports.
 _QUESTION = """
 import importlib.util, json, sys
 found = importlib.util.find_spec("ipykernel")
-print(json.dumps([[sys.prefix, sys.base_prefix], sys.path, found and found.origin]))
+unused = [spec.origin for name in ("debugpy", "jedi", "parso") if (spec := importlib.util.find_spec(name))]
+print(json.dumps([[sys.prefix, sys.base_prefix], sys.path, found and found.origin, unused]))
 """
 _ANSWER_S = 20.0
 
 
 async def build_view(options: PythonOptions) -> View:
-    """The view for `options`.
-
-    Raises:
-        SandboxError: the interpreter does not run, a path is missing, or the interpreter has its packages where no
-            program would see them.
-    """
-    prefixes, path, kernel = await _ask(options.python)
+    """The view for `options`. Raises SandboxError: the interpreter does not run, a path is missing, or the interpreter
+    has its packages where no program would see them."""
+    prefixes, path, kernel, unused = await _ask(options.python)
     shown = [*_SYSTEM, *(f"{prefix}/{part}" for prefix in prefixes for part in _OF_PREFIX)]
     shown += [folder for folder in path if Path(folder).name in _PACKAGES]
     _check_exist(options.read_only_paths)
@@ -45,7 +43,7 @@ async def build_view(options: PythonOptions) -> View:
         _check_shown(Path(kernel).parents[1], shown, options.python)
     return View(
         read_only=tuple(dict.fromkeys(shown)),
-        hidden=tuple(str(p.absolute()) for p in options.hidden_paths),
+        hidden=(*(str(p.absolute()) for p in options.hidden_paths), *(str(Path(file).parent) for file in unused)),
         allow_network=options.allow_network,
         uid=options.run_as_uid,
         gid=options.run_as_gid,
@@ -59,7 +57,7 @@ def _check_exist(paths: Iterable[Path]) -> None:
 
 
 def _check_shown(packages: Path, shown: Iterable[str], python: Path) -> None:
-    """Without them a kernel's first import would say that a module lacks a name."""
+    """Without them a kernel's first import would fail with an unclear error."""
     where = packages.resolve()
     if not any(where.is_relative_to(Path(folder).resolve()) for folder in shown):
         raise SandboxError(
@@ -68,15 +66,15 @@ def _check_shown(packages: Path, shown: Iterable[str], python: Path) -> None:
         )
 
 
-async def _ask(python: Path) -> tuple[list[str], list[str], str | None]:
-    """The interpreter's prefixes, its `sys.path`, and the file of its ipykernel, as a sandbox's process has them."""
+async def _ask(python: Path) -> tuple[list[str], list[str], str | None, list[str]]:
+    """The interpreter's prefixes, its `sys.path`, and the files of ipykernel and of packages that no kernel imports."""
     try:
         process = await asyncio.create_subprocess_exec(
             str(python), "-I", "-c", _QUESTION, stdout=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL
         )
         async with asyncio.timeout(_ANSWER_S):
             answer, _ = await process.communicate()
-        prefixes, path, kernel = json.loads(answer)
+        prefixes, path, kernel, unused = json.loads(answer)
     except (OSError, ValueError, TimeoutError) as error:
         raise SandboxError(f"cannot run the interpreter {python}: {error}") from error
-    return prefixes, path, kernel
+    return prefixes, path, kernel, unused

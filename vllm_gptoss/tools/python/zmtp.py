@@ -3,7 +3,7 @@
 Why not libzmq on this side: the program in the cage owns the descriptors of its kernel's sockets and can write anything
 to them. libzmq bounds a frame's size and the number of whole messages, but not the frames of a message that never ends
 (`pipe_t::check_hwm` counts messages), so a peer can grow the server's memory without limit. Here all is bounded, and
-when nobody reads, the socket's buffer fills and the peer blocks. Specification: rfc.zeromq.org/spec/23.
+without a reader, the socket's buffer fills and the peer blocks. Specification: rfc.zeromq.org/spec/23.
 """
 
 from __future__ import annotations
@@ -69,7 +69,6 @@ class ZmtpConnection:
             raise ProtocolError("the connection was closed") from error
 
     async def _header(self) -> tuple[int, int]:
-        """A frame's flags and size in bytes."""
         flags, size = await self._exactly(2)
         if flags & _LONG:
             size = struct.unpack(">Q", bytes([size]) + await self._exactly(7))[0]

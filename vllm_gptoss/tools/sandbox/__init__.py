@@ -1,9 +1,9 @@
-"""Isolation for code that nobody reviewed: processes in their own namespaces, started from a warm fork server.
+"""Isolation for untrusted code: processes in their own namespaces, started from a warm fork server.
 
 What is here: user, mount, pid, network, ipc, uts and cgroup namespaces, a read-only view of one Python prefix, a
 private tmpfs with size and inode limits, no_new_privs, no capabilities, a seccomp allowlist, landlock, rlimits, a
-memory watchdog. What is not: a virtual machine. The kernel's own system calls stay reachable; docs/security.md says
-what that means.
+memory watchdog. What is not: a virtual machine. The kernel's own system calls stay reachable; docs/security.md has
+the consequences.
 
 The order things happen in:
 

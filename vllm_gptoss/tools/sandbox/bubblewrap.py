@@ -2,7 +2,7 @@
 
 Ubuntu 24.04 is one: AppArmor takes an ordinary user's capabilities in a new user namespace away, except from programs
 with a profile, and bubblewrap's package brings one. Same supervisor, filters and limits as the fork server's cages,
-with two differences: every conversation starts an interpreter of its own (slower, and its memory is not shared), and
+with two differences: every conversation starts its interpreter (slower, and its memory is not shared), and
 the number of files is limited by the supervisor's watch, not by the file system. Source: bwrap(1), 0.8 or newer.
 """
 
@@ -15,7 +15,7 @@ import shutil
 import sys
 
 from . import wire
-from .cage import ETC, ETC_NETWORK, GROUP, HOSTS, PASSWD, nsswitch
+from .cage import ABSENT, ETC, ETC_NETWORK, GROUP, HOSTS, PASSWD, nsswitch
 from .cgroups import Cgroups
 from .launcher import ENVIRONMENT, LOADER, PACKAGE, Sandbox, SandboxError
 from .spec import CACHE, DATA, DEVICE_LINKS, DEVICES, INSIDE_ID, RUN, SHM, TMP, Spec, View, scratch_directory
@@ -45,12 +45,23 @@ def _binds(view: View) -> list[str]:
         arguments += ["--ro-bind", real, real]
         if real != path:
             arguments += ["--symlink", real, path]
-    for path in view.hidden:
-        if os.path.isdir(path):
-            arguments += ["--size", "4096", "--tmpfs", os.path.realpath(path), "--remount-ro", os.path.realpath(path)]
-        elif os.path.exists(path):
-            arguments += ["--ro-bind", "/dev/null", os.path.realpath(path)]
     return arguments
+
+
+def _hidden(view: View) -> tuple[list[str], list[int]]:
+    """What lies in a shown path and is emptied: (arguments, descriptors to pass)."""
+    arguments: list[str] = []
+    fds: list[int] = []
+    for path in map(os.path.realpath, view.hidden):
+        if os.path.isdir(path):
+            arguments += ["--size", "4096", "--tmpfs", path]
+            if os.path.exists(f"{path}/__init__.py"):
+                fds.append(_in_memory(ABSENT))
+                arguments += ["--ro-bind-data", str(fds[-1]), f"{path}/__init__.py"]
+            arguments += ["--remount-ro", path]
+        elif os.path.exists(path):
+            arguments += ["--ro-bind", "/dev/null", path]
+    return arguments, fds
 
 
 def _scratch(spec: Spec) -> list[str]:
@@ -68,18 +79,22 @@ def _files(view: View) -> tuple[list[str], list[int]]:
     fds: list[int] = []
     texts = {"passwd": PASSWD, "group": GROUP, "hosts": HOSTS, "nsswitch.conf": nsswitch(view.allow_network)}
     for name, text in texts.items():
-        fd = os.memfd_create(name)
-        os.write(fd, text.encode())
-        os.lseek(fd, 0, os.SEEK_SET)
-        fds.append(fd)
-        arguments += ["--ro-bind-data", str(fd), f"/etc/{name}"]
+        fds.append(_in_memory(text))
+        arguments += ["--ro-bind-data", str(fds[-1]), f"/etc/{name}"]
     return arguments, fds
+
+
+def _in_memory(text: str) -> int:
+    fd = os.memfd_create("file")
+    os.write(fd, text.encode())
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
 
 
 class Bubblewrap:
     """Makes cages as `launcher.Zygote` does. Raises SandboxError where bwrap does not work either."""
 
-    hung = False  # every cage is a process of its own
+    hung = False  # every cage is a separate process
 
     def __init__(self, spec: Spec, python: str = sys.executable, cgroups: Cgroups | None = None) -> None:
         self._spec = spec
@@ -101,6 +116,7 @@ class Bubblewrap:
     def _arguments(self, control: int) -> tuple[list[str], list[int]]:
         view = self._spec.view
         files, fds = _files(view)
+        hidden, more = _hidden(view)
         devices = [word for path in DEVICES for word in ("--dev-bind", path, path)]
         devices += [word for name, target in DEVICE_LINKS.items() for word in ("--symlink", target, f"/dev/{name}")]
         network = [] if view.allow_network else ["--unshare-net"]
@@ -109,10 +125,19 @@ class Bubblewrap:
             *(self._demotion() if os.getuid() == 0 else ()),
             *(self._bwrap, *_NAMESPACES, *network, "--die-with-parent", "--new-session", "--as-pid-1"),
             *("--hostname", "sandbox", "--uid", str(INSIDE_ID), "--gid", str(INSIDE_ID)),
-            *(*_binds(view), "--ro-bind", PACKAGE, PACKAGE, "--ro-bind", self._spec.payload, self._spec.payload),
+            *(
+                *_binds(view),
+                *hidden,
+                "--ro-bind",
+                PACKAGE,
+                PACKAGE,
+                "--ro-bind",
+                self._spec.payload,
+                self._spec.payload,
+            ),
             *(*files, *devices, *_scratch(self._spec), "--proc", "/proc", "--remount-ro", "/", "--chdir", "/"),
             *("--", *inside),
-        ], fds
+        ], fds + more
 
     def _demotion(self) -> list[str]:
         """A command before bwrap's that gives root away. Not `user=`: uvloop's subprocesses do not have it."""
@@ -158,7 +183,6 @@ class Bubblewrap:
         return sandbox
 
     async def aclose(self) -> None:
-        """Waits for the processes of cages that were killed."""
         self._bwrap = ""
         if self._running:
             await asyncio.gather(*self._running, return_exceptions=True)

@@ -21,6 +21,8 @@ _QUIET = linux.MS_NOSUID | linux.MS_NODEV
 PASSWD = f"root:x:0:0::/nonexistent:/bin/false\nsandbox:x:{INSIDE_ID}:{INSIDE_ID}::{TMP}:/bin/sh\n"
 GROUP = f"root:x:0:\nsandbox:x:{INSIDE_ID}:\n"
 HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
+ABSENT = 'raise ModuleNotFoundError(f"{__name__} is hidden in this sandbox", name=__name__)\n'
+"""The `__init__.py` of a hidden package: an empty folder could be imported, as a namespace package."""
 ETC = ("ld.so.cache", "alternatives", "localtime", "fonts", "mime.types")
 ETC_NETWORK = ("resolv.conf", "ssl/certs", "ca-certificates", "services", "gai.conf")
 
@@ -30,7 +32,6 @@ def nsswitch(allow_network: bool) -> str:
 
 
 def namespaces(allow_network: bool) -> int:
-    """The clone flags of a ring."""
     flags = linux.CLONE_NEWNS | linux.CLONE_NEWPID | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS | linux.CLONE_NEWCGROUP
     return flags if allow_network else flags | linux.CLONE_NEWNET
 
@@ -80,7 +81,6 @@ def enter_void(view: View) -> None:
 
 
 def become(uid: int, gid: int) -> None:
-    """Root gives itself away for good."""
     os.setgroups([])
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)
@@ -165,7 +165,12 @@ def _resolve(path: str, depth: int = 40) -> str:
 def _hide(path: str) -> None:
     target = f"/new{_resolve(os.path.normpath(path))}"
     if os.path.isdir(target):
-        linux.mount("tmpfs", target, "tmpfs", _QUIET | linux.MS_RDONLY, "mode=555,size=4k,nr_inodes=1")
+        package = os.path.exists(f"{target}/__init__.py")
+        linux.mount("tmpfs", target, "tmpfs", _QUIET, "mode=755,size=4k,nr_inodes=2")
+        if package:
+            with open(f"{target}/__init__.py", "w") as file:
+                file.write(ABSENT)
+        linux.lock_mount(target, recursive=False)
     elif os.path.exists(target):
         linux.mount("/old/dev/null", target, None, linux.MS_BIND)
 
@@ -231,7 +236,7 @@ def enter_conversation(limits: Limits, shown: Iterable[str] = ()) -> ProcessTabl
 
 
 def _keep_in_view(path: str, source: str, shown: Iterable[str]) -> None:
-    """What of `shown` lies below `path`, such as a virtual environment in /tmp, is kept when `source` covers it."""
+    """Parts of `shown` below `path`, such as a virtual environment in /tmp, stay visible when `source` covers it."""
     for one in shown:
         real = os.path.realpath(one)
         if real.startswith(f"{path}/"):
@@ -293,6 +298,5 @@ def set_rlimit(kind: int, value: int) -> None:
 
 
 def scratch_used() -> tuple[int, int]:
-    """Bytes and inodes in use on the scratch tmpfs."""
     s = os.statvfs(RUN)
     return (s.f_blocks - s.f_bfree) * s.f_frsize, s.f_files - s.f_ffree

@@ -1,6 +1,6 @@
 """cgroup v2 leaves, one per cage: limits that the kernel keeps, where an administrator delegated a place.
 
-Needs a directory whose controllers include memory and pids and which holds no process itself, such as
+Needs a directory with the controllers memory and pids and which holds no process itself, such as
 `systemd-run -p Delegate=yes` or a container manager can give. Source: Linux' admin-guide/cgroup-v2.rst.
 """
 
@@ -24,7 +24,7 @@ _numbers = itertools.count(1)
 
 
 class CgroupError(Exception):
-    """The delegated directory cannot be used; the message says what to do."""
+    """The delegated directory cannot be used; the message has the fix."""
 
 
 class Cgroups:
@@ -43,12 +43,11 @@ class Cgroups:
         self._has_cpu = "cpu" in wanted
 
     def leaf(self, limits: Limits) -> Leaf:
-        """A new, empty cgroup with these limits. Raises CgroupError."""
         path = self._directory / f"gptoss-{os.getpid()}-{next(_numbers)}"
         settings = {
             "memory.max": str(limits.memory + _OVERHEAD),
             "pids.max": str(limits.processes + 1),  # and the supervisor
-            "memory.oom.group": "0",  # the supervisor has to live to tell
+            "memory.oom.group": "0",  # the supervisor has to survive to report it
         }
         if self._has_cpu:
             settings["cpu.max"] = f"{limits.cpus * _PERIOD_US} {_PERIOD_US}"
@@ -66,8 +65,6 @@ class Cgroups:
 
 
 class Leaf:
-    """One cage's cgroup."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -79,7 +76,6 @@ class Leaf:
             raise CgroupError(f"cannot move a process to {self.path}: {error}") from error
 
     def out_of_memory(self) -> bool:
-        """Whether the kernel killed something here for memory."""
         try:
             events = dict(line.split() for line in (self.path / "memory.events").read_text().splitlines())
         except OSError:

@@ -16,7 +16,7 @@ Found = tuple[str, int, int, int]
 
 
 def regular_files(base: str) -> list[Found]:
-    """The first 1,000 regular files; none of hidden folders."""
+    """The first 1,000 regular files, without hidden folders."""
     return sorted(_walk(base, base, 0))[:_LIMIT]
 
 

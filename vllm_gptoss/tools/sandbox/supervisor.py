@@ -1,6 +1,6 @@
 """Pid 1 of a conversation's cage: starts the payload, stops it between calls, watches what it uses, and kills.
 
-It holds no privilege, obeys only the server's end of a socket, and ends with it: when the server dies in whatever way,
+It holds no privilege, obeys only the server's end of a socket, and ends with it: however the server dies,
 the socket reads end of file, pid 1 exits, and the kernel kills everything in the pid namespace.
 """
 
@@ -25,7 +25,7 @@ from .spec import DATA, SOCKETS, Spec
 _WATCH_MS = 100
 _CENSUS_S = 0.25
 _CENSUS_SHARE = 20  # of the time at most a twentieth is spent on what is dear to count,
-_CENSUS_MOST_S = 5.0  # but it waits no longer: 60,000 locks take 0.14 s, 0.38 beside four busy processes on two cores
+_CENSUS_MOST_S = 5.0  # but it waits no longer: 60,000 locks take 0.14 s, 0.38 with four busy processes on two cores
 _LIST_PAGE = 64
 _LIST_BYTES = wire.MAX_PACKET // 2  # a path has up to 4096 bytes, and one that is no UTF-8 six times as many in JSON
 _KILL_S = 5.0  # to die, each of 48 processes must be run once more: two cores with a load of six took over two seconds
@@ -58,7 +58,7 @@ class Supervisor:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def serve(self) -> None:
-        """Until the server's end of the socket is closed. Raises RuntimeError outside a pid namespace of its own."""
+        """Until the server's end of the socket is closed. Raises RuntimeError outside a separate pid namespace."""
         if os.getpid() != 1:  # `kill(-1)` would then stop and kill all that this user has on the host
             raise RuntimeError("the supervisor is not the first process of a namespace")
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
@@ -95,7 +95,7 @@ class Supervisor:
             ready = os.read(self._ready_fd, 1)
             os.close(self._ready_fd)
             self._ready_fd = -1
-            if ready:  # end of file: it died first, which _reap tells
+            if ready:  # end of file: it died first, which _reap reports
                 self._limit_address_space()
                 self._baseline = self._memory()
                 self._own_files = max(map(self._processes.descriptors, self._processes.others()), default=0)
@@ -167,14 +167,14 @@ class Supervisor:
         self._settled = False
 
     def _settle(self) -> None:
-        """Stops the payload and kills whatever it left running: nothing outlives a call."""
+        """Stops the payload and kills all that it left running: nothing outlives a call."""
         self._running = False
         if not self._pid:
             return
         deadline = time.monotonic() + _KILL_S
         while time.monotonic() < deadline:
             # kill(-1) stops everything but us in one go, so that nothing can fork away from what follows. Again each
-            # time: until all others are dead and it stands still, one of them or a thread of its own may wake it.
+            # time: until all others are dead and it is stopped, one of them or another thread may wake it.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGSTOP)
             others = [p for p in self._processes.others() if not self._processes.is_zombie(p)]
@@ -194,7 +194,7 @@ class Supervisor:
         return not went_on and all(self._processes.is_stopped(p) for p in others)
 
     def _went_on(self) -> bool:
-        """Whether the payload was continued since this was last asked: the kernel tells its parent, wait(2)."""
+        """Whether the payload was continued since the last call: the kernel notifies its parent, wait(2)."""
         try:
             return os.waitid(os.P_PID, self._pid, os.WCONTINUED | os.WNOHANG) is not None
         except ChildProcessError:

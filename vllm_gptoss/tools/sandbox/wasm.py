@@ -1,7 +1,7 @@
 """The portable tier's process: CPython as WebAssembly inside wasmtime, in a process that has locked itself in.
 
 Run by `portable` as `python -I -c <loader> <package> compile|run <json>`. Nothing here needs a namespace. The program
-is held by WebAssembly: its memory is not this process', and it can ask for nothing but WASI's files below two
+is held by WebAssembly: its memory is not this process', and it reaches only WASI's files below two
 directories, a clock and random numbers. Should it break out of that, it is in a process that may start nothing, reach
 no socket, make no machine code and, with landlock, open nothing but those directories. Needs the package `wasmtime`.
 """
@@ -23,10 +23,10 @@ from typing import Any
 
 from . import cage, landlock, linux, seccomp
 
-TOO_MANY_FILES, TOO_MANY_DESCRIPTORS = 73, 74  # exit codes, of a process whose program passed these limits
+TOO_MANY_FILES, TOO_MANY_DESCRIPTORS = 73, 74  # exit codes, of a process that exceeded these limits
 _STACK = 8 << 20  # bytes of wasm stack; CPython's own guard for C recursion in this build assumes it
 _HOST_STACK = 32 << 20
-_HOST_MEMORY = 512 << 20  # what the runtime itself may have beside the program's memory
+_HOST_MEMORY = 512 << 20  # memory of the runtime in addition to the program's
 _MAX_DEPTH = 64  # folders in folders
 _WATCH_S = 0.02
 _WATCH_SHARE = 10  # of the time at most a tenth is spent on counting files
@@ -68,9 +68,9 @@ def _compile(settings: dict[str, Any]) -> None:
 def _run(settings: dict[str, Any]) -> None:
     """Loads, locks itself in, then runs the program with this process' standard streams.
 
-    `module`: machine code of ours; `argv`: the program's; `mounts`: [path, path inside, writable]; `memory`, `scratch`:
-    bytes; `inodes`, `open_files`, `cpus`, `niceness`; `user`: [uid, gid] to become, or none; `parent`: whose death is
-    ours.
+    `module`: our machine code; `argv`: the program's; `mounts`: [path, path inside, writable]; `memory`, `scratch`:
+    bytes; `inodes`, `open_files`, `cpus`, `niceness`; `user`: [uid, gid] to become, or none; `parent`: a process to
+    die with.
     """
     import wasmtime
 

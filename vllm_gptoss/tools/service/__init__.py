@@ -1,1 +1,1 @@
-"""The python tool for many servers: who may use it, what both ends say to each other beside MCP, the servers' side."""
+"""The python tool for many servers: who may use it, what both ends exchange in addition to MCP, the servers' side."""

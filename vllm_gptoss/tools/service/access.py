@@ -32,23 +32,20 @@ class Keys:
     digests: Sequence[bytes] = field(default=(), repr=False)
 
     def caller(self, authorization: str | None) -> str | None:
-        """A short hash that names whoever sends this header; None for a key that is not here."""
+        """A short hash that identifies the sender of this header; None for a key that is not here."""
         if not self.digests:
             return ""
         scheme, _, key = (authorization or "").strip().partition(" ")
         digest = hashlib.sha256(key.strip().encode()).digest()
         known = False
-        for other in self.digests:  # all of them, whichever it is
+        for other in self.digests:  # all of them, for constant time
             known |= hmac.compare_digest(digest, other)
         return digest.hex()[:32] if known and scheme.lower() == "bearer" else None
 
 
 def load_keys(file: Path | None, environ: Mapping[str, str] = os.environ) -> Keys:
     """One key a line, or `sha256:` and the hash of one; `#` begins a comment. `GPTOSS_TOOLS_KEYS` has them by commas.
-
-    Raises:
-        ToolConfigError: the file cannot be read, has no key, or one that is too short to be secret.
-    """
+    Raises ToolConfigError: the file cannot be read, has no key, or one that is too short to be secret."""
     lines = environ.get(VARIABLE, "").split(",")
     if file is not None:
         try:
@@ -77,7 +74,6 @@ class Doorkeeper:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Lets a request through, or answers it."""
         if scope["type"] != "http" or scope["path"] == "/health":
             await self._app(scope, receive, send)
             return

@@ -1,5 +1,5 @@
-"""Files of a tools service's containers. Every node is asked: the one that made a file may be gone, and where all keep
-their files in one place, each has all of them."""
+"""Files of a tools service's containers. Every node is queried: the one that made a file may be gone, and nodes with
+one place for files have all of them."""
 
 from __future__ import annotations
 
@@ -29,19 +29,16 @@ class _Listing(BaseModel):
 
 
 class _RefusedError(Exception):
-    """A node did not give what it was asked for."""
+    """A node did not return the requested file."""
 
 
 class Downloads:
-    """Reads from the nodes that `config` names."""
-
     def __init__(self, config: ServiceConfig, environ: Mapping[str, str]) -> None:
         self._config = config
         self._environ = environ
         self._http: httpx.AsyncClient | None = None
 
     async def aclose(self) -> None:
-        """Closes the connections."""
         if self._http is not None:
             await self._http.aclose()
 
@@ -74,7 +71,7 @@ class Downloads:
             raw = await self._get(f"{node}/containers/{container_id}/files", _MAX_LISTING)
             rows = _Listing.model_validate_json(raw).files
         except (_RefusedError, ValidationError) as error:
-            logger.warning("tools service: %s does not say what files it has: %s", origin(node), error)
+            logger.warning("tools service: %s does not list its files: %s", origin(node), error)
             return []
         return [StoredFile(container_id, r.file_id, r.filename, r.media_type, r.bytes, r.created_at) for r in rows]
 

@@ -1,4 +1,4 @@
-"""The files of a tools service's containers, for the caller whose calls left them."""
+"""The files of a tools service's containers, for the caller that made them."""
 
 from __future__ import annotations
 

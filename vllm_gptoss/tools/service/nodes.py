@@ -1,6 +1,6 @@
 """The servers' side of a tools service: the node that has a conversation's notebook, or another when it is gone.
 
-A conversation's node is the one that its last call ran on, which is kept with the stored response; a new one's is that
+A conversation's node is the one that its last call ran on, which is in the stored response; a new one's is that
 of the highest score (rendezvous hashing: every server finds the same one, and a node that is lost moves only its own).
 Nodes know nothing of each other.
 """
@@ -45,7 +45,7 @@ def ranked(nodes: Sequence[str], conversation_id: str) -> list[str]:
 
 
 class NodeSession(McpSession):
-    """A conversation's calls to one node. `before` is said with the next call; `last` is what came with its result."""
+    """A conversation's calls to one node. `before` is sent with the next call; `last` is what came with its result."""
 
     before = Asked()
     last: Answered | None = None
@@ -63,8 +63,6 @@ class NodeSession(McpSession):
 
 
 class Node(McpProvider):
-    """One node of the service."""
-
     async def open(self, conversation_id: str, options: SessionOptions) -> NodeSession:
         """The node as the conversation sees it. Nothing is sent before the first call."""
         session = NodeSession(self, conversation_id, options)
@@ -87,7 +85,7 @@ class ServiceProvider(ToolProvider):
 
     @property
     def unavailable(self) -> str | None:
-        """Why no node has ever answered; None from the first answer on: each call finds out anew who is there."""
+        """Why no node has ever answered; None from the first answer on: each call finds the reachable nodes."""
         if self.namespaces():
             return None
         problems = {url: node.unavailable for url, node in self._nodes.items()}
@@ -99,40 +97,34 @@ class ServiceProvider(ToolProvider):
         return self._config.timeout_s + self._config.connect_timeout_s * len(self._nodes)
 
     async def start(self) -> None:
-        """Asks every node for its tool; those that do not answer are asked again in the background."""
         await asyncio.gather(*(node.start() for node in self._nodes.values()))
 
     async def aclose(self) -> None:
-        """Ends every session and connection."""
         await asyncio.gather(*(node.aclose() for node in self._nodes.values()))
         await self._downloads.aclose()
 
     def namespaces(self) -> Sequence[Namespace]:
-        """`python`, as the first node that answered describes it."""
         return next((found for node in self._nodes.values() if (found := node.namespaces())), ())
 
     async def open(self, conversation_id: str, options: SessionOptions) -> ServiceSession:
-        """The conversation's notebook, wherever it is."""
         return ServiceSession(self, conversation_id or options.response_id, options)
 
     def in_order(self, conversation_id: str, last: str) -> list[tuple[str, Node]]:
-        """Nodes to try for a conversation: that of its last call, whatever is known of it, as leaving it loses the
+        """Nodes to try for a conversation: that of its last call, even if it seems down, as leaving it loses the
         notebook; then by rank, those known to be gone after the others."""
         order = ranked(list(self._nodes), conversation_id)
         order.sort(key=lambda url: (url != last, bool(self._nodes[url].unavailable)))
         return [(url, self._nodes[url]) for url in order if self._nodes[url].namespaces()]
 
     async def list_files(self, container_id: str) -> Sequence[StoredFile]:
-        """What calls left in a container, whichever node had it."""
         return await self._downloads.list_files(container_id)
 
     async def read_file(self, container_id: str, file_id: str) -> StoredFile | None:
-        """A file with its bytes, from whichever node has it."""
         return await self._downloads.read_file(container_id, file_id)
 
 
 class ServiceSession(ToolSession):
-    """A conversation's notebook on whichever node it is. A call that no node took was not run, and another may."""
+    """A conversation's notebook on its node. A call that no node took was not run, and another may."""
 
     def __init__(self, provider: ServiceProvider, conversation_id: str, options: SessionOptions) -> None:
         self._provider = provider
@@ -153,12 +145,11 @@ class ServiceSession(ToolSession):
 
     @property
     def namespaces(self) -> Sequence[Namespace]:
-        """`python`."""
         return self._provider.namespaces()
 
     @property
     def container_id(self) -> str:
-        """That of the last call, or the one that its node is asked to make; a node of before names its own."""
+        """That of the last call, or the one requested from its node; an older node chooses another."""
         return self._said.container or container_id(self._said.seed)
 
     async def call(self, call: ToolCall) -> ToolResult:
@@ -191,7 +182,7 @@ class ServiceSession(ToolSession):
         return replace(result, recall=recall | ({"call": said.call} if said.call else {}))
 
     def _lost(self, url: str, result: ToolResult) -> ToolResult:
-        """The node broke off: the call may have run there. The next one says so to whoever takes it."""
+        """The node broke off: the call may have run there. The next call reports that to its node."""
         self._said = self._said.model_copy(update={"ran": True, "call": None})
         recall = {"container": self._said.container, "node": url}
         return replace(result, recall=recall)

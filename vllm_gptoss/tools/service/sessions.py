@@ -10,6 +10,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from mcp.shared.inbound import MCP_PROTOCOL_VERSION_HEADER
+from mcp_types.version import HANDSHAKE_PROTOCOL_VERSIONS
 from starlette.datastructures import Headers
 from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse
@@ -56,10 +58,9 @@ class Sessions:
             return
         caller = caller_of(HTTPConnection(scope))
         session = Headers(scope=scope).get(_HEADER, "")
-        opens = "GET" if scope["path"].endswith("/sse") else "POST"
         if session in self._kept.get(caller, ()):
             self._kept[caller].move_to_end(session)
-        if not session and scope["method"] == opens:
+        if not session and _opens(scope):
             await self._open(caller, scope, receive, send)
             return
         await self._app(scope, receive, send)
@@ -115,6 +116,15 @@ class Sessions:
         mine.pop(session, None)
         if not mine:
             self._kept.pop(caller, None)
+
+
+def _opens(scope: Scope) -> bool:
+    """Whether a request without a session opens one, by the rule of the `mcp` package: requests of protocols that have
+    no handshake are complete calls, which run for as long as the tool allows."""
+    if scope["path"].endswith("/sse"):
+        return bool(scope["method"] == "GET")
+    version = Headers(scope=scope).get(MCP_PROTOCOL_VERSION_HEADER)
+    return scope["method"] == "POST" and (version is None or version in HANDSHAKE_PROTOCOL_VERSIONS)
 
 
 async def _nothing() -> Message:

@@ -1,4 +1,4 @@
-"""Where a tools service is, as the servers that use it are told."""
+"""Where a tools service is, as its clients are configured."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ class ServiceConfig(BaseModel):
         return clean
 
     def entry(self, node: str, environ: Mapping[str, str]) -> McpServerConfig:
-        """The node's python tool as an MCP server."""
         return McpServerConfig(
             url=f"{node}/python/mcp",
             kind="python",
@@ -47,7 +46,7 @@ class ServiceConfig(BaseModel):
             connections="per_conversation",
             connect_timeout_s=self.connect_timeout_s,
             timeout_s=self.timeout_s,
-            max_output_chars=1 << 20,  # the node bounds it, as its operator says
+            max_output_chars=1 << 20,  # the node's operator bounds it
         )
 
     def key_variable(self, environ: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""What a server and a tools service tell each other beside MCP's own fields, in `_meta`."""
+"""What a server and a tools service exchange in addition to MCP's fields, in `_meta`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HEX = r"([0-9a-f]{32})?"
 
 
 class Asked(BaseModel):
-    """What the server knows of the conversation. `owner`: for whom it asks, in no readable form; `ran`: whether the
+    """What the server knows of the conversation. `owner`: the user as a hash; `ran`: whether the
     conversation ran python before, `container`: where last, `call`: the last call's own name, empty where there was
     none, None where that is not known; `seed`: of a new container's id. Nodes of before ignore the last two."""
 
@@ -39,8 +39,6 @@ class Asked(BaseModel):
 
 
 class KeptFile(BaseModel):
-    """A file that the call left."""
-
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     file_id: str = Field(pattern=f"^{_ID}$")
@@ -49,14 +47,12 @@ class KeptFile(BaseModel):
 
 
 class Listed(KeptFile):
-    """A row of a container's listing."""
-
     media_type: str = Field(max_length=200)
     created_at: int
 
 
 class Answered(BaseModel):
-    """What a result is beside its content. `error` is a `ToolError.type`; `call` names the call, where it ran."""
+    """A result's data beyond its content. `error` is a `ToolError.type`; `call` names the call, where it ran."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -69,19 +65,18 @@ class Answered(BaseModel):
 def container_id(seed: str) -> str:
     """The id of the container that is made of a server's `seed`; empty without one.
 
-    A server can so say the id before any node has made the container, and nobody can claim a container of another's:
-    its id is seen by clients, its seed by nobody.
+    A server can thus name the id before any node has made the container, and no caller can claim another's container:
+    clients see its id and never its seed.
     """
     return f"cntr_{hashlib.sha256(seed.encode()).hexdigest()[:32]}" if seed else ""
 
 
 def asked(meta: Any) -> Asked | None:
-    """What the caller says, or None where it is no server of ours or says nonsense."""
+    """The caller's data, or None where it is not our server or is malformed."""
     return _read(Asked, meta, ASKED)
 
 
 def answered(meta: Any) -> Answered | None:
-    """What the service says, or None."""
     return _read(Answered, meta, ANSWERED)
 
 

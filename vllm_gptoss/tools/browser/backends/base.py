@@ -22,8 +22,6 @@ class BackendError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """One search result."""
-
     title: str
     url: str
     snippet: str
@@ -46,11 +44,7 @@ class Backend(Protocol):
     def name(self) -> str: ...
 
     async def start(self) -> None:
-        """Gets ready.
-
-        Raises:
-            BackendError: it cannot work as configured.
-        """
+        """Gets ready. Raises BackendError: it cannot work as configured."""
         ...
 
     def heard(self, location: Mapping[str, str]) -> Mapping[str, str]:
@@ -58,26 +52,19 @@ class Backend(Protocol):
         ...
 
     async def search(self, query: Query) -> Sequence[Hit]:
-        """At most `topn` hits, best first, on `domains` only where the backend can say so.
-
-        Raises:
-            BackendError: the backend failed.
-        """
+        """At most `topn` hits, best first, on `domains` only where the backend supports it. Raises BackendError: the
+        backend failed."""
         ...
 
     async def page(self, url: str) -> Page | None:
-        """The page at `url` where this backend serves pages itself, else None.
-
-        Raises:
-            BackendError: the backend failed.
-        """
+        """The page at `url` where this backend serves pages, else None. Raises BackendError: the backend failed."""
         ...
 
     async def aclose(self) -> None: ...
 
 
 class ApiBackend:
-    """A backend behind an HTTP API. The operator named the host, so no guard stands before it; proxies are honoured."""
+    """A backend behind an HTTP API. The operator named the host, so the guard does not apply; proxies are honoured."""
 
     name = ""
     key_variable = ""
@@ -98,7 +85,6 @@ class ApiBackend:
             self._client = httpx.AsyncClient(**options, trust_env=False)  # never used: `start` raises
 
     def headers(self) -> Mapping[str, str]:
-        """The authentication that each request carries."""
         return {}
 
     async def start(self) -> None:
@@ -119,7 +105,6 @@ class ApiBackend:
         return known
 
     async def search(self, query: Query) -> Sequence[Hit]:
-        """Each API's own."""
         raise NotImplementedError
 
     async def page(self, url: str) -> Page | None:
@@ -134,15 +119,10 @@ class ApiBackend:
         raise BackendError(f"{self.name} serves no pages; configure `open_with: fetch`")
 
     async def aclose(self) -> None:
-        """Closes the connections."""
         await self._client.aclose()
 
     async def json(self, method: str, path: str, **kwargs: Any) -> Any:
-        """The JSON that `method path` answers.
-
-        Raises:
-            BackendError: no answer, an error status, or no JSON.
-        """
+        """The JSON that `method path` answers. Raises BackendError: no answer, an error status, or no JSON."""
         try:
             async with self._client.stream(method, path, **kwargs) as response:
                 body = await _bounded(response)
@@ -160,11 +140,7 @@ class ApiBackend:
             raise BackendError(f"{self.name} gave an answer that cannot be read: {error}") from error
 
     async def mapping(self, method: str, path: str, **kwargs: Any) -> Mapping[str, Any]:
-        """As `json`, for answers that are objects.
-
-        Raises:
-            BackendError: as `json`, or the answer is something else.
-        """
+        """As `json`, for answers that are objects. Raises BackendError: as `json`, or the answer is something else."""
         answer = await self.json(method, path, **kwargs)
         if not isinstance(answer, dict):
             raise BackendError(f"{self.name} answered something other than a JSON object")
@@ -187,7 +163,7 @@ async def _bounded(response: httpx.Response) -> bytes:
 
 
 async def _checked(body: bytes, encoding: str) -> bytes:
-    """JSON whose tree is small enough to be built here. Raises Refused, ConfinedError, BusyError."""
+    """JSON with a tree small enough to build here. Raises Refused, ConfinedError, BusyError."""
     if len(body) <= SMALL and encoding in ("", "identity"):
         return body
     return await pool().run(json_content, body, encoding=encoding[:100], max_bytes=MAX_ANSWER_BYTES)

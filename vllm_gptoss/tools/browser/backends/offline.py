@@ -72,11 +72,7 @@ class Offline:
         return len(self._pages)
 
     async def start(self) -> None:
-        """Reads and indexes the folder.
-
-        Raises:
-            BackendError: there is no such folder, or nothing in it can be read.
-        """
+        """Reads and indexes the folder. Raises BackendError: there is no such folder, or nothing in it can be read."""
         if not self.folder.is_dir():
             raise BackendError(f"the documents folder {self.folder} does not exist")
         paths = await asyncio.to_thread(lambda: list(self._paths()))
@@ -123,14 +119,13 @@ class Offline:
             )
             for document in documents:
                 if document.url in self._pages:
-                    logger.warning("browser: two documents say they are %s; the first is kept", document.url)
+                    logger.warning("browser: two documents declare the URL %s; the first is used", document.url)
                     continue
                 self._pages[document.url] = document.page
                 body = "\n".join(line for line, _ in strip_links(document.page.wrapped))
                 self._db.execute("INSERT INTO documents VALUES (?, ?, ?)", (document.url, document.page.title, body))
 
     def heard(self, location: Mapping[str, str]) -> Mapping[str, str]:
-        """None of it: documents are the same everywhere."""
         return {}
 
     async def search(self, query: Query) -> Sequence[Hit]:
@@ -154,7 +149,6 @@ class Offline:
         return self._pages.get(bare) or self._pages.get(bare.rstrip("/")) or self._pages.get(bare + "/")
 
     async def aclose(self) -> None:
-        """Drops the index."""
         with self._lock:
             self._db.close()
 

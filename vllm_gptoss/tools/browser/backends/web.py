@@ -18,15 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 class Searxng(ApiBackend):
-    """A SearXNG instance of one's own: docs.searxng.org/dev/search_api. Its settings must list the json format."""
+    """A self-hosted SearXNG instance: docs.searxng.org/dev/search_api. Its settings must list the json format."""
 
     name = "searxng"
 
     async def start(self) -> None:
-        """
-        Raises:
-            BackendError: no instance is configured.
-        """
+        """Raises BackendError: no instance is configured."""
         await super().start()
         if not str(self._client.base_url):
             raise BackendError("the searxng backend needs the instance's address: set `url` or SEARXNG_URL")
@@ -103,7 +100,6 @@ class PostApi(ApiBackend):
         return {header: value.format(self._key)}
 
     async def search(self, query: Query) -> Sequence[Hit]:
-        """What the provider finds; only what was asked for is in the request."""
         body: dict[str, Any] = {"query": query.text, self.form.number: query.topn, **self.form.also}
         if query.domains:
             body[self.form.domains] = list(query.domains)
@@ -111,7 +107,6 @@ class PostApi(ApiBackend):
         return self.found(await self.mapping("POST", self.form.search_path, json=body))[: query.topn]
 
     def found(self, answer: Mapping[str, Any]) -> list[Hit]:
-        """The hits of an answer."""
         return hits(answer.get("results"), "title", "url", *self.form.snippets)
 
     async def contents(self, url: str) -> Page:
@@ -148,8 +143,6 @@ class Tavily(PostApi):
 
 
 class Exa(PostApi):
-    """Exa search and contents."""
-
     name, key_variable, default_url = "exa", "EXA_API_KEY", "https://api.exa.ai"
     location: ClassVar[Mapping[str, str]] = {"country": "userLocation"}
     form = PostForm(

@@ -99,7 +99,6 @@ def _bundle(value: Any) -> dict[str, Any]:
 
 
 def display(*values: Any, **_: Any) -> None:
-    """A notebook's `display`."""
     for value in values:
         if _is_figure(value):
             importlib.import_module("inline").display_figure(value)
@@ -113,7 +112,6 @@ def _is_figure(value: Any) -> bool:
 
 
 def _show(value: Any) -> None:
-    """The display hook: a cell's last expression."""
     if value is None:
         return
     builtins._ = value  # type: ignore[attr-defined]
@@ -147,7 +145,6 @@ def _prepare(code: str) -> str:
 
 
 def _run(code: str, number: int, names: dict[str, Any]) -> dict[str, Any]:
-    """Runs a cell; returns its reply."""
     try:
         body, last = _compile(_prepare(code), number)
         exec(body, names)  # noqa: S102 - what a notebook is for, and where: see above
@@ -178,7 +175,6 @@ def _describe(error: BaseException) -> dict[str, Any]:
 
 
 def _lines() -> Any:
-    """Lines of standard input."""
     rest = b""
     while data := os.read(0, _CHUNK):
         *whole, rest = (rest + data).split(b"\n")
