@@ -188,7 +188,7 @@ def bound(app: FastAPI, limits: BodyLimits) -> None:
 
 
 class _Read(Request):
-    """A request whose body is read by `Bodies`. `value`: the validated body, returned by the first `json`, FastAPI's."""
+    """A request with a body read by `Bodies`. `value`: the validated body, for the first `json()` (FastAPI's)."""
 
     raw: bytes | None = None
     value: Any = None
