@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,8 +19,9 @@ from tests.support import warm
 from tests.support.vllm_log import heard, lines
 from vllm_gptoss import _vllm, fallback, plugin
 from vllm_gptoss._vllm import compatibility
+from vllm_gptoss._vllm import runner as _vllm_runner
 from vllm_gptoss.server import parts
-from vllm_gptoss.settings import Settings
+from vllm_gptoss.settings import ChoiceError, Settings
 
 DISCOVER = "from vllm.plugins import load_general_plugins as load; load(); "
 
@@ -149,13 +151,41 @@ def test_rays_workers_are_told_what_was_wished_and_no_secret() -> None:
     assert done.stdout.splitlines()[-1] == "['GPTOSS_EXPERTS', 'MINE']", done.stderr
 
 
-def test_an_unsupported_vllm_makes_us_step_aside(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(_vllm, "version", lambda: "0.99.0")
-    monkeypatch.setattr(plugin, "REGISTRATIONS", (("never", lambda: pytest.fail("registered anyway")),))
+def test_an_older_vllm_disables_the_plugin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(_vllm, "version", lambda: "0.31.9")
+    monkeypatch.setattr(plugin, "REGISTRATIONS", (("never", "", lambda: pytest.fail("registered anyway")),))
     plugin.register()
-    assert "outside the supported range >=0.32,<0.34" in capsys.readouterr().err
+    assert "older than the supported range >=0.32,<0.34" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("changed", [(), ("engine",), ("parser", "endpoint"), tuple(compatibility.PARTS)])
+def test_a_newer_vllm_disables_only_the_parts_that_it_changed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], changed: tuple[str, ...]
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(_vllm, "version", lambda: "0.34.0")
+    monkeypatch.setattr(compatibility, "why_not", lambda part: f"{part} moved" if part in changed else None)
+    entries = tuple((part, part, lambda part=part: done.append(part)) for part in compatibility.PARTS)
+    monkeypatch.setattr(plugin, "REGISTRATIONS", entries)
+    monkeypatch.setattr(plugin, "ENVIRONMENT", ())
+    plugin.register()
+    assert done == [part for part in compatibility.PARTS if part not in changed]
+    active, _, off = capsys.readouterr().err.partition("own implementation: ")
+    for part, name in compatibility.PARTS.items():
+        assert (f"{name} ({part} moved)" in off) is (part in changed)
+        assert (name in active.partition("Active parts: ")[2]) is (part not in changed)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("wish", ["auto", "upstream", "gptoss", "marlin"])
+def test_experts_named_by_the_user_are_an_error_where_the_model_is_off(
+    monkeypatch: pytest.MonkeyPatch, wish: str
+) -> None:
+    config = SimpleNamespace(additional_config={"gptoss": {"experts": wish, "host": "stock"}})
+    monkeypatch.setattr(_vllm_runner, "suits", lambda config: True)
+    monkeypatch.setattr(compatibility, "why_off", lambda part: "vLLM 0.34.0 differs from 0.33.0 in a:b")
+    with pytest.raises(ChoiceError, match="use experts=auto") if wish in ("gptoss", "marlin") else nullcontext():
+        assert plugin._wants_runner(config) is False
 
 
 ATTACH = """
@@ -179,9 +209,9 @@ print(json.dumps([len(app.routes) > before, harmony.HarmonyParser.__module__.sta
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize(("version", "attached"), [("0.33.1", True), ("0.34.0", False)])
-def test_the_endpoint_steps_aside_with_the_rest(tmp_path: Path, version: str, attached: bool) -> None:
-    """With VLLM_PLUGINS set, vLLM loads the endpoint even where `register` steps aside."""
+@pytest.mark.parametrize(("version", "attached"), [("0.33.1", True), ("0.34.0", True), ("0.31.0", False)])
+def test_the_endpoint_is_active_where_the_other_parts_are(tmp_path: Path, version: str, attached: bool) -> None:
+    """With VLLM_PLUGINS set, vLLM loads the endpoint even where `register` registers nothing."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]}))
     environ = environment({"VLLM_PLUGINS": "gptoss", "GPTOSS_RESPONSES_STORE": "off"})
     command = ["-c", ATTACH, version, str(tmp_path)]
@@ -219,7 +249,7 @@ def test_a_part_that_fails_does_not_stop_the_others(
     def fails() -> None:
         raise ImportError("vLLM moved it")
 
-    monkeypatch.setattr(plugin, "REGISTRATIONS", (("first", fails), ("second", lambda: done.append("second"))))
+    monkeypatch.setattr(plugin, "REGISTRATIONS", (("first", "", fails), ("second", "", lambda: done.append("second"))))
     monkeypatch.setenv("VLLM_PLUGINS", "gptoss")
     plugin.register()
     assert done == ["second"]
@@ -227,11 +257,23 @@ def test_a_part_that_fails_does_not_stop_the_others(
 
 
 @pytest.mark.parametrize(
-    ("version", "fits"),
-    [("0.32.0", True), ("0.32.0+cpu", True), ("0.33.1", True), ("0.31.9", False), ("0.34.0", False), (None, False)],
+    ("version", "is_known", "is_untested"),
+    [
+        ("0.32.0", True, False),
+        ("0.32.0+cpu", True, False),
+        ("0.33.1", True, False),
+        ("0.33.1.dev5+g123", True, False),
+        ("0.31.9", False, True),
+        ("0.1.dev9+g123", True, True),
+        ("0.34.0", True, True),
+        ("0.34.0rc1", True, True),
+        ("1.0.0", True, True),
+        (None, False, False),
+    ],
 )
-def test_the_supported_range(version: str | None, fits: bool) -> None:
-    assert (_vllm.outside_range(version) is None) is fits
+def test_the_tested_range(version: str | None, is_known: bool, is_untested: bool) -> None:
+    assert (_vllm.outside_range(version) is None) is is_known
+    assert _vllm.is_untested(version) is is_untested
 
 
 @pytest.mark.alone

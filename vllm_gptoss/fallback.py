@@ -49,7 +49,7 @@ def fits(part: str, name: str) -> bool:
     why it does not. part: as in `attempt`."""
 
     def check() -> bool:
-        if why := compatibility.why_not(name):
+        if why := compatibility.why_off(name):
             raise NotHereError(why)
         return True
 

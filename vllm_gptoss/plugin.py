@@ -16,8 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_gptoss import _vllm
+from vllm_gptoss._vllm import compatibility
 from vllm_gptoss.engine import parent_death, spec
-from vllm_gptoss.settings import Settings, SettingsError
+from vllm_gptoss.settings import ChoiceError, Settings, SettingsError
 from vllm_gptoss.version import __version__
 
 ENDPOINT_GROUP = "vllm.endpoint_plugins"
@@ -51,40 +52,55 @@ def _use_runner() -> None:
 
 
 def _wants_runner(config: Any) -> bool:
-    """Called once, in the process that makes the `VllmConfig`; the engine and its worker read both classes from it."""
+    """Called once, in the process that makes the `VllmConfig`; the engine and its worker read both classes from it.
+
+    Raises:
+        ChoiceError: a setting names kernels that this vLLM disables.
+    """
     from vllm_gptoss import fallback
     from vllm_gptoss._vllm import runner
 
-    is_wanted = runner.suits(config) and Settings.load(config.additional_config).host != "stock"
-    return is_wanted and fallback.fits("host", "runner")
+    settings = Settings.load(config.additional_config)
+    for name in ("experts", "layers"):
+        chosen = getattr(settings, name)
+        if chosen not in ("auto", "upstream") and (why := compatibility.why_off("engine")):
+            raise ChoiceError(f"{name}={chosen} needs the plugin's model, which is off: {why}; use {name}=auto")
+    return runner.suits(config) and settings.host != "stock" and fallback.fits("host", "runner")
 
 
-REGISTRATIONS: tuple[tuple[str, Callable[[], None]], ...] = (
-    ("logging", _vllm.share_logging),
+REGISTRATIONS: tuple[tuple[str, str, Callable[[], None]], ...] = (
+    ("logging", "", _vllm.share_logging),
     (
         f"model class {spec.ARCHITECTURE}",
+        "engine",
         lambda: _vllm.register_model(spec.ARCHITECTURE, "vllm_gptoss.engine.model.gpt_oss:GptOssForCausalLM"),
     ),
     (
         f"quantization {spec.QUANTIZATION}",
+        "engine",
         lambda: _vllm.register_quantization(spec.QUANTIZATION, _quantization),
     ),
-    ("worker and scheduler", _use_runner),
-    ("the watch for a dead server", parent_death.watch),
+    ("worker and scheduler", "", _use_runner),
+    ("the watch for a dead server", "", parent_death.watch),
 )
-"""All that is registered with vLLM, in order. Each entry is idempotent: vLLM may load plugins more than once."""
+"""All that is registered with vLLM, in order: name, part of `compatibility.PARTS` (empty: checked later or needs none),
+function. Each function is idempotent: vLLM may load plugins more than once."""
 
 
 def register() -> None:
-    """Registers the plugin's parts, or steps aside with a reason. Never raises."""
-    if why := _vllm.outside_range(_vllm.version()):
-        _say(f"stepping aside: {why}. vLLM serves gpt-oss without the plugin.")
+    """Registers the parts of the plugin that fit the installed vLLM, and logs the others. Never raises."""
+    version = _vllm.version()
+    if why := _vllm.outside_range(version):
+        _say(f"not active: {why}. vLLM serves gpt-oss without the plugin.")
         return
-    for name, entry in (*REGISTRATIONS, *ENVIRONMENT):
+    for name, part, entry in (*REGISTRATIONS, *ENVIRONMENT):
         try:
-            entry()
+            if not part or compatibility.why_off(part) is None:
+                entry()
         except Exception as error:  # a moved vLLM internal must not stop a server of another model
             _say(f"not registered: {name}: {type(error).__name__}: {error}. Run `vllm-gptoss doctor`.")
+    if _vllm.is_untested(version) and multiprocessing.parent_process() is None:
+        _say(f"WARNING: {compatibility.summary()}")
 
 
 def endpoint_is_off() -> bool:
@@ -151,10 +167,10 @@ def _tell_ray_workers() -> None:
         os.environ[COPIED] = ",".join([*named, *missing])
 
 
-ENVIRONMENT: tuple[tuple[str, Callable[[], None]], ...] = (
-    ("the endpoint plugin", _allow_endpoint),
-    ("settings of Ray's workers", _tell_ray_workers),
-    ("the parser of run-batch", _read_batches),
+ENVIRONMENT: tuple[tuple[str, str, Callable[[], None]], ...] = (
+    ("the endpoint plugin", "", _allow_endpoint),
+    ("settings of Ray's workers", "", _tell_ray_workers),
+    ("the parser of run-batch", "parser", _read_batches),
 )
 
 

@@ -34,16 +34,23 @@ def version() -> str | None:
 
 
 def outside_range(version: str | None) -> str | None:
-    """Why this vLLM is not supported, or None. A development build without a version counts as supported."""
+    """Why no part can run on this vLLM, or None. `compatibility.why_off` decides by part on a newer release."""
     if version is None:
         return "vLLM is not installed"
+    if (number := _number(version)) and number < SUPPORTED[0] and "dev" not in version:
+        return f"vLLM {version} is older than the supported range {RANGE}"
+    return None
+
+
+def is_untested(version: str | None) -> bool:
+    """Whether this vLLM is newer than the tested range, or a development build whose number is outside of it."""
+    number = _number(version or "")
+    return number is not None and not SUPPORTED[0] <= number < SUPPORTED[1]
+
+
+def _number(version: str) -> tuple[int, int] | None:
     found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None or "dev" in version:
-        return None
-    number = (int(found[1]), int(found[2]))
-    if SUPPORTED[0] <= number < SUPPORTED[1]:
-        return None
-    return f"vLLM {version} is outside the supported range {RANGE}"
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def register_model(architecture: str, path: str) -> None:

@@ -18,7 +18,8 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.routing import BaseRoute
 
-from vllm_gptoss._vllm import replaced
+from vllm_gptoss import fallback
+from vllm_gptoss._vllm import compatibility, replaced
 from vllm_gptoss.server.http import routes
 from vllm_gptoss.settings import Settings, SettingsError
 from vllm_gptoss.tools.missing import reason
@@ -36,8 +37,12 @@ class Kind:
     requested_by: tuple[str, ...] = ()
     variables: str = ""
     """The prefix of environment variables that configure this part alone."""
+    check: str = ""
+    """The part of `compatibility.PARTS` that must fit the installed vLLM."""
 
     def load(self) -> Any:
+        if self.check and (why := compatibility.why_off(self.check)):
+            raise fallback.NotHereError(why)
         return getattr(importlib.import_module(self.module), self.factory)()
 
     def request(self, settings: Settings, environ: Mapping[str, str]) -> str | None:
@@ -47,13 +52,14 @@ class Kind:
         return next((f"the setting {name!r} (GPTOSS_{name.upper()})" for name in named), next(iter(own), None))
 
 
-CHAT = Kind("chat completions", "vllm_gptoss.server.chat.endpoint", "ChatCompletions", ("parser",))
+CHAT = Kind("chat completions", "vllm_gptoss.server.chat.endpoint", "ChatCompletions", ("parser",), check="parser")
 RESPONSES = Kind(
     "Responses API",
     "vllm_gptoss.server.responses.endpoint",
     "ResponsesEndpoint",
     ("endpoint", "tools", "store", "prompts"),
     "GPTOSS_RESPONSES_",
+    check="endpoint",
 )
 KINDS = (
     Kind("completions", "vllm_gptoss.server.chat.completions", "Completions"),

@@ -133,6 +133,8 @@ def versions(found: dict[str, Any]) -> Findings:
     version = _vllm.version()
     if why := _vllm.outside_range(version):
         yield Finding(Status.PROBLEM, "versions", f"vllm-gptoss {__version__}: {why}", INSTALL)
+    elif _vllm.is_untested(version):
+        yield Finding(Status.WARNING, "versions", f"vllm-gptoss {__version__}: {compatibility.summary()}", INSTALL)
     else:
         others = ", ".join(f"{name} {_version(name)}" for name in ("torch", "oss-harmony", "mcp"))
         yield Finding(Status.OK, "versions", f"vllm-gptoss {__version__}, vLLM {version}, {others}")
