@@ -4,7 +4,7 @@
     python scripts/vllm_digests.py 0.33.1 --tree .cache/vllm-0.33.1
 
 The names come from the existing file of that version, else from the file of `--like` (default: the last release). A
-class listed by digest includes all its methods. Requirements of parameters, as `(request, timeout)`, are copied. The
+class listed by digest includes all its methods. Requirements of parameters or code are copied. The
 script prints what the tree lacks and leaves it out: find out first where vLLM moved it.
 """
 
@@ -20,7 +20,7 @@ from vllm_gptoss._vllm.compatibility import FOLDER, WHOLE, Files, Source, digest
 
 def names(source: Source, listed: Mapping[str, str]) -> list[str]:
     """`listed` with the methods that its classes have now, in the order of the source."""
-    classes = {name for name, value in listed.items() if not value.startswith("(")}
+    classes = {name for name, value in listed.items() if not value.startswith(("(", "~"))}
     return [
         name for name in source.nodes
         if name in listed or (name.rpartition(".")[0] in classes and hasattr(source.nodes[name][0], "body"))
@@ -34,8 +34,8 @@ def digests(root: Path, listed: Files) -> dict[str, dict[str, str]]:
         content = (root / file).read_bytes() if (root / file).is_file() else b""
         source, have = Source(content), {}
         for name in names(source, listed[file]):
-            parameters = listed[file].get(name, "")
-            have[name] = parameters if parameters.startswith("(") else str(source.digest(name))
+            value = listed[file].get(name, "")
+            have[name] = value if value.startswith(("(", "~")) else str(source.digest(name))
         lost = [name for name in listed[file] if name != WHOLE and not source.meets(name, have.get(name, ""))]
         for name in lost:
             print(f"not in this release: {file} {name} {listed[file][name]}")

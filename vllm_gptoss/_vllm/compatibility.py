@@ -1,10 +1,11 @@
 """Compares the installed vLLM with the definitions on which each part of the plugin relies.
 
 `digests/` has a file for each vLLM release on which the suite has passed, written by `scripts/vllm_digests.py`. By part
-and source file it lists a digest of the whole file and, for each definition, one of two requirements:
+and source file it lists a digest of the whole file and, for each definition, one of three requirements:
 
 - a digest: the definition must be equal, because the plugin mirrors, overrides or replaces it;
-- parameters, as `(request, timeout)`: the definition must exist and have them, because the plugin only uses it.
+- parameters, as `(request, timeout)`: the definition must exist and have them, because the plugin only calls it;
+- code, as `~ state.chat = ~ start(`: the definition must contain these fragments in this order.
 
 A file with an equal digest is not parsed, so the check of a tested release takes milliseconds. In other files,
 comments, docstrings, layout and unlisted definitions may differ.
@@ -17,6 +18,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -145,7 +147,10 @@ class Source:
                         self._collect(getattr(inner, field, []), prefix)
 
     def meets(self, name: str, expected: str) -> bool:
-        """Whether a definition has the listed digest, or exists with the listed parameters."""
+        """Whether a definition meets a listed requirement."""
+        if expected.startswith("~"):
+            pattern = ".*".join(map(re.escape, expected.strip("~ ").split(" ~ ")))
+            return any(re.search(pattern, ast.unparse(node), re.DOTALL) for node in self.nodes.get(name, ()))
         if not expected.startswith("("):
             return self.digest(name) == expected
         wanted = {each for each in expected.strip("()").split(", ") if each}
