@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import json
 import logging
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fastapi import FastAPI
 
 from tests.support import warm
 from tests.support.vllm_log import heard, lines
@@ -254,6 +256,43 @@ def test_a_part_that_fails_does_not_stop_the_others(
     plugin.register()
     assert done == ["second"]
     assert "not registered: first: ImportError: vLLM moved it" in capsys.readouterr().err
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("is_set", [False, True])
+def test_the_rust_front_end_is_reported_at_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_set: bool
+) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", str(int(is_set)))
+    with heard(caplog, logging.WARNING):
+        plugin._wants_runner(SimpleNamespace(additional_config={"gptoss": {"host": "stock"}}))
+    assert lines(caplog) == ([plugin.RUST] if is_set else [])
+
+
+@pytest.mark.vllm
+def test_a_configuration_that_vllm_changed_does_not_stop_the_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fallback, "_said", set())
+    with heard(caplog, logging.WARNING):
+        assert plugin._wants_runner(SimpleNamespace(additional_config={})) is False
+    assert ["AttributeError" in line for line in lines(caplog)] == [True]
+
+
+@pytest.mark.parametrize("ours_first", [False, True])
+def test_a_route_that_the_app_never_reaches_is_reported(capsys: pytest.CaptureFixture[str], ours_first: bool) -> None:
+    app = FastAPI()
+    routes = []
+    for is_ours in (ours_first, not ours_first):
+        app.add_api_route("/v1/responses", lambda: None, methods=["POST"])
+        routes += app.router.routes[-1:] if is_ours else []
+    endpoint = plugin.GptOssEndpoint()
+
+    async def start(*_: object) -> None: ...
+
+    endpoint._parts = SimpleNamespace(app=app, installed=[SimpleNamespace(routes=routes)], start=start)
+    asyncio.run(endpoint.init_state(None, None, Namespace()))
+    assert ("POST /v1/responses is answered by another route" in capsys.readouterr().err) is not ours_first
 
 
 @pytest.mark.parametrize(

@@ -55,18 +55,27 @@ def _wants_runner(config: Any) -> bool:
     """Called once, in the process that makes the `VllmConfig`; the engine and its worker read both classes from it.
 
     Raises:
-        ChoiceError: a setting names kernels that this vLLM disables.
+        ChoiceError: a setting names kernels of a part that this vLLM disables.
+        SettingsError: a setting is wrong.
     """
     from vllm_gptoss import fallback
     from vllm_gptoss._vllm import runner
 
+    if _vllm.uses_rust_frontend():
+        _vllm.init_logger("vllm.gptoss").warning(RUST)
     settings = Settings.load(config.additional_config)
     for name in ("experts", "layers"):
         chosen = getattr(settings, name)
         if chosen not in ("auto", "upstream") and (why := compatibility.why_off("engine")):
             raise ChoiceError(f"{name}={chosen} needs the plugin's model, which is off: {why}; use {name}=auto")
-    return runner.suits(config) and settings.host != "stock" and fallback.fits("host", "runner")
+    suits = settings.host != "stock" and fallback.attempt("host", "auto", lambda: runner.suits(config))
+    return bool(suits and fallback.fits("host", "runner"))
 
+
+RUST = (
+    "VLLM_USE_RUST_FRONTEND is set: vLLM's Rust front end answers requests and loads no plugin. The plugin's"
+    " /v1/responses, Harmony parser and streams are not used; its model and kernels are. Unset the variable to use all."
+)
 
 REGISTRATIONS: tuple[tuple[str, str, Callable[[], None]], ...] = (
     ("logging", "", _vllm.share_logging),
@@ -222,8 +231,13 @@ class GptOssEndpoint:
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Starts what the routes need: the store and the tools."""
-        if self._parts is not None:
-            await self._parts.start(engine_client, state, args)
+        if self._parts is None:
+            return
+        await self._parts.start(engine_client, state, args)
+        from vllm_gptoss.server.parts import shadowed
+
+        for route in shadowed(self._parts):
+            _say(f"WARNING: {route} is answered by another route, not by the plugin's. Run `vllm-gptoss doctor`.")
 
 
 def _bound(app: Any, args: Namespace, settings: Settings) -> None:

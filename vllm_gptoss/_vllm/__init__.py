@@ -184,10 +184,10 @@ def allowed_endpoint_plugins() -> list[str]:
 
 
 def uses_rust_frontend() -> bool:
-    """Whether `vllm serve` answers requests with its program in Rust, which knows no plugin."""
+    """Whether `vllm serve` answers requests with its program in Rust, which loads no plugin."""
     import vllm.envs as envs
 
-    return bool(envs.VLLM_USE_RUST_FRONTEND)
+    return bool(getattr(envs, "VLLM_USE_RUST_FRONTEND", False))
 
 
 def environment_variables() -> list[str]:

@@ -96,7 +96,7 @@ class Parts:
         Raises:
             SettingsError: a setting is wrong, or asks for a part that failed.
         """
-        self._app = app
+        self.app = app
         self._settings = settings
         self._before = list(app.router.routes)
         self.installed: list[_Installed] = []
@@ -105,15 +105,15 @@ class Parts:
                 self._attach(kind, args)
 
     def _attach(self, kind: Kind, args: Namespace) -> None:
-        there = self._app.router.routes
-        before, restore = list(there), replaced.remember(self._app.router, args)
+        there = self.app.router.routes
+        before, restore = list(there), replaced.remember(self.app.router, args)
         try:
             part = kind.load()
-            part.attach(self._app, args, self._settings)
+            part.attach(self.app, args, self._settings)
         except Exception as error:
             restore()
             there[:] = before
-            self._left_out(kind, self._app.state, error)
+            self._left_out(kind, self.app.state, error)
         else:
             ours = [route for route in there if not any(route is each for each in before)]
             self.installed.append(_Installed(kind, part, ours))
@@ -130,7 +130,7 @@ class Parts:
                 await each.part.start(engine_client, state, args)
             except Exception as error:
                 restore()
-                routes.put_back(self._app, each.routes, self._before)
+                routes.put_back(self.app, each.routes, self._before)
                 self.installed.remove(each)
                 self._left_out(each.kind, state, error)
 
@@ -151,3 +151,16 @@ class Parts:
             reason(error),
         )
         logger.debug("The traceback:", exc_info=error)
+
+
+def shadowed(parts: Parts) -> list[str]:
+    """Method and path of each route of `parts` that the app never reaches, because another's route precedes it."""
+    ours = {id(route) for each in parts.installed for route in each.routes}
+    first: dict[str, bool] = {}
+    lost = []
+    for route in parts.app.router.routes:
+        for method in sorted(getattr(route, "methods", None) or ()):
+            name = f"{method} {getattr(route, 'path', '')}"
+            if not first.setdefault(name, id(route) in ours) and id(route) in ours:
+                lost.append(name)
+    return lost
