@@ -21,7 +21,7 @@ from timing import microseconds, on_hopper, write
 from vllm_gptoss.engine import spec
 from vllm_gptoss.engine.experts.sm90 import LayerExperts
 from vllm_gptoss.engine.kernels import product_many
-from vllm_gptoss.engine.model import chain_many
+from vllm_gptoss.engine.model import layer_upto512
 
 LAYERS, ROUNDS = 8, 3
 
@@ -32,7 +32,7 @@ def experts_of(count: int) -> LayerExperts:
     return layer_of(up, down, 4, count)
 
 
-def measure(tokens: int, count: int, keys: int, experts: chain_many.Experts) -> dict[str, Any]:
+def measure(tokens: int, count: int, keys: int, experts: layer_upto512.Experts) -> dict[str, Any]:
     layers = [Layer(tokens, 1, count, keys, 0 if index % 2 else spec.WINDOW) for index in range(LAYERS)]
     x = draw(tokens, HIDDEN)
 
@@ -40,7 +40,7 @@ def measure(tokens: int, count: int, keys: int, experts: chain_many.Experts) -> 
         hidden, residual = x, None
         for layer in layers:
             given = (layer.tensors, experts, layer.cache, layer.requests, layer.positions, hidden, residual)
-            hidden, residual = chain_many.layer(*given)
+            hidden, residual = layer_upto512.layer(*given)
         assert residual is not None
         return residual
 

@@ -21,7 +21,7 @@ from vllm_gptoss.engine.choose.device import Device
 from vllm_gptoss.engine.experts import config as quantization
 from vllm_gptoss.engine.experts import method
 from vllm_gptoss.engine.kernels import nvrtc, step
-from vllm_gptoss.engine.model import addresses, chain, chain_many, few_tokens, gpt_oss, one_token
+from vllm_gptoss.engine.model import addresses, chain, few_tokens, gpt_oss, one_token
 from vllm_gptoss.engine.spec import GPT_OSS_20B
 
 pytestmark = pytest.mark.vllm
@@ -112,7 +112,7 @@ def test_a_fault_of_the_layers_leaves_upstreams_and_one_line(
 def test_a_fault_of_many_tokens_leaves_the_few(
     vllm_model: None, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
 ) -> None:
-    planted.plant("vllm_gptoss.engine.model.chain_many:layer", monkeypatch.setattr)
+    planted.plant("vllm_gptoss.engine.model.layer_upto512:layer", monkeypatch.setattr)
     model = gpt_oss.GptOssForCausalLM(vllm_config=wishing(layers="gptoss"))
     sizes = (17, 2, 17, 1)
     answers = [model.forward(FIRST.expand(tokens), FIRST.expand(tokens)) for tokens in sizes]

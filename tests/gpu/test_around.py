@@ -12,7 +12,7 @@ from tests.gpu.marks import SM90
 from vllm_gptoss.engine.kernels import around
 from vllm_gptoss.engine.kernels.experts_many import ManyTokenExperts
 from vllm_gptoss.engine.kernels.layer import LayerTensors, Requests
-from vllm_gptoss.engine.model import chain, chain_many
+from vllm_gptoss.engine.model import chain, layer_upto512
 
 pytestmark = SM90
 TOKENS = (1, 15, 16, 17, 33, 64, 100, 256, 512)
@@ -67,7 +67,7 @@ def test_a_layer_is_what_the_chain_of_few_tokens_makes_of_it() -> None:
     """Up to the experts, whose choice near a tie may differ by the products' rounding."""
     [layer], [experts], x, cache, requests, positions = a_step(16, 1)
     residual, other = draw(16, C), cache.clone()
-    out, hidden = chain_many.layer(layer, experts, cache, requests, positions, x, residual)
+    out, hidden = layer_upto512.layer(layer, experts, cache, requests, positions, x, residual)
     few, wanted = chain.layer(layer, other, requests, positions, x, residual)
     assert cases.error(hidden, wanted.double()) < 3 * cases.ROUNDING
     assert cases.error(cache, other.double()) < cases.ROUNDING
@@ -83,7 +83,7 @@ def test_a_chain_in_a_graph_equals_the_same_calls_one_by_one(tokens: int, monkey
     def run() -> tuple[Tensor, Tensor]:
         hidden, residual = x, None
         for layer, own in zip(layers, experts, strict=True):
-            hidden, residual = chain_many.layer(layer, own, cache, requests, positions, hidden, residual)
+            hidden, residual = layer_upto512.layer(layer, own, cache, requests, positions, hidden, residual)
         assert residual is not None
         return hidden, residual
 
@@ -98,11 +98,11 @@ def test_padding_writes_nothing_and_disturbs_nobody(tokens: int, real: int) -> N
     slots = torch.where(torch.arange(tokens, device="cuda") < real, requests.slots, -1)
     padded = Requests(requests.block_table, requests.seq_lens, starts, slots)
     before = cache.clone()
-    out, hidden = chain_many.layer(layer, experts, cache, padded, positions, x, None)
+    out, hidden = layer_upto512.layer(layer, experts, cache, padded, positions, x, None)
     changed = (cache != before).flatten(2).any(-1).any(1)
     assert set(changed.nonzero().flatten().tolist()) <= set((slots[:real] // BLOCK).tolist())
     again = before.clone()
     cut = Requests(requests.block_table[:real], requests.seq_lens[:real], starts[: real + 1], slots[:real])
-    _, alone = chain_many.layer(layer, experts, again, cut, positions[:real], x[:real], None)
+    _, alone = layer_upto512.layer(layer, experts, again, cut, positions[:real], x[:real], None)
     assert cases.error(hidden[:real], alone.double()) < cases.ROUNDING
     assert bool(out.isfinite().all())

@@ -27,7 +27,7 @@ LAYERS = (
 
 MANY = (
     "vllm_gptoss.engine.kernels.around:norm",
-    "vllm_gptoss.engine.model.chain_many:layer",
+    "vllm_gptoss.engine.model.layer_upto512:layer",
 )
 """Steps of the layers of decode steps of many tokens: running or capturing."""
 

@@ -16,7 +16,7 @@ from vllm_gptoss import _vllm
 from vllm_gptoss.engine import choose
 from vllm_gptoss.engine.choose import bands, device
 from vllm_gptoss.engine.kernels import around, attention_many, nvrtc, product_many
-from vllm_gptoss.engine.model import chain_many
+from vllm_gptoss.engine.model import layer_upto512
 from vllm_gptoss.engine.model.place import Place
 
 
@@ -72,4 +72,4 @@ def layer(place: Place, x: Tensor, residual: Tensor | None, positions: Tensor, c
     experts = place.experts.kernel(x.shape[0])
     assert experts is not None
     cache = place.attention.kv_cache
-    return chain_many.layer(place.tensors, experts, cache, place.requests(context), positions, x, residual)
+    return layer_upto512.layer(place.tensors, experts, cache, place.requests(context), positions, x, residual)
