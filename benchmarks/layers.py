@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from vllm_gptoss.engine import spec
 from vllm_gptoss.engine.kernels import around, dense
 from vllm_gptoss.engine.kernels.layer import LayerTensors, Requests
-from vllm_gptoss.engine.model import chain
+from vllm_gptoss.engine.model import layer_upto16
 
 CHAIN = 24
 HIDDEN, HEAD, BLOCK = spec.GPT_OSS_20B.hidden, 64, 16
@@ -72,21 +72,21 @@ class Layer:
         self.q, self.hidden = draw(tokens, width), draw(tokens, HIDDEN)
 
     def qkv_rope(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        return chain.project(self.tensors, self.cache, self.requests, self.positions, x, residual)
+        return layer_upto16.project(self.tensors, self.cache, self.requests, self.positions, x, residual)
 
     def attend(self) -> Tensor:
-        return chain.attend(self.tensors, self.cache, self.requests, self.q)
+        return layer_upto16.attend(self.tensors, self.cache, self.requests, self.q)
 
     def out_proj(self) -> Tensor:
-        return chain.output(self.tensors, self.q, self.hidden)
+        return layer_upto16.output(self.tensors, self.q, self.hidden)
 
     def router(self) -> None:
-        chain.route(self.tensors, self.hidden, None, keep_logits=False)
+        layer_upto16.route(self.tensors, self.hidden, None, keep_logits=False)
 
     def without_experts(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The whole layer, its experts' output being what they read."""
         arguments = (self.tensors, self.cache, self.requests, self.positions, x, residual)
-        return chain.layer(*arguments, others=lambda normed, logits: normed)
+        return layer_upto16.layer(*arguments, others=lambda normed, logits: normed)
 
     def bytes_of(self, name: str) -> int:
         lens = self.requests.seq_lens
@@ -177,7 +177,7 @@ def measure_many(tokens: int, experts: int) -> dict[str, Any]:
         "qkv": lambda layer: linear(normed, layer.tensors.qkv_weight, layer.tensors.qkv_bias),
         "rope": rope,
         "out": lambda layer: linear(layer.q, layer.tensors.out_weight, layer.tensors.out_bias),
-        "router": lambda layer: chain.route(layer.tensors, x, residual, False, total, around.router),
+        "router": lambda layer: layer_upto16.route(layer.tensors, x, residual, False, total, around.router),
     }
     row: dict[str, Any] = {"tokens": tokens, "experts": experts}
     for name, launch in parts.items():

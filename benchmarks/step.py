@@ -24,7 +24,7 @@ from vllm_gptoss.engine import spec
 from vllm_gptoss.engine.kernels import dense, step
 from vllm_gptoss.engine.kernels.experts import FewTokenExperts, Projection
 from vllm_gptoss.engine.kernels.layer import LayerTensors, Requests
-from vllm_gptoss.engine.model import chain
+from vllm_gptoss.engine.model import layer_upto16
 
 HEAD, BLOCK = 64, 16
 MODELS = {"20b": spec.GPT_OSS_20B, "120b": spec.GPT_OSS_120B}
@@ -91,7 +91,7 @@ class Model:
         """Six launches a layer."""
         x, residual = self.x, None
         for layer, cache in zip(self.layers, self.caches, strict=True):
-            x, residual = chain.layer(layer, cache, self.requests, self.positions, x, residual)
+            x, residual = layer_upto16.layer(layer, cache, self.requests, self.positions, x, residual)
         assert residual is not None
         return x, residual
 

@@ -12,7 +12,7 @@ from tests.gpu.marks import SM90
 from vllm_gptoss.engine.kernels import around
 from vllm_gptoss.engine.kernels.experts_many import ManyTokenExperts
 from vllm_gptoss.engine.kernels.layer import LayerTensors, Requests
-from vllm_gptoss.engine.model import chain, layer_upto512
+from vllm_gptoss.engine.model import layer_upto16, layer_upto512
 
 pytestmark = SM90
 TOKENS = (1, 15, 16, 17, 33, 64, 100, 256, 512)
@@ -68,7 +68,7 @@ def test_a_layer_is_what_the_chain_of_few_tokens_makes_of_it() -> None:
     [layer], [experts], x, cache, requests, positions = a_step(16, 1)
     residual, other = draw(16, C), cache.clone()
     out, hidden = layer_upto512.layer(layer, experts, cache, requests, positions, x, residual)
-    few, wanted = chain.layer(layer, other, requests, positions, x, residual)
+    few, wanted = layer_upto16.layer(layer, other, requests, positions, x, residual)
     assert cases.error(hidden, wanted.double()) < 3 * cases.ROUNDING
     assert cases.error(cache, other.double()) < cases.ROUNDING
     alike = ((out.double() - few.double()).norm(dim=1) / few.double().norm(dim=1)) < 2**-6

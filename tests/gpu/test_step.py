@@ -14,7 +14,7 @@ from tests.gpu.marks import SM90
 from vllm_gptoss.engine import reference
 from vllm_gptoss.engine.kernels import step
 from vllm_gptoss.engine.kernels.layer import LayerTensors, Requests
-from vllm_gptoss.engine.model import chain
+from vllm_gptoss.engine.model import layer_upto16
 
 pytestmark = SM90
 
@@ -81,7 +81,7 @@ def six_launches(
 ) -> tuple[Tensor, Tensor]:
     residual = None
     for index, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
-        x, residual = chain.layer(layer, cache, requests[index % 2], positions, x, residual)
+        x, residual = layer_upto16.layer(layer, cache, requests[index % 2], positions, x, residual)
     assert residual is not None
     return x, residual
 

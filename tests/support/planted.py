@@ -21,7 +21,7 @@ LAYERS = (
     "vllm_gptoss.engine.model.one_token:OneToken.__init__",
     "vllm_gptoss.engine.kernels.nvrtc:at_once",
     "vllm_gptoss.engine.model.one_token:OneToken.__call__",
-    "vllm_gptoss.engine.model.chain:layer",
+    "vllm_gptoss.engine.model.layer_upto16:layer",
 )
 """Steps of the fused layers: choosing, setting up, looking up, compiling, running or capturing."""
 

@@ -1,6 +1,6 @@
 """One layer on one rank: the tensors that every path reads, and their mirror in C beside them.
 
-The model looks them up once, benchmarks and tests make them up; `engine/model/chain.py` launches six kernels over them,
+The model looks them up once, benchmarks and tests make them up; `engine/model/layer_upto16.py` launches six kernels over them,
 `step.py` all layers at once. `Layer` and `Group` are what `cuda/step.cu` reads of them.
 """
 

@@ -21,7 +21,7 @@ from vllm_gptoss.engine import choose
 from vllm_gptoss.engine.choose import bands, device
 from vllm_gptoss.engine.choose import vllm_config as describe
 from vllm_gptoss.engine.kernels import attention, dense, nvrtc
-from vllm_gptoss.engine.model import addresses, chain, many_tokens, one_token
+from vllm_gptoss.engine.model import addresses, layer_upto16, many_tokens, one_token
 from vllm_gptoss.engine.model.place import Place, transferred
 from vllm_gptoss.fallback import NotHereError
 
@@ -146,7 +146,7 @@ class FewTokens:
         with transferred([place], context):
             if x.shape[0] > MAX_TOKENS:
                 return many_tokens.layer(place, x, residual, positions, context)
-            return chain.layer(
+            return layer_upto16.layer(
                 place.tensors,
                 place.attention.kv_cache,
                 place.requests(context),

@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 from vllm_gptoss.engine.choose import bands
 from vllm_gptoss.engine.kernels import around, attention_many, product_many
 from vllm_gptoss.engine.kernels.layer import LayerTensors, Requests
-from vllm_gptoss.engine.model import chain
+from vllm_gptoss.engine.model import layer_upto16
 from vllm_gptoss.engine.spec import RMS_NORM_EPS
 
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor], None]
@@ -42,7 +42,7 @@ def layer(
     q, summed = project(tensors, cache, requests, positions, x, residual, own=own)
     product = attend(tensors, cache, requests, q, own=own)
     total = torch.empty_like(product)
-    normed, ids, weights, _ = chain.route(tensors, product, summed, False, total, around.router)
+    normed, ids, weights, _ = layer_upto16.route(tensors, product, summed, False, total, around.router)
     out = torch.empty_like(normed)
     experts(normed, ids, weights, out)
     return out, total
@@ -77,10 +77,10 @@ def project(
 def attend(tensors: LayerTensors, cache: Tensor, requests: Requests, q: Tensor, *, own: bool) -> Tensor:
     """Attention and the output product, [T, C] bf16."""
     if not own:
-        attended = chain.attend(tensors, cache, requests, q, attention_many.attend)
+        attended = layer_upto16.attend(tensors, cache, requests, q, attention_many.attend)
         return linear(attended, tensors.out_weight, tensors.out_bias)
     tiled, out = product_many.tiled(q, q.shape[1]), q.new_empty((q.shape[0], tensors.out_weight.shape[0]))
     kernel = functools.partial(attention_many.attend, padded=tiled.shape[1])
-    attended = chain.attend(tensors, cache, requests, q, kernel, tiled)
+    attended = layer_upto16.attend(tensors, cache, requests, q, kernel, tiled)
     product_many.product(attended, tensors.out_weight, tensors.out_bias, out)
     return out
