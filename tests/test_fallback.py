@@ -21,7 +21,7 @@ from vllm_gptoss.engine.choose.device import Device
 from vllm_gptoss.engine.experts import config as quantization
 from vllm_gptoss.engine.experts import method
 from vllm_gptoss.engine.kernels import nvrtc, step
-from vllm_gptoss.engine.model import addresses, few_tokens, gpt_oss, one_token
+from vllm_gptoss.engine.model import addresses, fused_path, gpt_oss, one_token
 from vllm_gptoss.engine.spec import GPT_OSS_20B
 
 pytestmark = pytest.mark.vllm
@@ -75,10 +75,10 @@ def vllm_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(describe, "built_model", lambda deployment, model: deployment)
     monkeypatch.setattr(describe, "first_step", lambda deployment, places, auxiliary: deployment)
     monkeypatch.setattr(planned, "plan_once", lambda model: True)
-    monkeypatch.setattr(few_tokens.FewTokens, "could_take", lambda self, tokens: tokens <= self.most)
+    monkeypatch.setattr(fused_path.FusedPath, "could_take", lambda self, tokens: tokens <= self.most)
     monkeypatch.setattr(addresses, "look_up", lambda layer, rank: place)
-    monkeypatch.setattr(few_tokens.worker, "tensor_parallel_rank", lambda: 0)
-    monkeypatch.setattr(few_tokens.worker, "is_last_pipeline_rank", lambda: True)
+    monkeypatch.setattr(fused_path.worker, "tensor_parallel_rank", lambda: 0)
+    monkeypatch.setattr(fused_path.worker, "is_last_pipeline_rank", lambda: True)
     monkeypatch.setattr(nvrtc, "at_once", lambda loads: None)
     monkeypatch.setattr(step, "Step", lambda tensors, eps: SimpleNamespace(compile=lambda: None))
     monkeypatch.setattr(one_token.OneToken, "__call__", lambda self, x, *_: (x, x))

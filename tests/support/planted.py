@@ -14,7 +14,7 @@ LAYERS = (
     "vllm_gptoss.engine.choose.vllm_config:built_model",
     "vllm_gptoss.engine.choose:layers",
     "vllm_gptoss.engine.choose:attention",
-    "vllm_gptoss.engine.model.few_tokens:FewTokens.__init__",
+    "vllm_gptoss.engine.model.fused_path:FusedPath.__init__",
     "vllm_gptoss.engine.attention.sm90:plan_once",
     "vllm_gptoss.engine.model.addresses:look_up",
     "vllm_gptoss.engine.choose.vllm_config:first_step",

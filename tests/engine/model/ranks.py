@@ -1,8 +1,8 @@
-"""One rank of a gloo group that runs vLLM's own gpt-oss layers through `FewTokens`, kernels replaced by `standins`.
+"""One rank of a gloo group that runs vLLM's own gpt-oss layers through `FusedPath`, kernels replaced by `standins`.
 
 `python -m tests.engine.model.ranks LAYOUT RANK WORLD PORT MODEL OUT`: LAYOUT is `tensor` or `pipeline`. Real parts:
 vLLM's model class, its sharded weights and loader, its groups and collectives, its forward context, and all of
-`FewTokens`; with `tensor` also a KV connector.
+`FusedPath`; with `tensor` also a KV connector.
 Writes to OUT what the last rank has: hidden states of every token of every request, the auxiliary states that EAGLE3
 reads, and how far the experts path over vLLM's own runner is from vLLM's MLP.
 """
@@ -76,10 +76,10 @@ def states(built: Any, config: Any, layout: str) -> tuple[list[Tensor], list[Ten
 
     from tests.support import standins
     from vllm_gptoss.engine.choose import vllm_config as describe
-    from vllm_gptoss.engine.model import addresses, few_tokens, layer_upto16
+    from vllm_gptoss.engine.model import addresses, fused_path, layer_upto16
 
     inner = built.model.float()
-    path = few_tokens.FewTokens(built, describe.configuration(config))
+    path = fused_path.FusedPath(built, describe.configuration(config))
     modules = [inner.layers[index] for index in range(inner.start_layer, inner.end_layer)]
     path.places = [addresses.look_up(module, get_tensor_model_parallel_rank()) for module in modules]
     for place, module in zip(path.places, modules, strict=True):

@@ -92,7 +92,7 @@ LAYERS: tuple[Condition, ...] = (
     projections,
     paged_cache,
 )
-"""The fused layers, `engine/model/few_tokens.py`."""
+"""The fused layers, `engine/model/fused_path.py`."""
 
 
 # One token in one launch

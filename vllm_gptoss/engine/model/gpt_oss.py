@@ -2,7 +2,7 @@
 
 The class keeps upstream's name, modules, weight names and loader, so LoRA, EAGLE3, pipeline parallelism and every
 quantization stay upstream's. Only `forward` differs: a step of few tokens, or of one token of each request, goes to
-`FewTokens` when that path can serve it, everything else to upstream's compiled model.
+`FusedPath` when that path can serve it, everything else to upstream's compiled model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm_gptoss.engine.checkpoint.load import LoadCheck
 from vllm_gptoss.engine.choose import device
 from vllm_gptoss.engine.choose import vllm_config as describe
 from vllm_gptoss.engine.model.addresses import keep_scratch
-from vllm_gptoss.engine.model.few_tokens import MAX_TOKENS, FewTokens
+from vllm_gptoss.engine.model.fused_path import MAX_TOKENS, FusedPath
 from vllm_gptoss.settings import Settings
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
             self.few_tokens = None
         return out
 
-    def _few_for(self, tokens: int) -> FewTokens | None:
+    def _few_for(self, tokens: int) -> FusedPath | None:
         """The fused path where it takes the step about to run; it steps aside for good where it cannot be prepared."""
         few, wish = self.few_tokens, self.layers_wish
         if few is None or not few.could_take(tokens):
@@ -92,7 +92,7 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
         return loaded
 
 
-def set_up(model: Any, config: Any) -> FewTokens | None:
+def set_up(model: Any, config: Any) -> FusedPath | None:
     """The fused path, where it is chosen. Notes what was chosen for the start-up line.
 
     Raises:
@@ -110,6 +110,6 @@ def set_up(model: Any, config: Any) -> FewTokens | None:
         return None
     from vllm_gptoss.engine.attention import sm90
 
-    few = FewTokens(model, deployment)
+    few = FusedPath(model, deployment)
     sm90.plan_once(model)
     return few

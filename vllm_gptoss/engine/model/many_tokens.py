@@ -1,6 +1,6 @@
 """Decode steps of more tokens than the fused layers take: `chain_many`, over what `place` finds in vLLM.
 
-`FewTokens` uses it where it can. Such a step has one token of each request, as attention's kernel for many tokens
+`FusedPath` uses it where it can. Such a step has one token of each request, as attention's kernel for many tokens
 wants it; every other step of that size is vLLM's compiled model.
 """
 

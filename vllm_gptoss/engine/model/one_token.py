@@ -1,6 +1,6 @@
 """A step of one token in one launch: every layer of the model in `engine/kernels/step.py`.
 
-`FewTokens` uses it where it can. The kernel's blocks wait for one another, so all of them must be on the GPU at once:
+`FusedPath` uses it where it can. The kernel's blocks wait for one another, so all of them must be on the GPU at once:
 nothing that waits for this rank may hold a multiprocessor meanwhile, which is why several ranks keep six launches a
 layer.
 """

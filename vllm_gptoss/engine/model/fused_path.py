@@ -47,7 +47,7 @@ def loads(place: Place) -> Iterator[tuple[Any, ...]]:
         yield from tensors.experts.loads(torch.int32, MAX_TOKENS)
 
 
-class FewTokens:
+class FusedPath:
     """Runs the model for at most `MAX_TOKENS` tokens, and decode steps of at most `most`.
 
     `prepare` at the first step, when weights and cache are there.
