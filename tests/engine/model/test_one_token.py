@@ -19,7 +19,7 @@ from vllm_gptoss.engine.kernels import nvrtc, step
 from vllm_gptoss.engine.kernels.experts import Projection
 from vllm_gptoss.engine.kernels.layer import LayerTensors
 from vllm_gptoss.engine.model import addresses, fused_path, one_token
-from vllm_gptoss.engine.model.place import Place
+from vllm_gptoss.engine.model.layer_binding import Place
 from vllm_gptoss.engine.spec import GPT_OSS_20B, SWIGLU_ALPHA, SWIGLU_LIMIT
 
 COS_SIN = torch.zeros(8, 64)

@@ -22,7 +22,7 @@ from vllm_gptoss.engine.choose import bands, device
 from vllm_gptoss.engine.choose import vllm_config as describe
 from vllm_gptoss.engine.kernels import attention, dense, nvrtc
 from vllm_gptoss.engine.model import addresses, layer_upto16, many_tokens, one_token
-from vllm_gptoss.engine.model.place import Place, transferred
+from vllm_gptoss.engine.model.layer_binding import Place, transferred
 from vllm_gptoss.fallback import NotHereError
 
 MAX_TOKENS = bands.FUSED_TOKENS

@@ -17,7 +17,7 @@ from vllm_gptoss.engine import choose
 from vllm_gptoss.engine.choose import bands, device
 from vllm_gptoss.engine.kernels import around, attention_many, nvrtc, product_many
 from vllm_gptoss.engine.model import layer_upto512
-from vllm_gptoss.engine.model.place import Place
+from vllm_gptoss.engine.model.layer_binding import Place
 
 
 def most(deployment: choose.Deployment) -> int:

@@ -17,7 +17,7 @@ from vllm_gptoss.engine import choose
 from vllm_gptoss.engine.choose import bands, device
 from vllm_gptoss.engine.kernels import nvrtc, step
 from vllm_gptoss.engine.kernels.layer import Requests
-from vllm_gptoss.engine.model.place import Place, transferred
+from vllm_gptoss.engine.model.layer_binding import Place, transferred
 from vllm_gptoss.engine.spec import RMS_NORM_EPS
 
 
