@@ -25,7 +25,7 @@ from torch.nn.functional import linear
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from vllm_gptoss.engine import spec
-from vllm_gptoss.engine.kernels import around, dense
+from vllm_gptoss.engine.kernels import dense, norm_rope_router
 from vllm_gptoss.engine.kernels.layer import LayerTensors, Requests
 from vllm_gptoss.engine.model import layer_upto16
 
@@ -167,17 +167,17 @@ def measure_many(tokens: int, experts: int) -> dict[str, Any]:
     qkv = draw(tokens, layers[0].tensors.qkv_weight.shape[0])
 
     def norm(layer: Layer) -> None:
-        around.norm(x, residual, layer.tensors.norm, normed, residual, spec.RMS_NORM_EPS)
+        norm_rope_router.norm(x, residual, layer.tensors.norm, normed, residual, spec.RMS_NORM_EPS)
 
     def rope(layer: Layer) -> None:
-        around.rope(qkv, layer.positions, layer.tensors.cos_sin, layer.requests.slots, layer.cache)
+        norm_rope_router.rope(qkv, layer.positions, layer.tensors.cos_sin, layer.requests.slots, layer.cache)
 
     parts: dict[str, Callable[[Layer], Any]] = {
         "norm": norm,
         "qkv": lambda layer: linear(normed, layer.tensors.qkv_weight, layer.tensors.qkv_bias),
         "rope": rope,
         "out": lambda layer: linear(layer.q, layer.tensors.out_weight, layer.tensors.out_bias),
-        "router": lambda layer: layer_upto16.route(layer.tensors, x, residual, False, total, around.router),
+        "router": lambda layer: layer_upto16.route(layer.tensors, x, residual, False, total, norm_rope_router.router),
     }
     row: dict[str, Any] = {"tokens": tokens, "experts": experts}
     for name, launch in parts.items():

@@ -63,20 +63,20 @@ def around_products(parallel: list[int], counts: list[int]) -> None:
     import torch
 
     from tests.gpu import cases
-    from vllm_gptoss.engine.kernels import around, product_many
+    from vllm_gptoss.engine.kernels import norm_rope_router, product_many
 
     for tokens in (17, 32):
         for rows, columns in ((5120, cases.C), (cases.C, 4096)):
             cases.product(product_many.product, rows, columns, tokens)
         for size in parallel:
-            apart = (product_many.product, around.rope)
+            apart = (product_many.product, norm_rope_router.rope)
             cases.rotated(product_many.rotated, apart, size, tokens, torch.float32, strided=True)
     for tokens in (17, 64, 100):
-        cases.norm(around.norm, tokens, cases.C)
+        cases.norm(norm_rope_router.norm, tokens, cases.C)
         for size in parallel:
-            cases.rope(around.rope, size, tokens, torch.float32)
+            cases.rope(norm_rope_router.rope, size, tokens, torch.float32)
         for count in counts:
-            cases.router(around.router, count, tokens)
+            cases.router(norm_rope_router.router, count, tokens)
     print("around the products", flush=True)
 
 

@@ -26,7 +26,7 @@ LAYERS = (
 """Steps of the fused layers: choosing, setting up, looking up, compiling, running or capturing."""
 
 MANY = (
-    "vllm_gptoss.engine.kernels.around:norm",
+    "vllm_gptoss.engine.kernels.norm_rope_router:norm",
     "vllm_gptoss.engine.model.layer_upto512:layer",
 )
 """Steps of the layers of decode steps of many tokens: running or capturing."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from vllm_gptoss.engine.choose.deployment import Cache, Deployment
 from vllm_gptoss.engine.choose.device import Device
 from vllm_gptoss.engine.choose.measured import Measured
-from vllm_gptoss.engine.kernels import around, attention, attention_many, dense, experts_plan, step
+from vllm_gptoss.engine.kernels import attention, attention_many, dense, experts_plan, norm_rope_router, step
 from vllm_gptoss.engine.spec import WINDOW
 
 Condition = Callable[[Device, Deployment], str | None]
@@ -127,7 +127,7 @@ ONE_LAUNCH: tuple[Condition, ...] = (
 def around_products(device: Device, deployment: Deployment) -> str | None:
     """The shape of one rank's layers, as the kernels around the products read it."""
     model, (heads, kv_heads) = deployment.model, deployment.heads
-    why: str | None = around.unsupported(
+    why: str | None = norm_rope_router.unsupported(
         model.hidden, model.experts, model.active_experts
     ) or attention_many.unsupported(heads, kv_heads, model.head_size, WINDOW)
     return why

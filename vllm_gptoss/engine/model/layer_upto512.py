@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from vllm_gptoss.engine.choose import bands
-from vllm_gptoss.engine.kernels import around, attention_many, product_many
+from vllm_gptoss.engine.kernels import attention_many, norm_rope_router, product_many
 from vllm_gptoss.engine.kernels.layer import LayerTensors, Requests
 from vllm_gptoss.engine.model import layer_upto16
 from vllm_gptoss.engine.spec import RMS_NORM_EPS
@@ -42,7 +42,7 @@ def layer(
     q, summed = project(tensors, cache, requests, positions, x, residual, own=own)
     product = attend(tensors, cache, requests, q, own=own)
     total = torch.empty_like(product)
-    normed, ids, weights, _ = layer_upto16.route(tensors, product, summed, False, total, around.router)
+    normed, ids, weights, _ = layer_upto16.route(tensors, product, summed, False, total, norm_rope_router.router)
     out = torch.empty_like(normed)
     experts(normed, ids, weights, out)
     return out, total
@@ -63,14 +63,14 @@ def project(
     summed = None if residual is None else torch.empty_like(x)
     weight, bias = tensors.qkv_weight, tensors.qkv_bias
     normed = product_many.tiled(x, x.shape[1]) if own else torch.empty_like(x)
-    around.norm(x, residual, tensors.norm, normed, summed, RMS_NORM_EPS, normed.shape[1] if own else 0)
+    norm_rope_router.norm(x, residual, tensors.norm, normed, summed, RMS_NORM_EPS, normed.shape[1] if own else 0)
     where = (positions, tensors.cos_sin, requests.slots, cache)
     if own:
         qkv = x.new_empty((x.shape[0], weight.shape[0]))
         product_many.rotated(normed, weight, bias, qkv, *where)
     else:
         qkv = linear(normed, weight, bias)
-        around.rope(qkv, *where)
+        norm_rope_router.rope(qkv, *where)
     return qkv[:, : tensors.out_weight.shape[1]], x if summed is None else summed
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm_gptoss import _vllm
 from vllm_gptoss.engine import choose
 from vllm_gptoss.engine.choose import bands, device
-from vllm_gptoss.engine.kernels import around, attention_many, nvrtc, product_many
+from vllm_gptoss.engine.kernels import attention_many, norm_rope_router, nvrtc, product_many
 from vllm_gptoss.engine.model import layer_upto512
 from vllm_gptoss.engine.model.layer_binding import Place
 
@@ -57,9 +57,9 @@ def loads(place: Place) -> Iterator[tuple[Any, ...]]:
     """The calls that load the kernels of a layer; many are alike."""
     tensors = place.tensors
     index, (experts, hidden) = tensors.qkv_weight.device.index or 0, tensors.router_weight.shape
-    yield around.norm_kernel, index, hidden
-    yield around.rope_kernel, index
-    yield around.route_kernel, index, around.plan(hidden, experts, tensors.active)
+    yield norm_rope_router.norm_kernel, index, hidden
+    yield norm_rope_router.rope_kernel, index
+    yield norm_rope_router.route_kernel, index, norm_rope_router.plan(hidden, experts, tensors.active)
     yield attention_many.load, index, place.attention.num_kv_heads, tensors.window
     yield from product_many.loads(tensors.qkv_weight, tensors.out_weight)
     assert place.experts is not None

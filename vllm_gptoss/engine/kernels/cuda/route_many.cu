@@ -8,7 +8,7 @@
 // chooses for it. The norm's factor comes after the product, as there; the input has 16 bits, in
 // two parts.
 //
-// Macros set by the host (engine/kernels/around.py): WARPS of a CTA, CLUSTER, EXPERTS (a multiple
+// Macros set by the host (engine/kernels/norm_rope_router.py): WARPS of a CTA, CLUSTER, EXPERTS (a multiple
 // of 32), TOPK, MIN_CTAS a multiprocessor the register budget leaves room for.
 #include "barriers.cuh"
 #include "cluster.cuh"

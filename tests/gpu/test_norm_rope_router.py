@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.gpu import cases
 from tests.gpu.cases import BLOCK, HEAD, PARALLEL, C, draw, poison
 from tests.gpu.marks import SM90
-from vllm_gptoss.engine.kernels import around
+from vllm_gptoss.engine.kernels import norm_rope_router
 from vllm_gptoss.engine.kernels.experts_many import ManyTokenExperts
 from vllm_gptoss.engine.kernels.layer import LayerTensors, Requests
 from vllm_gptoss.engine.model import layer_upto16, layer_upto512
@@ -21,20 +21,20 @@ TOKENS = (1, 15, 16, 17, 33, 64, 100, 256, 512)
 @pytest.mark.parametrize("hidden", [C, 2048, 8192])
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_norm_of_every_token(tokens: int, hidden: int) -> None:
-    cases.norm(around.norm, tokens, hidden)
+    cases.norm(norm_rope_router.norm, tokens, hidden)
 
 
 @pytest.mark.parametrize("parallel", PARALLEL)
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16])
 def test_rope_turns_queries_and_writes_the_cache(parallel: int, tokens: int, cache_dtype: torch.dtype) -> None:
-    cases.rope(around.rope, parallel, tokens, cache_dtype)
+    cases.rope(norm_rope_router.rope, parallel, tokens, cache_dtype)
 
 
 @pytest.mark.parametrize("experts", [32, 64, 128])
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_router_chooses_the_best_experts(experts: int, tokens: int) -> None:
-    cases.router(around.router, experts, tokens)
+    cases.router(norm_rope_router.router, experts, tokens)
 
 
 def test_router_gives_a_tie_to_the_lower_id() -> None:
@@ -43,7 +43,7 @@ def test_router_gives_a_tie_to_the_lower_id() -> None:
     bias[7] = 1.0
     normed, weights = poison(tokens, C), poison(tokens, 4, dtype=torch.float32)
     ids = torch.full((tokens, 4), -1, device="cuda", dtype=torch.int32)
-    around.router(x, None, draw(C), weight, bias.bfloat16(), normed, weights, ids, 1e-5)
+    norm_rope_router.router(x, None, draw(C), weight, bias.bfloat16(), normed, weights, ids, 1e-5)
     assert ids.tolist() == [[7, 0, 1, 2]] * tokens
 
 
