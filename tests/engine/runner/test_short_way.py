@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from tests.engine.runner.host_engine import LIMIT, PARTS, PLAIN, SIZE, TOP_K, Engine, HostGraphs
 from tests.support.vllm_log import heard, lines
 from vllm_gptoss import fallback
-from vllm_gptoss.engine.runner import admit, batch, model_runner, work
+from vllm_gptoss.engine.runner import batch, model_runner, work
 from vllm_gptoss.engine.runner.model_runner import GptOssModelRunner
 
 pytestmark = pytest.mark.vllm

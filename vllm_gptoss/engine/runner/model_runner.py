@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_gptoss import _vllm, fallback
 from vllm_gptoss._vllm import runner as vllm
-from vllm_gptoss.engine.runner import admit, slices, work
+from vllm_gptoss.engine.runner import eligibility, slices, work
 from vllm_gptoss.engine.runner.batch import RING, Batch, Buffers, begin
 from vllm_gptoss.engine.runner.graphs import Graphs
 from vllm_gptoss.engine.runner.output import StepOutput
@@ -65,7 +65,7 @@ class ShortWay:
 
     def _take(self, step: Any, is_dummy: bool) -> Taken | None:
         runner = self.runner
-        if is_dummy or not admit.only_decodes(step):
+        if is_dummy or not eligibility.only_decodes(step):
             self.batch = None
             return None
         names = step.scheduled_cached_reqs.req_ids
@@ -201,7 +201,7 @@ class GptOssModelRunner(GPUModelRunner):
         Raises:
             NotHereError: this runner has none.
         """
-        if why := admit.why_not(self):
+        if why := eligibility.why_not(self):
             raise fallback.NotHereError(why)
         say = _vllm.init_logger("vllm.gptoss").info
         say("host: decode steps are replayed (GPTOSS_HOST=stock turns it off)")
