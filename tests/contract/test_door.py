@@ -22,7 +22,7 @@ OURS: Mapping[str, frozenset[str]] = {
     "plugin.py": frozenset({"os.environ['VLLM_PLUGINS']", "os.environ[COPIED]"}),
     "engine/runner/batch.py": frozenset({"self.sampler.sampling_states[name]"}),
     "engine/runner/scheduler.py": frozenset({"ours.groups", "ours.size", "ours.quiet"}),
-    "engine/runner/work.py": frozenset({"tables._num_dirty_rows"}),
+    "engine/runner/captured_steps.py": frozenset({"tables._num_dirty_rows"}),
     "server/chat/completions.py": frozenset({"create_completion.__annotations__"}),
     "server/chat/chat_route.py": frozenset({"ours.__annotations__"}),
     "server/chat/small_routes.py": frozenset({"tokenize.__annotations__"}),

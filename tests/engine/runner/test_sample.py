@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm_gptoss.engine.runner import work
+from vllm_gptoss.engine.runner import captured_steps
 from vllm_gptoss.engine.runner.batch import RING, Batch
 from vllm_gptoss.engine.runner.graphs import Graphs
 from vllm_gptoss.engine.runner.model_runner import ShortWay, Taken
@@ -50,7 +50,7 @@ def batch_of(*rows: int) -> Batch:
 @pytest.fixture
 def short_way(monkeypatch: pytest.MonkeyPatch) -> ShortWay:
     """One without a GPU: nothing is captured, vLLM's states are empty."""
-    monkeypatch.setattr(work.vllm, "parts", lambda: SimpleNamespace(post_update=lambda *_: None))
+    monkeypatch.setattr(captured_steps.vllm, "parts", lambda: SimpleNamespace(post_update=lambda *_: None))
     ring = torch.zeros(RING, MOST, dtype=torch.int64)
     gpu = SimpleNamespace(gpu=None)
     states = {"last_sampled_tokens": None, "draft_tokens": None}

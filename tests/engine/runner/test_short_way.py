@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from tests.engine.runner.host_engine import LIMIT, PARTS, PLAIN, SIZE, TOP_K, Engine, HostGraphs
 from tests.support.vllm_log import heard, lines
 from vllm_gptoss import fallback
-from vllm_gptoss.engine.runner import batch, model_runner, work
+from vllm_gptoss.engine.runner import batch, captured_steps, model_runner
 from vllm_gptoss.engine.runner.model_runner import GptOssModelRunner
 
 pytestmark = pytest.mark.vllm
@@ -31,8 +31,8 @@ pytestmark = pytest.mark.vllm
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     """Three requests of four tokens; ten steps of two of them have warmed up what steps replay."""
     random.seed(0)
-    monkeypatch.setattr(work.vllm, "parts", lambda: PARTS)
-    monkeypatch.setattr(work.vllm, "marks_padding", lambda: False)
+    monkeypatch.setattr(captured_steps.vllm, "parts", lambda: PARTS)
+    monkeypatch.setattr(captured_steps.vllm, "marks_padding", lambda: False)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(batch, "sampling", lambda *_: PLAIN)
     monkeypatch.setattr(model_runner, "Graphs", HostGraphs)

@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_gptoss import _vllm, fallback
 from vllm_gptoss._vllm import runner as vllm
-from vllm_gptoss.engine.runner import eligibility, slices, work
+from vllm_gptoss.engine.runner import captured_steps, eligibility, slices
 from vllm_gptoss.engine.runner.batch import RING, Batch, Buffers, begin
 from vllm_gptoss.engine.runner.graphs import Graphs
 from vllm_gptoss.engine.runner.output import StepOutput
@@ -38,7 +38,7 @@ class ShortWay:
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         self.buffers = Buffers(runner)
-        self.graphs = Graphs(runner.device, work.MEMORY)
+        self.graphs = Graphs(runner.device, captured_steps.MEMORY)
         self.batch: Batch | None = None
         self.events = [torch.cuda.Event(blocking=True) for _ in range(RING)]
         self.turn = 0
@@ -85,7 +85,7 @@ class ShortWay:
             self.buffers.add_blocks(runner)
         self.batch = batch
         prepare = self.graphs.work(("before", batch.count))
-        prepare.run(self.graphs, lambda: work.before(runner, self.buffers, batch))
+        prepare.run(self.graphs, lambda: captured_steps.before(runner, self.buffers, batch))
         hidden = runner.cudagraph_manager.run_fullgraph(batch.descriptor)[: batch.count]
         return Taken(batch, hidden, step.finished_req_ids)
 
@@ -136,7 +136,7 @@ class ShortWay:
         """Launches the rest of a step."""
         batch, turn = taken.batch, self.turn
         made = self.graphs.work(("after", batch.count, batch.sampling))
-        made.run(self.graphs, lambda: work.after(self.runner, self.buffers, batch, taken.hidden))
+        made.run(self.graphs, lambda: captured_steps.after(self.runner, self.buffers, batch, taken.hidden))
         self.events[turn].record()
         self.turn = (turn + 1) % RING
         return StepOutput(batch.req_ids, batch.indices, self.buffers.ring.np[turn, : batch.count], self.events[turn])
@@ -165,7 +165,7 @@ class GptOssModelRunner(GPUModelRunner):
         """As upstream, which calls it whenever weights were replaced: our graphs know those of the logits."""
         super().reset_lora_state()
         if self.short_way is not None:
-            self.short_way.graphs = Graphs(self.device, work.MEMORY)
+            self.short_way.graphs = Graphs(self.device, captured_steps.MEMORY)
 
     def shutdown(self) -> None:
         """As upstream, which frees what the graphs use."""
