@@ -82,8 +82,8 @@ def vllm_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "at_once", lambda loads: None)
     monkeypatch.setattr(step, "Step", lambda tensors, eps: SimpleNamespace(compile=lambda: None))
     monkeypatch.setattr(one_token.OneToken, "__call__", lambda self, x, *_: (x, x))
-    monkeypatch.setattr(chain, "layer", lambda tensors, cache, requests, positions, x, *_, **__: (x, x))
-    monkeypatch.setattr(chain_many, "layer", lambda tensors, experts, cache, requests, positions, x, *_: (x, x))
+    monkeypatch.setattr(layer_upto16, "layer", lambda tensors, cache, requests, positions, x, *_, **__: (x, x))
+    monkeypatch.setattr(layer_upto512, "layer", lambda tensors, experts, cache, requests, positions, x, *_: (x, x))
 
 
 def serve(layers: str, tokens: int = 1) -> list[Any]:

@@ -115,7 +115,7 @@ def fails(*_: Any, **__: Any) -> Any:
 
 
 def reading_the_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admit, "only_decodes", fails)
+    monkeypatch.setattr(eligibility, "only_decodes", fails)
 
 
 def choosing_a_graph(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

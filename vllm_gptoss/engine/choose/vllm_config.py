@@ -92,7 +92,7 @@ def built_experts(deployment: Deployment, method: Any, layer: Any) -> Deployment
 
 
 def first_step(deployment: Deployment, places: Sequence[Any], auxiliary: Sequence[int]) -> Deployment:
-    """With what only the first step shows. places: `model.layer_binding.Place` of this rank; auxiliary: layers EAGLE3 reads."""
+    """Adds what is known at the first step. places: `layer_binding.Place` of this rank; auxiliary: layers of EAGLE3."""
     caches = (place.attention.kv_cache for place in places)
     kinds = dict.fromkeys(Cache(tuple(cache.shape), _name(cache.dtype), cache.stride(-1)) for cache in caches)
     tensors = [place.tensors for place in places]

@@ -1,7 +1,7 @@
-"""One layer on one rank: the tensors that every path reads, and their mirror in C beside them.
+"""The tensors of one layer on one rank, which every path reads, and their C structs.
 
-The model looks them up once, benchmarks and tests make them up; `engine/model/layer_upto16.py` launches six kernels over them,
-`step.py` all layers at once. `Layer` and `Group` are what `cuda/step.cu` reads of them.
+The model collects the tensors once. `engine/model/layer_upto16.py` launches six kernels over them, and `step.py`
+launches one kernel for all layers. `cuda/step.cu` reads the structs `Layer` and `Group`.
 """
 
 from __future__ import annotations

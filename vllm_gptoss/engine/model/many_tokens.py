@@ -1,7 +1,7 @@
-"""Decode steps of more tokens than the fused layers take: `chain_many`, over what `place` finds in vLLM.
+"""Decode steps of 17 to 512 tokens: `layer_upto512` over the tensors of `layer_binding`.
 
-`FusedPath` uses it where it can. Such a step has one token of each request, as attention's kernel for many tokens
-wants it; every other step of that size is vLLM's compiled model.
+`FusedPath` runs it for steps with one token of each request, which the attention kernel for many tokens requires. Other
+steps of that size run vLLM's compiled model.
 """
 
 from __future__ import annotations
