@@ -21,7 +21,7 @@ from vllm_gptoss.engine.choose.device import Device
 from vllm_gptoss.engine.experts import config as quantization
 from vllm_gptoss.engine.experts import method
 from vllm_gptoss.engine.kernels import nvrtc, step
-from vllm_gptoss.engine.model import addresses, fused_path, gpt_oss, one_token
+from vllm_gptoss.engine.model import addresses, fused_path, gpt_oss, layer_upto16, layer_upto512, one_token
 from vllm_gptoss.engine.spec import GPT_OSS_20B
 
 pytestmark = pytest.mark.vllm

@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from tests.engine.runner.host_engine import LIMIT, PARTS, PLAIN, SIZE, TOP_K, Engine, HostGraphs
 from tests.support.vllm_log import heard, lines
 from vllm_gptoss import fallback
-from vllm_gptoss.engine.runner import batch, captured_steps, model_runner
+from vllm_gptoss.engine.runner import batch, captured_steps, eligibility, model_runner
 from vllm_gptoss.engine.runner.model_runner import GptOssModelRunner
 
 pytestmark = pytest.mark.vllm
