@@ -1,8 +1,8 @@
-"""What vLLM loads: `register()` in every process, `GptOssEndpoint` in the API server.
+"""vLLM's entry points: `register()` in every process, `GptOssEndpoint` in the API server.
 
-vLLM swallows an import error here and serves the in-tree model; an exception inside `register()` would kill every vLLM
-process, whatever it serves. So this module imports nothing heavy, `register()` never raises, and `doctor` and one
-start-up line prove which parts are active.
+vLLM ignores an import error of this module and serves the in-tree model. An exception in `register()` would end every
+vLLM process, also of other models. So this module imports nothing heavy, `register()` never raises, and `doctor` and
+the start-up line prove which parts are active.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NAME = "gptoss"
 
 COPIED = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 FOR_WORKERS = ("GPTOSS_EXPERTS", "GPTOSS_LAYERS")
-"""The settings that a worker reads. Others may hold secrets, which it need not have."""
+"""The settings that a worker reads. Others may contain secrets that a worker does not need."""
 
 
 def _quantization() -> type:
@@ -168,8 +168,9 @@ def _allow_endpoint() -> None:
 
 
 def _tell_ray_workers() -> None:
-    """Names our settings in vLLM's list of variables that it copies to data-parallel engines that Ray starts, and with
-    0.32's first Ray executor to workers: those of other nodes would choose by defaults while this one follows a wish.
+    """Adds our settings to vLLM's list of variables that it copies to engines and workers that Ray starts.
+
+    Without them, workers of other nodes would use the defaults while this node uses the settings.
     """
     named = [name for name in os.environ.get(COPIED, "").split(",") if name]
     if missing := [name for name in FOR_WORKERS if name in os.environ and name not in named]:
@@ -203,7 +204,7 @@ class GptOssEndpoint:
         vLLM's interface gives this hook no model, but the app's arguments name it and its config has been read by then.
 
         Raises:
-            SettingsError: a setting is wrong, or asks for a part that failed.
+            SettingsError: a setting is wrong, or requests a part that failed.
         """
         args: Namespace = app.state.args
         # `register` logs the reason. With VLLM_PLUGINS set, vLLM loads the endpoint even then.
@@ -230,7 +231,7 @@ class GptOssEndpoint:
             _bound(app, args, settings)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Starts what the routes need: the store and the tools."""
+        """Starts the store and the tools, and reports routes that the app never reaches."""
         if self._parts is None:
             return
         await self._parts.start(engine_client, state, args)
@@ -241,7 +242,7 @@ class GptOssEndpoint:
 
 
 def _bound(app: Any, args: Namespace, settings: Settings) -> None:
-    """What one client may send; the routes of all parts are there now."""
+    """Limits request bodies. Called after all parts have added their routes."""
     from vllm_gptoss.server.http import bodies, callers, flood
 
     flood.read_in_slices()

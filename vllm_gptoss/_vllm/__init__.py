@@ -1,10 +1,9 @@
-"""The one door to vLLM's internals.
+"""All access to vLLM's internals.
 
-Everything the plugin takes from vLLM beyond its documented entry points goes through here, so that a release that moves
-something is one edit, and `tests/contract/` can name what changed. Each symbol says why it is needed; a line that only
-one version needs says which. Imports are inside the functions: vLLM loads the plugin in every process, also for models
-that are not ours. The one exception, bases of our subclasses, and the attributes that are replaced because vLLM has no
-seam there, are lists in `replaced.py`.
+Everything the plugin uses of vLLM beyond its documented entry points is in this package, so that a moved name is one
+edit, and `tests/contract/` reports it. Comments name the version that needs a line. Imports are inside the functions,
+because vLLM loads the plugin in every process, also for other models. `replaced.py` lists the exceptions (bases of our
+subclasses) and the attributes that are replaced.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def register_model(architecture: str, path: str) -> None:
 def register_quantization(name: str, load: Callable[[], type]) -> None:
     """Registers the class that `load` imports, without importing it.
 
-    `register_quantization_config` wants the class itself, and importing the real one costs 1.1 s (it pulls in every
+    `register_quantization_config` takes the class itself, and importing the real one costs 1.1 s (it pulls in every
     fused-MoE kernel) in processes that may serve another model. vLLM only calls class methods until `from_config`.
     """
     from vllm.model_executor.layers.quantization import register_quantization_config
@@ -76,7 +75,7 @@ def register_quantization(name: str, load: Callable[[], type]) -> None:
 
         @classmethod
         def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: Any, hf_config: Any = None) -> Any:
-            # Asked for every quantised checkpoint: only a gpt-oss one is worth the import.
+            # Called for every quantised checkpoint; only gpt-oss needs the import.
             if getattr(hf_config, "model_type", None) != "gpt_oss":
                 return None
             return load().override_quantization_method(hf_quant_cfg, user_quant, hf_config=hf_config)
@@ -117,7 +116,7 @@ def model_type(args: Namespace) -> str | None:
             trust_remote_code=getattr(args, "trust_remote_code", False),
             revision=getattr(args, "revision", None),
         )
-    except Exception:  # whatever a foreign config raises, it is not ours
+    except Exception:  # the config of another model may raise anything
         return None
     return getattr(config, "model_type", None)
 
@@ -243,9 +242,9 @@ def chat_text_chunk(identifier: str, created: int, model: str, text: str) -> str
 
 
 def without_text(params: Any) -> None:
-    """Tells vLLM, in place, not to make text of the tokens of a request whose `SamplingParams` these are.
+    """Disables detokenization, in place, for a request whose reader uses token ids only.
 
-    Whoever reads token ids needs no text. Stop strings are found in it, and logprobs are told with it: then it stays.
+    Stop strings and logprobs need the text, so they keep it enabled.
     """
     if not params.stop and params.logprobs is None and params.prompt_logprobs is None:
         params.detokenize = False
@@ -331,7 +330,7 @@ def batch_invariant() -> bool:
 
 @functools.cache
 def harmony() -> Any:
-    """What `server/chat/vllm_parser.py` subclasses and builds: vLLM's Harmony parser and the values it exchanges.
+    """vLLM's Harmony parser and its values, which `server/chat/vllm_parser.py` subclasses and builds.
 
     0.32 and 0.33 have all of it in the same places.
     """

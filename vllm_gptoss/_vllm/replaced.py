@@ -1,7 +1,7 @@
-"""What of vLLM the plugin replaces, where it has no seam to register or subclass at: all of it, in one list.
+"""All attributes of vLLM that the plugin replaces because vLLM offers no hook.
 
-Everything else is registered (model class, quantisation, endpoint plugin, routes of the app) or subclassed. None of
-this happens in a server of another model. `tests/contract/test_door.py` counts both against the package's source.
+Everything else is registered (model class, quantisation, endpoint plugin, routes of the app) or subclassed. Nothing
+is replaced in a server of another model. `tests/contract/test_door.py` counts both against the package's source.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ def use_handler(state: Any, name: str, ours: type) -> None:
 
 
 def _under(ours: type, handler: Any) -> Any:
-    """A copy of `handler` whose class is a subclass of `ours` and of its own."""
+    """A copy of `handler`, of a class that inherits from `ours` and from the class of `handler`."""
     theirs = type(handler)
     streaming = object.__new__(type(theirs.__name__, (ours, theirs), {"__module__": ours.__module__}))
     vars(streaming).update(vars(handler))

@@ -42,7 +42,7 @@ class Kind:
 
     def load(self) -> Any:
         if self.check and (why := compatibility.why_off(self.check)):
-            raise fallback.NotHereError(why)
+            raise fallback.UnavailableError(why)
         return getattr(importlib.import_module(self.module), self.factory)()
 
     def request(self, settings: Settings, environ: Mapping[str, str]) -> str | None:

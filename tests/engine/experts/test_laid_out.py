@@ -112,7 +112,7 @@ def test_weights_that_the_kernels_refuse_are_upstreams_or_an_error(
     of.deployment = Deployment(GPT_OSS_20B, graphs=graphs)
 
     def refuse(self: Any, layer: Any) -> None:
-        raise method.fallback.NotHereError("a scale is too large")
+        raise method.fallback.UnavailableError("a scale is too large")
 
     monkeypatch.setattr(method.GptOssExpertsMethod, "_before", refuse)
     layer.load(5)

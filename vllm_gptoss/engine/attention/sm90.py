@@ -107,14 +107,14 @@ class GptOssFlashAttentionImpl(FlashAttentionImpl):
         """Ours.
 
         Raises:
-            NotHereError: a tensor or the step is not what the kernel reads.
+            UnavailableError: a tensor or the step is not what the kernel reads.
             NvrtcError: the kernel cannot be launched.
         """
         why = attention_many.unreadable(query, kv_cache, output)
         if why is None and step.causal is not True:
             why = "the step is not causal"
         if why is not None:
-            raise fallback.NotHereError(why)
+            raise fallback.UnavailableError(why)
         tokens = step.num_actual_tokens
         if tokens < query.shape[0]:
             query = query[:tokens]
@@ -163,11 +163,11 @@ def made_for(layers: Sequence[Any]) -> list[GptOssFlashAttentionImpl]:
     """What `layers` would have for their attention, had vLLM built them for this backend; kernels compiled.
 
     Raises:
-        NotHereError: a layer is not what the kernel computes.
+        UnavailableError: a layer is not what the kernel computes.
         NvrtcError: a kernel cannot be compiled or loaded.
     """
     for why in filter(None, map(obstacle, layers)):
-        raise fallback.NotHereError(why)
+        raise fallback.UnavailableError(why)
     made = [as_ours(layer.impl) for layer in layers]
     device = torch.cuda.current_device()
     nvrtc.at_once((attention_many.load, device, impl.num_kv_heads, impl.window) for impl in made)

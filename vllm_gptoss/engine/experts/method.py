@@ -63,12 +63,12 @@ class GptOssExpertsMethod(GptOssMxfp4MoEMethod):
         """Corners of the weights as loaded, of a layer that our kernels can run.
 
         Raises:
-            NotHereError: they cannot.
+            UnavailableError: they cannot.
         """
         deployment = describe.built_experts(self.deployment, self, layer)
         choice = choose.experts(device.detect(), deployment, self.wish)
         if choice.value != "gptoss":
-            raise fallback.NotHereError(choice.reason)
+            raise fallback.UnavailableError(choice.reason)
         sm90.reserve(layer.w2_weight.data, self.moe.experts_per_token, bands.MANY_TOKENS)
         return (
             sm90.sample(layer.w13_weight.data, layer.w13_weight_scale.data),

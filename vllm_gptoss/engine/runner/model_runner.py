@@ -143,7 +143,7 @@ class ShortWay:
 
 
 def _without_graphs() -> None:
-    raise fallback.NotHereError("--enforce-eager leaves no graph to replay")
+    raise fallback.UnavailableError("--enforce-eager leaves no graph to replay")
 
 
 class GptOssModelRunner(GPUModelRunner):
@@ -199,10 +199,10 @@ class GptOssModelRunner(GPUModelRunner):
         """The short way.
 
         Raises:
-            NotHereError: this runner has none.
+            UnavailableError: this runner has none.
         """
         if why := eligibility.why_not(self):
-            raise fallback.NotHereError(why)
+            raise fallback.UnavailableError(why)
         say = _vllm.init_logger("vllm.gptoss").info
         say("host: decode steps are replayed (GPTOSS_HOST=stock turns it off)")
         if why := slices.ask_short():

@@ -110,11 +110,11 @@ def quick(theirs: Any) -> QuickKVCacheManager:
     """A manager over the same blocks.
 
     Raises:
-        NotHereError: its groups are of other kinds.
+        UnavailableError: its groups are of other kinds.
     """
     groups = vllm.cache_groups(theirs)
     if groups is None:
-        raise fallback.NotHereError("caches of other kinds than full attention and windows")
+        raise fallback.UnavailableError("caches of other kinds than full attention and windows")
     ours = object.__new__(QuickKVCacheManager)
     ours.__dict__.update(vars(theirs))
     ours.groups = groups
@@ -146,7 +146,7 @@ class GptOssScheduler(AsyncScheduler):
         """Takes the quick manager, and where nothing else is scheduled the short way.
 
         Raises:
-            NotHereError: the cache has groups of other kinds.
+            UnavailableError: the cache has groups of other kinds.
         """
         is_plain, self.kv_cache_manager = self._is_plain(), quick(self.kv_cache_manager)
         self.has_short_way = is_plain
