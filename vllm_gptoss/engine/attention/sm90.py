@@ -1,19 +1,18 @@
-"""FlashAttention 3's backend where it serves gpt-oss's layers (sm90): our attention for decode, FA3's planned once.
+"""FlashAttention 3's backend for gpt-oss's layers (sm90): our kernel for decode steps, one FA3 plan per step.
 
-Decode steps of up to `ATTENTION_TOKENS` tokens, one token a request, go to `engine/kernels/attention_many.py`, which
-needs no plan. What decides is the step's longest request, as FA3 is told of it. A graph of decode steps alone is
-captured with one token a request, and no other step replays it. With `cudagraph_mode` FULL, or with drafts, a graph
-also serves steps with more; it is captured as such, and FA3 is in it. Up to `FUSED_TOKENS` tokens the fused layers have
-their own.
+Decode steps of up to `ATTENTION_TOKENS` tokens, one token a request, run `engine/kernels/attention_many.py`, which
+needs no plan. The maximum query length in the metadata decides. A graph of decode steps is captured with one token a
+request, and no other step replays it. With `cudagraph_mode` FULL or with drafts, a graph also serves steps with more
+tokens a request; it contains FA3. Up to `FUSED_TOKENS` tokens the fused layers use their own kernel.
 
-FA3 plans how it splits keys over the GPU. vLLM makes that plan ahead of a step, for all layers at once, only where
-every layer of the model has the same window (`_get_sliding_window_configs` of 0.33.0); gpt-oss alternates two, so each
-of its 24 or 36 layers launches the planner again. A metadata builder serves one group of the KV cache, though, and the
-layers of a group have one window: that is all this backend tells it.
+FA3 plans how it splits keys over the GPU. vLLM makes one plan for all layers only if every layer of the model has the
+same window (`_get_sliding_window_configs` of 0.33.0). gpt-oss alternates two windows, so each of its 24 or 36 layers
+would launch the planner. A metadata builder serves one group of the KV cache, whose layers have one window, and this
+backend sets that window on the builder.
 
-A plan's layout follows from the window, from the longest sequence and from whether any request has several tokens
-(`mha_fwd_get_scheduler_metadata` of vLLM's flash-attention, hopper/flash_api.cpp). A FULL graph keeps what was true
-when it was captured. So every step that one may replay is planned as the capture was.
+The layout of a plan depends on the window, the longest sequence and whether a request has several tokens
+(`mha_fwd_get_scheduler_metadata` of vLLM's flash-attention, hopper/flash_api.cpp). A FULL graph contains the layout of
+its capture, so every step that may replay it is planned in the same way.
 """
 
 from __future__ import annotations

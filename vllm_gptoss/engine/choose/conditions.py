@@ -160,7 +160,10 @@ EXPERTS: tuple[Condition, ...] = (
     NO_LORA,
     when(lambda d: d.dtype != "bfloat16", "activations are {d.dtype}, not bfloat16"),
     when(lambda d: d.micro_batches, "may not run on two streams at once, which dual-batch overlap does"),
-    when(lambda d: d.mps, "MPS lets other processes' kernels run beside ours, whose blocks wait for one another"),
+    when(
+        lambda d: d.mps,
+        "MPS runs other processes' kernels concurrently, which would deadlock ours between their blocks",
+    ),
     expert_shapes,
     when(lambda d: d.built_experts not in (None, "TRITON"), "the backend is {d.built_experts}, not TRITON"),
     when(lambda d: d.monolithic is False, "this parallel configuration routes tokens between ranks"),

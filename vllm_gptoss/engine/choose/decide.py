@@ -28,7 +28,7 @@ class Choice(Generic[T]):
 
 
 def experts(device: Device, deployment: Deployment, wish: str = "auto") -> Choice[str]:
-    """The MXFP4 expert kernel: a value of `Family.experts`, of which `gptoss`, `native` and `dequantize` are ours.
+    """The MXFP4 expert kernel: a value of `Family.experts`, `gptoss`, `native` and `dequantize` being ours.
 
     Raises:
         ChoiceError: `wish` is not `auto` and cannot run here, or the experts do not divide over the ranks.
@@ -78,10 +78,10 @@ def attention(device: Device, deployment: Deployment) -> Choice[str]:
 
 
 def kv_cache_dtype(device: Device, wish: str = "auto") -> Choice[str]:
-    """The KV cache's dtype: `auto` is BF16, as the model was trained; anything below is lossy and only by wish.
+    """The KV cache's dtype. `auto` is BF16, as trained; other types are lossy and must be requested.
 
     Raises:
-        ChoiceError: a wish that no attention with sinks of this family reads.
+        ChoiceError: no attention backend of this family reads the requested type with sinks.
     """
     if wish in ("auto", "bfloat16"):
         return Choice(wish, "exact")

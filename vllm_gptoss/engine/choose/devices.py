@@ -122,7 +122,7 @@ def named(text: str) -> Device:
 
 
 def _within(name: str, known: Iterable[Model]) -> Model | None:
-    """The row whose spelling stands, word by word, in a driver's name; of several the longest. Not laptops' chips."""
+    """The row with the longest spelling whose words are all in a driver's name. None for laptop GPUs."""
     said = _words(name)
     if "laptop" in said:
         return None

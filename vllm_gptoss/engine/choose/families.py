@@ -65,8 +65,8 @@ _MANY_TOKENS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One GPU generation. archs: `Device.arch`; kv_cache: what a KV cache may be beside BF16, and what reads it;
-    blind: attention backends of vLLM that read no sinks there, beside those of `BLIND`."""
+    """One GPU generation. archs: `Device.arch`; kv_cache: dtypes of a KV cache other than BF16, and their readers;
+    blind: attention backends of vLLM that read no sinks there, in addition to `BLIND`."""
 
     name: str
     archs: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""vLLM's MoE method with our kernels in front, and upstream's behind them, over the same bytes."""
+"""vLLM's MoE method with our kernels for some steps and vLLM's for the others, over the same bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Samples = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class GptOssExpertsMethod(GptOssMxfp4MoEMethod):
-    """Upstream's `triton` experts, replaced for the steps whose band has ours."""
+    """vLLM's `triton` experts, with our kernels for the token bands that have one."""
 
     def __init__(self, moe: Any, deployment: choose.Deployment, wish: str) -> None:
         if moe.moe_backend == "auto":

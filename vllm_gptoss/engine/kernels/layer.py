@@ -62,7 +62,7 @@ class LayerTensors:
     experts: FewTokenExperts | None
 
     def record(self, group: int, cache: Tensor) -> Layer:
-        """What step.cu reads of a layer whose rank holds all of it, experts of ours included.
+        """The struct of a layer for step.cu. The rank holds the whole layer, with the plugin's experts.
 
         group: number of its `Requests`; cache: [blocks, K, block size, 128] bf16, K at 0, V at 64.
         """

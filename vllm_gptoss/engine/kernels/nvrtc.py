@@ -202,10 +202,10 @@ def check(status: int, what: str) -> None:
 
 
 def shared_by_mps(device: int) -> bool:
-    """Whether other processes' kernels may run beside ours on this GPU: CUDA's Multi-Process Service is on.
+    """Whether CUDA's Multi-Process Service is on, so that kernels of other processes run concurrently with ours.
 
-    Blocks that wait for one another then never all arrive if two such kernels hold half of the GPU each. Processes
-    without it take turns with the whole GPU. False where there is no driver, or one that does not know.
+    Two kernels with grid-wide barriers would then deadlock if each occupies half of the GPU. Without the service,
+    processes use the whole GPU in turn. False without a driver or if the driver lacks the query.
     """
     value = ctypes.c_int()
     try:

@@ -1,8 +1,9 @@
-"""One layer of a decode step of many tokens: two products, cuBLAS's or ours, and kernels of ours around them.
+"""One layer of a decode step of 17 to 512 tokens: two products (cuBLAS or ours) and our kernels for the rest.
 
 `norm` (residual, RMSNorm), the q/k/v product, `rope` (RoPE, cache write), attention (sinks, window), the output
-product, `router` (residual, RMSNorm, product, top-k, softmax), then the experts. Our q/k/v product ends with what
-`rope` does. As in `chain`, a launch of ours may start while the one before ends. Nothing here knows vLLM.
+product, `router` (residual, RMSNorm, product, top-k, softmax), then the experts. Our q/k/v product
+includes `rope`. As in `layer_upto16`, a launch may start while the previous one ends (PDL). This file does not use
+vLLM.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """vLLM's model runner with a short way for steps that only decode.
 
-vLLM prepares every step anew: some seven launches, five copies and the objects that describe them, before a graph runs
-the model and about twelve launches sample. While the same requests decode, all of it but the tokens is as it was. Such
-a step is here: two small graphs around vLLM's own FULL graph of the model, and one event. vLLM's states on the GPU and
-on the host are kept as it keeps them, so that any step may go either way.
+vLLM prepares every step from scratch: about seven launches, five copies and their Python objects before the graph of
+the model, and about twelve launches to sample. While the same requests decode, only the tokens change. This runner then
+launches two small graphs around vLLM's FULL graph of the model, and one event. It updates vLLM's states on the GPU and
+on the host as vLLM does, so each step may run either way.
 """
 
 from __future__ import annotations
