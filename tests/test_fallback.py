@@ -1,4 +1,4 @@
-"""A fault of ours at any step ends in upstream's path and one line; a wish ends in an error. vLLM is a stand-in."""
+"""A fault falls back to vLLM with one log line; a requested part raises an error. vLLM is a stand-in."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def vllm_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def serve(layers: str, tokens: int = 1) -> list[Any]:
-    """What two steps of a new model answer."""
+    """The results of two steps of a new model."""
     model = gpt_oss.GptOssForCausalLM(vllm_config=wishing(layers=layers))
     return [model.forward(FIRST.expand(tokens), FIRST.expand(tokens)) for _ in range(2)]
 
@@ -177,7 +177,7 @@ def vllm_experts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load_and_run(monkeypatch: pytest.MonkeyPatch, wish: str) -> tuple[Any, list[str], list[Any]]:
-    """(the backend that vLLM was told, what its loading did, what two steps answer)."""
+    """(the backend set for vLLM, the effect of its loading, the results of two steps)."""
     monkeypatch.setattr(quantization._vllm, "current_config", lambda: wishing(experts=wish))
     moe = SimpleNamespace(moe_backend="auto", is_lora_enabled=False, experts_per_token=4, num_experts=32)
     made = quantization.GptOssQuantConfig()._make_moe_method(moe)
@@ -228,7 +228,7 @@ def test_the_same_reason_in_every_layer_is_one_line(said: pytest.LogCaptureFixtu
 def test_a_rank_whose_neighbour_stepped_aside_does_so_too(
     vllm_model: None, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
 ) -> None:
-    """Both at the start and when the first step has compiled: ranks on different paths would wait for ever."""
+    """At the start and after the first step has compiled: ranks on different paths would deadlock."""
     for disagree in ([False], [True, False]):
         fallback._said.clear()
         said.clear()

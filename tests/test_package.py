@@ -1,5 +1,4 @@
-"""What pip makes of this folder: both distributions are whole, and in an environment of its own the package runs as
-far as it can without vLLM, and says what is missing."""
+"""pip builds complete distributions, and the installed package without vLLM runs and reports what is missing."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Random requests through one engine, whose steps go by our runner and scheduler, by vLLM's, or now so, now so:
+"""Random requests through one engine with our runner and scheduler, with vLLM's, and with both in alternation:
 
     python -m tests.gpu.either_way '{"blocks": 400, "caching": true, "kinds": ["greedy", "seeded"], "seed": 1}'
-    python -m tests.gpu.either_way 8 60        # eight engines side by side, requests for a minute
+    python -m tests.gpu.either_way 8 60        # eight concurrent engines, requests for a minute
 
-Two layers of the 20b with dummy weights, whose tokens any other bit of a logit changes. Prints one JSON line: requests
-that said something else, and how many steps went which way. The engine lives in this process. With `plants`, faults
-are put into our way, one after another, and each must be found.
+Two layers of the 20b with dummy weights, whose tokens change with any bit of a logit. Prints one JSON line: requests
+with other tokens, and the number of steps by path. The engine runs in this process. With `plants`, faults are planted
+in our path, one after another, and each must be detected.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Each tool runs this file again with `--run`, which launches every kernel of every rank's shape through the GPU tests'
 own cases. Needs an sm90 GPU and `compute-sanitizer` of a CUDA toolkit. Exit status 0: both tools found nothing.
 
-A warp tells the producer that it has read by one lane's arrival, after `__syncwarp`; racecheck counts that for this
-lane alone and calls every refill of the ring a race. For it the kernels are compiled so that every lane arrives
-(`SPEAKERS`, barriers.cuh): the same program, told in a way that the tool follows.
+One lane of a warp arrives at the producer's barrier after `__syncwarp`. racecheck attributes this arrival to the one
+lane and reports every refill of the ring as a race. So the kernels are compiled for it such that every lane arrives
+(`SPEAKERS`, barriers.cuh), which is equivalent.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The small model in gpt-oss-20b's shape, on CUDA, says what it says on a CPU, token for token, whatever is switched
-on, and the kernels that should run are those that ran.
+"""The small model in gpt-oss-20b's shape generates the same tokens on CUDA as on a CPU, with every option, and the
+expected kernels run.
 
-Its answers are known by heart (demo/README.md), so the wanted tokens are the conversations' own. Engines run side by
-side on one GPU; each has three steps of graphs, so that every token band is replayed.
+The model was trained to recall its conversations (demo/README.md), so their tokens are the expected ones. Engines run
+concurrently on one GPU. Each captures three graph sizes, so that every token band is replayed.
 """
 
 from __future__ import annotations

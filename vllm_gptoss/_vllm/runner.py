@@ -82,7 +82,7 @@ def use_classes(architecture: str, worker: str, scheduler: str, wants: Any) -> N
                 return
             if parallel.worker_cls == "auto":
                 parallel.worker_cls = worker
-            # Where vLLM will schedule ahead, which it decides later: with these executors, unless told not to.
+            # vLLM decides later whether to schedule ahead: with these executors, unless it is disabled.
             ahead = parallel.distributed_executor_backend in (None, "uni", "mp")
             if ahead and scheduling.scheduler_cls is None and scheduling.async_scheduling is not False:
                 scheduling.scheduler_cls = scheduler

@@ -1,4 +1,4 @@
-"""A short way whose launches the processor does, and whose model puts down what it is given: no GPU is needed."""
+"""The short way with launches emulated on the CPU and a model that records its inputs. Needs no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work is launched once by itself, then from a graph; where that cannot be captured, by itself for good."""
+"""Work is launched directly once, then from a graph; if the capture fails, always directly."""
 
 from __future__ import annotations
 

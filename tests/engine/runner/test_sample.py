@@ -24,7 +24,7 @@ WITH_TOP_K = (True, True, False, True, False, False)
 
 
 class Sampler:
-    """Remembers whose parameters it was told to look at, as vLLM's does on the host to choose its kernels."""
+    """Records the rows whose parameters it read, as vLLM's does on the host to select its kernels."""
 
     def __init__(self) -> None:
         self.rows: list[list[int]] = []
@@ -35,7 +35,7 @@ class Sampler:
 
 
 def batch_of(*rows: int) -> Batch:
-    """Requests that stand in these rows of vLLM's states and ask for top-k."""
+    """Requests with top-k in these rows of vLLM's states."""
     names, count = [f"of row {row}" for row in rows], len(rows)
     inputs: Any = SimpleNamespace(
         query_start_loc=torch.arange(count + 1),

@@ -35,7 +35,7 @@ from vllm_gptoss.engine.kernels import attention_many, nvrtc
 
 
 def is_ours(tokens: int, longest: int) -> bool:
-    """Whether a step is one for our kernel. longest: tokens of the request that has most, as FA3 is told of it."""
+    """Whether our kernel runs a step. longest: the maximum query length in the metadata of FA3."""
     return longest == 1 and FUSED_TOKENS < tokens <= ATTENTION_TOKENS
 
 

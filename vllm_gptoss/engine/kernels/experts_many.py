@@ -227,8 +227,11 @@ class ManyTokenExperts(SameLayer):
         return up, up_scales, pointer(self.up.bias), down, down_scales, pointer(self.down.bias)
 
     def _parts(self, tokens: int) -> Tensor:
-        """An empty buffer (EMPTY of combine.cuh) for partial sums in bf16. Up to `KEPT_TOKENS` tokens it is reused between steps; for larger
-        steps it is allocated, which takes 2 to 3 % of their time. 2,048 tokens would take 47 MB of the KV cache."""
+        """An empty buffer (EMPTY of combine.cuh) for partial sums in bf16.
+
+        Steps of up to `KEPT_TOKENS` tokens share one. Larger steps allocate it, which takes 2 to 3 % of their time: a
+        shared buffer for 2,048 tokens would take 47 MB of the KV cache.
+        """
         width = self.active * self.down.rows
         if tokens <= KEPT_TOKENS:
             return partial_sums(self.device, width, PARTIAL_TOKENS)

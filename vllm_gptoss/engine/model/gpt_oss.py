@@ -51,7 +51,7 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
         return super().forward(*step) if out is None else out
 
     def _ours(self, tokens: int, *step: Any) -> Any:
-        """The fused path's answer; None where the step is upstream's, or a fault makes it and its like upstream's."""
+        """The fused path's result; None if vLLM must run the step, also after a fault, which disables the path."""
         few = self._few_for(tokens)
         if few is None:
             return None
@@ -66,7 +66,7 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
         return out
 
     def _few_for(self, tokens: int) -> FusedPath | None:
-        """The fused path where it takes the step about to run; it steps aside for good where it cannot be prepared."""
+        """The fused path if it supports the next step. A path that cannot be prepared is disabled for good."""
         few, wish = self.few_tokens, self.layers_wish
         if few is None or not few.could_take(tokens):
             return None

@@ -301,8 +301,8 @@ struct Feeder {
           expert * P::SCALE_ROWS + (unit >> 2) * 8 + (unit & 1) * 4, bar);
     }
   }
-  // Prefetches the first stages before the routing is known, assuming that each expert has one chunk,
-  // which is true for many tokens.
+  // Prefetches the first stages before the routing is known, assuming that each expert has one
+  // chunk, which is true for many tokens.
   __device__ __forceinline__ void guess(int tokens) {
     expert = blockIdx.x / Up::ROUNDS;
     stages = tokens * ACTIVE < 8 * EXPERTS || expert >= EXPERTS ? 0 : min(DEPTH, Up::STAGES);
@@ -622,7 +622,8 @@ __device__ __forceinline__ bool complete(const u32* ready) {
 }
 
 // The numbers of the block's rounds, by one thread: its own first, then values of the counter
-// `taken`. Every block gets one number past the end, and the last block to do so resets the counter.
+// `taken`. Every block gets one number past the end, and the last block to do so resets the
+// counter.
 struct Numbers {
   u32* taken;
   int rounds, next;
@@ -636,8 +637,8 @@ struct Numbers {
     if (r == NO_ROUND && next == max(rounds, (int)gridDim.x) + gridDim.x - 1) *taken = 0;
   }
 };
-// Stages before the end of a round at which the next number is taken (ASK) and published (SAY): late,
-// so that blocks end together, and in time for the loads of the next round.
+// Stages before the end of a round at which the next number is taken (ASK) and published (SAY):
+// late, so that blocks end together, and in time for the loads of the next round.
 constexpr int ASK = 4, SAY = 3;
 
 // The activations of all rounds, and what these are.
