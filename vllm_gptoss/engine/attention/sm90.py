@@ -40,7 +40,7 @@ def is_ours(tokens: int, longest: int) -> bool:
 
 
 class GptOssFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
-    """Upstream's builder, planning for the window of its own layers."""
+    """vLLM's builder, which plans for the window of its group of layers."""
 
     aot_sliding_window: tuple[int, int] | None
 

@@ -1,7 +1,7 @@
-"""Every obstacle there is, each a condition on the device and the deployment.
+"""All conditions on the device and the deployment under which a candidate cannot run.
 
-A condition answers why something cannot run, or None. The limits of a kernel's shape are its host file's own functions
-of plain integers (`unsupported`), asked here.
+A condition returns the reason or None. The limits of a kernel's shape are in its host file, as functions of plain
+integers (`unsupported`) that are called here.
 """
 
 from __future__ import annotations
@@ -179,11 +179,11 @@ EXPERTS: tuple[Condition, ...] = (
 """The kernels for few tokens over `triton`'s weights, `engine/experts/method.py`."""
 
 
-# What has run on a GPU of ours
+# What was run on a GPU
 
 
 def beyond(measured: Measured, *, whole: bool) -> tuple[Condition, ...]:
-    """What was never run, and is done when asked for only. whole: the layers, not the experts alone."""
+    """Combinations that were never run; they require an explicit setting. whole: the layers, not the experts alone."""
     sizes = measured.tensor_parallel
     ranks = when(lambda d: d.expert_ranks not in sizes or d.expert_parallel, f"more than {max(sizes)} GPUs")
     if not whole:

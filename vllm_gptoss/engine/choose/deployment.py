@@ -85,7 +85,7 @@ class Deployment:
     rank_experts: RankExperts | None = None
     largest_scale: int | None = None
     own_experts: bool | None = None
-    """Our kernels run every layer's experts, none of them mapped."""
+    """Our kernels run the experts of every layer, without an expert map."""
 
     # Known at the first step.
     caches: tuple[Cache, ...] = ()

@@ -94,13 +94,13 @@ NEIGHBOURS: Final = (
     Model("V100", "nvidia", "sm70", 31.7),
     Model("T4", "nvidia", "sm75", 14.6),
 )
-"""GPUs that no recipe is of. Whoever names one gets the recipes of its family, and a plan for its memory."""
+"""GPUs without a recipe. Their name selects the recipes of the family and a plan for their memory."""
 
 _COUNTED = re.compile(r"(?:(\d+)\s*[x*×]\s*)?(.+)", re.IGNORECASE)
 
 
 def named(text: str) -> Device:
-    """`H100`, `8xH100`, `2 x rtx 4090`, or as the driver says it (`NVIDIA H100 80GB HBM3`), as a device.
+    """`H100`, `8xH100`, `2 x rtx 4090`, or the driver's name (`NVIDIA H100 80GB HBM3`), as a device.
 
     Raises:
         DeviceError: no row is called that, or no host has so many.

@@ -60,7 +60,7 @@ class LayerExperts:
 
 
 class LayoutError(ValueError):
-    """The weights do not lie as the kernels read them; the message says what differs."""
+    """The weights are not in the layout of the kernels; the message has the difference."""
 
 
 def storage(wrapped: Any, layout: str) -> Tensor:

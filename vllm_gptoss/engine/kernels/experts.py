@@ -305,7 +305,7 @@ class FewTokenExperts:
 
 
 class SameLayer:
-    """Other kernels over the weights and the routing of `few`, ready to launch, whatever `few` takes."""
+    """Other kernels over the weights and the routing of `few`, ready to launch."""
 
     def __init__(self, few: FewTokenExperts | SameLayer) -> None:
         self.up, self.down, self.active, self.routed = few.up, few.down, few.active, few.routed

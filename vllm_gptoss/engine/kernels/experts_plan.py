@@ -1,6 +1,6 @@
 """What each kernel of experts.cu is compiled as: limits, tuned numbers, shared memory, macros. Plain arithmetic.
 
-`experts.py` compiles and launches by it; `choose` asks `unsupported` before anything is built.
+`experts.py` compiles and launches by it; `choose` calls `unsupported` before the model is built.
 """
 
 from __future__ import annotations

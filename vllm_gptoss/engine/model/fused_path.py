@@ -86,7 +86,7 @@ class FusedPath:
         self.most = MAX_TOKENS
 
     def prepare(self, wish: str) -> choose.Choice[str]:
-        """Looks the layers up, asks again now that the cache is there, and compiles every kernel that a step may need.
+        """Collects the layers, repeats the choice with the allocated cache, and compiles all kernels for a step.
 
         Raises:
             UnavailableError: the cache is not what the kernels read.

@@ -55,7 +55,7 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
         few = self._few_for(tokens)
         if few is None:
             return None
-        if tokens > MAX_TOKENS:  # `layers=gptoss` asks for the others
+        if tokens > MAX_TOKENS:  # `layers=gptoss` requests only the others
             out = fallback.attempt("layers of many tokens", "auto", lambda: few(*step))
             if out is None:
                 few.leave_many()
@@ -93,10 +93,10 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
 
 
 def set_up(model: Any, config: Any) -> FusedPath | None:
-    """The fused path, where it is chosen. Notes what was chosen for the start-up line.
+    """The fused path if it is chosen. Records the choices for the start-up line.
 
     Raises:
-        ChoiceError: `layers=gptoss` was asked for where it cannot run.
+        ChoiceError: `layers=gptoss` was requested and cannot run.
     """
     here = device.detect()
     deployment = describe.built_model(describe.configuration(config), model)

@@ -23,7 +23,7 @@ class Place:
     name: str
     tensors: LayerTensors
     attention: Any
-    """vLLM's `Attention`: holds `kv_cache`, which vLLM makes anew after profiling its graphs with a small one."""
+    """vLLM's `Attention`. Its `kv_cache` is small while graphs are profiled, and is then allocated again."""
     runner: Any
     """vLLM's MoE runner."""
     experts: LayerExperts | None = None

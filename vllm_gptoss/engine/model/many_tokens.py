@@ -21,7 +21,7 @@ from vllm_gptoss.engine.model.layer_binding import Place
 
 
 def most(deployment: choose.Deployment) -> int:
-    """Tokens of the largest step that may be ours, as far as is known before the first."""
+    """Tokens of the largest step that this path may run, as known before the first step."""
     return bands.FUSED_TOKENS if obstacle(deployment) else bands.MANY_TOKENS
 
 
@@ -37,7 +37,7 @@ def prepared(places: Sequence[Place], deployment: choose.Deployment) -> int:
 
 
 def obstacle(deployment: choose.Deployment) -> str | None:
-    """Why these steps are not ours, or None."""
+    """The reason why vLLM runs these steps, or None."""
     choice = choose.many_tokens(device.detect(), deployment)
     return None if choice.value == bands.AROUND_CUBLAS else choice.reason
 

@@ -22,7 +22,7 @@ from vllm_gptoss.engine.spec import RMS_NORM_EPS
 
 
 def build(places: Sequence[Place], deployment: choose.Deployment) -> OneToken | None:
-    """The path, compiled; None, and one line that says why, where there is none."""
+    """The compiled path. If it cannot run, returns None and logs the reason."""
     choice = choose.one_token(device.detect(), deployment)
     if choice.value == bands.ONE_LAUNCH:
         path = OneToken(places)

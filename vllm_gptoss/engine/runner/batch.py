@@ -124,7 +124,7 @@ class Batch:
         return len(self.req_ids)
 
     def count_tokens(self, computed: np.ndarray) -> None:
-        """Tells `inputs` the lengths that vLLM's sampler reads on the host. computed: [R] tokens before this step."""
+        """Sets the lengths in `inputs` that vLLM's sampler reads on the host. computed: [R] tokens before this step."""
         have = computed[self.rows]
         self.inputs.num_computed_tokens_np = have
         self.inputs.seq_lens_cpu_upper_bound[: self.count] = torch.from_numpy(have + 1)

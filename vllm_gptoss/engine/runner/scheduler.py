@@ -22,7 +22,7 @@ from vllm_gptoss._vllm import runner as vllm
 NEVER = 2**62
 """Sentinel larger than any step number: vLLM skips running requests whose next decode step is later."""
 NOTHING_SPECIAL = {"num_lookahead_tokens": 0}
-"""How the scheduler asks for a running request without drafts, in one call of its loop."""
+"""The keywords of `allocate_slots` for a running request without drafts."""
 
 
 class QuickKVCacheManager(KVCacheManager):
@@ -32,7 +32,7 @@ class QuickKVCacheManager(KVCacheManager):
     groups: tuple[tuple[Any, int], ...]
     """A manager of each group and its window; 0: all keys."""
     quiet: dict[str, int]
-    """By request, how many computed tokens it may have and still need nothing; absent where nobody has looked."""
+    """By request, how many computed tokens it may have and still need nothing; absent if not computed yet."""
 
     def allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
         """As upstream: the new blocks of the request, None where there are too few."""
@@ -206,7 +206,7 @@ class GptOssScheduler(AsyncScheduler):
             if computed >= quiet.get(request.request_id, 0) and not blocks.needs_nothing(request):
                 asking.append(request)
         alone = not others and not self.waiting and not self.kv_holding_waiting
-        # A token crosses into one block of each group at most; with too few, somebody is to be preempted.
+        # A token needs at most one block of each group; with too few blocks, vLLM preempts a request.
         enough = blocks.block_pool.get_num_free_blocks() >= len(asking) * len(blocks.groups)
         in_turn = alone or self.policy.name == "FCFS"
         return (ready, asking, alone) if ready and enough and in_turn and len(ready) <= self._budget() else None
@@ -375,7 +375,7 @@ class GptOssScheduler(AsyncScheduler):
 
 
 def _again(step: Any) -> Any:
-    """A `SchedulerOutput` for nobody with the contents of `step`, to which requests may be added."""
+    """An empty `SchedulerOutput` with the contents of `step`, to which requests may be added."""
     again, known = object.__new__(type(step)), object.__new__(type(step.scheduled_cached_reqs))
     vars(known).update(vars(step.scheduled_cached_reqs))
     vars(again).update(vars(step), scheduled_cached_reqs=known)
@@ -383,7 +383,7 @@ def _again(step: Any) -> Any:
 
 
 def _says_tokens_only(output: Any) -> bool:
-    """Whether a `ModelRunnerOutput` has nothing but tokens, or what belongs to requests that asked for more."""
+    """Whether a `ModelRunnerOutput` contains only tokens, or outputs of requests with further options."""
     return (
         bool(output.sampled_token_ids)
         and output.pooler_output is None

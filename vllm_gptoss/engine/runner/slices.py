@@ -52,7 +52,7 @@ def ask_short() -> str | None:
 
 
 def slice_of(thread: int) -> int:
-    """A thread's slice, ns, 0 where the kernel does not say.
+    """A thread's slice in ns, 0 if the kernel does not report it.
 
     Raises:
         OSError: it has ended, or the call is not allowed.
