@@ -102,7 +102,7 @@ def links(name: str, site: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def run(environment: Path, command: list[str], where: Path) -> subprocess.CompletedProcess[str]:
-    """Away from the checkout, and without what pytest's own environment says."""
+    """Outside the checkout, and without pytest's environment variables."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VLLM_", "GPTOSS_", "COV"))}
     whole = [str(environment / "bin" / command[0]), *command[1:]]
     return subprocess.run(whole, cwd=where, env=environ, capture_output=True, text=True, timeout=120)
@@ -160,7 +160,7 @@ def test_the_recipes_are_there(installed: Path, tmp_path: Path) -> None:
 
 
 def test_doctor_runs_without_what_the_tools_need(installed: Path, tmp_path: Path) -> None:
-    """After `pip install --no-deps`, say. Last: it takes packages away."""
+    """As after `pip install --no-deps`. The last test: it removes packages."""
     for name in ("mcp", "httpx"):
         shutil.rmtree(site_packages(installed) / name)  # its __pycache__ is ours
         for link, _ in links(name, site_packages(installed)):

@@ -1,4 +1,4 @@
-"""What vLLM loads must never hurt a server, whatever it serves."""
+"""The plugin's entry points never harm a server of any model."""
 
 from __future__ import annotations
 

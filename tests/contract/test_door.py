@@ -1,4 +1,4 @@
-"""What the plugin says about vLLM is counted: who imports it, and what of it is replaced (`_vllm/replaced.py`)."""
+"""The lists of `_vllm/replaced.py` match the source: imports of vLLM and replaced attributes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def of_vllm(node: ast.AST) -> list[str]:
 
 
 def imported(tree: ast.Module) -> set[str]:
-    """Names that a file takes from vLLM when it runs: what stands under TYPE_CHECKING does not."""
+    """Names that a file takes from vLLM when it runs: imports under TYPE_CHECKING do not count."""
     typing_only = {
         id(inner)
         for node in ast.walk(tree)

@@ -1,4 +1,4 @@
-"""Models beside gpt-oss-20b and -120b: gpt-oss-safeguard is served, OpenAI's Privacy Filter is left to vLLM."""
+"""Models related to gpt-oss-20b and -120b: gpt-oss-safeguard is served, OpenAI's Privacy Filter is left to vLLM."""
 
 from __future__ import annotations
 

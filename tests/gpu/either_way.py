@@ -137,7 +137,7 @@ def sampling(params: dict[str, Any]) -> Any:
 
 
 def play(made: Any, ways: Ways, work: list[Request], way: str) -> dict[int, Any]:
-    """What each request said: its tokens, how it ended, and its logprobs."""
+    """The output of each request: tokens, finish reason and logprobs."""
     import numpy as np
 
     made.reset_prefix_cache()
@@ -288,7 +288,7 @@ def main(
 
 
 def side_by_side(engines: int, seconds: float, tokenizer: str | None = None) -> dict[str, Any]:
-    """What several engines found, each in a process of its own, with other requests."""
+    """The results of several engines, each in a separate process with other requests."""
     jobs = [
         {**JOBS[at % len(JOBS)], "seed": 10_000 * at, "seconds": seconds, "tokenizer": tokenizer}
         for at in range(engines)
@@ -309,7 +309,7 @@ def side_by_side(engines: int, seconds: float, tokenizer: str | None = None) -> 
 
 
 def last_line(text: str) -> dict[str, Any] | None:
-    """The JSON that `main` printed; vLLM may say more when it ends."""
+    """The JSON that `main` printed; vLLM may print more when it ends."""
     line = next((line for line in reversed(text.splitlines()) if line.startswith('{"')), None)
     return None if line is None else dict(json.loads(line))
 

@@ -189,7 +189,7 @@ def main() -> int:
             command += [sys.executable, "-m", "tests.gpu.sanitize", "--run", part]
             command += ["--parallel", options.parallel, "--experts", options.experts]
             command += ["--speak"] if tool == "racecheck" else []
-            # every tensor its own allocation: torch's cache would hide what lies beside one
+            # every tensor its own allocation: torch's cache would hide accesses past its end
             done = subprocess.run(command, env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
             said = {0: "clean", FOUND: "found something"}.get(done.returncode, f"ended with {done.returncode}")
             print(f"{tool}, {part}: {said}, {time.monotonic() - began:.0f} s", flush=True)

@@ -49,7 +49,7 @@ NOTHING = EXPERTS_ONLY | {"own_experts": 0}
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """One engine. paths: what of ours must run; at_once: prompts of each round, None for all, "short" for those that
+    """One engine. paths: our kernels that must run; at_once: prompts of each round, None for all, "short" for those that
     stay within a window with their answers; args: of `vllm.LLM`."""
 
     paths: dict[str, int]
@@ -151,7 +151,7 @@ def job(situation: Situation, cases: list[Case], model: Path, draft: Path) -> di
 
 
 def side_by_side() -> int:
-    """Engines at once: a start is one core's work for a minute. Half of the memory is left to tests beside this one."""
+    """Engines at once: a start is one core's work for a minute. Half of the memory is left to concurrent tests."""
     memory: int = torch.cuda.get_device_properties(0).total_memory >> 30
     return max(1, min(2 * (os.cpu_count() or 1) // 3, memory // 2 // ENGINE_GIB))
 

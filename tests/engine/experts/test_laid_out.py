@@ -106,7 +106,7 @@ def test_experts_of_another_shape_are_refused_before_a_byte_is_written(of: metho
 def test_weights_that_the_kernels_refuse_are_upstreams_or_an_error(
     of: method.GptOssExpertsMethod, monkeypatch: pytest.MonkeyPatch, graphs: bool
 ) -> None:
-    """Without graphs the next step is upstream's; a captured graph cannot be told."""
+    """Without graphs the next step is upstream's; a captured graph cannot be changed."""
     layer = Layer(1)
     of.process_weights_after_loading(layer)
     of.deployment = Deployment(GPT_OSS_20B, graphs=graphs)

@@ -172,7 +172,7 @@ def driver(status: int, value: int) -> Any:
 def test_a_gpu_shared_by_mps_is_told_by_the_driver(
     monkeypatch: pytest.MonkeyPatch, status: int, value: int, shared: bool
 ) -> None:
-    """Two kernels whose blocks wait for one another would wait for ever; an old driver's error is no yes."""
+    """Two kernels with grid-wide barriers would deadlock; an error of an old driver means False."""
     monkeypatch.setattr(nvrtc, "driver", lambda: driver(status, value))
     assert nvrtc.shared_by_mps(0) is shared
 

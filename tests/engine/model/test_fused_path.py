@@ -58,7 +58,7 @@ def test_many_tokens_are_taken_where_each_request_has_one(
 def test_what_cannot_be_compiled_leaves_the_few_tokens(
     path: fused_path.FusedPath, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Layers of few tokens keep their kernels, and one line says what is upstream's."""
+    """Layers of few tokens keep their kernels, and one line reports the steps that vLLM runs."""
 
     def refuse(loads: Any) -> None:
         raise fused_path.nvrtc.NvrtcError("no")

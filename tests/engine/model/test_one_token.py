@@ -1,4 +1,4 @@
-"""When a step of one token is one launch, and that it says why where it is not."""
+"""When a step of one token is one launch, and the logged reason otherwise."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_20b_is_the_shape_that_the_kernel_is_asked_for() -> None:
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What vLLM's logger says."""
+    """The log lines of vLLM's logger."""
     with heard(caplog, logging.INFO):
         yield caplog
 
@@ -91,7 +91,7 @@ def test_a_kernel_that_cannot_be_compiled_is_one_line(
 
 
 class Recorded(one_token.OneToken):
-    """The path that never finds a table, and what it asked for."""
+    """The path that never finds a table, and its requests."""
 
     def __init__(self, places: list[Place]) -> None:
         super().__init__(places)
@@ -140,7 +140,7 @@ def test_a_cache_that_vllm_makes_anew_is_the_one_that_is_read() -> None:
 def test_a_connector_hears_of_every_layer_around_the_one_launch_and_of_none_where_there_is_none(
     monkeypatch: pytest.MonkeyPatch, runs: bool
 ) -> None:
-    """Six launches tell it themselves: a layer that is waited for twice is a connector's error."""
+    """The six launches notify the connector themselves: waiting twice for a layer is an error."""
     told: list[str] = []
     connector = SimpleNamespace(
         wait_for_layer_load=lambda name: told.append(f"wait {name}"),

@@ -57,7 +57,7 @@ def test_anything_else_is_vllms(change: dict[str, Any]) -> None:
 
 
 def sampler(**states: Any) -> Any:
-    """Three rows of vLLM's `Sampler`: greedy, at temperature 1, and one that nothing here asks for."""
+    """Three rows of vLLM's `Sampler`: greedy, at temperature 1, and one with other options."""
     none = np.zeros(3, dtype=bool)
     values = {
         "temperature": [0.0, 1.0, 0.5],

@@ -1,4 +1,4 @@
-"""Whatever comes between two steps, the model is given each request's own last token, position and slot."""
+"""After any event between two steps, the model gets each request's last token, position and slot."""
 
 from __future__ import annotations
 
