@@ -147,7 +147,7 @@ def measure(tokens: int, parallel: int, experts: int, keys: int, window: int) ->
         if other := stock.get(name):
             try:
                 row[name]["stock_us"] = microseconds(lambda other=other: [other(layer) for layer in layers], CHAIN)
-            except (RuntimeError, TypeError) as error:  # another FlashAttention: ours is measured all the same
+            except (RuntimeError, TypeError) as error:  # another FlashAttention: only our kernel is measured
                 row[name]["stock_us"] = None
                 print(f"stock {name}: not measured, {error}", flush=True)
 

@@ -1,4 +1,4 @@
-"""Draws the README's table of decode speed beside the memory floor: `python benchmarks/speed_plot.py`.
+"""Draws the README's table of decode speed and the memory floor: `python benchmarks/speed_plot.py`.
 
 Takes the result files that the table names, and the same figures of them. Needs matplotlib.
 """

@@ -39,7 +39,7 @@ def draw(*shape: int, scale: float = 1.0) -> Tensor:
 
 
 def projection(experts: int, rows: int, columns: int) -> Projection:
-    """Random bytes: every one is eight e2m1 values, in whatever order they are stored."""
+    """Random bytes: each word is eight e2m1 values, in any order."""
     values = torch.randint(0, 256, (experts, rows // 4, columns * 2), dtype=torch.uint8, device="cuda")
     pairs = -(-columns // 128) * 2
     scales = torch.randint(113, 120, (experts, -(-rows // 256) * 8, pairs * 64), dtype=torch.uint8, device="cuda")

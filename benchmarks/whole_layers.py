@@ -1,4 +1,4 @@
-"""Whole layers of decode steps of 17 to 32 tokens, with products of ours and with cuBLAS's: us a layer.
+"""Whole layers of decode steps of 17 to 32 tokens, with our products and with cuBLAS's: us a layer.
 
     python benchmarks/whole_layers.py [--tokens 17,24,32] [--experts 32,128] [--keys 576] [--out FILE]
 

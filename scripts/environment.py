@@ -26,7 +26,7 @@ VENV = Path(os.environ.get("GPTOSS_VENV", ROOT / ".venv"))
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "gptoss-environment.json"
 UNDERWAY = VENV.with_name(VENV.name + ".underway")
-"""There while a step runs. pip does not notice what a killed pip left half installed: that environment is made anew."""
+"""There while a step runs. pip does not notice what a killed pip left half installed: it is created again."""
 
 CLIENTS = ROOT / "tests" / "server" / "responses" / "js"
 """package.json and package-lock.json of the npm clients that tests run: Codex CLI, Claude Code, openai-node, OpenAI's
@@ -35,13 +35,13 @@ Agents SDK, Vercel's AI SDK, tsc."""
 CACHE = Path(os.environ.get("GPTOSS_CACHE", ROOT / ".cache"))
 CLIENTS_CACHE = CACHE / "clients"
 PYTHON_CLIENTS = ROOT / "tests" / "server" / "responses" / "clients"
-"""All pins of each Python client, in a file of its name. They agree neither with each other nor with ours."""
+"""All pins of each Python client, in a file of its name. They conflict with each other and with our pins."""
 
 NODE = 20
 """The oldest node that runs them."""
 
 RAY = {"test": ("ray.txt",), "soak": ("ray.txt", "ray-serve.txt")}
-"""Lists in tests/support of what is installed beside `.venv`: vLLM imports a ray that it finds, in every test."""
+"""Lists in tests/support of packages outside `.venv`: vLLM imports a ray that it finds, in every test."""
 RAY_CACHE = CACHE / "ray"
 
 TORCH = "2.13.0"
@@ -74,7 +74,7 @@ def main() -> int:
 
 def make(wanted: str, key: str) -> None:
     if UNDERWAY.exists():
-        print("* an earlier run was interrupted: starting over (downloads are kept)", flush=True)
+        print("* an earlier run was interrupted: starting over (downloads are reused)", flush=True)
         shutil.rmtree(VENV, ignore_errors=True)
     step("creating the environment", create)
     step(f"installing torch {TORCH} for CPU", install_torch)
@@ -122,7 +122,7 @@ def step(what: str, action: Callable[[], object]) -> None:
 
 
 def create() -> None:
-    """A virtual environment with a pip that knows dependency groups; a broken one is made anew."""
+    """A virtual environment with a pip that knows dependency groups; a broken one is created again."""
     if not healthy():
         venv.create(VENV, with_pip=True, clear=True)
     pip("install", "--upgrade", "pip>=25.1")
@@ -137,7 +137,7 @@ def pip(*arguments: str, constrained: bool = False, check: bool = True) -> subpr
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     if check and done.returncode:
         sys.stderr.write(done.stdout.decode(errors="replace"))
-        UNDERWAY.unlink(missing_ok=True)  # pip ended by itself: what it had installed is whole
+        UNDERWAY.unlink(missing_ok=True)  # pip was not killed: the packages that it installed are complete
         sys.exit(f"pip failed: {' '.join(arguments)}. Run the same command again: it continues where it stopped.")
     return done
 
@@ -204,7 +204,7 @@ def install_clients() -> None:
 
 def install_ray(lists: Sequence[str]) -> None:
     """Each list once, into one folder. The lists are whole: pip looks for no dependencies there. Where a Python has no
-    wheels of ray the tests that need it are skipped, and say so."""
+    wheels of ray the tests that need it are skipped with a reason."""
     for name in lists:
         pinned = ROOT / "tests" / "support" / name
         done = RAY_CACHE / f"{name}.done"
@@ -225,13 +225,13 @@ def install_python_clients() -> None:
 
 
 def install_python_client(pins: Path) -> None:
-    """The digest is written last, so a cut-off installation is made anew."""
+    """The digest is written last, so an interrupted installation is repeated."""
     home = CACHE / "clients-py" / pins.stem
     digest = hashlib.sha256(pins.read_bytes() + sys.version.encode()).hexdigest()
     done = home / "digest"
     if done.exists() and done.read_text() == digest:
         return
-    print(f"* installing the client {pins.stem}, beside the others (about 20 s)", flush=True)
+    print(f"* installing the client {pins.stem}, in parallel (about 20 s)", flush=True)
     shutil.rmtree(home, ignore_errors=True)
     venv.create(home)
     install = ["install", "--no-deps", "--no-compile", "--requirement", str(pins)]

@@ -48,7 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("version")
     parser.add_argument("--tree", type=Path, required=True, help="the folder of the package vllm")
-    parser.add_argument("--like", help="the release whose list to take")
+    parser.add_argument("--like", help="the release of the list")
     given = parser.parse_args()
     known = releases()
     like = given.like or (given.version if given.version in known else max(known))

@@ -200,8 +200,10 @@ def test_the_route_of_chat_completions_can_be_replaced(release: Release) -> None
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
 def test_a_chat_stream_begins_before_the_first_tokens_are_read(release: Release) -> None:
-    """`chat_stream.py` adds the text that it has sent to the first result of vLLM's generator, and the parser recognises it
-    by the list's type. So the list must reach the parser unchanged."""
+    """`chat_stream.py` adds the text that it has sent to the first result of vLLM's generator.
+
+    The parser recognises it by the type of the list, so the list must reach the parser unchanged.
+    """
     path = release.module("vllm.entrypoints.openai.chat_completion.serving")
     assert path is not None
     source = path.read_text()

@@ -49,8 +49,11 @@ NOTHING = EXPERTS_ONLY | {"own_experts": 0}
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """One engine. paths: our kernels that must run; at_once: prompts of each round, None for all, "short" for those that
-    stay within a window with their answers; args: of `vllm.LLM`."""
+    """One engine.
+
+    paths: our kernels that must run; at_once: prompts of each round, None for all, "short" for those that fit into a
+    window with their answers; args: of `vllm.LLM`.
+    """
 
     paths: dict[str, int]
     at_once: tuple[int | Literal["short"] | None, ...] = (64,)

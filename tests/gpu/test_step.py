@@ -87,7 +87,7 @@ def six_launches(
 
 
 def test_a_model_in_one_launch_equals_six_a_layer_and_itself_in_a_graph() -> None:
-    """Buffers alternate between layers, two kinds of layers have separate tables, and replays do not affect later ones."""
+    """Buffers alternate between layers, kinds of layers have separate tables, and replays have no later effect."""
     up, down = experts(32)
     keys, blocks = 700, 48
     cos_sin, x, positions = torch.randn(keys, HEAD, device="cuda"), draw(1, C), torch.tensor([keys - 1], device="cuda")

@@ -15,7 +15,7 @@
 // decodes its 16 rows into the A registers of wgmma, 32 columns while the 32 before are multiplied.
 // A unit takes whole passes through the ring of weights, so that a loop over a pass knows where
 // everything lies: where K ends before a pass does, its last stages hold nothing.
-// Another thread tells other blocks which of a chunk's activations of down are complete.
+// Another thread signals to other blocks which of a chunk's activations of down are complete.
 //
 // Compile-time: TOKENS at most, KT_UP and KT_DOWN tiles of 64 columns (so 128 KT_DOWN and 64 KT_UP
 // weight rows), EXPERTS local experts, ACTIVE per token, ROUTED, GROUPS consuming warpgroups, CHUNK
@@ -683,7 +683,7 @@ __device__ __forceinline__ void stage(
 }
 
 // Eight outputs of a token: partial sums times their weights in the order of its choices, if all
-// have arrived. Says whether.
+// have arrived. Returns whether.
 __device__ __forceinline__ bool add_up(
     const Meta& m, u32* parts, u16* out, int token, int row, int pick) {
   u32* from = parts + ((u64)token * ACTIVE * Down::NROWS + row) / 2;
