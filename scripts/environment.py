@@ -26,7 +26,7 @@ VENV = Path(os.environ.get("GPTOSS_VENV", ROOT / ".venv"))
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "gptoss-environment.json"
 UNDERWAY = VENV.with_name(VENV.name + ".underway")
-"""There while a step runs. pip does not notice what a killed pip left half installed: it is created again."""
+"""There while a step runs. pip does not detect packages of a killed pip, so `.venv` is created again."""
 
 CLIENTS = ROOT / "tests" / "server" / "responses" / "js"
 """package.json and package-lock.json of the npm clients that tests run: Codex CLI, Claude Code, openai-node, OpenAI's

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.vllm_source import SourceError, unpacked
-from tests.contract import test_imports, test_overrides, test_seams
+from tests.contract import overrides, package_imports, seams
 from tests.contract.source import Release, releases
 from vllm_gptoss._vllm import compatibility
 from vllm_gptoss._vllm.compatibility import PARTS, WHOLE, Source, parameters
@@ -91,10 +91,10 @@ def _diff(name: str, before: Source, now: Source) -> str:
 
 def _uses(new: Release) -> Iterator[Change]:
     """Imports that fail, seams of which something is missing, and overrides that do not take a new parameter."""
-    for file, line in (*test_imports.missing(new), *test_overrides.narrow(new)):
+    for file, line in (*package_imports.missing(new), *overrides.narrow(new)):
         yield Change(_parts_of(file), line)
-    for seam in test_seams.SEAMS:
-        if why := test_seams.problem(new, seam):
+    for seam in seams.SEAMS:
+        if why := seams.problem(new, seam):
             yield Change((), why)
 
 

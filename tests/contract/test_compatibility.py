@@ -10,10 +10,10 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
+from tests.contract.mutation import mutated
 from tests.contract.source import ROOT, UNPACKED, Release, releases
 from tests.support.vllm_log import heard, lines
 from vllm_gptoss import _vllm, fallback, plugin
@@ -95,27 +95,6 @@ def test_what_our_classes_override_and_import_is_listed() -> None:
                 own = (f"{base.rpartition('.')[2]}.{each.name}" for each in node.body if hasattr(each, "name"))
                 taken |= {f"{base.rpartition('.')[0]}.{name}" for name in own if name in source.nodes}
     assert {name for name in taken - listed if not any(each.startswith(f"{name}.") for each in listed)} == set()
-
-
-def mutated(content: bytes, listed: Any) -> bytes:
-    """The source with another statement in each of the listed functions and classes, another value in each constant."""
-    nodes, edits, starts = Source(content).nodes, [], [0]
-    for row in content.splitlines(keepends=True):
-        starts.append(starts[-1] + len(row))
-    for name in listed:
-        for node in nodes[name]:
-            if body := getattr(node, "body", None):
-                first = min([body[0], *getattr(body[0], "decorator_list", [])], key=lambda each: each.lineno)
-                at = starts[first.lineno - 1] + first.col_offset - (first is not body[0])  # before the @
-                alone = not content[starts[first.lineno - 1] : at].strip()
-                edits.append(
-                    (at, b"mutated = 1" + (b"\n" + b" " * (at - starts[first.lineno - 1]) if alone else b"; "))
-                )
-            elif (value := node.value) is not None:  # type: ignore[attr-defined]
-                edits.append((starts[value.lineno - 1] + value.col_offset, b"mutated or "))
-    for at, text in sorted(edits, reverse=True):
-        content = content[:at] + text + content[at:]
-    return content
 
 
 def module(file: str) -> str:

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from demo.server import NAME, on_gpu, serve
-from tests.contract.test_compatibility import mutated
+from tests.contract.mutation import mutated
 
 CHANGED = (
     ("vllm/parser/harmony.py", "HarmonyParser.parse_delta"),

@@ -13,8 +13,8 @@ import pytest
 
 from scripts import vllm_source
 from tests.contract import report
+from tests.contract.mutation import mutated
 from tests.contract.source import UNPACKED, Release
-from tests.contract.test_compatibility import mutated
 from vllm_gptoss._vllm import compatibility
 
 pytestmark = pytest.mark.skipif(not UNPACKED.is_dir(), reason="run scripts/vllm_source.py")

@@ -146,14 +146,10 @@ def active(probe: dict[str, Any]) -> Findings:
     """What vLLM's own discovery, run just now in a fresh interpreter, ended up with."""
     if "error" in probe:
         return
-    for part in ("model", "quantization"):
+    for part, name in (("model", spec.ARCHITECTURE), ("quantization", spec.QUANTIZATION)):
         ours = str(probe.get(part, "")).startswith("vllm_gptoss")
-        yield Finding(
-            Status.OK if ours else Status.PROBLEM,
-            f"plugin: {part}",
-            f"{spec.ARCHITECTURE if part == 'model' else spec.QUANTIZATION} is {probe.get(part)}",
-            "" if ours else _inactive(probe),
-        )
+        status, fix = (Status.OK, "") if ours else (Status.PROBLEM, _inactive(probe))
+        yield Finding(status, f"plugin: {part}", f"{name} is {probe.get(part)}", fix)
     for part, name in (("runner and scheduler", "runner"), ("streams", "streams")):
         why = compatibility.why_not(name)
         detail = f"vLLM's own: {why}" if why else "ours: vLLM has the tested functions"
