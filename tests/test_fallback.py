@@ -104,7 +104,7 @@ def test_a_fault_of_the_layers_leaves_upstreams_and_one_line(
     vllm_model: None, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture, where: str
 ) -> None:
     planted.plant(where, monkeypatch.setattr)
-    tokens = 2 if where.endswith("chain:layer") else 1
+    tokens = 2 if where.endswith("layer_upto16:layer") else 1
     assert serve("auto", tokens) == ["upstream", "upstream"]
     assert lines(said) == [f"layers: upstream from here on (RuntimeError: {planted.MESSAGE})"]
 
@@ -126,7 +126,7 @@ def test_layers_that_were_asked_for_by_name_end_in_an_error(
 ) -> None:
     planted.plant(where, monkeypatch.setattr)
     with pytest.raises(ChoiceError, match=f"layers=gptoss cannot run here: RuntimeError: {planted.MESSAGE}"):
-        serve("gptoss", 2 if where.endswith("chain:layer") else 1)
+        serve("gptoss", 2 if where.endswith("layer_upto16:layer") else 1)
 
 
 def test_a_cache_that_the_kernels_do_not_read_is_one_line(
