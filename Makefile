@@ -20,7 +20,7 @@ ifneq ($(DURATIONS),)
 export GPTOSS_DURATIONS := 1
 endif
 
-.PHONY: demo serve test test-gpu check soak lint environment environment-test environment-soak model clean
+.PHONY: demo serve test contract test-gpu check soak lint environment environment-test environment-soak model clean
 
 demo: environment       ## serve the bundled small gpt-oss with real vLLM and ask it a question
 	@exec "$(BIN)/python" -m demo.run --end-with-parent
@@ -32,6 +32,10 @@ serve: environment      ## the same server, kept running on port 8000, or `make 
 test: environment-test lint  ## everything that needs no GPU; COVERAGE=1 counts lines too
 	@"$(BIN)/python" scripts/vllm_source.py
 	@$(PYTEST) --durations=40 --durations-min=5 $(ARGS)
+
+contract: environment-test  ## what a vLLM release changes: VLLM="0.34.0 a.whl https://….whl folder"
+	@"$(BIN)/python" scripts/vllm_source.py
+	@"$(BIN)/python" -m tests.contract.report $(VLLM)
 
 test-gpu:               ## everything that a GPU can run, with $(PYTHON), which has vLLM for CUDA; keeps a record
 	@"$(PYTHON)" -m tests.gpu.suite $(ARGS)

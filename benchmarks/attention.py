@@ -31,7 +31,7 @@ BLOCKS = 270_000
 L2_TIMES = 300e6
 """Bytes that pass before a launch reads the same keys again."""
 LONGEST, SPLITS = 131_072, 32
-"""What a captured graph tells FA3: the longest sequence, the most splits."""
+"""The values of a captured graph for FA3: the longest sequence, the most splits."""
 DEVICE = "cuda"
 
 
@@ -127,7 +127,7 @@ def main() -> None:
         for window in (spec.WINDOW, 0):
             for tokens in map(int, options.tokens.split(",")):
                 if window and keys != options.keys.split(",")[0]:
-                    continue  # a window's keys are as many whatever the length
+                    continue  # a window has the same number of keys for every length
                 row = measure(Step(cache.transpose(1, 2), order, tokens, keys, window), keys)
                 rows.append(row)
                 print(

@@ -90,7 +90,7 @@ class Engine:
         return int(Cache.of(Deployment(self.model), BLOCK).requests(self.kv_gib, wishes.context, IN_FLIGHT))
 
     def streams(self, wishes: Wishes) -> int:
-        """The most at once that are measured, fit, and are as fast as wished; 0 if not even one is."""
+        """The most concurrent requests that are measured, fit and reach the requested speed; 0 if none does."""
         most = min(max(self.steps), self.fits(wishes))
         return max((n for n in range(1, most + 1) if self.speed(n, wishes) >= wishes.speed), default=0)
 
@@ -112,7 +112,7 @@ class Plan:
 
 
 def plan(users: int, engine: Engine, wishes: Wishes) -> Plan:
-    """Raises ValueError where the engine is not as fast as wished even for one."""
+    """Raises ValueError if the engine is slower than requested even for one."""
     each = engine.streams(wishes)
     if not each:
         raise ValueError(f"{engine.model.name} on {engine.gpu} is slower than {wishes.speed} tokens a second")

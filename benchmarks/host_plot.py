@@ -40,7 +40,7 @@ def slow_host(axis: Any) -> None:
     for at, (label, values) in enumerate(bars.items()):
         axis.bar_label(axis.bar([place + at * 0.4 for place in (0, 1)], values, 0.38, label=label), fmt="%.2f")
     axis.axhline(stock["gpu_ms_a_step"]["1"], color="k", label="GPU busy")
-    axis.set_xticks([0.2, 1.2], ["a core of its own", "a third of a core"])
+    axis.set_xticks([0.2, 1.2], ["a dedicated core", "a third of a core"])
     axis.set(title="the 20b as served, one stream, H100s", ylabel="ms per token")
 
 

@@ -25,9 +25,9 @@ from torch.nn.functional import linear
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from vllm_gptoss.engine import spec
-from vllm_gptoss.engine.kernels import around, dense
+from vllm_gptoss.engine.kernels import dense, norm_rope_router
 from vllm_gptoss.engine.kernels.layer import LayerTensors, Requests
-from vllm_gptoss.engine.model import chain
+from vllm_gptoss.engine.model import layer_upto16
 
 CHAIN = 24
 HIDDEN, HEAD, BLOCK = spec.GPT_OSS_20B.hidden, 64, 16
@@ -72,21 +72,21 @@ class Layer:
         self.q, self.hidden = draw(tokens, width), draw(tokens, HIDDEN)
 
     def qkv_rope(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        return chain.project(self.tensors, self.cache, self.requests, self.positions, x, residual)
+        return layer_upto16.project(self.tensors, self.cache, self.requests, self.positions, x, residual)
 
     def attend(self) -> Tensor:
-        return chain.attend(self.tensors, self.cache, self.requests, self.q)
+        return layer_upto16.attend(self.tensors, self.cache, self.requests, self.q)
 
     def out_proj(self) -> Tensor:
-        return chain.output(self.tensors, self.q, self.hidden)
+        return layer_upto16.output(self.tensors, self.q, self.hidden)
 
     def router(self) -> None:
-        chain.route(self.tensors, self.hidden, None, keep_logits=False)
+        layer_upto16.route(self.tensors, self.hidden, None, keep_logits=False)
 
     def without_experts(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The whole layer, its experts' output being what they read."""
         arguments = (self.tensors, self.cache, self.requests, self.positions, x, residual)
-        return chain.layer(*arguments, others=lambda normed, logits: normed)
+        return layer_upto16.layer(*arguments, others=lambda normed, logits: normed)
 
     def bytes_of(self, name: str) -> int:
         lens = self.requests.seq_lens
@@ -147,7 +147,7 @@ def measure(tokens: int, parallel: int, experts: int, keys: int, window: int) ->
         if other := stock.get(name):
             try:
                 row[name]["stock_us"] = microseconds(lambda other=other: [other(layer) for layer in layers], CHAIN)
-            except (RuntimeError, TypeError) as error:  # another FlashAttention: ours is measured all the same
+            except (RuntimeError, TypeError) as error:  # another FlashAttention: only our kernel is measured
                 row[name]["stock_us"] = None
                 print(f"stock {name}: not measured, {error}", flush=True)
 
@@ -167,17 +167,17 @@ def measure_many(tokens: int, experts: int) -> dict[str, Any]:
     qkv = draw(tokens, layers[0].tensors.qkv_weight.shape[0])
 
     def norm(layer: Layer) -> None:
-        around.norm(x, residual, layer.tensors.norm, normed, residual, spec.RMS_NORM_EPS)
+        norm_rope_router.norm(x, residual, layer.tensors.norm, normed, residual, spec.RMS_NORM_EPS)
 
     def rope(layer: Layer) -> None:
-        around.rope(qkv, layer.positions, layer.tensors.cos_sin, layer.requests.slots, layer.cache)
+        norm_rope_router.rope(qkv, layer.positions, layer.tensors.cos_sin, layer.requests.slots, layer.cache)
 
     parts: dict[str, Callable[[Layer], Any]] = {
         "norm": norm,
         "qkv": lambda layer: linear(normed, layer.tensors.qkv_weight, layer.tensors.qkv_bias),
         "rope": rope,
         "out": lambda layer: linear(layer.q, layer.tensors.out_weight, layer.tensors.out_bias),
-        "router": lambda layer: chain.route(layer.tensors, x, residual, False, total, around.router),
+        "router": lambda layer: layer_upto16.route(layer.tensors, x, residual, False, total, norm_rope_router.router),
     }
     row: dict[str, Any] = {"tokens": tokens, "experts": experts}
     for name, launch in parts.items():

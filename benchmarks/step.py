@@ -24,7 +24,7 @@ from vllm_gptoss.engine import spec
 from vllm_gptoss.engine.kernels import dense, step
 from vllm_gptoss.engine.kernels.experts import FewTokenExperts, Projection
 from vllm_gptoss.engine.kernels.layer import LayerTensors, Requests
-from vllm_gptoss.engine.model import chain
+from vllm_gptoss.engine.model import layer_upto16
 
 HEAD, BLOCK = 64, 16
 MODELS = {"20b": spec.GPT_OSS_20B, "120b": spec.GPT_OSS_120B}
@@ -39,7 +39,7 @@ def draw(*shape: int, scale: float = 1.0) -> Tensor:
 
 
 def projection(experts: int, rows: int, columns: int) -> Projection:
-    """Random bytes: every one is eight e2m1 values, in whatever order they are stored."""
+    """Random bytes: each word is eight e2m1 values, in any order."""
     values = torch.randint(0, 256, (experts, rows // 4, columns * 2), dtype=torch.uint8, device="cuda")
     pairs = -(-columns // 128) * 2
     scales = torch.randint(113, 120, (experts, -(-rows // 256) * 8, pairs * 64), dtype=torch.uint8, device="cuda")
@@ -91,7 +91,7 @@ class Model:
         """Six launches a layer."""
         x, residual = self.x, None
         for layer, cache in zip(self.layers, self.caches, strict=True):
-            x, residual = chain.layer(layer, cache, self.requests, self.positions, x, residual)
+            x, residual = layer_upto16.layer(layer, cache, self.requests, self.positions, x, residual)
         assert residual is not None
         return x, residual
 

@@ -3,9 +3,9 @@
     python benchmarks/tables.py            # rewrites them in place
     python benchmarks/tables.py --check    # exit 1 and the names of documents that are not up to date
 
-A table stands between two comments, `<!-- table: KIND [FILE ...] -->` and `<!-- /table -->`. FILE lies
-in benchmarks/results/. KIND is a function of `KINDS`; `hardware` and `bands` need no file, they ask
-`vllm_gptoss.engine.choose`, and neither does `capacity`. Nothing else of a document is touched.
+A table is between two comments, `<!-- table: KIND [FILE ...] -->` and `<!-- /table -->`. FILE is in
+benchmarks/results/. KIND is a function of `KINDS`. `hardware`, `bands` and `capacity` need no file: they call
+`vllm_gptoss.engine.choose`. The rest of a document is unchanged.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ SIZES = ("kv_cache_memory_bytes", "max_num_batched_tokens")
 
 
 def _setting(row: Row) -> str:
-    """What a decode row has beside the protocol: 512 + 128 tokens, one GPU."""
+    """The columns of a decode row besides the protocol: 512 + 128 tokens, one GPU."""
     lengths = f"{row.get('prompt', 512):,} + {row.get('output', 128):,} tokens"
     said = {
         lengths: lengths != "512 + 128 tokens",
@@ -75,7 +75,7 @@ def _setting(row: Row) -> str:
 
 
 def decode(files: Sequence[Row]) -> str:
-    """ms a token (`decode_ms`), GPU time of a step in brackets, beside the best stock backend and the memory floor of
+    """ms a token (`decode_ms`), GPU time of a step in brackets, with the best stock backend and the memory floor of
     that GPU. Of several rows with the same setting, model and requests, only that of the last file."""
     newest = {(_setting(row), row["model"], row["batch"]): row for file in files for row in file["rows"]}
     head = ["model", "requests", "stock", "stock ms", "vllm-gptoss ms", "ratio", "floor", "floor / GPU"]
@@ -183,7 +183,7 @@ def kernels(files: Sequence[Row]) -> str:
 
 
 def layers(files: Sequence[Row]) -> str:
-    """The four launches around the experts, us a launch in a chain; cuBLAS alone beside them."""
+    """The four launches around the experts, us a launch in a chain; and cuBLAS alone."""
     parts = ("qkv_rope", "attend", "out_proj", "router")
     table = []
     for row in (row for file in files for row in file["rows"]):
@@ -309,7 +309,7 @@ class TableError(ValueError):
 
 
 def render(text: str) -> str:
-    """`text` with every table written anew.
+    """`text` with every table rewritten.
 
     Raises:
         TableError: an unknown kind, or a result file that is missing or lacks a field.

@@ -1,10 +1,10 @@
-"""Whole layers of decode steps of 17 to 32 tokens, with products of ours and with cuBLAS's: us a layer.
+"""Whole layers of decode steps of 17 to 32 tokens, with our products and with cuBLAS's: us a layer.
 
     python benchmarks/whole_layers.py [--tokens 17,24,32] [--experts 32,128] [--keys 576] [--out FILE]
 
-Medians of graph replays, in turns, the least of three. Eight layers with weights of their own and the experts of one,
-half of them with a window. `distance` is that of the two sums before the last experts, relative to their norm: an
-expert that is chosen differently near a tie is most of it.
+The minimum of three medians of alternating graph replays. Eight layers with separate weights and shared experts, half
+of them with a window. `distance` is the difference of both results before the last experts, relative to their norm;
+most of it comes from experts that are selected differently near a tie.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from timing import microseconds, on_hopper, write
 from vllm_gptoss.engine import spec
 from vllm_gptoss.engine.experts.sm90 import LayerExperts
 from vllm_gptoss.engine.kernels import product_many
-from vllm_gptoss.engine.model import chain_many
+from vllm_gptoss.engine.model import layer_upto512
 
 LAYERS, ROUNDS = 8, 3
 
@@ -32,7 +32,7 @@ def experts_of(count: int) -> LayerExperts:
     return layer_of(up, down, 4, count)
 
 
-def measure(tokens: int, count: int, keys: int, experts: chain_many.Experts) -> dict[str, Any]:
+def measure(tokens: int, count: int, keys: int, experts: layer_upto512.Experts) -> dict[str, Any]:
     layers = [Layer(tokens, 1, count, keys, 0 if index % 2 else spec.WINDOW) for index in range(LAYERS)]
     x = draw(tokens, HIDDEN)
 
@@ -40,7 +40,7 @@ def measure(tokens: int, count: int, keys: int, experts: chain_many.Experts) -> 
         hidden, residual = x, None
         for layer in layers:
             given = (layer.tensors, experts, layer.cache, layer.requests, layer.positions, hidden, residual)
-            hidden, residual = chain_many.layer(*given)
+            hidden, residual = layer_upto512.layer(*given)
         assert residual is not None
         return residual
 

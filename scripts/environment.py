@@ -231,7 +231,7 @@ def install_python_client(pins: Path) -> None:
     done = home / "digest"
     if done.exists() and done.read_text() == digest:
         return
-    print(f"* installing the client {pins.stem}, beside the others (about 20 s)", flush=True)
+    print(f"* installing the client {pins.stem}, in parallel (about 20 s)", flush=True)
     shutil.rmtree(home, ignore_errors=True)
     venv.create(home)
     install = ["install", "--no-deps", "--no-compile", "--requirement", str(pins)]

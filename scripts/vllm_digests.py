@@ -4,39 +4,42 @@
     python scripts/vllm_digests.py 0.33.1 --tree .cache/vllm-0.33.1
 
 The names come from the existing file of that version, else from the file of `--like` (default: the last release). A
-listed class includes all its methods. The script prints names that the tree lacks and leaves them out: find out first
-where vLLM moved them.
+class listed by digest includes all its methods. Requirements of parameters or code are copied. The
+script prints what the tree lacks and leaves it out: find out first where vLLM moved it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-from vllm_gptoss._vllm.compatibility import FOLDER, WHOLE, Source, digest, releases
+from vllm_gptoss._vllm.compatibility import FOLDER, WHOLE, Files, Source, digest, releases
 
 
-def names(source: Source, listed: Iterable[str]) -> list[str]:
+def names(source: Source, listed: Mapping[str, str]) -> list[str]:
     """`listed` with the methods that its classes have now, in the order of the source."""
-    wanted = set(listed)
+    classes = {name for name, value in listed.items() if not value.startswith(("(", "~"))}
     return [
         name for name in source.nodes
-        if name in wanted or (name.rpartition(".")[0] in wanted and hasattr(source.nodes[name][0], "body"))
-    ]  # fmt: skip
+        if name in listed or (name.rpartition(".")[0] in classes and hasattr(source.nodes[name][0], "body"))
+    ] + [name for name, value in listed.items() if value.startswith("(") and name not in source.nodes]  # fmt: skip
 
 
-def digests(root: Path, listed: Mapping[str, Iterable[str]]) -> dict[str, dict[str, str]]:
-    """By file, the digests of `listed` below `root`."""
+def digests(root: Path, listed: Files) -> dict[str, dict[str, str]]:
+    """By file, the requirements of `listed` with the digests of the definitions below `root`."""
     found = {}
     for file in sorted(listed):
         content = (root / file).read_bytes() if (root / file).is_file() else b""
-        source = Source(content)
-        have = {name: str(source.digest(name)) for name in names(source, listed[file])}
-        for lost in [name for name in listed[file] if name not in have and name != WHOLE]:
-            print(f"not in this release: {file} {lost}")
-        if have:
+        source, have = Source(content), {}
+        for name in names(source, listed[file]):
+            value = listed[file].get(name, "")
+            have[name] = value if value.startswith(("(", "~")) else str(source.digest(name))
+        lost = [name for name in listed[file] if name != WHOLE and not source.meets(name, have.get(name, ""))]
+        for name in lost:
+            print(f"not in this release: {file} {name} {listed[file][name]}")
+        if have := {name: value for name, value in have.items() if name not in lost}:
             found[file] = {WHOLE: digest(content), **have}
     return found
 

@@ -21,7 +21,7 @@ from vllm_gptoss.engine.choose.device import Device
 from vllm_gptoss.engine.experts import config as quantization
 from vllm_gptoss.engine.experts import method
 from vllm_gptoss.engine.kernels import nvrtc, step
-from vllm_gptoss.engine.model import addresses, chain, chain_many, few_tokens, gpt_oss, one_token
+from vllm_gptoss.engine.model import addresses, fused_path, gpt_oss, layer_upto16, layer_upto512, one_token
 from vllm_gptoss.engine.spec import GPT_OSS_20B
 
 pytestmark = pytest.mark.vllm
@@ -75,15 +75,15 @@ def vllm_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(describe, "built_model", lambda deployment, model: deployment)
     monkeypatch.setattr(describe, "first_step", lambda deployment, places, auxiliary: deployment)
     monkeypatch.setattr(planned, "plan_once", lambda model: True)
-    monkeypatch.setattr(few_tokens.FewTokens, "could_take", lambda self, tokens: tokens <= self.most)
+    monkeypatch.setattr(fused_path.FusedPath, "could_take", lambda self, tokens: tokens <= self.most)
     monkeypatch.setattr(addresses, "look_up", lambda layer, rank: place)
-    monkeypatch.setattr(few_tokens.worker, "tensor_parallel_rank", lambda: 0)
-    monkeypatch.setattr(few_tokens.worker, "is_last_pipeline_rank", lambda: True)
+    monkeypatch.setattr(fused_path.worker, "tensor_parallel_rank", lambda: 0)
+    monkeypatch.setattr(fused_path.worker, "is_last_pipeline_rank", lambda: True)
     monkeypatch.setattr(nvrtc, "at_once", lambda loads: None)
     monkeypatch.setattr(step, "Step", lambda tensors, eps: SimpleNamespace(compile=lambda: None))
     monkeypatch.setattr(one_token.OneToken, "__call__", lambda self, x, *_: (x, x))
-    monkeypatch.setattr(chain, "layer", lambda tensors, cache, requests, positions, x, *_, **__: (x, x))
-    monkeypatch.setattr(chain_many, "layer", lambda tensors, experts, cache, requests, positions, x, *_: (x, x))
+    monkeypatch.setattr(layer_upto16, "layer", lambda tensors, cache, requests, positions, x, *_, **__: (x, x))
+    monkeypatch.setattr(layer_upto512, "layer", lambda tensors, experts, cache, requests, positions, x, *_: (x, x))
 
 
 def serve(layers: str, tokens: int = 1) -> list[Any]:
@@ -104,7 +104,7 @@ def test_a_fault_of_the_layers_leaves_upstreams_and_one_line(
     vllm_model: None, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture, where: str
 ) -> None:
     planted.plant(where, monkeypatch.setattr)
-    tokens = 2 if where.endswith("chain:layer") else 1
+    tokens = 2 if where.endswith("layer_upto16:layer") else 1
     assert serve("auto", tokens) == ["upstream", "upstream"]
     assert lines(said) == [f"layers: upstream from here on (RuntimeError: {planted.MESSAGE})"]
 
@@ -112,7 +112,7 @@ def test_a_fault_of_the_layers_leaves_upstreams_and_one_line(
 def test_a_fault_of_many_tokens_leaves_the_few(
     vllm_model: None, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
 ) -> None:
-    planted.plant("vllm_gptoss.engine.model.chain_many:layer", monkeypatch.setattr)
+    planted.plant("vllm_gptoss.engine.model.layer_upto512:layer", monkeypatch.setattr)
     model = gpt_oss.GptOssForCausalLM(vllm_config=wishing(layers="gptoss"))
     sizes = (17, 2, 17, 1)
     answers = [model.forward(FIRST.expand(tokens), FIRST.expand(tokens)) for tokens in sizes]
@@ -126,7 +126,7 @@ def test_layers_that_were_asked_for_by_name_end_in_an_error(
 ) -> None:
     planted.plant(where, monkeypatch.setattr)
     with pytest.raises(ChoiceError, match=f"layers=gptoss cannot run here: RuntimeError: {planted.MESSAGE}"):
-        serve("gptoss", 2 if where.endswith("chain:layer") else 1)
+        serve("gptoss", 2 if where.endswith("layer_upto16:layer") else 1)
 
 
 def test_a_cache_that_the_kernels_do_not_read_is_one_line(
@@ -228,7 +228,7 @@ def test_the_same_reason_in_every_layer_is_one_line(said: pytest.LogCaptureFixtu
 def test_a_rank_whose_neighbour_stepped_aside_does_so_too(
     vllm_model: None, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
 ) -> None:
-    """Both at the start and when the first step has compiled: ranks on different paths would wait for ever."""
+    """At the start and after the first step has compiled: ranks on different paths would deadlock."""
     for disagree in ([False], [True, False]):
         fallback._said.clear()
         said.clear()

@@ -1,7 +1,8 @@
-"""Loading the plugin never harms a server of any model."""
+"""The plugin's entry points never harm a server of any model."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import json
 import logging
@@ -9,17 +10,20 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fastapi import FastAPI
 
 from tests.support import warm
 from tests.support.vllm_log import heard, lines
 from vllm_gptoss import _vllm, fallback, plugin
 from vllm_gptoss._vllm import compatibility
+from vllm_gptoss._vllm import runner as _vllm_runner
 from vllm_gptoss.server import parts
-from vllm_gptoss.settings import Settings
+from vllm_gptoss.settings import ChoiceError, Settings
 
 DISCOVER = "from vllm.plugins import load_general_plugins as load; load(); "
 
@@ -153,7 +157,7 @@ def test_settings_of_ray_workers_are_copied_and_secrets_are_not(switch: dict[str
 @pytest.mark.parametrize(
     ("version", "switch", "reason"),
     [
-        ("0.99.0", "on", "outside the supported range >=0.32,<0.34"),
+        ("0.31.9", "on", "older than the supported range >=0.32,<0.34"),
         ("0.33.0", "off", "GPTOSS=off. vLLM serves gpt-oss without the plugin"),
         ("0.33.0", "0", "GPTOSS=off"),
     ],
@@ -164,9 +168,39 @@ def test_nothing_is_registered_where_the_plugin_is_inactive(
     monkeypatch.setattr(_vllm, "version", lambda: version)
     monkeypatch.setenv("GPTOSS", switch)
     monkeypatch.setenv(plugin.COPIED, "")
-    monkeypatch.setattr(plugin, "REGISTRATIONS", (("never", lambda: pytest.fail("registered anyway")),))
+    monkeypatch.setattr(plugin, "REGISTRATIONS", (("never", "", lambda: pytest.fail("registered anyway")),))
     plugin.register()
     assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("changed", [(), ("engine",), ("parser", "endpoint"), tuple(compatibility.PARTS)])
+def test_a_newer_vllm_disables_only_the_parts_that_it_changed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], changed: tuple[str, ...]
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(_vllm, "version", lambda: "0.34.0")
+    monkeypatch.setattr(compatibility, "why_not", lambda part: f"{part} moved" if part in changed else None)
+    entries = tuple((part, part, lambda part=part: done.append(part)) for part in compatibility.PARTS)
+    monkeypatch.setattr(plugin, "REGISTRATIONS", entries)
+    monkeypatch.setattr(plugin, "ENVIRONMENT", ())
+    plugin.register()
+    assert done == [part for part in compatibility.PARTS if part not in changed]
+    active, _, off = capsys.readouterr().err.partition("own implementation: ")
+    for part, name in compatibility.PARTS.items():
+        assert (f"{name} ({part} moved)" in off) is (part in changed)
+        assert (name in active.partition("Active parts: ")[2]) is (part not in changed)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("wish", ["auto", "upstream", "gptoss", "marlin"])
+def test_experts_named_by_the_user_are_an_error_where_the_model_is_off(
+    monkeypatch: pytest.MonkeyPatch, wish: str
+) -> None:
+    config = SimpleNamespace(additional_config={"gptoss": {"experts": wish, "host": "stock"}})
+    monkeypatch.setattr(_vllm_runner, "suits", lambda config: True)
+    monkeypatch.setattr(compatibility, "why_off", lambda part: "vLLM 0.34.0 differs from 0.33.0 in a:b")
+    with pytest.raises(ChoiceError, match="use experts=auto") if wish in ("gptoss", "marlin") else nullcontext():
+        assert plugin._wants_runner(config) is False
 
 
 ATTACH = """
@@ -191,9 +225,12 @@ print(json.dumps([len(app.routes) > before, harmony.HarmonyParser.__module__.sta
 
 @pytest.mark.vllm
 @pytest.mark.parametrize(
-    ("version", "switch", "attached"), [("0.33.1", "on", True), ("0.34.0", "on", False), ("0.33.1", "off", False)]
+    ("version", "switch", "attached"),
+    [("0.33.1", "on", True), ("0.34.0", "on", True), ("0.31.0", "on", False), ("0.33.1", "off", False)],
 )
-def test_the_endpoint_is_inactive_with_the_rest(tmp_path: Path, version: str, switch: str, attached: bool) -> None:
+def test_the_endpoint_is_active_where_the_other_parts_are(
+    tmp_path: Path, version: str, switch: str, attached: bool
+) -> None:
     """With VLLM_PLUGINS set, vLLM loads the endpoint even where `register` registers nothing."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]}))
     environ = environment({"VLLM_PLUGINS": "gptoss", "GPTOSS_STORE": "off", "GPTOSS": switch})
@@ -232,19 +269,68 @@ def test_a_part_that_fails_does_not_stop_the_others(
     def fails() -> None:
         raise ImportError("vLLM moved it")
 
-    monkeypatch.setattr(plugin, "REGISTRATIONS", (("first", fails), ("second", lambda: done.append("second"))))
+    monkeypatch.setattr(plugin, "REGISTRATIONS", (("first", "", fails), ("second", "", lambda: done.append("second"))))
     monkeypatch.setenv("VLLM_PLUGINS", "gptoss")
     plugin.register()
     assert done == ["second"]
     assert "not registered: first: ImportError: vLLM moved it" in capsys.readouterr().err
 
 
+@pytest.mark.vllm
+@pytest.mark.parametrize("is_set", [False, True])
+def test_the_rust_front_end_is_reported_at_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_set: bool
+) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", str(int(is_set)))
+    with heard(caplog, logging.WARNING):
+        plugin._wants_runner(SimpleNamespace(additional_config={"gptoss": {"host": "stock"}}))
+    assert lines(caplog) == ([plugin.RUST] if is_set else [])
+
+
+@pytest.mark.vllm
+def test_a_configuration_that_vllm_changed_does_not_stop_the_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fallback, "_said", set())
+    with heard(caplog, logging.WARNING):
+        assert plugin._wants_runner(SimpleNamespace(additional_config={})) is False
+    assert ["AttributeError" in line for line in lines(caplog)] == [True]
+
+
+@pytest.mark.parametrize("ours_first", [False, True])
+def test_a_route_that_the_app_never_reaches_is_reported(capsys: pytest.CaptureFixture[str], ours_first: bool) -> None:
+    app = FastAPI()
+    routes = []
+    for is_ours in (ours_first, not ours_first):
+        app.add_api_route("/v1/responses", lambda: None, methods=["POST"])
+        routes += app.router.routes[-1:] if is_ours else []
+    endpoint = plugin.GptOssEndpoint()
+
+    async def start(*_: object) -> None: ...
+
+    endpoint._parts = SimpleNamespace(app=app, installed=[SimpleNamespace(routes=routes)], start=start)
+    asyncio.run(endpoint.init_state(None, None, Namespace()))
+    assert ("POST /v1/responses is answered by another route" in capsys.readouterr().err) is not ours_first
+
+
 @pytest.mark.parametrize(
-    ("version", "fits"),
-    [("0.32.0", True), ("0.32.0+cpu", True), ("0.33.1", True), ("0.31.9", False), ("0.34.0", False), (None, False)],
+    ("version", "is_known", "is_untested"),
+    [
+        ("0.32.0", True, False),
+        ("0.32.0+cpu", True, False),
+        ("0.33.1", True, False),
+        ("0.33.1.dev5+g123", True, False),
+        ("0.31.9", False, True),
+        ("0.1.dev9+g123", True, True),
+        ("0.34.0", True, True),
+        ("0.34.0rc1", True, True),
+        ("1.0.0", True, True),
+        (None, False, False),
+    ],
 )
-def test_the_supported_range(version: str | None, fits: bool) -> None:
-    assert (_vllm.outside_range(version) is None) is fits
+def test_the_tested_range(version: str | None, is_known: bool, is_untested: bool) -> None:
+    assert (_vllm.outside_range(version) is None) is is_known
+    assert _vllm.is_untested(version) is is_untested
 
 
 @pytest.mark.alone

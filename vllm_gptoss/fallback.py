@@ -1,7 +1,7 @@
-"""Where our own failures end: upstream's path serves, and one line says why.
+"""Falls back to vLLM's own implementation where a part of the plugin fails, with one log line.
 
-What stock vLLM would serve, a fault of ours must not stop. An explicit wish is different: who asked for a part of the
-plugin by name gets an error that says why it cannot run.
+A fault of the plugin must not stop a request that stock vLLM would serve. A part that the user requested by name is
+different: its failure is an error with the reason.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ T = TypeVar("T")
 _said: set[tuple[str, str]] = set()
 
 
-class NotHereError(Exception):
-    """A part that has found a reason not to run; the message is the reason."""
+class UnavailableError(Exception):
+    """A part cannot run here; the message is the reason."""
 
 
 def attempt(part: str, wish: str, do: Callable[[], T], meant: tuple[type[Exception], ...] = ()) -> T | None:
-    """What `do` returns; None, and one line for each reason, where it raised.
+    """Returns the result of `do`. If `do` raises, returns None and logs each reason once.
 
-    part: as the start-up line names it; wish: what the user asked for, `auto` for nothing; meant: errors that are to
-    end the start.
+    part: its name in the start-up line; wish: the user's setting, `auto` by default; meant: errors that are raised
+    unchanged.
 
     Raises:
-        ChoiceError: `do` raised, and the user asked for this part by name.
+        ChoiceError: `do` raised, and the user requested this part by name.
     """
     try:
         return do()
@@ -45,32 +45,34 @@ def attempt(part: str, wish: str, do: Callable[[], T], meant: tuple[type[Excepti
 
 
 def fits(part: str, name: str) -> bool:
-    """Whether the installed vLLM equals a tested release in the list `name` of `_vllm/compatibility.py`; logs once
-    why it does not. part: as in `attempt`."""
+    """Whether the installed vLLM has the definitions of `name` in `compatibility.PARTS`; logs a difference once.
+
+    part: as in `attempt`.
+    """
 
     def check() -> bool:
-        if why := compatibility.why_not(name):
-            raise NotHereError(why)
+        if why := compatibility.why_off(name):
+            raise UnavailableError(why)
         return True
 
     return bool(attempt(part, "auto", check))
 
 
 def log(part: str, error: Exception) -> None:
-    """Logs, once for each reason, that upstream's path is used from here on."""
+    """Logs once for each reason that vLLM's own implementation is used from here on."""
     _say(part, _reason(error))
 
 
 def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, ChoiceError | NotHereError) else f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, ChoiceError | UnavailableError) else f"{type(error).__name__}: {error}"
 
 
 def together(part: str, ready: bool) -> bool:
-    """Whether every tensor-parallel rank is ready. Ranks on different paths would wait for one another's sums."""
-    everybody: bool = worker.all_ranks(ready)
-    if ready and not everybody:
+    """Whether every tensor-parallel rank is ready. Ranks on different paths would deadlock in an all-reduce."""
+    all_ready: bool = worker.all_ranks(ready)
+    if ready and not all_ready:
         _say(part, "another rank stepped aside")
-    return everybody
+    return all_ready
 
 
 def _say(part: str, reason: str) -> None:

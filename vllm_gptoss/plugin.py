@@ -1,8 +1,8 @@
-"""What vLLM loads: `register()` in every process, `GptOssEndpoint` in the API server.
+"""vLLM's entry points: `register()` in every process, `GptOssEndpoint` in the API server.
 
-vLLM swallows an import error here and serves the in-tree model; an exception inside `register()` would kill every vLLM
-process, whatever it serves. So this module imports nothing heavy, `register()` never raises, and `doctor` and one
-start-up line prove which parts are active.
+vLLM ignores an import error of this module and serves the in-tree model. An exception in `register()` would end every
+vLLM process, also of other models. So this module imports nothing heavy, `register()` never raises, and `doctor` and
+the start-up line prove which parts are active.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_gptoss import _vllm
+from vllm_gptoss._vllm import compatibility
 from vllm_gptoss.engine import parent_death, spec
-from vllm_gptoss.settings import Settings, SettingsError
+from vllm_gptoss.settings import ChoiceError, Settings, SettingsError
 from vllm_gptoss.version import __version__
 
 ENDPOINT_GROUP = "vllm.endpoint_plugins"
@@ -51,41 +52,64 @@ def _use_runner() -> None:
 
 
 def _wants_runner(config: Any) -> bool:
-    """Called once, in the process that makes the `VllmConfig`; the engine and its worker read both classes from it."""
+    """Called once, in the process that makes the `VllmConfig`; the engine and its worker read both classes from it.
+
+    Raises:
+        ChoiceError: a setting names kernels of a part that this vLLM disables.
+        SettingsError: a setting is wrong.
+    """
     from vllm_gptoss import fallback
     from vllm_gptoss._vllm import runner
 
-    is_wanted = runner.suits(config) and Settings.load(config.additional_config).host != "stock"
-    return is_wanted and fallback.fits("host", "runner")
+    if _vllm.uses_rust_frontend():
+        _vllm.init_logger("vllm.gptoss").warning(RUST)
+    settings = Settings.load(config.additional_config)
+    for name in ("experts", "layers"):
+        chosen = getattr(settings, name)
+        if chosen not in ("auto", "upstream") and (why := compatibility.why_off("engine")):
+            raise ChoiceError(f"{name}={chosen} needs the plugin's model, which is off: {why}; use {name}=auto")
+    suits = settings.host != "stock" and fallback.attempt("host", "auto", lambda: runner.suits(config))
+    return bool(suits and fallback.fits("host", "runner"))
 
 
-REGISTRATIONS: tuple[tuple[str, Callable[[], None]], ...] = (
-    ("logging", _vllm.share_logging),
+RUST = (
+    "VLLM_USE_RUST_FRONTEND is set: vLLM's Rust front end answers requests and loads no plugin. The plugin's"
+    " /v1/responses, Harmony parser and streams are not used; its model and kernels are. Unset the variable to use all."
+)
+
+REGISTRATIONS: tuple[tuple[str, str, Callable[[], None]], ...] = (
+    ("logging", "", _vllm.share_logging),
     (
         f"model class {spec.ARCHITECTURE}",
+        "engine",
         lambda: _vllm.register_model(spec.ARCHITECTURE, "vllm_gptoss.engine.model.gpt_oss:GptOssForCausalLM"),
     ),
     (
         f"quantization {spec.QUANTIZATION}",
+        "engine",
         lambda: _vllm.register_quantization(spec.QUANTIZATION, _quantization),
     ),
-    ("worker and scheduler", _use_runner),
-    ("the watch for a dead server", parent_death.watch),
+    ("worker and scheduler", "", _use_runner),
+    ("the watch for a dead server", "", parent_death.watch),
 )
-"""All that is registered with vLLM, in order. Each entry is idempotent: vLLM may load plugins more than once."""
+"""All that is registered with vLLM, in order: name, part of `compatibility.PARTS` (empty: checked later or needs none),
+function. Each function is idempotent: vLLM may load plugins more than once."""
 
 
 def register() -> None:
-    """Registers the plugin's parts, or logs why the plugin is inactive. Never raises."""
+    """Registers the parts of the plugin that fit the installed vLLM, and logs the others. Never raises."""
     if why := _why_inactive():
         _tell_ray_workers()
-        _say(f"stepping aside: {why}. vLLM serves gpt-oss without the plugin.")
+        _say(f"not active: {why}. vLLM serves gpt-oss without the plugin.")
         return
-    for name, entry in (*REGISTRATIONS, *ENVIRONMENT):
+    for name, part, entry in (*REGISTRATIONS, *ENVIRONMENT):
         try:
-            entry()
+            if not part or compatibility.why_off(part) is None:
+                entry()
         except Exception as error:  # a moved vLLM internal must not stop a server of another model
             _say(f"not registered: {name}: {type(error).__name__}: {error}. Run `vllm-gptoss doctor`.")
+    if _vllm.is_untested(_vllm.version()) and multiprocessing.parent_process() is None:
+        _say(f"WARNING: {compatibility.summary()}")
 
 
 def _why_inactive() -> str | None:
@@ -122,7 +146,7 @@ def _read_batches() -> None:
 
 
 def _allow_endpoint() -> None:
-    """Sets `VLLM_PLUGINS`, without which vLLM loads no endpoint plugin, to what it would load anyway plus ours.
+    """Sets `VLLM_PLUGINS`, without which vLLM loads no endpoint plugin, to all plugins that it would load and this one.
 
     The endpoint plugin also carries the parser of chat completions, so only both switches together leave it out.
     """
@@ -156,10 +180,10 @@ def _tell_ray_workers() -> None:
         os.environ[COPIED] = ",".join([*named, *missing])
 
 
-ENVIRONMENT: tuple[tuple[str, Callable[[], None]], ...] = (
-    ("the endpoint plugin", _allow_endpoint),
-    ("settings of Ray's workers", _tell_ray_workers),
-    ("the parser of run-batch", _read_batches),
+ENVIRONMENT: tuple[tuple[str, str, Callable[[], None]], ...] = (
+    ("the endpoint plugin", "", _allow_endpoint),
+    ("settings of Ray's workers", "", _tell_ray_workers),
+    ("the parser of run-batch", "parser", _read_batches),
 )
 
 
@@ -183,7 +207,7 @@ class GptOssEndpoint:
         vLLM's interface gives this hook no model, but the app's arguments name it and its config has been read by then.
 
         Raises:
-            SettingsError: a setting is wrong, or asks for a part that failed.
+            SettingsError: a setting is wrong, or requests a part that failed.
         """
         args: Namespace = app.state.args
         # `register` logs the reason. With VLLM_PLUGINS set, vLLM loads the endpoint even then.
@@ -210,13 +234,18 @@ class GptOssEndpoint:
             _bound(app, args, settings)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Starts what the routes need: the store and the tools."""
-        if self._parts is not None:
-            await self._parts.start(engine_client, state, args)
+        """Starts the store and the tools, and reports routes that the app never reaches."""
+        if self._parts is None:
+            return
+        await self._parts.start(engine_client, state, args)
+        from vllm_gptoss.server.parts import shadowed
+
+        for route in shadowed(self._parts):
+            _say(f"WARNING: {route} is answered by another route, not by the plugin's. Run `vllm-gptoss doctor`.")
 
 
 def _bound(app: Any, args: Namespace, settings: Settings) -> None:
-    """What one client may send; the routes of all parts are there now."""
+    """Limits request bodies. Called after all parts have added their routes."""
     from vllm_gptoss.server.http import bodies, callers, flood
 
     flood.read_in_slices()

@@ -1,7 +1,7 @@
-"""The plugin's own settings: `--additional-config '{"gptoss": {...}}'`, or `GPTOSS_*` variables.
+"""The plugin's settings: `--additional-config '{"gptoss": {...}}'`, or `GPTOSS_*` variables.
 
-The config wins over the environment. An unknown key or value is an error that names what there is.
-vLLM hashes `additional_config` into its compile cache key, so the two ways differ in nothing but reach.
+The config wins over the environment. An unknown key or value is an error that lists the known ones.
+vLLM includes `additional_config` in its compile cache key, so both ways have the same effect.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class SettingsError(ValueError):
 
 
 class ChoiceError(ValueError):
-    """An explicit wish that this device or configuration cannot meet; the message names what can."""
+    """A requested choice that this device or configuration cannot run; the message names an alternative."""
 
 
 class Settings(BaseModel):
-    """Everything a user may wish of the plugin. Field names are the keys; `GPTOSS_<NAME>` the variables."""
+    """All settings. Field names are the keys, and `GPTOSS_<NAME>` are the variables."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -1,7 +1,7 @@
-"""The one start-up line per process that says which parts of the plugin are active, and why.
+"""Logs one start-up line per process with the active parts of the plugin and the reasons.
 
-Parts note what they decided while the model is built; the model says it when it is complete. vLLM swallows a plugin's
-import error, so this line is the proof that the plugin runs.
+Parts record their decisions while the model is built, and the complete model logs them. vLLM ignores a plugin's import
+error, so this line is the proof that the plugin runs.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _notes: dict[str, str] = {}
 
 
 def note(part: str, decision: object) -> None:
-    """Keeps a decision for the line; the same part noted again (once per layer) overwrites itself."""
+    """Records a decision. A later decision of the same part (once per layer) replaces it."""
     _notes[part] = str(decision)
 
 
 def say() -> None:
-    """Logs the line in the worker that speaks for its group, and forgets what was noted."""
+    """Logs the line in the first worker of a group and clears the recorded decisions."""
     line = "; ".join(f"{part}: {decision}" for part, decision in _notes.items())
     _notes.clear()
     if worker.is_first_rank():

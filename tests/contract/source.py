@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,14 +29,15 @@ class Release:
 
 
 def releases() -> list[Release]:
-    """The installed vLLM and the unpacked CUDA release, as far as they are there."""
+    """The installed vLLM, the unpacked CUDA release, and the folders in `GPTOSS_CONTRACT_TREES`, where they exist."""
     found = []
     spec = importlib.util.find_spec("vllm")
     if spec is not None and spec.origin is not None:
         found.append(Release("installed", Path(spec.origin).parent.parent))
     if UNPACKED.is_dir():
         found.append(Release("0.33.0", UNPACKED))
-    return found
+    more = [Path(folder) for folder in os.environ.get("GPTOSS_CONTRACT_TREES", "").split(os.pathsep) if folder]
+    return [*found, *(Release(folder.name, folder) for folder in more if folder != UNPACKED)]
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What the plugin says about vLLM is counted: who imports it, and what of it is replaced (`_vllm/replaced.py`)."""
+"""The lists of `_vllm/replaced.py` match the source: imports of vLLM and replaced attributes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OURS: Mapping[str, frozenset[str]] = {
     "plugin.py": frozenset({"os.environ['VLLM_PLUGINS']", "os.environ[COPIED]"}),
     "engine/runner/batch.py": frozenset({"self.sampler.sampling_states[name]"}),
     "engine/runner/scheduler.py": frozenset({"ours.groups", "ours.size", "ours.quiet"}),
-    "engine/runner/work.py": frozenset({"tables._num_dirty_rows"}),
+    "engine/runner/captured_steps.py": frozenset({"tables._num_dirty_rows"}),
     "server/chat/custom_tools.py": frozenset({"custom.written"}),
     "server/chat/vllm_parser.py": frozenset({"calls[-1].arguments"}),
 }
@@ -38,7 +38,7 @@ def of_vllm(node: ast.AST) -> list[str]:
 
 
 def imported(tree: ast.Module) -> set[str]:
-    """Names that a file takes from vLLM when it runs: what stands under TYPE_CHECKING does not."""
+    """Names that a file takes from vLLM when it runs: imports under TYPE_CHECKING do not count."""
     typing_only = {
         id(inner)
         for node in ast.walk(tree)

@@ -345,7 +345,7 @@ def test_float64_and_bfloat16_bracket_float32(bf16_checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("left_out", ["sinks", "q_bias", "router_bias", "gate_up_bias", "down_bias"])
 def test_the_random_model_notices_what_is_left_out(bf16_checkpoint: Path, left_out: str) -> None:
-    """Guards the tests above: a model whose sinks or biases did not matter could not tell a wrong formula."""
+    """Checks the tests above: without an effect of sinks and biases, a wrong formula would pass."""
     from dataclasses import replace
 
     model = whole_model.load(bf16_checkpoint)

@@ -144,7 +144,7 @@ def norm(kernel: Callable[..., None], tokens: int, hidden: int) -> None:
 
 
 def tile(x: Tensor) -> Tensor:
-    """x [T, C] as `product_many.tiled` says; what is no token's is NaN."""
+    """x [T, C] in the layout of `product_many.tiled`; rows without a token are NaN."""
     tokens, columns = x.shape
     rows = poison(-(-tokens // 8) * 8, columns)
     rows[:tokens] = x
@@ -205,7 +205,7 @@ def rotated(
     cache_dtype: torch.dtype,
     strided: bool,
 ) -> None:
-    """The q/k/v product with RoPE and the cache write, equal to the bit to a product and a RoPE that stand `apart`."""
+    """The q/k/v product with RoPE and the cache write, bitwise equal to a separate product and RoPE (`apart`)."""
     heads, kv_heads = 64 // parallel, 8 // parallel
     rows = (heads + 2 * kv_heads) * HEAD
     x, weight, bias = tile(draw(tokens, C)), draw(rows, C, scale=C**-0.5), draw(rows)

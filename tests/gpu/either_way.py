@@ -1,11 +1,11 @@
-"""Random requests through one engine, whose steps go by our runner and scheduler, by vLLM's, or now so, now so:
+"""Random requests through one engine with our runner and scheduler, with vLLM's, and with both in alternation:
 
     python -m tests.gpu.either_way '{"blocks": 400, "caching": true, "kinds": ["greedy", "seeded"], "seed": 1}'
-    python -m tests.gpu.either_way 8 60        # eight engines side by side, requests for a minute
+    python -m tests.gpu.either_way 8 60        # eight concurrent engines, requests for a minute
 
-Two layers of the 20b with dummy weights, whose tokens any other bit of a logit changes. Prints one JSON line: requests
-that said something else, and how many steps went which way. The engine lives in this process. With `plants`, faults
-are put into our way, one after another, and each must be found.
+Two layers of the 20b with dummy weights, whose tokens change with any bit of a logit. Prints one JSON line: requests
+with other tokens, and the number of steps by path. The engine runs in this process. With `plants`, faults are planted
+in our path, one after another, and each must be detected.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def sampling(params: dict[str, Any]) -> Any:
 
 
 def play(made: Any, ways: Ways, work: list[Request], way: str) -> dict[int, Any]:
-    """What each request said: its tokens, how it ended, and its logprobs."""
+    """The output of each request: tokens, finish reason and logprobs."""
     import numpy as np
 
     made.reset_prefix_cache()
@@ -289,7 +289,7 @@ def main(
 
 
 def side_by_side(engines: int, seconds: float, tokenizer: str | None = None) -> dict[str, Any]:
-    """What several engines found, each in a process of its own, with other requests."""
+    """The results of several engines, each in a separate process with other requests."""
     jobs = [
         {**JOBS[at % len(JOBS)], "seed": 10_000 * at, "seconds": seconds, "tokenizer": tokenizer}
         for at in range(engines)
@@ -310,7 +310,7 @@ def side_by_side(engines: int, seconds: float, tokenizer: str | None = None) -> 
 
 
 def last_line(text: str) -> dict[str, Any] | None:
-    """The JSON that `main` printed; vLLM may say more when it ends."""
+    """The JSON that `main` printed; vLLM may print more when it ends."""
     line = next((line for line in reversed(text.splitlines()) if line.startswith('{"')), None)
     return None if line is None else dict(json.loads(line))
 

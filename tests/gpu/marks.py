@@ -7,6 +7,6 @@ SM90 = [
     pytest.mark.gpu,
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="needs an sm90 GPU (H100, H200); docs/testing.md says where it passed last",
+        reason="needs an sm90 GPU (H100, H200); docs/testing.md lists where it passed last",
     ),
 ]

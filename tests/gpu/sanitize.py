@@ -3,9 +3,9 @@
 Each tool runs this file again with `--run`, which launches every kernel of every rank's shape through the GPU tests'
 own cases. Needs an sm90 GPU and `compute-sanitizer` of a CUDA toolkit. Exit status 0: both tools found nothing.
 
-A warp tells the producer that it has read by one lane's arrival, after `__syncwarp`; racecheck counts that for this
-lane alone and calls every refill of the ring a race. For it the kernels are compiled so that every lane arrives
-(`SPEAKERS`, barriers.cuh): the same program, told in a way that the tool follows.
+One lane of a warp arrives at the producer's barrier after `__syncwarp`. racecheck attributes this arrival to the one
+lane and reports every refill of the ring as a race. So the kernels are compiled for it such that every lane arrives
+(`SPEAKERS`, barriers.cuh), which is equivalent.
 """
 
 from __future__ import annotations
@@ -63,20 +63,20 @@ def around_products(parallel: list[int], counts: list[int]) -> None:
     import torch
 
     from tests.gpu import cases
-    from vllm_gptoss.engine.kernels import around, product_many
+    from vllm_gptoss.engine.kernels import norm_rope_router, product_many
 
     for tokens in (17, 32):
         for rows, columns in ((5120, cases.C), (cases.C, 4096)):
             cases.product(product_many.product, rows, columns, tokens)
         for size in parallel:
-            apart = (product_many.product, around.rope)
+            apart = (product_many.product, norm_rope_router.rope)
             cases.rotated(product_many.rotated, apart, size, tokens, torch.float32, strided=True)
     for tokens in (17, 64, 100):
-        cases.norm(around.norm, tokens, cases.C)
+        cases.norm(norm_rope_router.norm, tokens, cases.C)
         for size in parallel:
-            cases.rope(around.rope, size, tokens, torch.float32)
+            cases.rope(norm_rope_router.rope, size, tokens, torch.float32)
         for count in counts:
-            cases.router(around.router, count, tokens)
+            cases.router(norm_rope_router.router, count, tokens)
     print("around the products", flush=True)
 
 
@@ -189,7 +189,7 @@ def main() -> int:
             command += [sys.executable, "-m", "tests.gpu.sanitize", "--run", part]
             command += ["--parallel", options.parallel, "--experts", options.experts]
             command += ["--speak"] if tool == "racecheck" else []
-            # every tensor its own allocation: torch's cache would hide what lies beside one
+            # every tensor its own allocation: torch's cache would hide accesses past its end
             done = subprocess.run(command, env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})
             said = {0: "clean", FOUND: "found something"}.get(done.returncode, f"ended with {done.returncode}")
             print(f"{tool}, {part}: {said}, {time.monotonic() - began:.0f} s", flush=True)

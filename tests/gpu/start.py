@@ -1,6 +1,6 @@
 """Two layers of the 20b in a real engine, dummy weights, one of our functions raising:
 
-    python -m tests.gpu.start '{"where": "vllm_gptoss.engine.model.chain:layer", "settings": {}}'
+    python -m tests.gpu.start '{"where": "vllm_gptoss.engine.model.layer_upto16:layer", "settings": {}}'
 
 Prints one JSON line: how many tokens each prompt got, and what of ours then runs. The engine lives in this process, so
 that what is planted here is met there.

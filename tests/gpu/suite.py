@@ -56,7 +56,7 @@ def main(options: list[str]) -> int:
 
 
 def parallel() -> list[str]:
-    """Seven workers: shared servers, recall, planted faults and four files with servers of their own."""
+    """Seven workers: shared servers, recall, planted faults and four files with separate servers."""
     return ["--numprocesses=7", "--dist=loadfile", "--no-loadscope-reorder"]
 
 

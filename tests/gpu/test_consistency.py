@@ -56,7 +56,7 @@ ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, str]]] = {
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """Of each engine: two at a time, because float64 takes 13 GiB beside each. Engines that sleep run alone: vLLM
+    """Of each engine: two at a time, because float64 takes 13 GiB more for each. Engines that sleep run alone: vLLM
     compares the memory of the whole GPU."""
     base = tmp_path_factory.mktemp("consistency")
     for seed, name in enumerate(("first", "second")):

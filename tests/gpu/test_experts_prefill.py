@@ -20,7 +20,7 @@ def layer(request: pytest.FixtureRequest) -> Kernels:
 
 
 def poison_memory(prefill: PrefillExperts, tokens: int) -> None:
-    """What the allocator will hand out for the workspace: NaN wherever nobody writes."""
+    """Fills the memory of the workspace with NaN, which stays where no kernel writes."""
     torch.full((prefill.workspace_bytes(tokens) // 2,), float("nan"), dtype=torch.bfloat16, device="cuda")
 
 

@@ -1,4 +1,4 @@
-"""A fault of ours in a real engine on a GPU: it starts, captures and answers on upstream's path, and says so once."""
+"""A planted fault in a real engine on a GPU: it starts, captures and answers with vLLM's path, and logs it once."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def start(where: str, settings: dict[str, str]) -> Done:
 
 @pytest.fixture(scope="module")
 def starts() -> Iterator[dict[tuple[str, bool], Done]]:
-    """What each start said, by the place of its fault and whether something was asked for."""
+    """The output of each start, by the location of its fault and the requested part."""
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
         done = pool.map(lambda each: start(*each), STARTS)
         yield {(where, bool(settings)): each for (where, settings), each in zip(STARTS, done, strict=True)}

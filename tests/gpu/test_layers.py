@@ -10,7 +10,7 @@ from tests.gpu import cases
 from tests.gpu.cases import BLOCK, HEAD, PARALLEL, C, draw, poison
 from tests.gpu.marks import SM90
 from vllm_gptoss.engine.kernels import attention, dense, nvrtc
-from vllm_gptoss.engine.model import chain
+from vllm_gptoss.engine.model import layer_upto16
 
 pytestmark = SM90
 TOKENS = range(1, dense.MAX_TOKENS + 1)
@@ -105,7 +105,7 @@ def test_a_chain_in_a_graph_equals_the_same_calls_one_by_one(monkeypatch: pytest
     def run() -> tuple[Tensor]:
         hidden, residual = x, None
         for layer in layers:
-            hidden, residual = chain.layer(layer, cache, requests, positions, hidden, residual)
+            hidden, residual = layer_upto16.layer(layer, cache, requests, positions, hidden, residual)
         return (hidden,)
 
     cases.alike_in_a_graph(run, monkeypatch)

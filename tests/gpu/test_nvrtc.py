@@ -1,4 +1,4 @@
-"""Kernels loaded and asked from threads that have touched no GPU, as the start of an engine does it."""
+"""Kernels are loaded and queried from threads without a CUDA context, as at the start of an engine."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import torch
 from tests.gpu import cases
 from tests.gpu.cases import BLOCK, DEVICE, HEAD, PARALLEL, C, draw, poison, same
 from tests.gpu.marks import SM90
-from vllm_gptoss.engine.kernels import around, attention_many, product_many
+from vllm_gptoss.engine.kernels import attention_many, norm_rope_router, product_many
 
 pytestmark = SM90
 QKV, OUT = (5120, C), (C, 4096)
@@ -27,7 +27,7 @@ def test_product_of_every_token(shape: tuple[int, int], tokens: int) -> None:
 def test_rotated_product_is_the_product_and_rope(
     parallel: int, tokens: int, cache_dtype: torch.dtype, strided: bool
 ) -> None:
-    apart = (product_many.product, around.rope)
+    apart = (product_many.product, norm_rope_router.rope)
     cases.rotated(product_many.rotated, apart, parallel, tokens, cache_dtype, strided)
 
 
@@ -45,8 +45,8 @@ def test_more_tokens_than_a_block_holds_are_refused() -> None:
 def test_norm_lays_out_what_it_would_write(tokens: int) -> None:
     x, residual, weight, plain = draw(tokens, C), draw(tokens, C), draw(C), poison(tokens, C)
     tiled = product_many.tiled(x, C).fill_(float("nan"))
-    around.norm(x, residual, weight, plain, None, cases.EPS)
-    around.norm(x, residual, weight, tiled, None, cases.EPS, tiled.shape[1])
+    norm_rope_router.norm(x, residual, weight, plain, None, cases.EPS)
+    norm_rope_router.norm(x, residual, weight, tiled, None, cases.EPS, tiled.shape[1])
     assert same(tiled, cases.tile(plain))
 
 
@@ -76,7 +76,7 @@ def test_products_one_after_another_do_not_disturb_each_other(monkeypatch: pytes
         for weight, bias in weights:
             tiled, out, queries = product_many.tiled(hidden, C), *(hidden.new_empty((32, QKV[0])) for _ in range(2))
             cache = hidden.new_zeros((4, 8, BLOCK, 2 * HEAD))
-            around.norm(hidden, None, norm, tiled, None, cases.EPS, tiled.shape[1])
+            norm_rope_router.norm(hidden, None, norm, tiled, None, cases.EPS, tiled.shape[1])
             product_many.product(tiled, weight, bias, out)
             product_many.rotated(tiled, weight, bias, queries, positions, cos_sin, positions, cache)
             hidden = queries[:, :C].contiguous()

@@ -1,8 +1,8 @@
-"""The small model in gpt-oss-20b's shape, on CUDA, says what it says on a CPU, token for token, whatever is switched
-on, and the kernels that should run are those that ran.
+"""The small model in gpt-oss-20b's shape generates the same tokens on CUDA as on a CPU, with every option, and the
+expected kernels run.
 
-Its answers are known by heart (demo/README.md), so the wanted tokens are the conversations' own. Engines run side by
-side on one GPU; each has three steps of graphs, so that every token band is replayed.
+The model was trained to recall its conversations (demo/README.md), so their tokens are the expected ones. Engines run
+concurrently on one GPU. Each captures three graph sizes, so that every token band is replayed.
 """
 
 from __future__ import annotations
@@ -49,8 +49,11 @@ NOTHING = EXPERTS_ONLY | {"own_experts": 0}
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """One engine. paths: what of ours must run; at_once: prompts of each round, None for all, "short" for those that
-    stay within a window with their answers; args: of `vllm.LLM`."""
+    """One engine.
+
+    paths: our kernels that must run; at_once: prompts of each round, None for all, "short" for those that fit into a
+    window with their answers; args: of `vllm.LLM`.
+    """
 
     paths: dict[str, int]
     at_once: tuple[int | Literal["short"] | None, ...] = (64,)
@@ -151,7 +154,7 @@ def job(situation: Situation, cases: list[Case], model: Path, draft: Path) -> di
 
 
 def side_by_side() -> int:
-    """Engines at once: a start is one core's work for a minute. Half of the memory is left to tests beside this one."""
+    """Engines at once: a start is one core's work for a minute. Half of the memory is left to concurrent tests."""
     memory: int = torch.cuda.get_device_properties(0).total_memory >> 30
     return max(1, min(2 * (os.cpu_count() or 1) // 3, memory // 2 // ENGINE_GIB))
 

@@ -1,4 +1,4 @@
-"""Requests say the same, token for token, whichever way their steps go: our runner and scheduler, or vLLM's."""
+"""Requests get the same tokens with our runner and scheduler as with vLLM's."""
 
 from __future__ import annotations
 

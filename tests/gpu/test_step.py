@@ -14,7 +14,7 @@ from tests.gpu.marks import SM90
 from vllm_gptoss.engine import reference
 from vllm_gptoss.engine.kernels import step
 from vllm_gptoss.engine.kernels.layer import LayerTensors, Requests
-from vllm_gptoss.engine.model import chain
+from vllm_gptoss.engine.model import layer_upto16
 
 pytestmark = SM90
 
@@ -81,13 +81,13 @@ def six_launches(
 ) -> tuple[Tensor, Tensor]:
     residual = None
     for index, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
-        x, residual = chain.layer(layer, cache, requests[index % 2], positions, x, residual)
+        x, residual = layer_upto16.layer(layer, cache, requests[index % 2], positions, x, residual)
     assert residual is not None
     return x, residual
 
 
 def test_a_model_in_one_launch_equals_six_a_layer_and_itself_in_a_graph() -> None:
-    """Buffers alternate between layers, two kinds of layers have tables of their own, replays leave nothing behind."""
+    """Buffers alternate between layers, kinds of layers have separate tables, and replays have no later effect."""
     up, down = experts(32)
     keys, blocks = 700, 48
     cos_sin, x, positions = torch.randn(keys, HEAD, device="cuda"), draw(1, C), torch.tensor([keys - 1], device="cuda")

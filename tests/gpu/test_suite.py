@@ -1,4 +1,4 @@
-"""The record of a run on a GPU says what ran, what failed and why something did not run."""
+"""The record of a run on a GPU lists passed and failed tests, and the reasons of skipped ones."""
 
 from __future__ import annotations
 

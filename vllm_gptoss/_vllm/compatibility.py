@@ -1,9 +1,14 @@
-"""Compares the installed vLLM with the functions that our runner, scheduler and streams mirror or rely on.
+"""Compares the installed vLLM with the definitions on which each part of the plugin relies.
 
-`digests/` has a file for each vLLM release on which the suite has passed, written by `scripts/vllm_digests.py`. It
-lists by part (`runner`, `streams`, and `replaced` for the contract tests) and by source file: a digest of the whole
-file, and a digest of each function, class and constant. A file with an equal digest is not parsed, so the check takes
-milliseconds. In other files, comments, docstrings, layout and unlisted definitions may differ.
+`digests/` has a file for each vLLM release on which the suite has passed, written by `scripts/vllm_digests.py`. By part
+and source file it lists a digest of the whole file and, for each definition, one of three requirements:
+
+- a digest: the definition must be equal, because the plugin mirrors, overrides or replaces it;
+- parameters, as `(request, timeout)`: the definition must exist and have them, because the plugin only calls it;
+- code, as `~ state.chat = ~ start(`: the definition must contain these fragments in this order.
+
+A file with an equal digest is not parsed, so the check of a tested release takes milliseconds. In other files,
+comments, docstrings, layout and unlisted definitions may differ.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -36,11 +42,43 @@ def releases() -> Mapping[str, Mapping[str, Files]]:
     return {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
 
 
+PARTS: Mapping[str, str] = {
+    "engine": "model, attention and experts",
+    "runner": "worker and scheduler",
+    "parser": "Harmony parser and chat completions",
+    "endpoint": "Responses API and tools",
+    "streams": "streaming",
+}
+"""The parts of the plugin that a release can disable, and what the log calls them."""
+
+
+def why_off(part: str) -> str | None:
+    """The reason to leave `part` to vLLM, or None.
+
+    `runner` and `streams` are compared on every release, because a patch release may change what they mirror. The other
+    parts are compared only on a release that is newer than the tested range.
+    """
+    if part in ("runner", "streams") or _vllm.is_untested(_vllm.version()):
+        return why_not(part)
+    return None
+
+
+def summary() -> str:
+    """The active parts and the disabled ones with their reasons, for a release outside the tested range."""
+    reasons = {part: why_off(part) for part in PARTS}
+    active = ", ".join(name for part, name in PARTS.items() if reasons[part] is None) or "none"
+    off = "; ".join(f"{PARTS[part]} ({why})" for part, why in reasons.items() if why) or "none"
+    return (
+        f"vLLM {_vllm.version()} is outside the tested range {_vllm.RANGE}. Active parts: {active}."
+        f" Parts that use vLLM's own implementation: {off}."
+    )
+
+
 @functools.cache
 def why_not(part: str) -> str | None:
     """Names the first differences between the installed vLLM and the nearest tested release; None for a tested vLLM.
 
-    part: `runner` or `streams`.
+    part: a key of `PARTS`.
     """
     spec, version = importlib.util.find_spec("vllm"), _vllm.version() or ""
     if spec is None or spec.origin is None:
@@ -74,7 +112,7 @@ def changed(files: Files, root: Path) -> Iterator[str]:
             yield file
             continue
         for name, expected in listed.items():
-            if name != WHOLE and have.digest(name) != expected:
+            if name != WHOLE and not have.meets(name, expected):
                 yield f"{file.removesuffix('.py').replace('/', '.')}:{name}"
 
 
@@ -108,6 +146,18 @@ class Source:
                     for field in ("body", "orelse", "finalbody"):
                         self._collect(getattr(inner, field, []), prefix)
 
+    def meets(self, name: str, expected: str) -> bool:
+        """Whether a definition meets a listed requirement."""
+        if expected.startswith("~"):
+            pattern = ".*".join(map(re.escape, expected.strip("~ ").split(" ~ ")))
+            return any(re.search(pattern, ast.unparse(node), re.DOTALL) for node in self.nodes.get(name, ()))
+        if not expected.startswith("("):
+            return self.digest(name) == expected
+        wanted = {each for each in expected.strip("()").split(", ") if each}
+        if name in self.nodes:
+            return any(wanted <= parameters(node) for node in self.nodes[name])
+        return not wanted and (name in self.imports or "*" in self.imports)
+
     def digest(self, name: str) -> str | None:
         """Digest of a definition and of the imports of the names in it; None for an unknown name.
 
@@ -117,6 +167,18 @@ class Source:
         used = {each.id for node in nodes for each in ast.walk(node) if isinstance(each, ast.Name)}
         imports = sorted((each, self.imports[each]) for each in used & self.imports.keys())
         return digest(ascii((_form(nodes), imports)).encode()) if nodes else None
+
+
+def parameters(node: ast.stmt) -> set[str]:
+    """Names of the parameters of a function; of a class, of its `__init__`, or else its annotated fields."""
+    if isinstance(node, ast.ClassDef):
+        made = [each for each in node.body if isinstance(each, ast.FunctionDef) and each.name == "__init__"]
+        if not made:
+            return {ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign)}
+        node = made[0]
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return set()
+    return {each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)} - {"self", "cls"}
 
 
 def _outline(node: ast.stmt) -> ast.stmt:

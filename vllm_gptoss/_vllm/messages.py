@@ -1,4 +1,4 @@
-"""What our routes of /v1/messages take from vLLM's: the bodies, and the chat request that they become."""
+"""The request bodies of vLLM's /v1/messages and their conversion to chat requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def bodies() -> SimpleNamespace:
-    """What bodies of POST /v1/messages and .../count_tokens are, and the parts of them that we fill in."""
+    """The classes of the bodies of POST /v1/messages and .../count_tokens, and of the parts that we set."""
     from vllm.entrypoints.anthropic import protocol
 
     return SimpleNamespace(

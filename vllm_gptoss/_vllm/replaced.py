@@ -1,7 +1,7 @@
-"""What of vLLM the plugin replaces, where it has no seam to register or subclass at: all of it, in one list.
+"""All attributes of vLLM that the plugin replaces because vLLM offers no hook.
 
-Everything else is registered (model class, quantisation, endpoint plugin, routes of the app) or subclassed. None of
-this happens in a server of another model. `tests/contract/test_door.py` counts both against the package's source.
+Everything else is registered (model class, quantisation, endpoint plugin, routes of the app) or subclassed. Nothing
+is replaced in a server of another model. `tests/contract/test_door.py` counts both against the package's source.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Replaced:
-    """One attribute of vLLM's that is set to something of ours."""
+    """One attribute of vLLM that the plugin replaces."""
 
     attribute: str
     """As `tests/contract` finds it assigned: the expression's end, `object.attribute`."""
@@ -38,7 +38,7 @@ REPLACED: tuple[Replaced, ...] = (
         "_vllm/replaced.py",
         "the step from a chat request to prompt tokens, on the server's one `OnlineRenderer`",
         "the API server of a gpt-oss model",
-        "a private method of an object that vLLM makes, and no way to bring a renderer of one's own",
+        "a private method of an object that vLLM creates, and no hook for another renderer",
     ),
     Replaced(
         "handler.engine_client",
@@ -73,14 +73,14 @@ REPLACED: tuple[Replaced, ...] = (
         "_vllm/runner.py",
         "gpt-oss's entry of `MODELS_CONFIG_MAP`, by a subclass of it that also names our worker and scheduler",
         "processes that read the configuration of a gpt-oss model for one CUDA GPU",
-        "vLLM asks the table before it chooses worker and scheduler, and has no call that adds to it",
+        "vLLM reads the table before it selects worker and scheduler, and has no call that extends it",
     ),
     Replaced(
         "layer.impl",
         "engine/attention/sm90.py",
         "FlashAttention 3's part of an attention layer, by a subclass of it made of the same arguments",
         "the workers of a gpt-oss model on sm90",
-        "vLLM makes it with the layer, before the model can name a backend of its own",
+        "vLLM creates it with the layer, before the model can name a backend",
     ),
 )
 
@@ -169,7 +169,7 @@ SUBCLASSES: Mapping[str, frozenset[str]] = {
     "engine/runner/output.py": frozenset({"AsyncModelRunnerOutput"}),
     "engine/runner/scheduler.py": frozenset({"AsyncScheduler", "KVCacheManager"}),
 }
-"""Files that import from vLLM beside this package, and what: bases of their classes. vLLM's processes import these
+"""Files outside this package that import from vLLM, and the bases of their classes. vLLM's processes import these
 files only when they build a gpt-oss model."""
 
 
@@ -195,7 +195,7 @@ def use_own_parser(state: Any) -> None:
 
 
 async def use_tool_server(state: Any, args: Any, spec: str) -> None:
-    """Starts vLLM's own tool server `spec` for vLLM's own Responses handler. Raises whatever vLLM raises for `spec`."""
+    """Starts vLLM's own tool server `spec` for vLLM's own Responses handler. Raises vLLM's errors for `spec`."""
     from vllm.entrypoints.mcp.tool_server import init_tool_server
 
     args.tool_server = spec
@@ -204,7 +204,7 @@ async def use_tool_server(state: Any, args: Any, spec: str) -> None:
 
 
 def remember(*objects: Any) -> Callable[[], None]:
-    """A function that gives `objects` the attributes that they have now. An app's state stands for its values too."""
+    """Returns a function that restores the current attributes of `objects`, and of the values in an app's state."""
     tables = [_table(each) for each in objects]
     tables += [vars(value) for table in tables for name, value in table.items() if name in CHANGED and value]
     kept = [(table, dict(table)) for table in tables]
@@ -236,7 +236,7 @@ def use_chat_prompt(renderer: Any, wrap: Callable[[Any], Any]) -> bool:
 CHAT_HANDLERS = ("openai_serving_chat", "openai_serving_chat_batch", "anthropic_serving_messages")
 """vLLM's handlers that read a model's output as chat does, by their names in the app's state."""
 CHANGED = (*CHAT_HANDLERS, "openai_serving_completion", "online_renderer", "structured_outputs_config")
-"""Objects in the app's state and in the arguments, some of whose attributes we set."""
+"""Objects in the app's state and in the arguments, with attributes that the plugin sets."""
 
 
 def watch_generation(state: Any, wrap: Callable[[Any], Any]) -> None:
@@ -264,7 +264,7 @@ def use_request_output(
     logprobs = request.logprobs_processor
     if logprobs is None or logprobs.logprobs is not None or logprobs.prompt_logprobs is not None:
         return None
-    if request.queue is None or not request.queue.aggregate:  # it is asked for more than what is new
+    if request.queue is None or not request.queue.aggregate:  # the client requested cumulative outputs
         return None
     text = functools.partial(request.detokenizer.get_next_output_text, finished=False, delta=True)
     request.make_request_output = wrap(request.make_request_output, request.queue, request.sampling_mask_chunks, text)
@@ -282,7 +282,7 @@ def use_handler(state: Any, name: str, ours: type) -> None:
 
 
 def _under(ours: type, handler: Any) -> Any:
-    """A copy of `handler` whose class is a subclass of `ours` and of its own."""
+    """A copy of `handler`, of a class that inherits from `ours` and from the class of `handler`."""
     theirs = type(handler)
     streaming = object.__new__(type(theirs.__name__, (ours, theirs), {"__module__": ours.__module__}))
     vars(streaming).update(vars(handler))

@@ -1,7 +1,7 @@
-"""What our model runner takes from vLLM's, Model Runner V2 of 0.33 (`vllm/v1/worker/gpu/`), beside its base classes.
+"""The functions of vLLM's Model Runner V2 (0.33, `vllm/v1/worker/gpu/`) that our model runner calls.
 
-Every function here is vLLM's: `engine/runner/` calls them with tensors that stay where they are, so that a CUDA graph
-can replay what they launch. `compatibility.py` compares them with those that the suite has passed on.
+`engine/runner/` calls them with tensors at fixed addresses, so that a CUDA graph can replay their launches.
+`compatibility.py` compares them with the tested release.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def parts() -> Any:
 
 @functools.cache
 def said() -> Any:
-    """What a scheduler tells clients in, and the state of a request that goes on; 0.32 has the same."""
+    """The scheduler's output classes and the status of a running request; equal in 0.32."""
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
     from vllm.v1.request import RequestStatus
 
@@ -62,10 +62,10 @@ def marks_padding() -> bool:
 
 
 def use_classes(architecture: str, worker: str, scheduler: str, wants: Any) -> None:
-    """Has vLLM run models of `architecture` by classes of those qualified names, where nobody named others.
+    """Makes vLLM use these classes (qualified names) for models of `architecture`, unless the user named others.
 
-    vLLM asks `MODELS_CONFIG_MAP` how a model changes its configuration, before the platform fills in `worker_cls`. Our
-    entry is a subclass of vLLM's own. wants: of the `VllmConfig`, whether this one is to have them. Idempotent.
+    vLLM calls the entry of `MODELS_CONFIG_MAP` before the platform sets `worker_cls`. Our entry is a subclass of
+    vLLM's. wants: whether a `VllmConfig` gets the classes. Idempotent.
     """
     from vllm.model_executor.models import config as module
 
@@ -82,7 +82,7 @@ def use_classes(architecture: str, worker: str, scheduler: str, wants: Any) -> N
                 return
             if parallel.worker_cls == "auto":
                 parallel.worker_cls = worker
-            # Where vLLM will schedule ahead, which it decides later: with these executors, unless told not to.
+            # vLLM decides later whether to schedule ahead: with these executors, unless it is disabled.
             ahead = parallel.distributed_executor_backend in (None, "uni", "mp")
             if ahead and scheduling.scheduler_cls is None and scheduling.async_scheduling is not False:
                 scheduling.scheduler_cls = scheduler

@@ -1,4 +1,4 @@
-"""What a vLLM release makes of `vllm serve` flags: its own parser, and the names that the parser lets through.
+"""How a vLLM release parses `vllm serve` flags, and which names its parser does not check.
 
 Works on a machine without a GPU, also on the unpacked source of a CUDA release that cannot run here: nothing below
 touches a device once a platform plugin has named the CPU.
@@ -33,7 +33,7 @@ def release() -> str:
 def parser() -> tuple[Any, Any]:
     """The parser of `vllm`, and its own of `serve`, nested as `vllm.entrypoints.cli` nests them.
 
-    Both matter: it is the outer one that reads `--config`, and it knows none of `serve`'s flags.
+    The outer parser reads `--config` and does not know `serve`'s flags.
     """
     try:
         from vllm.entrypoints.common.cli_args import make_arg_parser
@@ -47,7 +47,7 @@ def parser() -> tuple[Any, Any]:
 
 
 def parse(parser: Any, words: Sequence[str]) -> tuple[Any, str]:
-    """The namespace of `vllm serve` and `words`, or None and the last line of what the outer parser says."""
+    """The namespace of `vllm serve` and `words`, or None and the parser's error."""
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -117,7 +117,7 @@ def actions(parser: Any) -> dict[str, Any]:
 
 
 def values(defaults: Any, found: Any) -> dict[str, Any]:
-    """What a namespace says beyond the parser's defaults, as plain values by flag; of an object its changed fields."""
+    """The values of a namespace that differ from the parser's defaults, by flag; of an object its changed fields."""
     said = {name: value for name, value in vars(found).items() if value != getattr(defaults, name, None)}
     plain = {name.replace("_", "-"): _plain(value, getattr(defaults, name, None)) for name, value in said.items()}
     tag = plain.pop("model-tag", None)

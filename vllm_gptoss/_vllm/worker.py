@@ -1,4 +1,4 @@
-"""What a worker of the engine asks vLLM while it loads the model and runs it: the step, its group, its layers."""
+"""vLLM functions that a worker calls while it loads and runs the model: step, group, layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def is_first_rank() -> bool:
-    """True in the worker that speaks for its group, and where there is no group."""
+    """Whether this worker is the first of its group; True without a group."""
     try:
         from vllm.distributed import get_world_group
 
@@ -23,7 +23,7 @@ def forward_context() -> Any:
 
 
 def kv_connector() -> Any | None:
-    """The KV connector that wants to know of each layer in the step that runs, or None."""
+    """The KV connector that must be notified of each layer of the current step, or None."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group, is_v1_kv_transfer_group
 
     if not has_kv_transfer_group() or not is_v1_kv_transfer_group():
@@ -40,8 +40,7 @@ def in_piecewise_graph(context: Any) -> bool:
 
 
 def longest_query(context: Any) -> int:
-    """Tokens of the request that has most in the step of a `ForwardContext`: what its attention metadata says, for
-    which a graph is captured."""
+    """Most tokens of one request in the step of a `ForwardContext`, by the attention metadata of its graph."""
     return max(each.max_query_len for each in context.attn_metadata.values())
 
 
@@ -53,7 +52,7 @@ def tensor_parallel_rank() -> int:
 
 
 def all_ranks(yes: bool) -> bool:
-    """Whether every tensor-parallel rank says yes. All of them must ask, in the same order; it waits for them."""
+    """Whether `yes` is true on every tensor-parallel rank. A collective: all ranks must call it in one order."""
     import torch
     from vllm.distributed import get_tp_group, model_parallel_is_initialized
 
@@ -72,7 +71,7 @@ def is_last_pipeline_rank() -> bool:
 
 
 def all_reduce(tensor: Any) -> Any:
-    """Sum over the tensor-parallel group, through whatever vLLM chose for it."""
+    """Sum over the tensor-parallel group, with vLLM's all-reduce."""
     from vllm.distributed import tensor_model_parallel_all_reduce
 
     return tensor_model_parallel_all_reduce(tensor)

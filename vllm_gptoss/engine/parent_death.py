@@ -1,10 +1,10 @@
-"""An engine that ends with the server that started it, also when that one is killed.
+"""Ends an engine when the server that started it has ended, also by SIGKILL.
 
-A server that dies by a signal tells nobody. vLLM's workers notice that their engine is gone (a pipe reads end of file),
-the engine does not notice its server: it keeps the GPU's memory, and the next start fails.
+vLLM's workers detect the end of their engine (a pipe reads end of file), but the engine does not detect the end of its
+server: it would keep the GPU's memory, and the next start would fail.
 
-Only `multiprocessing`'s children watch, spawned or forked: vLLM starts engines and workers that way. What is forked or
-started otherwise (the tools' fork servers, compilers) has ends of its own and is left alone.
+Only children of `multiprocessing`, spawned or forked, watch their parent: vLLM starts engines and workers that way.
+Other children (the tools' fork servers, compilers) end by their own means.
 """
 
 from __future__ import annotations

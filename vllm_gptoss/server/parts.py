@@ -18,7 +18,8 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.routing import BaseRoute
 
-from vllm_gptoss._vllm import replaced
+from vllm_gptoss import fallback
+from vllm_gptoss._vllm import compatibility, replaced
 from vllm_gptoss.server.http import routes
 from vllm_gptoss.settings import Settings, SettingsError
 from vllm_gptoss.tools.missing import reason
@@ -35,9 +36,13 @@ class Kind:
     factory: str
     requested_by: tuple[str, ...] = ()
     variables: str = ""
-    """Prefix of the environment variables that configure only this part."""
+    """The prefix of environment variables that configure this part alone."""
+    check: str = ""
+    """The part of `compatibility.PARTS` that must fit the installed vLLM."""
 
     def load(self) -> Any:
+        if self.check and (why := compatibility.why_off(self.check)):
+            raise fallback.UnavailableError(why)
         return getattr(importlib.import_module(self.module), self.factory)()
 
     def request(self, settings: Settings, environ: Mapping[str, str]) -> str | None:
@@ -47,13 +52,14 @@ class Kind:
         return next((f"the setting {name!r} (GPTOSS_{name.upper()})" for name in named), next(iter(own), None))
 
 
-CHAT = Kind("chat completions", "vllm_gptoss.server.chat.endpoint", "ChatCompletions", ("parser",))
+CHAT = Kind("chat completions", "vllm_gptoss.server.chat.endpoint", "ChatCompletions", ("parser",), check="parser")
 RESPONSES = Kind(
     "Responses API",
     "vllm_gptoss.server.responses.endpoint",
     "ResponsesEndpoint",
     ("endpoint", "tools", "store", "prompts"),
     "GPTOSS_RESPONSES_",
+    check="endpoint",
 )
 KINDS = (
     Kind("completions", "vllm_gptoss.server.chat.completions", "Completions"),
@@ -90,7 +96,7 @@ class Parts:
         Raises:
             SettingsError: a setting is wrong, or asks for a part that failed.
         """
-        self._app = app
+        self.app = app
         self._settings = settings
         self._before = list(app.router.routes)
         self.installed: list[_Installed] = []
@@ -99,15 +105,15 @@ class Parts:
                 self._attach(kind, args)
 
     def _attach(self, kind: Kind, args: Namespace) -> None:
-        there = self._app.router.routes
-        before, restore = list(there), replaced.remember(self._app.router, args)
+        there = self.app.router.routes
+        before, restore = list(there), replaced.remember(self.app.router, args)
         try:
             part = kind.load()
-            part.attach(self._app, args, self._settings)
+            part.attach(self.app, args, self._settings)
         except Exception as error:
             restore()
             there[:] = before
-            self._left_out(kind, self._app.state, error)
+            self._left_out(kind, self.app.state, error)
         else:
             ours = [route for route in there if not any(route is each for each in before)]
             self.installed.append(_Installed(kind, part, ours))
@@ -124,7 +130,7 @@ class Parts:
                 await each.part.start(engine_client, state, args)
             except Exception as error:
                 restore()
-                routes.put_back(self._app, each.routes, self._before)
+                routes.put_back(self.app, each.routes, self._before)
                 self.installed.remove(each)
                 self._left_out(each.kind, state, error)
 
@@ -145,3 +151,16 @@ class Parts:
             reason(error),
         )
         logger.debug("The traceback:", exc_info=error)
+
+
+def shadowed(parts: Parts) -> list[str]:
+    """Method and path of each route of `parts` that the app never reaches, because another's route precedes it."""
+    ours = {id(route) for each in parts.installed for route in each.routes}
+    first: dict[str, bool] = {}
+    lost = []
+    for route in parts.app.router.routes:
+        for method in sorted(getattr(route, "methods", None) or ()):
+            name = f"{method} {getattr(route, 'path', '')}"
+            if not first.setdefault(name, id(route) in ours) and id(route) in ours:
+                lost.append(name)
+    return lost

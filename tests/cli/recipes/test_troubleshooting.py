@@ -30,7 +30,7 @@ ANSWERED = names(
 HELD = names(
     "BusyError CgroupError ConfinedError DocumentError FaultError FetchError FloodError"
     " IsolationError KernelError LayoutError MalformedError"
-    " NotHereError ProtocolError SlowError TooManyTokensError UnavailableError UnwantedError _KilledError"
+    " UnavailableError ProtocolError SlowError TooManyTokensError UnavailableError UnwantedError _KilledError"
     " _OutOfTimeError _RefusedError _TooManyFilesError"
 )
 """Errors that another part of the plugin catches."""

@@ -149,7 +149,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def own(of: Any, *aside_now: str) -> Any:
-    """The builder `of`, its layers' attention ours, but for those that stepped aside."""
+    """The builder `of`, with our attention in its layers except the disabled ones."""
     for name, layer in of.compilation_config.static_forward_context.items():
         layer.impl.has_ours = name not in aside_now
     return of
@@ -176,7 +176,7 @@ def test_one_layer_that_stepped_aside_has_its_plan(planned: list[bool]) -> None:
 def test_graphs_that_also_serve_several_tokens_a_request_are_planned(
     planned: list[bool], mode: CUDAGraphMode, drafts: int
 ) -> None:
-    """FA3 is in them, whatever the step that replays one looks like."""
+    """FA3 is in them, for every step that replays one."""
     own(builder((-1, -1), mode=mode, drafts=drafts)).build(0, Common(64, 1))
     assert planned == [True]
 

@@ -63,7 +63,7 @@ def test_a_draft_gets_no_plan_either_way(built: Callable[[], list[bool]]) -> Non
 def test_a_step_is_planned_as_the_graph_was_captured(
     given: list[tuple[Common, bool]], mode: CUDAGraphMode, drafts: int
 ) -> None:
-    """A capture says the longest of all sequences, and in a graph of several tokens a request the most of those. A step
+    """A capture sets the maximum sequence length, and the maximum query length if a request has several tokens. A step
     of short sequences, or of one token each, had a plan of another layout: FA3 then read beside it, and answers were
     wrong (450 known by heart, on an H100)."""
     of = builder((127, 0), mode=mode, drafts=drafts)

@@ -172,7 +172,7 @@ def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
 
 
 def test_a_leftover_file_that_the_index_does_not_name_is_not_read(tmp_path: Path) -> None:
-    """vLLM reads only the files in the index, for repositories that carry a consolidated copy beside the shards."""
+    """vLLM reads only the files in the index, for repositories with shards and a consolidated copy."""
     tiny.write(tmp_path, shards=2)
     (tmp_path / "consolidated.safetensors").write_bytes(b"anything")
     check(tmp_path)

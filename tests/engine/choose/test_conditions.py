@@ -1,4 +1,4 @@
-"""Every obstacle as a row: what of a device or a deployment stands against what, and the words that say so."""
+"""Every condition as a row: the property of a device or deployment, the rejected choice and the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choices are data with reasons; an explicit wish that cannot be met is an error that names what can."""
+"""Choices are data with reasons; a requested choice that cannot run is an error with an alternative."""
 
 from __future__ import annotations
 

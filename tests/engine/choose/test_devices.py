@@ -1,4 +1,4 @@
-"""One table names the GPUs: what the driver says and what a user types lead to the same row."""
+"""One table names the GPUs: the driver's name and a user's spelling select the same row."""
 
 from __future__ import annotations
 

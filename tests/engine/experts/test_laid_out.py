@@ -106,13 +106,13 @@ def test_experts_of_another_shape_are_refused_before_a_byte_is_written(of: metho
 def test_weights_that_the_kernels_refuse_are_upstreams_or_an_error(
     of: method.GptOssExpertsMethod, monkeypatch: pytest.MonkeyPatch, graphs: bool
 ) -> None:
-    """Without graphs the next step is upstream's; a captured graph cannot be told."""
+    """Without graphs the next step is upstream's; a captured graph cannot be changed."""
     layer = Layer(1)
     of.process_weights_after_loading(layer)
     of.deployment = Deployment(GPT_OSS_20B, graphs=graphs)
 
     def refuse(self: Any, layer: Any) -> None:
-        raise method.fallback.NotHereError("a scale is too large")
+        raise method.fallback.UnavailableError("a scale is too large")
 
     monkeypatch.setattr(method.GptOssExpertsMethod, "_before", refuse)
     layer.load(5)

@@ -172,7 +172,7 @@ def driver(status: int, value: int) -> Any:
 def test_a_gpu_shared_by_mps_is_told_by_the_driver(
     monkeypatch: pytest.MonkeyPatch, status: int, value: int, shared: bool
 ) -> None:
-    """Two kernels whose blocks wait for one another would wait for ever; an old driver's error is no yes."""
+    """Two kernels with grid-wide barriers would deadlock; an error of an old driver means False."""
     monkeypatch.setattr(nvrtc, "driver", lambda: driver(status, value))
     assert nvrtc.shared_by_mps(0) is shared
 
@@ -210,7 +210,7 @@ def before_loading(monkeypatch: pytest.MonkeyPatch, wish: str = "auto") -> metho
 def test_experts_under_mps_stay_upstreams_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "driver", lambda: driver(0, 1))
     of = before_loading(monkeypatch)
-    with pytest.raises(method.fallback.NotHereError, match="MPS"):
+    with pytest.raises(method.fallback.UnavailableError, match="MPS"):
         of._before(loaded())
     of.process_weights_after_loading(loaded())
     assert of.ours is None
@@ -222,11 +222,11 @@ def test_experts_under_mps_stay_upstreams_and_say_so(monkeypatch: pytest.MonkeyP
 def test_one_layer_of_another_shape_or_scale_keeps_upstreams(monkeypatch: pytest.MonkeyPatch) -> None:
     of = before_loading(monkeypatch)
     narrow = torch.zeros(1, dtype=torch.uint8).expand(32, 32, 16)
-    with pytest.raises(method.fallback.NotHereError, match="32 x 32 are not multiples of 64"):
+    with pytest.raises(method.fallback.UnavailableError, match="32 x 32 are not multiples of 64"):
         of._before(loaded(w13_weight=narrow, w2_weight=narrow))
     large = torch.full((32, 2880, 90), 127, dtype=torch.uint8)
     large[3, 5, 7] = 193
-    with pytest.raises(method.fallback.NotHereError, match="a scale is larger than e8m0 code 192"):
+    with pytest.raises(method.fallback.UnavailableError, match="a scale is larger than e8m0 code 192"):
         of._before(loaded(w2_weight_scale=large))
     values, scales = of._before(loaded())[1]
     assert values.numel()

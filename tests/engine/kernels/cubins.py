@@ -1,4 +1,4 @@
-"""Cubins that tests ask for, compiled once for each source, set of options and version of NVRTC, and kept."""
+"""A cache of cubins for tests, by source, options and version of NVRTC."""
 
 from __future__ import annotations
 

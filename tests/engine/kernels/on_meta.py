@@ -1,4 +1,4 @@
-"""Layers of experts without memory, for what only asks their shapes."""
+"""Layers of experts without memory, for code that only reads their shapes."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_shared_memory_fits_for_every_token_count(which: str, tuning: experts_pl
 @pytest.mark.parametrize("local", [16, 32, 128])
 @pytest.mark.parametrize(("which", "tuning", "most"), TUNINGS)
 def test_both_sides_lay_shared_memory_out_alike(which: str, tuning: experts_plan.Tuning, most: int, local: int) -> None:
-    """What the host asks for is what the kernel's own types take: a byte less would be read past its end."""
+    """The host allocates the size of the kernel's types: with a byte less, it would read past the end."""
     macros = experts_plan.defines(tuning, 5760, 45, 46, local, 4, local, (1, 0), False, most)
     ours = experts_plan.shared_bytes(tuning, 45, 1, 4, local if most > experts_plan.NARROW_TOKENS else 0, most)
     check = f"\nstatic_assert(META_BYTES + RED_BYTES + RING_BYTES + XSTRIDE == {ours});"

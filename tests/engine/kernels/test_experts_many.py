@@ -1,4 +1,4 @@
-"""The kernel for many tokens without a GPU: it compiles for every shape, and nobody reads past shared memory."""
+"""The kernel for many tokens without a GPU: it compiles for every shape and does not read past shared memory."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_long_lists_of_pairs_cost_columns_and_not_the_kernel() -> None:
 
 
 def test_columns_without_products_do_not_compile() -> None:
-    """The kernel would leave out every chunk of so many tokens, and say nothing."""
+    """The kernel would silently skip every chunk of so many tokens."""
     options = {**dict(prepared(*SHAPES[0]).recipe(384, torch.bfloat16).options), "COLUMNS": 1 << 56 // 8 | 1 << 96 // 8}
     with pytest.raises(nvrtc.NvrtcError, match="columns without products"):
         judged(nvrtc.source(SOURCE), "sm_90a", [f"-D{k}={v}" for k, v in options.items()])

@@ -1,4 +1,4 @@
-"""Risks of the products that need no GPU: rows that nobody has, more shared memory than there is, a ring too short,
+"""Risks of the products that need no GPU: rows without an owner, too much shared memory, a ring too short,
 arguments that differ between host and device, source that does not compile."""
 
 from __future__ import annotations

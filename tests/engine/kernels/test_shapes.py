@@ -1,7 +1,7 @@
-"""Random shapes against the kernels' own host checks: what is refused says why, what is taken has a plan that fits.
+"""Random shapes against the kernels' host checks: a rejection has a reason, an accepted shape has a plan that fits.
 
-The sample model of this repository once ended a GPU's start: its experts are 32 x 32, and their layout was sampled
-before anybody had asked for the shape.
+The sample model of this repository once failed to start on a GPU: its experts are 32 x 32, and their layout was sampled
+before their shape was checked.
 """
 
 from __future__ import annotations

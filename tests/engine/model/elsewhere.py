@@ -1,6 +1,6 @@
 """A KV connector that keeps every layer's cache elsewhere between steps: here there is only NaN.
 
-A path that asks too late reads NaN, one that does not give back has nothing in the next step.
+A path that loads too late reads NaN; a path that does not save has no cache in the next step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One rank of a gloo group that runs vLLM's own gpt-oss layers through `FewTokens`, kernels replaced by `standins`.
+"""One rank of a gloo group that runs vLLM's own gpt-oss layers through `FusedPath`, kernels replaced by `standins`.
 
 `python -m tests.engine.model.ranks LAYOUT RANK WORLD PORT MODEL OUT`: LAYOUT is `tensor` or `pipeline`. Real parts:
 vLLM's model class, its sharded weights and loader, its groups and collectives, its forward context, and all of
-`FewTokens`; with `tensor` also a KV connector.
+`FusedPath`; with `tensor` also a KV connector.
 Writes to OUT what the last rank has: hidden states of every token of every request, the auxiliary states that EAGLE3
 reads, and how far the experts path over vLLM's own runner is from vLLM's MLP.
 """
@@ -76,18 +76,18 @@ def states(built: Any, config: Any, layout: str) -> tuple[list[Tensor], list[Ten
 
     from tests.support import standins
     from vllm_gptoss.engine.choose import vllm_config as describe
-    from vllm_gptoss.engine.model import addresses, chain, few_tokens
+    from vllm_gptoss.engine.model import addresses, fused_path, layer_upto16
 
     inner = built.model.float()
-    path = few_tokens.FewTokens(built, describe.configuration(config))
+    path = fused_path.FusedPath(built, describe.configuration(config))
     modules = [inner.layers[index] for index in range(inner.start_layer, inner.end_layer)]
     path.places = [addresses.look_up(module, get_tensor_model_parallel_rank()) for module in modules]
     for place, module in zip(path.places, modules, strict=True):
         place.tensors = replace(place.tensors, experts=standins.Experts(module.mlp.experts.routed_experts))  # type: ignore[arg-type]
         kv_heads = place.attention.num_kv_heads
         place.attention.kv_cache = torch.full((BLOCKS, kv_heads, BLOCK, 128), float("nan"))
-    chain.dense = SimpleNamespace(qkv_rope=standins.qkv_rope, out_proj=standins.out_proj, router=standins.router)  # type: ignore[assignment]
-    chain.attention = SimpleNamespace(attend=standins.attend, HEAD=standins.HEAD)  # type: ignore[assignment]
+    layer_upto16.dense = SimpleNamespace(qkv_rope=standins.qkv_rope, out_proj=standins.out_proj, router=standins.router)  # type: ignore[assignment]
+    layer_upto16.attention = SimpleNamespace(attend=standins.attend, HEAD=standins.HEAD)  # type: ignore[assignment]
     if layout == "tensor":
         inner.aux_hidden_state_layers = AUX
     tokens = sequences(config.model_config.get_vocab_size())
@@ -159,10 +159,10 @@ def experts_distance(model: str, tensor: int) -> float:
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
     from tests.support import standins
-    from vllm_gptoss.engine.model import addresses, chain
+    from vllm_gptoss.engine.model import addresses, layer_upto16
 
     built, config = build(model, tensor, 1)
-    chain.dense = SimpleNamespace(router=standins.router)  # type: ignore[assignment]
+    layer_upto16.dense = SimpleNamespace(router=standins.router)  # type: ignore[assignment]
     module = built.model.layers[0]
     place = addresses.look_up(module, 0)
     weight = place.tensors.router_weight.clone()  # a CPU repacks linear weights
@@ -173,8 +173,8 @@ def experts_distance(model: str, tensor: int) -> float:
     x, residual = (torch.randn(5, built.model.norm.weight.shape[0], generator=generator).bfloat16() for _ in range(2))
     summed = torch.empty_like(x)
     with torch.inference_mode(), set_forward_context({}, config, num_tokens=5):
-        routed = chain.route(tensors, x, residual, True, summed)
-        got = chain.experts(tensors, *routed, None, place.others)
+        routed = layer_upto16.route(tensors, x, residual, True, summed)
+        got = layer_upto16.experts(tensors, *routed, None, place.others)
         normed, wanted_sum = module.post_attention_layernorm(x.clone(), residual.clone())
         wanted = module.mlp(normed)
     assert torch.equal(summed, wanted_sum)

@@ -1,4 +1,4 @@
-"""When a step of one token is one launch, and that it says why where it is not."""
+"""When a step of one token is one launch, and the logged reason otherwise."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from vllm_gptoss.engine.choose.device import Device
 from vllm_gptoss.engine.kernels import nvrtc, step
 from vllm_gptoss.engine.kernels.experts import Projection
 from vllm_gptoss.engine.kernels.layer import LayerTensors
-from vllm_gptoss.engine.model import addresses, few_tokens, one_token
-from vllm_gptoss.engine.model.place import Place
+from vllm_gptoss.engine.model import addresses, fused_path, one_token
+from vllm_gptoss.engine.model.layer_binding import Place
 from vllm_gptoss.engine.spec import GPT_OSS_20B, SWIGLU_ALPHA, SWIGLU_LIMIT
 
 COS_SIN = torch.zeros(8, 64)
@@ -68,7 +68,7 @@ def test_the_20b_is_the_shape_that_the_kernel_is_asked_for() -> None:
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What vLLM's logger says."""
+    """The log lines of vLLM's logger."""
     with heard(caplog, logging.INFO):
         yield caplog
 
@@ -91,7 +91,7 @@ def test_a_kernel_that_cannot_be_compiled_is_one_line(
 
 
 class Recorded(one_token.OneToken):
-    """The path that never finds a table, and what it asked for."""
+    """The path that never finds a table, and its requests."""
 
     def __init__(self, places: list[Place]) -> None:
         super().__init__(places)
@@ -140,7 +140,7 @@ def test_a_cache_that_vllm_makes_anew_is_the_one_that_is_read() -> None:
 def test_a_connector_hears_of_every_layer_around_the_one_launch_and_of_none_where_there_is_none(
     monkeypatch: pytest.MonkeyPatch, runs: bool
 ) -> None:
-    """Six launches tell it themselves: a layer that is waited for twice is a connector's error."""
+    """The six launches notify the connector themselves: waiting twice for a layer is an error."""
     told: list[str] = []
     connector = SimpleNamespace(
         wait_for_layer_load=lambda name: told.append(f"wait {name}"),
@@ -179,7 +179,7 @@ def test_more_kinds_of_tables_than_the_kernel_takes_keep_six_launches_and_say_so
 def test_only_steps_of_one_token_are_one_launch(tokens: int, taken: bool) -> None:
     calls = []
     model = SimpleNamespace(start_layer=0, _maybe_add_hidden_state=lambda aux, index, x, residual: aux)
-    path = few_tokens.FewTokens(SimpleNamespace(model=model), ONE_GPU)
+    path = fused_path.FusedPath(SimpleNamespace(model=model), ONE_GPU)
     path.places = [place()]
     path.one_token = lambda *_: (calls.append("one"), (torch.ones(1), torch.ones(1)))[1]  # type: ignore[assignment, func-returns-value]
     path._layer = lambda *_: (calls.append("six"), (torch.ones(1), torch.ones(1)))[1]  # type: ignore[method-assign, func-returns-value]
@@ -192,13 +192,13 @@ def test_one_launch_is_taken_unless_a_draft_reads_between_layers(
     monkeypatch: pytest.MonkeyPatch, auxiliary: tuple[int, ...]
 ) -> None:
     """EAGLE3's auxiliary states lie where one launch cannot be looked into."""
-    monkeypatch.setattr(few_tokens.device, "detect", lambda: H200)
+    monkeypatch.setattr(fused_path.device, "detect", lambda: H200)
     monkeypatch.setattr(one_token.device, "detect", lambda: H200)
-    monkeypatch.setattr(few_tokens.worker, "tensor_parallel_rank", lambda: 0)
-    monkeypatch.setattr(few_tokens.nvrtc, "at_once", lambda loads: None)
+    monkeypatch.setattr(fused_path.worker, "tensor_parallel_rank", lambda: 0)
+    monkeypatch.setattr(fused_path.nvrtc, "at_once", lambda loads: None)
     monkeypatch.setattr(addresses, "look_up", lambda found, rank: place())
     monkeypatch.setattr(one_token.step, "compile_for", lambda shape, device: None)
     model = SimpleNamespace(layers=[None, None], start_layer=0, end_layer=2, aux_hidden_state_layers=auxiliary)
-    path = few_tokens.FewTokens(SimpleNamespace(model=model), Deployment(GPT_OSS_20B))
+    path = fused_path.FusedPath(SimpleNamespace(model=model), Deployment(GPT_OSS_20B))
     assert path.prepare("auto").value == "gptoss"
     assert (path.one_token is None) == bool(auxiliary)

@@ -1,4 +1,4 @@
-"""A short way whose launches the processor does, and whose model puts down what it is given: no GPU is needed."""
+"""The short way with launches emulated on the CPU and a model that records its inputs. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class Engine:
         return SimpleNamespace(**fields | changes)
 
     def decode(self, *names: str, by_vllm: bool = False, **changes: Any) -> None:
-        """One step the short way, whose model must be given what plain bookkeeping says. by_vllm: vLLM's sampler takes
+        """One step the short way. Compares the model's inputs with plain bookkeeping. by_vllm: vLLM's sampler takes
         the tokens."""
         taken = self.short_way.take(self.step(list(names), **changes))
         rows = [self.states.req_id_to_index[name] for name in names]

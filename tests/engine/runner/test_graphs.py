@@ -1,4 +1,4 @@
-"""Work is launched once by itself, then from a graph; where that cannot be captured, by itself for good."""
+"""Work is launched directly once, then from a graph; if the capture fails, always directly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_gptoss.engine.runner.graphs import Graphs, Launches, Work
 
 
 class Recorded:
-    """What stands for a CUDA graph."""
+    """A stand-in for a CUDA graph."""
 
     def __init__(self, done: list[str]) -> None:
         self.done = done
@@ -24,7 +24,7 @@ class Recorded:
 
 
 class FakeGraphs(Graphs):
-    """Captures nothing, as long as it is asked for what can be captured."""
+    """Counts captures instead of capturing, for launches that can be captured."""
 
     def __init__(self, done: list[str], fails: bool = False) -> None:
         self.works, self.done, self.fails = OrderedDict(), done, fails

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm_gptoss.engine.runner import work
+from vllm_gptoss.engine.runner import captured_steps
 from vllm_gptoss.engine.runner.batch import RING, Batch
 from vllm_gptoss.engine.runner.graphs import Graphs
 from vllm_gptoss.engine.runner.model_runner import ShortWay, Taken
@@ -24,7 +24,7 @@ WITH_TOP_K = (True, True, False, True, False, False)
 
 
 class Sampler:
-    """Remembers whose parameters it was told to look at, as vLLM's does on the host to choose its kernels."""
+    """Records the rows whose parameters it read, as vLLM's does on the host to select its kernels."""
 
     def __init__(self) -> None:
         self.rows: list[list[int]] = []
@@ -35,7 +35,7 @@ class Sampler:
 
 
 def batch_of(*rows: int) -> Batch:
-    """Requests that stand in these rows of vLLM's states and ask for top-k."""
+    """Requests with top-k in these rows of vLLM's states."""
     names, count = [f"of row {row}" for row in rows], len(rows)
     inputs: Any = SimpleNamespace(
         query_start_loc=torch.arange(count + 1),
@@ -50,7 +50,7 @@ def batch_of(*rows: int) -> Batch:
 @pytest.fixture
 def short_way(monkeypatch: pytest.MonkeyPatch) -> ShortWay:
     """One without a GPU: nothing is captured, vLLM's states are empty."""
-    monkeypatch.setattr(work.vllm, "parts", lambda: SimpleNamespace(post_update=lambda *_: None))
+    monkeypatch.setattr(captured_steps.vllm, "parts", lambda: SimpleNamespace(post_update=lambda *_: None))
     ring = torch.zeros(RING, MOST, dtype=torch.int64)
     gpu = SimpleNamespace(gpu=None)
     states = {"last_sampled_tokens": None, "draft_tokens": None}

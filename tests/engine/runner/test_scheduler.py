@@ -1,4 +1,4 @@
-"""The quick scheduler plans exactly what vLLM's does, and tells clients the same: random requests through both."""
+"""The quick scheduler makes the same steps and outputs as vLLM's, for random requests."""
 
 from __future__ import annotations
 
@@ -175,8 +175,8 @@ def test_plans_are_the_same(config: Any, blocks: int, caching: bool, seed: int) 
     assert found == wanted
     assert sum(asked) > len(asked) / 2, "it should spare most of the searches"
     assert ours.short_steps > 20, "hardly any step went the short way"
-    assert ours.beside_others > 5, "hardly any step was planned beside others"
-    assert ours.repeated > 20, "vLLM planned nearly all steps for nobody"
+    assert ours.beside_others > 5, "hardly any step was planned with others"
+    assert ours.repeated > 20, "vLLM planned nearly all empty steps"
     assert ours.went_on > 50, "vLLM took nearly all tokens"
     kept = ("current_step", "num_executed_steps", "sched_step_seq", "prefill_capacity_bound", "last_prefill_step")
     assert [vars(ours).get(name) for name in kept] == [vars(theirs).get(name) for name in kept]

@@ -1,4 +1,4 @@
-"""Whatever comes between two steps, the model is given each request's own last token, position and slot."""
+"""After any event between two steps, the model gets each request's last token, position and slot."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from tests.engine.runner.host_engine import LIMIT, PARTS, PLAIN, SIZE, TOP_K, Engine, HostGraphs
 from tests.support.vllm_log import heard, lines
 from vllm_gptoss import fallback
-from vllm_gptoss.engine.runner import admit, batch, model_runner, work
+from vllm_gptoss.engine.runner import batch, captured_steps, eligibility, model_runner
 from vllm_gptoss.engine.runner.model_runner import GptOssModelRunner
 
 pytestmark = pytest.mark.vllm
@@ -31,8 +31,8 @@ pytestmark = pytest.mark.vllm
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     """Three requests of four tokens; ten steps of two of them have warmed up what steps replay."""
     random.seed(0)
-    monkeypatch.setattr(work.vllm, "parts", lambda: PARTS)
-    monkeypatch.setattr(work.vllm, "marks_padding", lambda: False)
+    monkeypatch.setattr(captured_steps.vllm, "parts", lambda: PARTS)
+    monkeypatch.setattr(captured_steps.vllm, "marks_padding", lambda: False)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(batch, "sampling", lambda *_: PLAIN)
     monkeypatch.setattr(model_runner, "Graphs", HostGraphs)
@@ -115,7 +115,7 @@ def fails(*_: Any, **__: Any) -> Any:
 
 
 def reading_the_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admit, "only_decodes", fails)
+    monkeypatch.setattr(eligibility, "only_decodes", fails)
 
 
 def choosing_a_graph(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

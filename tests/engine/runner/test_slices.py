@@ -1,4 +1,4 @@
-"""Risks of asking for short time slices: nothing is asked for, or not for all threads, or priorities change."""
+"""Risks of short time slices: they are not set, not set for all threads, or change priorities."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_thread_asks_and_keeps_its_priority() -> None:
     assert done.returncode == 0, done.stderr
     measured, kept = done.stdout.splitlines()
     was, *now = map(int, measured.split())
-    assert now == [slices.SLICE_NS] * 3 if was else now == [0] * 3, "the kernel says slices, from Linux 6.12 on"
+    assert now == [slices.SLICE_NS] * 3 if was else now == [0] * 3, "the kernel reports slices from Linux 6.12 on"
     assert kept == "3 True"
 
 

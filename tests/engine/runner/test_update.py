@@ -20,7 +20,7 @@ ROWS = 12
 
 
 def runner(names: list[str], rng: random.Random) -> Any:
-    """The states of `names` and of rows that nobody has, and a list for the blocks that arrive."""
+    """The states of `names` and of unused rows, and a list for new blocks."""
     rows = rng.sample(range(ROWS), len(names))
     states = SimpleNamespace(
         req_id_to_index=dict(zip(names, rows, strict=True)),

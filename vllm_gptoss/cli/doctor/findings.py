@@ -139,6 +139,8 @@ def versions(found: dict[str, Any]) -> Findings:
     version = _vllm.version()
     if why := _vllm.outside_range(version):
         yield Finding(Status.PROBLEM, "versions", f"vllm-gptoss {__version__}: {why}", INSTALL)
+    elif _vllm.is_untested(version):
+        yield Finding(Status.WARNING, "versions", f"vllm-gptoss {__version__}: {compatibility.summary()}", INSTALL)
     else:
         others = ", ".join(f"{name} {_version(name)}" for name in ("torch", "oss-harmony", "mcp"))
         yield Finding(Status.OK, "versions", f"vllm-gptoss {__version__}, vLLM {version}, {others}")
@@ -150,14 +152,10 @@ def active(probe: dict[str, Any]) -> Findings:
     """The result of vLLM's plugin discovery in a new interpreter."""
     if "error" in probe:
         return
-    for part in ("model", "quantization"):
+    for part, name in (("model", spec.ARCHITECTURE), ("quantization", spec.QUANTIZATION)):
         ours = str(probe.get(part, "")).startswith("vllm_gptoss")
-        yield Finding(
-            Status.OK if ours else Status.PROBLEM,
-            f"plugin: {part}",
-            f"{spec.ARCHITECTURE if part == 'model' else spec.QUANTIZATION} is {probe.get(part)}",
-            "" if ours else _inactive(probe),
-        )
+        status, fix = (Status.OK, "") if ours else (Status.PROBLEM, _inactive(probe))
+        yield Finding(status, f"plugin: {part}", f"{name} is {probe.get(part)}", fix)
     for part, name in (("runner and scheduler", "runner"), ("streams", "streams")):
         why = compatibility.why_not(name)
         detail = f"vLLM's own: {why}" if why else "ours: vLLM has the tested functions"

@@ -1,19 +1,18 @@
-"""FlashAttention 3's backend where it serves gpt-oss's layers (sm90): our attention for decode, FA3's planned once.
+"""FlashAttention 3's backend for gpt-oss's layers (sm90): our kernel for decode steps, one FA3 plan per step.
 
-Decode steps of up to `ATTENTION_TOKENS` tokens, one token a request, go to `engine/kernels/attention_many.py`, which
-needs no plan. What decides is the step's longest request, as FA3 is told of it. A graph of decode steps alone is
-captured with one token a request, and no other step replays it. With `cudagraph_mode` FULL, or with drafts, a graph
-also serves steps with more; it is captured as such, and FA3 is in it. Up to `FUSED_TOKENS` tokens the fused layers have
-their own.
+Decode steps of up to `ATTENTION_TOKENS` tokens, one token a request, run `engine/kernels/attention_many.py`, which
+needs no plan. The maximum query length in the metadata decides. A graph of decode steps is captured with one token a
+request, and no other step replays it. With `cudagraph_mode` FULL or with drafts, a graph also serves steps with more
+tokens a request; it contains FA3. Up to `FUSED_TOKENS` tokens the fused layers use their own kernel.
 
-FA3 plans how it splits keys over the GPU. vLLM makes that plan ahead of a step, for all layers at once, only where
-every layer of the model has the same window (`_get_sliding_window_configs` of 0.33.0); gpt-oss alternates two, so each
-of its 24 or 36 layers launches the planner again. A metadata builder serves one group of the KV cache, though, and the
-layers of a group have one window: that is all this backend tells it.
+FA3 plans how it splits keys over the GPU. vLLM makes one plan for all layers only if every layer of the model has the
+same window (`_get_sliding_window_configs` of 0.33.0). gpt-oss alternates two windows, so each of its 24 or 36 layers
+would launch the planner. A metadata builder serves one group of the KV cache, whose layers have one window, and this
+backend sets that window on the builder.
 
-A plan's layout follows from the window, from the longest sequence and from whether any request has several tokens
-(`mha_fwd_get_scheduler_metadata` of vLLM's flash-attention, hopper/flash_api.cpp). A FULL graph keeps what was true
-when it was captured. So every step that one may replay is planned as the capture was.
+The layout of a plan depends on the window, the longest sequence and whether a request has several tokens
+(`mha_fwd_get_scheduler_metadata` of vLLM's flash-attention, hopper/flash_api.cpp). A FULL graph contains the layout of
+its capture, so every step that may replay it is planned in the same way.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ from vllm_gptoss.engine.kernels import attention_many, nvrtc
 
 
 def is_ours(tokens: int, longest: int) -> bool:
-    """Whether a step is one for our kernel. longest: tokens of the request that has most, as FA3 is told of it."""
+    """Whether our kernel runs a step. longest: the maximum query length in the metadata of FA3."""
     return longest == 1 and FUSED_TOKENS < tokens <= ATTENTION_TOKENS
 
 
 class GptOssFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
-    """Upstream's builder, planning for the window of its own layers."""
+    """vLLM's builder, which plans for the window of its group of layers."""
 
     aot_sliding_window: tuple[int, int] | None
 
@@ -107,14 +106,14 @@ class GptOssFlashAttentionImpl(FlashAttentionImpl):
         """Ours.
 
         Raises:
-            NotHereError: a tensor or the step is not what the kernel reads.
+            UnavailableError: a tensor or the step is not what the kernel reads.
             NvrtcError: the kernel cannot be launched.
         """
         why = attention_many.unreadable(query, kv_cache, output)
         if why is None and step.causal is not True:
             why = "the step is not causal"
         if why is not None:
-            raise fallback.NotHereError(why)
+            raise fallback.UnavailableError(why)
         tokens = step.num_actual_tokens
         if tokens < query.shape[0]:
             query = query[:tokens]
@@ -163,11 +162,11 @@ def made_for(layers: Sequence[Any]) -> list[GptOssFlashAttentionImpl]:
     """What `layers` would have for their attention, had vLLM built them for this backend; kernels compiled.
 
     Raises:
-        NotHereError: a layer is not what the kernel computes.
+        UnavailableError: a layer is not what the kernel computes.
         NvrtcError: a kernel cannot be compiled or loaded.
     """
     for why in filter(None, map(obstacle, layers)):
-        raise fallback.NotHereError(why)
+        raise fallback.UnavailableError(why)
     made = [as_ours(layer.impl) for layer in layers]
     device = torch.cuda.current_device()
     nvrtc.at_once((attention_many.load, device, impl.num_kv_heads, impl.window) for impl in made)

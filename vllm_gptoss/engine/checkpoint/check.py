@@ -26,7 +26,7 @@ SHOWN = 12
 """Problems spelled out in one message; the rest are counted."""
 
 EXPERT_SUFFIXES = {"_proj_blocks": "MXFP4", "experts.gate_up_proj": "BF16"}
-"""Ends of names that tell an expert's format."""
+"""Name suffixes that identify an expert's format."""
 
 TORCH_DTYPES = {
     "torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32", "torch.float64": "F64",
@@ -169,7 +169,7 @@ def checked(
     complete: bool = True,
     ignore_missing: Sequence[str] = (),
 ) -> Iterator[tuple[str, T]]:
-    """Pass (name, tensor) through, checking each before anybody copies it, and at the end that none was missing.
+    """Pass (name, tensor) through, checking each before it is copied, and at the end that no tensor is missing.
 
     source: how messages call the checkpoint; complete: False when only some tensors are sent, as weight updates do;
     ignore_missing: names that a loader leaves out on purpose.

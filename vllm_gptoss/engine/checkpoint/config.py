@@ -1,4 +1,4 @@
-"""What a gpt-oss `config.json` says, as frozen facts. Needs neither torch nor transformers."""
+"""The values of a gpt-oss `config.json`, as frozen dataclasses. Needs neither torch nor transformers."""
 
 from __future__ import annotations
 

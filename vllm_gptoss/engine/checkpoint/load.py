@@ -23,7 +23,7 @@ PARTIAL_FORMATS = frozenset({"dummy"})
 """Load formats under which the first `load_weights` is already an update from outside."""
 
 REWRITING_FORMATS = frozenset({"bitsandbytes", "gguf"})
-"""Load formats that hand over tensors of their own making, not the checkpoint's."""
+"""Load formats that generate tensors instead of reading the checkpoint."""
 
 PER_EXPERT = re.compile(r"\.experts\.\d+\..*\.weight$")
 """What vLLM's expert-parallel weight filter leaves out (`ep_weight_filter.should_skip_weight`)."""

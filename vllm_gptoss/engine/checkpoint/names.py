@@ -71,7 +71,7 @@ EXPERTS: Mapping[Format, Mapping[str, Axes]] = {
 """Gate and up rows are interleaved in `gate_up`: row 2i is gate i, row 2i + 1 is up i."""
 
 PACKED_AXES = frozenset({"group_bytes", "hidden_groups", "intermediate_groups", "hidden_bytes", "intermediate_bytes"})
-"""A tensor with one of these holds MXFP4 bytes, whatever its name."""
+"""A tensor with one of these contains MXFP4 bytes."""
 
 TOLERATED = ("rotary_emb.inv_freq", "_scale", "_scale_inv", ".scale", ".zero_point")
 """Endings of names that a checkpoint may have beyond the tables: KV-cache and activation scales, cached RoPE."""

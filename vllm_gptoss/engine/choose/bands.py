@@ -50,7 +50,7 @@ def of(tokens: int, bands: tuple[Band, ...] = SM90) -> Band:
 
 
 def most(part: str, value: str, bands: tuple[Band, ...] = SM90) -> int:
-    """Tokens of the largest step whose `part` (`layers`, `attention` or `experts`) is `value`."""
+    """Tokens of the largest step for which `part` (`layers`, `attention` or `experts`) is `value`."""
     return max(band.most or 0 for band in bands if getattr(band, part) == value)
 
 
@@ -59,8 +59,7 @@ FUSED_TOKENS: Final = most("layers", SIX_LAUNCHES)
 PRODUCT_TOKENS: Final = most("layers", ALL_OURS)
 ATTENTION_TOKENS: Final = most("attention", DECODE)
 MANY_TOKENS: Final = ATTENTION_TOKENS
-"""Of the largest step of decoding. What runs the experts of larger ones is `engine/kernels/experts_many.py`'s to
-say."""
+"""Tokens of the largest decode step. `engine/kernels/experts_many.py` selects the expert kernels of larger steps."""
 MANY_PAIRS: Final = 3
 """Pairs (a token and one of its experts) for each routed expert, above which a step of more than
 `experts_plan.NARROW_TOKENS` tokens runs `engine/kernels/experts_many.py`: more than 24 tokens of the 20b, and 96 of the

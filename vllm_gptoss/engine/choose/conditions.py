@@ -1,7 +1,7 @@
-"""Every obstacle there is, each a condition on the device and the deployment.
+"""All conditions on the device and the deployment under which a candidate cannot run.
 
-A condition answers why something cannot run, or None. The limits of a kernel's shape are its host file's own functions
-of plain integers (`unsupported`), asked here.
+A condition returns the reason or None. The limits of a kernel's shape are in its host file, as functions of plain
+integers (`unsupported`) that are called here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from vllm_gptoss.engine.choose.deployment import Cache, Deployment
 from vllm_gptoss.engine.choose.device import Device
 from vllm_gptoss.engine.choose.measured import Measured
-from vllm_gptoss.engine.kernels import around, attention, attention_many, dense, experts_plan, step
+from vllm_gptoss.engine.kernels import attention, attention_many, dense, experts_plan, norm_rope_router, step
 from vllm_gptoss.engine.spec import WINDOW
 
 Condition = Callable[[Device, Deployment], str | None]
@@ -92,7 +92,7 @@ LAYERS: tuple[Condition, ...] = (
     projections,
     paged_cache,
 )
-"""The fused layers, `engine/model/few_tokens.py`."""
+"""The fused layers, `engine/model/fused_path.py`."""
 
 
 # One token in one launch
@@ -127,7 +127,7 @@ ONE_LAUNCH: tuple[Condition, ...] = (
 def around_products(device: Device, deployment: Deployment) -> str | None:
     """The shape of one rank's layers, as the kernels around the products read it."""
     model, (heads, kv_heads) = deployment.model, deployment.heads
-    why: str | None = around.unsupported(
+    why: str | None = norm_rope_router.unsupported(
         model.hidden, model.experts, model.active_experts
     ) or attention_many.unsupported(heads, kv_heads, model.head_size, WINDOW)
     return why
@@ -160,7 +160,10 @@ EXPERTS: tuple[Condition, ...] = (
     NO_LORA,
     when(lambda d: d.dtype != "bfloat16", "activations are {d.dtype}, not bfloat16"),
     when(lambda d: d.micro_batches, "may not run on two streams at once, which dual-batch overlap does"),
-    when(lambda d: d.mps, "MPS lets other processes' kernels run beside ours, whose blocks wait for one another"),
+    when(
+        lambda d: d.mps,
+        "MPS runs other processes' kernels concurrently, which would deadlock ours between their blocks",
+    ),
     expert_shapes,
     when(lambda d: d.built_experts not in (None, "TRITON"), "the backend is {d.built_experts}, not TRITON"),
     when(lambda d: d.monolithic is False, "this parallel configuration routes tokens between ranks"),
@@ -176,11 +179,11 @@ EXPERTS: tuple[Condition, ...] = (
 """The kernels for few tokens over `triton`'s weights, `engine/experts/method.py`."""
 
 
-# What has run on a GPU of ours
+# What was run on a GPU
 
 
 def beyond(measured: Measured, *, whole: bool) -> tuple[Condition, ...]:
-    """What was never run, and is done when asked for only. whole: the layers, not the experts alone."""
+    """Combinations that were never run; they require an explicit setting. whole: the layers, not the experts alone."""
     sizes = measured.tensor_parallel
     ranks = when(lambda d: d.expert_ranks not in sizes or d.expert_parallel, f"more than {max(sizes)} GPUs")
     if not whole:

@@ -28,7 +28,7 @@ class Choice(Generic[T]):
 
 
 def experts(device: Device, deployment: Deployment, wish: str = "auto") -> Choice[str]:
-    """The MXFP4 expert kernel: a value of `Family.experts`, of which `gptoss`, `native` and `dequantize` are ours.
+    """The MXFP4 expert kernel: a value of `Family.experts`, `gptoss`, `native` and `dequantize` being ours.
 
     Raises:
         ChoiceError: `wish` is not `auto` and cannot run here, or the experts do not divide over the ranks.
@@ -42,7 +42,7 @@ def experts(device: Device, deployment: Deployment, wish: str = "auto") -> Choic
 
 
 def layers(device: Device, deployment: Deployment, wish: str = "auto") -> Choice[str]:
-    """What runs a step of few tokens: `gptoss` for our fused layers, or `upstream`.
+    """The implementation of a step of few tokens: `gptoss` for our fused layers, or `upstream`.
 
     Raises:
         ChoiceError: `wish` is `gptoss` and cannot run here.
@@ -78,10 +78,10 @@ def attention(device: Device, deployment: Deployment) -> Choice[str]:
 
 
 def kv_cache_dtype(device: Device, wish: str = "auto") -> Choice[str]:
-    """The KV cache's dtype: `auto` is BF16, as the model was trained; anything below is lossy and only by wish.
+    """The KV cache's dtype. `auto` is BF16, as trained; other types are lossy and must be requested.
 
     Raises:
-        ChoiceError: a wish that no attention with sinks of this family reads.
+        ChoiceError: no attention backend of this family reads the requested type with sinks.
     """
     if wish in ("auto", "bfloat16"):
         return Choice(wish, "exact")
@@ -102,14 +102,14 @@ def tensor_parallel(device: Device, spec: ModelSpec) -> Choice[int]:
         return Choice(1, "one process uses all cores")
     if fitting is None:
         tight = f"{spec.name} needs about {need:.0f} GiB, {device.count} x {device.memory_gib:.0f} GiB are here"
-        return Choice(sizes[-1], f"{tight}: `vllm-gptoss recipe plan` says what would fit")
+        return Choice(sizes[-1], f"{tight}: `vllm-gptoss recipe plan` lists what would fit")
     if device.arch == "sm90" and spec.experts > 32 and fitting == 1 and device.count >= 2:
         return Choice(2, "vLLM's guide finds TP=2 the best trade-off for the 120b on Hopper; not measured by us")
     return Choice(fitting, "the fewest that hold the weights and a useful KV cache")
 
 
 def available(rows: Sequence[Row], device: Device, deployment: Deployment) -> list[str]:
-    """Every value of `rows` that can be wished for, `upstream` always among them."""
+    """All values of `rows` that can be requested, always including `upstream`."""
     names = [row.value for row in rows if _obstacle(row, device, deployment) is None]
     return list(dict.fromkeys([*names, "upstream"]))
 

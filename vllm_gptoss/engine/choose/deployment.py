@@ -66,9 +66,9 @@ class Deployment:
     """Expert load balancing or elastic expert parallelism."""
     load_format: str = "auto"
     aiter: bool = False
-    """VLLM_ROCM_USE_AITER: without it vLLM takes nothing of AITER."""
+    """VLLM_ROCM_USE_AITER: without it vLLM uses no AITER kernel."""
     mps: bool = False
-    """CUDA's Multi-Process Service lets other processes' kernels run beside ours."""
+    """CUDA's Multi-Process Service runs kernels of other processes concurrently with ours."""
     attention_backend: str | None = None
     moe_backend: str = "auto"
 
@@ -85,7 +85,7 @@ class Deployment:
     rank_experts: RankExperts | None = None
     largest_scale: int | None = None
     own_experts: bool | None = None
-    """Our kernels run every layer's experts, none of them mapped."""
+    """Our kernels run the experts of every layer, without an expert map."""
 
     # Known at the first step.
     caches: tuple[Cache, ...] = ()

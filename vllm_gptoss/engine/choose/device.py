@@ -1,6 +1,6 @@
-"""What machine this is: `detect()` asks once and answers with plain data.
+"""`detect()` describes this machine as plain data, once per process.
 
-torch is imported when asked, never with the module: vLLM imports the plugin in processes that must stay light.
+The function imports torch, the module does not: vLLM imports the plugin in processes that must stay light.
 """
 
 from __future__ import annotations

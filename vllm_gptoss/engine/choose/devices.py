@@ -94,7 +94,7 @@ NEIGHBOURS: Final = (
     Model("V100", "nvidia", "sm70", 31.7),
     Model("T4", "nvidia", "sm75", 14.6),
 )
-"""GPUs that no recipe is of. Whoever names one gets the recipes of its family, and a plan for its memory."""
+"""GPUs without a recipe. Their name selects the recipes of the family and a plan for their memory."""
 
 _COUNTED = re.compile(r"(?:(\d+)\s*[x*×]\s*)?(.+)", re.IGNORECASE)
 _MARKED = re.compile(r"(?<![a-z0-9])(\d+)\s*gb?(?![a-z0-9])", re.IGNORECASE)
@@ -144,7 +144,7 @@ def _unknown(name: str) -> DeviceError:
 
 
 def _within(name: str, known: Iterable[Model]) -> Model | None:
-    """The row whose spelling stands, word by word, in a driver's name; of several the longest. Not laptops' chips."""
+    """The row with the longest spelling whose words are all in a driver's name. None for laptop GPUs."""
     said = _words(name)
     if "laptop" in said:
         return None

@@ -22,7 +22,8 @@ from vllm_gptoss.engine.choose.device import Device
 class Row:
     """One candidate.
 
-    unless: why it cannot run; untried: what it never ran with, and is then taken only by wish; by_wish_only: always.
+    unless: conditions under which it cannot run; untried: conditions under which it was never run, so that it must be
+    requested; by_wish_only: it must always be requested.
     """
 
     value: str
@@ -33,7 +34,7 @@ class Row:
 
 
 def wished(value: str, reason: str = "not measured") -> Row:
-    """A candidate that is taken only when it is asked for."""
+    """A candidate that must be requested."""
     return Row(value, reason, by_wish_only=True)
 
 
@@ -43,7 +44,7 @@ BLIND: Final = ("FLEX_ATTENTION",)
 _UPSTREAM: Final = (Row("upstream", "vLLM's own choice"),)
 _AITER: Final = (conditions.NO_AITER,)
 
-# Every family asks for them: the first condition names the GPU that they are made for.
+# Every family has them: their first condition is the supported GPU.
 _LAYERS: Final = (
     Row(
         "gptoss",
@@ -65,8 +66,8 @@ _MANY_TOKENS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One GPU generation. archs: `Device.arch`; kv_cache: what a KV cache may be beside BF16, and what reads it;
-    blind: attention backends of vLLM that read no sinks there, beside those of `BLIND`."""
+    """One GPU generation. archs: `Device.arch`; kv_cache: dtypes of a KV cache other than BF16, and their readers;
+    blind: attention backends of vLLM that read no sinks there, in addition to `BLIND`."""
 
     name: str
     archs: tuple[str, ...]
@@ -193,7 +194,7 @@ def of(device: Device) -> Family:
 
 
 def reads_sinks(device: Device, backend: str) -> bool:
-    """Whether an attention backend of vLLM reads sinks on a device; True where nobody knows."""
+    """Whether an attention backend of vLLM reads sinks on a device; True if unknown."""
     return backend not in (*BLIND, *of(device).blind)
 
 
@@ -202,7 +203,7 @@ LEAST_SM: Final = 80
 
 
 def unserved(device: Device) -> str:
-    """Why vLLM serves no gpt-oss on a GPU; empty where it does, and where nobody knows."""
+    """Why vLLM serves no gpt-oss on a GPU; empty if it does or if unknown."""
     number = device.arch.removeprefix("sm")
     if device.vendor != "nvidia" or not number.isdigit() or int(number) >= LEAST_SM:
         return ""

@@ -1,4 +1,4 @@
-"""On what our kernels were measured: the one place that says so. The numbers are in benchmarks/results/."""
+"""The only list of GPUs on which our kernels were measured. The numbers are in benchmarks/results/."""
 
 from __future__ import annotations
 

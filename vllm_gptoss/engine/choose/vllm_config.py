@@ -13,7 +13,7 @@ from vllm_gptoss.engine.spec import ModelSpec
 
 
 def configuration(config: Any) -> Deployment:
-    """What a `VllmConfig` says, before a model is built of it."""
+    """The deployment of a `VllmConfig`, before the model is built."""
     parallel, speculative = config.parallel_config, config.speculative_config
     backend, transfer = config.attention_config.backend, config.kv_transfer_config
     return Deployment(
@@ -92,7 +92,7 @@ def built_experts(deployment: Deployment, method: Any, layer: Any) -> Deployment
 
 
 def first_step(deployment: Deployment, places: Sequence[Any], auxiliary: Sequence[int]) -> Deployment:
-    """With what only the first step shows. places: `model.place.Place` of this rank; auxiliary: layers EAGLE3 reads."""
+    """Adds what is known at the first step. places: `layer_binding.Place` of this rank; auxiliary: layers of EAGLE3."""
     caches = (place.attention.kv_cache for place in places)
     kinds = dict.fromkeys(Cache(tuple(cache.shape), _name(cache.dtype), cache.stride(-1)) for cache in caches)
     tensors = [place.tensors for place in places]
@@ -116,7 +116,7 @@ def connectors(transfer: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def uses_aiter(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether vLLM may take AITER's experts: both of its variables say so; the second does unless it is set."""
+    """Whether vLLM may take AITER's experts: both variables must be on; the second is on by default."""
     environ = os.environ if environ is None else environ
     both = (("VLLM_ROCM_USE_AITER", "0"), ("VLLM_ROCM_USE_AITER_MOE", "1"))
     return all(environ.get(name, default).lower() in ("true", "1") for name, default in both)

@@ -1,7 +1,7 @@
 """The quantisation config that vLLM builds for a gpt-oss MXFP4 checkpoint.
 
 A subclass under upstream's own name: `RoutedExperts.weight_loader` tests the literal `gpt_oss_mxfp4`. Everything but
-the experts is upstream's; `_make_moe_method` asks `choose` which experts run and answers with the method for them.
+the experts is upstream's; `_make_moe_method` calls `choose` to select the experts and returns their method.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class GptOssQuantConfig(GptOssMxfp4Config):
         elif wish not in ("auto", "upstream", *PLUGINS):
             moe.moe_backend = BACKENDS.get(wish, wish)
         method = super()._make_moe_method(moe)
-        # The table says what to expect; what vLLM's oracle took is what runs.
+        # The table has the expected backend; vLLM's oracle selects the actual one.
         startup_line.note("experts", f"{own[0] if own else 'upstream'}, as vLLM's {method.mxfp4_backend.value}")
         return method
 

@@ -1,4 +1,4 @@
-"""vLLM's MoE method with our kernels in front, and upstream's behind them, over the same bytes."""
+"""vLLM's MoE method with our kernels for some steps and vLLM's for the others, over the same bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Samples = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class GptOssExpertsMethod(GptOssMxfp4MoEMethod):
-    """Upstream's `triton` experts, replaced for the steps whose band has ours."""
+    """vLLM's `triton` experts, with our kernels for the token bands that have one."""
 
     def __init__(self, moe: Any, deployment: choose.Deployment, wish: str) -> None:
         if moe.moe_backend == "auto":
@@ -63,12 +63,12 @@ class GptOssExpertsMethod(GptOssMxfp4MoEMethod):
         """Corners of the weights as loaded, of a layer that our kernels can run.
 
         Raises:
-            NotHereError: they cannot.
+            UnavailableError: they cannot.
         """
         deployment = describe.built_experts(self.deployment, self, layer)
         choice = choose.experts(device.detect(), deployment, self.wish)
         if choice.value != "gptoss":
-            raise fallback.NotHereError(choice.reason)
+            raise fallback.UnavailableError(choice.reason)
         sm90.reserve(layer.w2_weight.data, self.moe.experts_per_token, bands.MANY_TOKENS)
         return (
             sm90.sample(layer.w13_weight.data, layer.w13_weight_scale.data),

@@ -25,15 +25,16 @@ from vllm_gptoss.engine.kernels.experts_prefill import PrefillExperts
 Kernel: TypeAlias = FewTokenExperts | ManyTokenExperts | PrefillExperts
 
 SAMPLED_VALUES, SAMPLED_SCALES = (slice(1), slice(32), slice(512)), (slice(1), slice(512), slice(32))
-"""Experts, rows and bytes of a row whose layout is compared: two tiles of values, two blocks of scales. Few enough for
-one thread: torch puts 32,768 elements on all cores, where engines that start together wait for one another (59 s of
-loading instead of 4, five of them on one host). Kept on the host, see `reserve`.
+"""Experts, rows and bytes of a row whose layout is compared: two tiles of values, two blocks of scales.
+
+torch processes these sizes on one thread. It distributes 32,768 elements over all cores, which takes 59 s of loading
+instead of 4 if five engines start on one host. Stored on the host, see `reserve`.
 """
 
 
 @dataclass(frozen=True)
 class LayerExperts:
-    """One layer's kernels: for few tokens, for many, and for all beyond; the last two are both there, or neither is."""
+    """The kernels of one layer: for few tokens, many, and more. The last two are both present or both None."""
 
     few: FewTokenExperts
     many: ManyTokenExperts | None = None
@@ -59,7 +60,7 @@ class LayerExperts:
 
 
 class LayoutError(ValueError):
-    """The weights do not lie as the kernels read them; the message says what differs."""
+    """The weights are not in the layout of the kernels; the message has the difference."""
 
 
 def storage(wrapped: Any, layout: str) -> Tensor:
@@ -115,8 +116,8 @@ def prepare(
 ) -> LayerExperts:
     """Wraps one layer's weights, and compiles its kernels for bfloat16 router logits.
 
-    Only those for few tokens where steps have at most 64, and on a GPU that has not the multiprocessors for all of
-    them: nobody has measured the others there.
+    Compiles only the kernels for few tokens if steps have at most 64 tokens or the GPU has too few multiprocessors: the
+    other kernels are not measured there.
 
     most: tokens of the largest step for which memory is kept between steps.
     expected: `sample` of both projections before upstream laid them out; a mismatch means that upstream's layout has

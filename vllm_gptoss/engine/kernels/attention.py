@@ -1,6 +1,6 @@
 """Host side of `cuda/attention_few.cu`: attention with sinks for a step of few tokens, sm_90.
 
-docs/kernels/ has the design and the numbers, `engine/choose/measured.py` says where it was measured.
+docs/kernels/ has the design and the numbers, `engine/choose/measured.py` lists the measured GPUs.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def described(
     out: Tensor,
     scale: float,
 ) -> dict[str, int | float]:
-    """What the `Args` of both kernels say of the tensors of `attend`, by field."""
+    """The fields of both kernels' `Args` for the tensors of `attend`."""
     return {
         "q": q.data_ptr(),
         **cache_described(kv_cache),

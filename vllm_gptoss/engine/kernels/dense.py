@@ -1,7 +1,7 @@
 """Host side of `cuda/dense_few.cu`: projections of a step of at most 16 tokens, sm_90.
 
 The plan (warps, stages, units per block) is a pure function of the shape, so it is tested without a GPU.
-docs/kernels/ has the design and the numbers, `engine/choose/measured.py` says where it was measured.
+docs/kernels/ has the design and the numbers, `engine/choose/measured.py` lists the measured GPUs.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def address(tensor: Tensor | None) -> int | None:
 
 
 def cache_described(kv_cache: Tensor) -> dict[str, int]:
-    """What an `Args` says of a paged cache [blocks, K, block size, 128], by field."""
+    """The fields of an `Args` for a paged cache [blocks, K, block size, 128]."""
     return {
         "kv": kv_cache.data_ptr(),
         "kv_block": kv_cache.stride(0),
@@ -210,7 +210,7 @@ def rope_described(
 
 
 def _rotation_described(positions: Tensor, cos_sin: Tensor, slots: Tensor, kv_cache: Tensor) -> dict[str, int | None]:
-    """What an `Args` says of RoPE and the cache write besides their heads, by field."""
+    """The fields of an `Args` for RoPE and the cache write, except their heads."""
     import torch
 
     return {
@@ -235,7 +235,7 @@ def router_described(
     residual_out: Tensor | None,
     logits: Tensor | None,
 ) -> dict[str, int | float | None]:
-    """What the `Args` of both routers' kernels say of the arguments of `router`, by field."""
+    """The fields of both router kernels' `Args` for the arguments of `router`."""
     return {
         "x": address(x),
         "r": address(residual),

@@ -142,7 +142,7 @@ def partial_tokens(tokens: int) -> int:
 
 
 def empty_sums(device: int, width: int, tokens: int) -> Tensor:
-    """Partial sums of which none is there yet, [tokens, width] of 32 bits, all ones: see EMPTY in combine.cuh.
+    """A buffer without partial sums, [tokens, width] of 32 bits, all ones: see EMPTY in combine.cuh.
 
     A word is one in float32 or, in `experts_many.py`, two in bf16.
     """
@@ -153,10 +153,10 @@ def empty_sums(device: int, width: int, tokens: int) -> Tensor:
 
 @scratch.keep
 def partial_sums(device: int, width: int, tokens: int) -> Tensor:
-    """`empty_sums` of `experts_down` that are kept.
+    """The `empty_sums` of `experts_down`, reused between launches.
 
-    One per device and `partial_tokens`: launches of different layers follow one another on a stream, and each leaves
-    it as it was. Two streams must not run these kernels at the same time.
+    One per device and `partial_tokens`: launches of different layers run in order on a stream, and each restores the
+    buffer. Two streams must not run these kernels at the same time.
     """
     return empty_sums(device, width, tokens)
 
@@ -305,7 +305,7 @@ class FewTokenExperts:
 
 
 class SameLayer:
-    """Other kernels over the weights and the routing of `few`, ready to launch, whatever `few` takes."""
+    """Other kernels over the weights and the routing of `few`, ready to launch."""
 
     def __init__(self, few: FewTokenExperts | SameLayer) -> None:
         self.up, self.down, self.active, self.routed = few.up, few.down, few.active, few.routed

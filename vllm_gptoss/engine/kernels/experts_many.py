@@ -37,7 +37,7 @@ NAME = "experts_both"
 MAX_TOKENS, MAX_PAIRS = 2048, 8192
 """What any kernel is compiled for: lists of more pairs leave no memory for two stages of activations."""
 KEPT_TOKENS = 2 * PARTIAL_TOKENS
-"""Of a step whose partial sums, in bf16, fit into what is kept for those of `experts.py` in float32."""
+"""Largest step whose bf16 partial sums fit into the float32 buffer of `experts.py`."""
 REGISTERS = {4: 96, 3: 128}
 """A thread's registers at the start, by the number of consuming warpgroups."""
 
@@ -227,8 +227,11 @@ class ManyTokenExperts(SameLayer):
         return up, up_scales, pointer(self.up.bias), down, down_scales, pointer(self.down.bias)
 
     def _parts(self, tokens: int) -> Tensor:
-        """Partial sums in bf16, none there yet: kept up to `KEPT_TOKENS`, made for larger steps, which takes 2 to 3 %
-        of them. What is kept is lost to the KV cache: 47 MB for 2,048 tokens."""
+        """An empty buffer (EMPTY of combine.cuh) for partial sums in bf16.
+
+        Steps of up to `KEPT_TOKENS` tokens share one. Larger steps allocate it, which takes 2 to 3 % of their time: a
+        shared buffer for 2,048 tokens would take 47 MB of the KV cache.
+        """
         width = self.active * self.down.rows
         if tokens <= KEPT_TOKENS:
             return partial_sums(self.device, width, PARTIAL_TOKENS)

@@ -1,6 +1,6 @@
 """What each kernel of experts.cu is compiled as: limits, tuned numbers, shared memory, macros. Plain arithmetic.
 
-`experts.py` compiles and launches by it; `choose` asks `unsupported` before anything is built.
+`experts.py` compiles and launches by it; `choose` calls `unsupported` before the model is built.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ WIDE_MULTIPROCESSORS = 132
 MAX_EXPERTS = 128
 SLOT_TOKENS = 8
 PARTIAL_TOKENS = 512
-"""Tokens whose partial sums are kept in float32 beyond `WIDE_TOKENS`. `experts_many.py` has its own there, in bf16."""
+"""Tokens of the float32 buffer for partial sums. Beyond `WIDE_TOKENS`, `experts_many.py` stores bf16 in it."""
 WIDE_ROWS, SPARSE_ROWS = 24, 22
 """Activation rows that a block of a wide kernel stages at once: any slot's 16, or about three experts' at 64 tokens;
 beyond 64 tokens."""

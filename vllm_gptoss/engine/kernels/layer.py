@@ -1,7 +1,7 @@
-"""One layer on one rank: the tensors that every path reads, and their mirror in C beside them.
+"""The tensors of one layer on one rank, which every path reads, and their C structs.
 
-The model looks them up once, benchmarks and tests make them up; `engine/model/chain.py` launches six kernels over them,
-`step.py` all layers at once. `Layer` and `Group` are what `cuda/step.cu` reads of them.
+The model collects the tensors once. `engine/model/layer_upto16.py` launches six kernels over them, and `step.py`
+launches one kernel for all layers. `cuda/step.cu` reads the structs `Layer` and `Group`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class LayerTensors:
     experts: FewTokenExperts | None
 
     def record(self, group: int, cache: Tensor) -> Layer:
-        """What step.cu reads of a layer whose rank holds all of it, experts of ours included.
+        """The struct of a layer for step.cu. The rank holds the whole layer, with the plugin's experts.
 
         group: number of its `Requests`; cache: [blocks, K, block size, 128] bf16, K at 0, V at 64.
         """

@@ -37,7 +37,7 @@ class NvrtcError(RuntimeError):
 
 
 def cache_directory() -> Path:
-    """Where cubins are kept: `$GPTOSS_CACHE`, else `vllm-gptoss` in the user's cache directory."""
+    """The cache of cubins: `$GPTOSS_CACHE`, else `vllm-gptoss` in the user's cache directory."""
     if own := os.environ.get("GPTOSS_CACHE"):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-gptoss"
@@ -74,7 +74,7 @@ def version() -> tuple[int, int]:
 def source(path: Path) -> str:
     """A kernel's source with what it includes, each header once, as one text: the cache's key is then all of it.
 
-    Includes are looked up beside the file that names them. Compiler messages name the file and line they are about.
+    Includes are searched in the folder of the including file. Compiler messages name the file and line they are about.
     """
     seen = {path.resolve()}
 
@@ -151,7 +151,7 @@ def _verified(entry: bytes) -> bytes | None:
 
 
 def _store(path: Path, image: bytes) -> None:
-    """Writes beside and renames: another process sees all of the entry or none."""
+    """Writes a temporary file and renames it: another process sees a complete entry or none."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
@@ -194,7 +194,7 @@ def driver() -> ctypes.CDLL:
 
 
 def check(status: int, what: str) -> None:
-    """Raises NvrtcError with the name of the driver's error, unless it says that all went well."""
+    """Raises NvrtcError with the name of the driver's error, unless the code is success."""
     if status:
         name = ctypes.c_char_p()
         driver().cuGetErrorName(status, ctypes.byref(name))
@@ -202,10 +202,10 @@ def check(status: int, what: str) -> None:
 
 
 def shared_by_mps(device: int) -> bool:
-    """Whether other processes' kernels may run beside ours on this GPU: CUDA's Multi-Process Service is on.
+    """Whether CUDA's Multi-Process Service is on, so that kernels of other processes run concurrently with ours.
 
-    Blocks that wait for one another then never all arrive if two such kernels hold half of the GPU each. Processes
-    without it take turns with the whole GPU. False where there is no driver, or one that does not know.
+    Two kernels with grid-wide barriers would then deadlock if each occupies half of the GPU. Without the service,
+    processes use the whole GPU in turn. False without a driver or if the driver lacks the query.
     """
     value = ctypes.c_int()
     try:
@@ -279,7 +279,7 @@ def _primary_context(device: int) -> ctypes.c_void_p:
 
 @contextlib.contextmanager
 def current(device: int) -> Iterator[None]:
-    """Makes a device's context current: a new thread has none, whatever torch's current device is there."""
+    """Makes a device's context current: a new thread has none, also if torch has a current device there."""
     check(driver().cuCtxPushCurrent_v2(_primary_context(device)), "cuCtxPushCurrent")
     try:
         yield

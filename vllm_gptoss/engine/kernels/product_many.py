@@ -191,7 +191,7 @@ def rotated(
 ) -> None:
     """A layer's q/k/v: out = RoPE(x W^T + b) of the queries; keys, rotated, and values go into the paged cache.
 
-    What `product` and then `around.rope` make, to the bit; of `out`, keys and values are left as they are.
+    Bitwise equal to `product` followed by `norm_rope_router.rope`; of `out`, keys and values are left as they are.
 
     x: as `tiled` says, of T tokens; weight: [(H + 2K) * 64, C] bf16, row-major, queries, keys, values; bias:
     [(H + 2K) * 64] bf16; out: [T, (H + 2K) * 64] bf16, row-major; positions, slots: [T] int64, slot < 0 is not written;

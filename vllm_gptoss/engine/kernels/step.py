@@ -1,7 +1,7 @@
 """Host side of `cuda/step.cu`: all layers of a decode step of one token in one launch, sm_90.
 
 The plan is a pure function of the shape, so it is tested without a GPU; docs/kernels/ has the design and the numbers,
-`engine/choose/measured.py` says where it was measured.
+`engine/choose/measured.py` lists the measured GPUs.
 """
 
 from __future__ import annotations

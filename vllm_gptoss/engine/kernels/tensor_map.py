@@ -18,7 +18,7 @@ ALIGNMENT = 64
 UINT64 = 4
 """`CU_TENSOR_MAP_DATA_TYPE_UINT64`: a box's dimension has up to 256 elements, so wide ones have rows of 2 KiB."""
 PROMOTION = {32: 0, 64: 1, 128: 2, 256: 3}
-"""`CU_TENSOR_MAP_L2_PROMOTION_*`, by how many bytes L2 asks memory for at least."""
+"""`CU_TENSOR_MAP_L2_PROMOTION_*`, by the minimum bytes of an L2 fetch."""
 
 
 class TensorMap(ctypes.Structure):

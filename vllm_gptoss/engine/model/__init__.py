@@ -1,6 +1,6 @@
-"""gpt-oss's model class: upstream's, with our layers in front of it for decode steps.
+"""gpt-oss's model class: vLLM's class with fused layers for decode steps.
 
-In: a step from vLLM's model runner. Out: hidden states, as upstream's. `gpt_oss` is the class; `few_tokens` runs the
-six launches of `chain` a layer, `one_token` one launch for all, `many_tokens` those of `chain_many` around cuBLAS's
-products; `place` finds what all need in vLLM's objects.
+`gpt_oss` is the class, and `fused_path` selects the kernels of a step: `one_token` launches one kernel for all layers,
+`layer_upto16` six kernels a layer, and `many_tokens` the kernels of `layer_upto512`. `layer_binding` reads the tensors
+of a layer from vLLM's objects.
 """

@@ -23,7 +23,7 @@ from torch import nn
 
 from vllm_gptoss.engine.kernels import dense, scratch
 from vllm_gptoss.engine.kernels.layer import LayerTensors
-from vllm_gptoss.engine.model.place import Place
+from vllm_gptoss.engine.model.layer_binding import Place
 
 if TYPE_CHECKING:
     from vllm_gptoss.engine.experts.sm90 import LayerExperts

@@ -2,7 +2,7 @@
 
 The class keeps upstream's name, modules, weight names and loader, so LoRA, EAGLE3, pipeline parallelism and every
 quantization stay upstream's. Only `forward` differs: a step of few tokens, or of one token of each request, goes to
-`FewTokens` when that path can serve it, everything else to upstream's compiled model.
+`FusedPath` when that path can serve it, everything else to upstream's compiled model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm_gptoss.engine.checkpoint.load import LoadCheck
 from vllm_gptoss.engine.choose import device
 from vllm_gptoss.engine.choose import vllm_config as describe
 from vllm_gptoss.engine.model.addresses import keep_scratch
-from vllm_gptoss.engine.model.few_tokens import MAX_TOKENS, FewTokens
+from vllm_gptoss.engine.model.fused_path import MAX_TOKENS, FusedPath
 from vllm_gptoss.settings import Settings
 
 if TYPE_CHECKING:
@@ -51,11 +51,11 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
         return super().forward(*step) if out is None else out
 
     def _ours(self, tokens: int, *step: Any) -> Any:
-        """The fused path's answer; None where the step is upstream's, or a fault makes it and its like upstream's."""
+        """The fused path's result; None if vLLM must run the step, also after a fault, which disables the path."""
         few = self._few_for(tokens)
         if few is None:
             return None
-        if tokens > MAX_TOKENS:  # `layers=gptoss` asks for the others
+        if tokens > MAX_TOKENS:  # `layers=gptoss` requests only the others
             out = fallback.attempt("layers of many tokens", "auto", lambda: few(*step))
             if out is None:
                 few.leave_many()
@@ -65,8 +65,8 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
             self.few_tokens = None
         return out
 
-    def _few_for(self, tokens: int) -> FewTokens | None:
-        """The fused path where it takes the step about to run; it steps aside for good where it cannot be prepared."""
+    def _few_for(self, tokens: int) -> FusedPath | None:
+        """The fused path if it supports the next step. A path that cannot be prepared is disabled for good."""
         few, wish = self.few_tokens, self.layers_wish
         if few is None or not few.could_take(tokens):
             return None
@@ -92,11 +92,11 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
         return loaded
 
 
-def set_up(model: Any, config: Any) -> FewTokens | None:
-    """The fused path, where it is chosen. Notes what was chosen for the start-up line.
+def set_up(model: Any, config: Any) -> FusedPath | None:
+    """The fused path if it is chosen. Records the choices for the start-up line.
 
     Raises:
-        ChoiceError: `layers=gptoss` was asked for where it cannot run.
+        ChoiceError: `layers=gptoss` was requested and cannot run.
     """
     here = device.detect()
     deployment = describe.built_model(describe.configuration(config), model)
@@ -110,6 +110,6 @@ def set_up(model: Any, config: Any) -> FewTokens | None:
         return None
     from vllm_gptoss.engine.attention import sm90
 
-    few = FewTokens(model, deployment)
+    few = FusedPath(model, deployment)
     sm90.plan_once(model)
     return few

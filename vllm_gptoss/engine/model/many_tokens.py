@@ -1,7 +1,7 @@
-"""Decode steps of more tokens than the fused layers take: `chain_many`, over what `place` finds in vLLM.
+"""Decode steps of 17 to 512 tokens: `layer_upto512` over the tensors of `layer_binding`.
 
-`FewTokens` uses it where it can. Such a step has one token of each request, as attention's kernel for many tokens
-wants it; every other step of that size is vLLM's compiled model.
+`FusedPath` runs it for steps with one token of each request, which the attention kernel for many tokens requires. Other
+steps of that size run vLLM's compiled model.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 from vllm_gptoss import _vllm
 from vllm_gptoss.engine import choose
 from vllm_gptoss.engine.choose import bands, device
-from vllm_gptoss.engine.kernels import around, attention_many, nvrtc, product_many
-from vllm_gptoss.engine.model import chain_many
-from vllm_gptoss.engine.model.place import Place
+from vllm_gptoss.engine.kernels import attention_many, norm_rope_router, nvrtc, product_many
+from vllm_gptoss.engine.model import layer_upto512
+from vllm_gptoss.engine.model.layer_binding import Place
 
 
 def most(deployment: choose.Deployment) -> int:
-    """Tokens of the largest step that may be ours, as far as is known before the first."""
+    """Tokens of the largest step that this path may run, as known before the first step."""
     return bands.FUSED_TOKENS if obstacle(deployment) else bands.MANY_TOKENS
 
 
@@ -37,7 +37,7 @@ def prepared(places: Sequence[Place], deployment: choose.Deployment) -> int:
 
 
 def obstacle(deployment: choose.Deployment) -> str | None:
-    """Why these steps are not ours, or None."""
+    """The reason why vLLM runs these steps, or None."""
     choice = choose.many_tokens(device.detect(), deployment)
     return None if choice.value == bands.AROUND_CUBLAS else choice.reason
 
@@ -57,9 +57,9 @@ def loads(place: Place) -> Iterator[tuple[Any, ...]]:
     """The calls that load the kernels of a layer; many are alike."""
     tensors = place.tensors
     index, (experts, hidden) = tensors.qkv_weight.device.index or 0, tensors.router_weight.shape
-    yield around.norm_kernel, index, hidden
-    yield around.rope_kernel, index
-    yield around.route_kernel, index, around.plan(hidden, experts, tensors.active)
+    yield norm_rope_router.norm_kernel, index, hidden
+    yield norm_rope_router.rope_kernel, index
+    yield norm_rope_router.route_kernel, index, norm_rope_router.plan(hidden, experts, tensors.active)
     yield attention_many.load, index, place.attention.num_kv_heads, tensors.window
     yield from product_many.loads(tensors.qkv_weight, tensors.out_weight)
     assert place.experts is not None
@@ -72,4 +72,4 @@ def layer(place: Place, x: Tensor, residual: Tensor | None, positions: Tensor, c
     experts = place.experts.kernel(x.shape[0])
     assert experts is not None
     cache = place.attention.kv_cache
-    return chain_many.layer(place.tensors, experts, cache, place.requests(context), positions, x, residual)
+    return layer_upto512.layer(place.tensors, experts, cache, place.requests(context), positions, x, residual)

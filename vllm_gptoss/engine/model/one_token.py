@@ -1,6 +1,6 @@
 """A step of one token in one launch: every layer of the model in `engine/kernels/step.py`.
 
-`FewTokens` uses it where it can. The kernel's blocks wait for one another, so all of them must be on the GPU at once:
+`FusedPath` uses it where it can. The kernel's blocks wait for one another, so all of them must be on the GPU at once:
 nothing that waits for this rank may hold a multiprocessor meanwhile, which is why several ranks keep six launches a
 layer.
 """
@@ -17,12 +17,12 @@ from vllm_gptoss.engine import choose
 from vllm_gptoss.engine.choose import bands, device
 from vllm_gptoss.engine.kernels import nvrtc, step
 from vllm_gptoss.engine.kernels.layer import Requests
-from vllm_gptoss.engine.model.place import Place, transferred
+from vllm_gptoss.engine.model.layer_binding import Place, transferred
 from vllm_gptoss.engine.spec import RMS_NORM_EPS
 
 
 def build(places: Sequence[Place], deployment: choose.Deployment) -> OneToken | None:
-    """The path, compiled; None, and one line that says why, where there is none."""
+    """The compiled path. If it cannot run, returns None and logs the reason."""
     choice = choose.one_token(device.detect(), deployment)
     if choice.value == bands.ONE_LAUNCH:
         path = OneToken(places)

@@ -124,7 +124,7 @@ class Batch:
         return len(self.req_ids)
 
     def count_tokens(self, computed: np.ndarray) -> None:
-        """Tells `inputs` the lengths that vLLM's sampler reads on the host. computed: [R] tokens before this step."""
+        """Sets the lengths in `inputs` that vLLM's sampler reads on the host. computed: [R] tokens before this step."""
         have = computed[self.rows]
         self.inputs.num_computed_tokens_np = have
         self.inputs.seq_lens_cpu_upper_bound[: self.count] = torch.from_numpy(have + 1)
@@ -195,7 +195,7 @@ def sampling(sampler: Any, prompts: Any, rows: np.ndarray) -> tuple[bool, ...] |
     states = sampler.sampling_states
     temperature, top_k, top_p = (getattr(states, name).np[rows] for name in ("temperature", "top_k", "top_p"))
     some_k, some_p = bool((top_k != states.vocab_size).any()), bool((top_p != 1.0).any())
-    # Its fused sampler draws by a generator of its own, whose state a graph would have to carry.
+    # The fused sampler has its own generator, whose state a graph would have to contain.
     drawn = not (states.any_greedy(rows) or states.any_explicit_seed(rows))
     if (sampler.use_flashinfer or sampler.use_xpu_sampler) and (some_k or some_p) and drawn:
         return None

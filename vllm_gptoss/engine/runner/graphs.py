@@ -26,8 +26,8 @@ class Launches:
 class Work:
     """Launches that are alike from step to step.
 
-    The first call launches them one by one: that compiles and loads what a capture must find ready. A capture that
-    fails leaves it so, and one line says why.
+    The first call launches them one by one, which compiles and loads what a capture needs. After a failed capture,
+    which is logged, they are always launched one by one.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,9 @@
 """vLLM's model runner with a short way for steps that only decode.
 
-vLLM prepares every step anew: some seven launches, five copies and the objects that describe them, before a graph runs
-the model and about twelve launches sample. While the same requests decode, all of it but the tokens is as it was. Such
-a step is here: two small graphs around vLLM's own FULL graph of the model, and one event. vLLM's states on the GPU and
-on the host are kept as it keeps them, so that any step may go either way.
+vLLM prepares every step from scratch: about seven launches, five copies and their Python objects before the graph of
+the model, and about twelve launches to sample. While the same requests decode, only the tokens change. This runner then
+launches two small graphs around vLLM's FULL graph of the model, and one event. It updates vLLM's states on the GPU and
+on the host as vLLM does, so each step may run either way.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_gptoss import _vllm, fallback
 from vllm_gptoss._vllm import runner as vllm
-from vllm_gptoss.engine.runner import admit, slices, work
+from vllm_gptoss.engine.runner import captured_steps, eligibility, slices
 from vllm_gptoss.engine.runner.batch import RING, Batch, Buffers, begin
 from vllm_gptoss.engine.runner.graphs import Graphs
 from vllm_gptoss.engine.runner.output import StepOutput
@@ -38,7 +38,7 @@ class ShortWay:
     def __init__(self, runner: Any) -> None:
         self.runner = runner
         self.buffers = Buffers(runner)
-        self.graphs = Graphs(runner.device, work.MEMORY)
+        self.graphs = Graphs(runner.device, captured_steps.MEMORY)
         self.batch: Batch | None = None
         self.events = [torch.cuda.Event(blocking=True) for _ in range(RING)]
         self.turn = 0
@@ -65,7 +65,7 @@ class ShortWay:
 
     def _take(self, step: Any, is_dummy: bool) -> Taken | None:
         runner = self.runner
-        if is_dummy or not admit.only_decodes(step):
+        if is_dummy or not eligibility.only_decodes(step):
             self.batch = None
             return None
         names = step.scheduled_cached_reqs.req_ids
@@ -85,7 +85,7 @@ class ShortWay:
             self.buffers.add_blocks(runner)
         self.batch = batch
         prepare = self.graphs.work(("before", batch.count))
-        prepare.run(self.graphs, lambda: work.before(runner, self.buffers, batch))
+        prepare.run(self.graphs, lambda: captured_steps.before(runner, self.buffers, batch))
         hidden = runner.cudagraph_manager.run_fullgraph(batch.descriptor)[: batch.count]
         return Taken(batch, hidden, step.finished_req_ids)
 
@@ -136,14 +136,14 @@ class ShortWay:
         """Launches the rest of a step."""
         batch, turn = taken.batch, self.turn
         made = self.graphs.work(("after", batch.count, batch.sampling))
-        made.run(self.graphs, lambda: work.after(self.runner, self.buffers, batch, taken.hidden))
+        made.run(self.graphs, lambda: captured_steps.after(self.runner, self.buffers, batch, taken.hidden))
         self.events[turn].record()
         self.turn = (turn + 1) % RING
         return StepOutput(batch.req_ids, batch.indices, self.buffers.ring.np[turn, : batch.count], self.events[turn])
 
 
 def _without_graphs() -> None:
-    raise fallback.NotHereError("--enforce-eager leaves no graph to replay")
+    raise fallback.UnavailableError("--enforce-eager leaves no graph to replay")
 
 
 class GptOssModelRunner(GPUModelRunner):
@@ -165,7 +165,7 @@ class GptOssModelRunner(GPUModelRunner):
         """As upstream, which calls it whenever weights were replaced: our graphs know those of the logits."""
         super().reset_lora_state()
         if self.short_way is not None:
-            self.short_way.graphs = Graphs(self.device, work.MEMORY)
+            self.short_way.graphs = Graphs(self.device, captured_steps.MEMORY)
 
     def shutdown(self) -> None:
         """As upstream, which frees what the graphs use."""
@@ -199,10 +199,10 @@ class GptOssModelRunner(GPUModelRunner):
         """The short way.
 
         Raises:
-            NotHereError: this runner has none.
+            UnavailableError: this runner has none.
         """
-        if why := admit.why_not(self):
-            raise fallback.NotHereError(why)
+        if why := eligibility.why_not(self):
+            raise fallback.UnavailableError(why)
         say = _vllm.init_logger("vllm.gptoss").info
         say("host: decode steps are replayed (GPTOSS_HOST=stock turns it off)")
         if why := slices.ask_short():

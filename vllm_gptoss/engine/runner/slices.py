@@ -1,9 +1,9 @@
 """Short time slices for the engine's threads, so that they run as soon as they wake.
 
-A step of one token leaves the engine's thread a millisecond to plan the next. Linux lets whoever has a core finish a
-slice first: 3 ms on most machines. A thread that asks for a shorter slice interrupts those with longer ones from Linux
-6.12 on (EEVDF, `PREEMPT_SHORT` of kernel/sched/features.h); its share of the core stays what it was. It needs no
-privilege. Older kernels take the wish and do nothing.
+The engine's thread has a millisecond to plan the next step of one token. Linux lets a running thread finish its slice,
+which is 3 ms on most machines. From Linux 6.12 on, a thread with a shorter slice preempts threads with longer ones
+(EEVDF, `PREEMPT_SHORT` of kernel/sched/features.h); its share of the core is unchanged. This needs no privilege. Older
+kernels ignore the setting.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import platform
 
 SLICE_NS = 100_000
-"""The shortest that Linux gives (`__setparam_fair` of kernel/sched/fair.c). See docs/host.md for what it brings."""
+"""The shortest that Linux gives (`__setparam_fair` of kernel/sched/fair.c). docs/host.md has measurements."""
 CALLS = {"x86_64": (314, 315), "aarch64": (274, 275)}
 """Numbers of sched_setattr and sched_getattr."""
 
@@ -34,7 +34,7 @@ class Attributes(ctypes.Structure):
 
 
 def ask_short() -> str | None:
-    """Asks for short slices for all threads of this process, and those that they start. Why that failed, or None.
+    """Sets short slices for all threads of this process and their children. Returns the reason of a failure, or None.
 
     Threads with a policy of their own (`chrt`, SCHED_IDLE) keep it.
     """
@@ -52,7 +52,7 @@ def ask_short() -> str | None:
 
 
 def slice_of(thread: int) -> int:
-    """A thread's slice, ns, 0 where the kernel does not say.
+    """A thread's slice in ns, 0 if the kernel does not report it.
 
     Raises:
         OSError: it has ended, or the call is not allowed.

@@ -24,7 +24,7 @@
 #include "common.cuh"
 #include "online_softmax.cuh"
 
-// What the macros say; nothing else reads them.
+// The values of the macros; nothing else reads them.
 struct Traits {
   static constexpr int splits = SPLITS, warps = WARPS, window = WINDOW;
   static constexpr int threads = warps * 32;
@@ -196,7 +196,7 @@ template <class T> struct Chunks {
   __device__ __forceinline__ int base(int i) const {
     return s.begin + (i * T::warps + warp) * CHUNK_KEYS;
   }
-  // Chunk i: asked for in order, by all lanes.
+  // Chunk i: loaded in order, by all lanes.
   __device__ __forceinline__ void load(Chunk& c, int i) {
     const int g = lane >> 2, j = lane & 3;
     if constexpr (T::window > 0) {

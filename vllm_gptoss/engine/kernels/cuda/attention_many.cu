@@ -22,7 +22,7 @@
 #include "online_softmax.cuh"
 #include "tiled.cuh"
 
-// What the macros say; nothing else reads them.
+// The values of the macros; nothing else reads them.
 struct Traits {
   static constexpr int warps = WARPS, depth = DEPTH, blocks = BLOCKS, window = WINDOW;
   static constexpr int threads = warps * 32;

@@ -4,7 +4,7 @@
 // Offers: bar_* (an mbarrier, by its 32-bit shared memory address; a phase ends when `count` have
 // arrived and the expected bytes are there; parity 0 is the first phase); Place in a ring of them;
 // named_sync<ID, THREADS>
-// (`bar.sync`; ID 0 is __syncthreads, a kernel says which others it uses); pdl_* (programmatic
+// (`bar.sync`; ID 0 is __syncthreads, a kernel lists the others); pdl_* (programmatic
 // dependent launch).
 #include "common.cuh"
 
@@ -40,7 +40,7 @@ template <int N> struct Place {
   }
 };
 
-// A warp has read what a bulk copy may now write over: one lane says so, after __syncwarp.
+// A warp has read what a bulk copy may now write over: one lane arrives, after __syncwarp.
 // compute-sanitizer's racecheck does not follow that from the lane to the others, so for it
 // (tests/gpu/sanitize.py) every lane speaks for itself.
 #ifndef SPEAKERS
@@ -57,7 +57,7 @@ template <int ID, int THREADS> __device__ __forceinline__ void named_sync() {
 
 // The kernel before has ended and its writes are visible.
 __device__ __forceinline__ void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// The kernel after may start as soon as every block has said so or ended.
+// The kernel after may start as soon as every block has signalled or ended.
 __device__ __forceinline__ void pdl_launch() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }

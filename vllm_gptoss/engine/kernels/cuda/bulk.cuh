@@ -1,4 +1,4 @@
-// Bulk copies from global to shared memory: one instruction a copy, an mbarrier says when it is
+// Bulk copies from global to shared memory: one instruction a copy, an mbarrier signals when it is
 // there.
 //
 // Offers: bulk_load (bytes and both addresses are multiples of 16; the barrier must expect the

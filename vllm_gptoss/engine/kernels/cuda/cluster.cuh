@@ -16,7 +16,7 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
           : "memory");
 }
-// At a kernel's end: nobody leaves while a neighbour still reads its shared memory.
+// At a kernel's end: no block exits while another one still reads its shared memory.
 __device__ __forceinline__ void cluster_leave() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::
           : "memory");

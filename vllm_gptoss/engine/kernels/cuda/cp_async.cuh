@@ -1,4 +1,4 @@
-// Copies of 16 bytes from global to shared memory by the thread that asks, past L1.
+// Copies of 16 bytes from global to shared memory by the calling thread, past L1.
 //
 // Offers: cp16 (data that others read too), cp16_once (what passes through L2 once, and leaves it
 // first), cp_commit and cp_wait<N> (a thread's groups of copies; all but the last N are there).

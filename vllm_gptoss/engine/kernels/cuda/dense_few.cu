@@ -33,7 +33,7 @@
 
 enum class Mode { QKV, OUT, ROUTER };
 
-// What the macros say; nothing else reads them.
+// The values of the macros; nothing else reads them.
 struct Traits {
   static constexpr Mode mode = Mode(MODE);
   static constexpr int groups = NT, part = PART, warps = WARPS, stages = STAGES, units = UNITS,

@@ -15,7 +15,7 @@
 // decodes its 16 rows into the A registers of wgmma, 32 columns while the 32 before are multiplied.
 // A unit takes whole passes through the ring of weights, so that a loop over a pass knows where
 // everything lies: where K ends before a pass does, its last stages hold nothing.
-// Another thread tells other blocks which of a chunk's activations of down are complete.
+// Another thread signals to other blocks which of a chunk's activations of down are complete.
 //
 // Compile-time: TOKENS at most, KT_UP and KT_DOWN tiles of 64 columns (so 128 KT_DOWN and 64 KT_UP
 // weight rows), EXPERTS local experts, ACTIVE per token, ROUTED, GROUPS consuming warpgroups, CHUNK
@@ -301,8 +301,8 @@ struct Feeder {
           expert * P::SCALE_ROWS + (unit >> 2) * 8 + (unit & 1) * 4, bar);
     }
   }
-  // Asks for the first stages before the routing is known: of the expert whose they are if each has
-  // one chunk, as they will where tokens are many.
+  // Prefetches the first stages before the routing is known, assuming that each expert has one
+  // chunk, which is true for many tokens.
   __device__ __forceinline__ void guess(int tokens) {
     expert = blockIdx.x / Up::ROUNDS;
     stages = tokens * ACTIVE < 8 * EXPERTS || expert >= EXPERTS ? 0 : min(DEPTH, Up::STAGES);
@@ -621,13 +621,14 @@ __device__ __forceinline__ bool complete(const u32* ready) {
   return seen >= Up::NU;
 }
 
-// The numbers of the block's rounds, by one thread: its own first, then what the counter `taken`
-// says. Every block asks once in vain, and the last to do so sets the counter back.
+// The numbers of the block's rounds, by one thread: its own first, then values of the counter
+// `taken`. Every block gets one number past the end, and the last block to do so resets the
+// counter.
 struct Numbers {
   u32* taken;
   int rounds, next;
   __device__ __forceinline__ void ask() { next = atomicAdd(taken, 1) + gridDim.x; }
-  // Says what the block's round `i` is.
+  // Publishes the number of the block's round `i`.
   __device__ __forceinline__ void say(Meta& m, int i) {
     const u32 r = round_of(next, m);
     if (i >= KNOWN) bar_wait(smem_u32(m.told + i % KNOWN), i / KNOWN - 1 & 1);
@@ -636,8 +637,8 @@ struct Numbers {
     if (r == NO_ROUND && next == max(rounds, (int)gridDim.x) + gridDim.x - 1) *taken = 0;
   }
 };
-// So many stages before a round's end another one is asked for, and then said: late, so that blocks
-// end together, and in time for its first weights.
+// Stages before the end of a round at which the next number is taken (ASK) and published (SAY):
+// late, so that blocks end together, and in time for the loads of the next round.
 constexpr int ASK = 4, SAY = 3;
 
 // The activations of all rounds, and what these are.
@@ -682,7 +683,7 @@ __device__ __forceinline__ void stage(
 }
 
 // Eight outputs of a token: partial sums times their weights in the order of its choices, if all
-// have arrived. Says whether.
+// have arrived. Returns whether.
 __device__ __forceinline__ bool add_up(
     const Meta& m, u32* parts, u16* out, int token, int row, int pick) {
   u32* from = parts + ((u64)token * ACTIVE * Down::NROWS + row) / 2;

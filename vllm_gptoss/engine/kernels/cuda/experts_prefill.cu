@@ -53,7 +53,7 @@ template <bool IS_DOWN> struct Of {
 using Up = Of<false>;
 using Down = Of<true>;
 
-// What one launch tells the next. `arrived` is 0 between launches.
+// Values that one launch passes to the next. `arrived` is 0 between launches.
 struct State {
   u32 arrived, taken;
   int chunks[EXPERTS + 1], slots[EXPERTS + 1];  // of the experts before
@@ -285,7 +285,7 @@ struct Inputs {
   Weights up, down;
   const u8 *x, *act;
 };
-// The warps that copy. The first one takes tiles of work and tells all others.
+// The warps that copy. The first one takes tiles of work and publishes them.
 __device__ __forceinline__ void copy(
     Meta& m, u32 smem, const Inputs& from, const Routing& r, int thread) {
   const int warp = thread >> 5, lane = thread & 31;

@@ -1,6 +1,6 @@
 // What a lane stores of 16 rows and 8 tokens of sums, of which wgmma leaves it four: rows g and
 // g + 8, tokens 2t and 2t + 1 (lane = 4g + t). Neighbours exchange halves, so that a lane has one
-// token and values that lie beside one another.
+// token and adjacent values.
 //
 // Offers: lane_token (of the 8, the lane's own); gated and lane_column (two activations of up,
 // whose rows are gates and ups in turn, and the first one's column of 8); plain and lane_row (four
@@ -42,7 +42,7 @@ __device__ __forceinline__ float2 activations(
   return {gate(up ? theirs.x : s.d0, up ? s.d1 : theirs.x),
       gate(up ? theirs.y : s.d2, up ? s.d3 : theirs.y)};
 }
-// With another lane's of that token, two beside one another.
+// With another lane's of that token, two adjacent values.
 __device__ __forceinline__ u32 together(float2 v, int lane) {
   const bool q = lane >> 3 & 1;
   const float other = __shfl_xor_sync(~0u, q ? v.x : v.y, 8);
@@ -55,7 +55,7 @@ __device__ __forceinline__ uint2 rounded(const Sums& s, float2 theirs, int lane)
   return {odd ? pack(theirs.x, s.d1) : pack(s.d0, theirs.x),
       odd ? pack(theirs.y, s.d3) : pack(s.d2, theirs.y)};
 }
-// With another lane's of that token, four rows beside one another.
+// With another lane's of that token, four adjacent rows.
 __device__ __forceinline__ uint2 together(uint2 v, int lane) {
   const bool upper = lane >> 3 & 1;
   const u32 other = __shfl_xor_sync(~0u, upper ? v.x : v.y, 8);

@@ -1,6 +1,6 @@
 // norm(x + r) of every token of a step (sm_90): a CTA a token, 8 columns a thread.
 //
-// Macros set by the host (engine/kernels/around.py): COLUMNS, C, a multiple of 8.
+// Macros set by the host (engine/kernels/norm_rope_router.py): COLUMNS, C, a multiple of 8.
 #include "barriers.cuh"
 #include "common.cuh"
 #include "tiled.cuh"

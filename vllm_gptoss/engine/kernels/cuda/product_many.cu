@@ -8,7 +8,7 @@
 // while others come to their end. Activations lie as wgmma reads them (tiled.cuh), so that a tile
 // is one bulk copy.
 //
-// Roles: a warpgroup multiplies, four warps copy weights, one asks for activations.
+// Roles: a warpgroup multiplies, four warps copy weights, one loads activations.
 //
 // With ROPE it is a layer's q/k/v projection: queries and keys are rotated, keys and values go into
 // the paged cache. The weight rows that a CTA finishes are units of rope.cuh then, so that both
@@ -286,7 +286,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   Outputs outputs[EACH];
   if constexpr (ROPE)
     if (warp >= CONSUMERS) prepare(outputs, a, first + rank * SHARE, thread);
-  cluster_sync();  // nobody reads activations any more
+  cluster_sync();  // activations are no longer read
   if (warp < CONSUMERS) send(c, sums, rank, warp, lane);
   cluster_sync();
   pdl_wait();

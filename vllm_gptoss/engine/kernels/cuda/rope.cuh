@@ -56,7 +56,7 @@ __device__ __forceinline__ float2 turned_by(float lo, float hi, float cos, float
 }
 
 // The two outputs from their products times the norm's scale; rounded to bf16 before the rotation,
-// as a projection that stands alone is.
+// as in a separate projection.
 __device__ __forceinline__ float2 rotate(const Pair& pair, float lo, float hi) {
   lo = rounded(lo + pair.bias_lo);
   hi = rounded(hi + pair.bias_hi);

@@ -8,8 +8,8 @@
 // chooses for it. The norm's factor comes after the product, as there; the input has 16 bits, in
 // two parts.
 //
-// Macros set by the host (engine/kernels/around.py): WARPS of a CTA, CLUSTER, EXPERTS (a multiple
-// of 32), TOPK, MIN_CTAS a multiprocessor the register budget leaves room for.
+// Macros set by the host (engine/kernels/norm_rope_router.py): WARPS of a CTA, CLUSTER, EXPERTS (a
+// multiple of 32), TOPK, MIN_CTAS a multiprocessor the register budget leaves room for.
 #include "barriers.cuh"
 #include "cluster.cuh"
 #include "common.cuh"
@@ -17,7 +17,7 @@
 #include "topk.cuh"
 #include "weigh.cuh"
 
-// What the macros say; nothing else reads them.
+// The values of the macros; nothing else reads them.
 struct Traits {
   static constexpr int warps = WARPS, cluster = CLUSTER, experts = EXPERTS, top_k = TOPK;
   static constexpr int threads = warps * 32, columns = cluster * warps * 64, tokens = 16;

@@ -1,5 +1,5 @@
-// Boxes of a tensor from global to shared memory: one instruction a box, an mbarrier says when it
-// is there. What lies outside of the tensor arrives as zeros, and counts.
+// Boxes of a tensor from global to shared memory: one instruction a box, an mbarrier signals when
+// it is there. What lies outside of the tensor arrives as zeros, and counts.
 //
 // Offers: TensorMap (engine/kernels/tensor_map.py makes it; a kernel takes it as a
 // __grid_constant__), box_load of a box in two dimensions that nothing reads again, and of one in

@@ -28,7 +28,7 @@ template <class T> struct OutProj {
       float v = bias[e];
 #pragma unroll
       for (int w = 0; w < T::warps; ++w) v += partials.at(w, u, t, n);
-      // rounded to bf16 before the addition, as a projection that stands alone is
+      // rounded to bf16 before the addition, as in a separate projection
       if (a.r != nullptr) v = to_float(to_bf16(v)) + residual[e];
       a.out[(long long)t * a.out_stride + row(b.first + u, n)] = to_bf16(v);
     }

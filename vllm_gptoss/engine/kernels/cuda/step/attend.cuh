@@ -64,7 +64,7 @@ __device__ __forceinline__ void load_fresh(
     if (base + 2 * b.j + (n & 1) + (n >> 1) * 8 >= fresh) c.v[n] = v;
 }
 
-// Asks L2 for a chunk: memory would rest while the queries are waited for.
+// Prefetches a chunk into L2: memory would be idle during the wait for the queries.
 __device__ __forceinline__ void prefetch_keys(
     const Block& b, const Layer& y, const Keys& k, int i) {
   const int base = (k.chunk + i * WARPS) * 16, block = __shfl_sync(~0u, k.blocks, i);

@@ -92,7 +92,7 @@ __device__ __forceinline__ void expert_units(
               round = b.flush / BUFFERS;
     const bool finish = b.flush % WARPS == (u32)b.warp;
     float* sums = b.sums + buffer * SUM;  // [FLUSH][WARPS][16]
-    // bias of this lane's outputs, r of unit u: asked for early
+    // bias of this lane's outputs, r of unit u: loaded early
     float2 bias[TURNS];
     if (finish) {
 #pragma unroll

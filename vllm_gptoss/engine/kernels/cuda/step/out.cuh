@@ -74,7 +74,7 @@ __device__ __forceinline__ void out(const Args& a, Block& b, const Layer& y, int
   if (row < O_ROWS) {
     float h = 0.f;
     if (mine) {
-      // rounded to bf16 before the addition, as a projection that stands alone is
+      // rounded to bf16 before the addition, as in a separate projection
       h = rounded(rounded(sum_dense(b, row) + bias) + b.s->kept[row]);
       __stcg(zeros(a).late[layer & 1].hidden + column, flagged(h));
     }

@@ -15,29 +15,29 @@ import torch
 from tests.support.vllm_log import heard, lines
 from vllm_gptoss.engine.choose import Deployment
 from vllm_gptoss.engine.choose.device import Device
-from vllm_gptoss.engine.model import few_tokens, many_tokens
+from vllm_gptoss.engine.model import fused_path, many_tokens
 from vllm_gptoss.engine.spec import GPT_OSS_20B
 
 H200 = Device("nvidia", "NVIDIA H200", "sm90", 139.8)
 
 
 @pytest.fixture
-def path(monkeypatch: pytest.MonkeyPatch) -> few_tokens.FewTokens:
+def path(monkeypatch: pytest.MonkeyPatch) -> fused_path.FusedPath:
     """That of a 20b on an H200, nothing prepared."""
-    monkeypatch.setattr(few_tokens.device, "detect", lambda: H200)
-    return few_tokens.FewTokens(SimpleNamespace(model=None), Deployment(GPT_OSS_20B))
+    monkeypatch.setattr(fused_path.device, "detect", lambda: H200)
+    return fused_path.FusedPath(SimpleNamespace(model=None), Deployment(GPT_OSS_20B))
 
 
 def stepping(monkeypatch: pytest.MonkeyPatch, longest: int, mode: str = "FULL") -> None:
     """The forward context of a step whose longest request has so many tokens."""
     metadata = {f"layers.{at}": SimpleNamespace(max_query_len=longest) for at in range(2)}
     context = SimpleNamespace(attn_metadata=metadata, cudagraph_runtime_mode=mode)
-    monkeypatch.setattr(few_tokens.worker, "forward_context", lambda: context)
-    monkeypatch.setattr(few_tokens.worker, "in_piecewise_graph", lambda found: mode == "PIECEWISE")
+    monkeypatch.setattr(fused_path.worker, "forward_context", lambda: context)
+    monkeypatch.setattr(fused_path.worker, "in_piecewise_graph", lambda found: mode == "PIECEWISE")
 
 
-def test_a_step_outside_the_engine_is_not_taken(path: few_tokens.FewTokens, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(few_tokens.worker, "forward_context", lambda: None)
+def test_a_step_outside_the_engine_is_not_taken(path: fused_path.FusedPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_path.worker, "forward_context", lambda: None)
     assert not path.could_take(1)
     assert not path.could_take(17)
 
@@ -47,7 +47,7 @@ def test_a_step_outside_the_engine_is_not_taken(path: few_tokens.FewTokens, monk
     [(1, 1, True), (16, 16, True), (17, 1, True), (512, 1, True), (17, 2, False), (512, 300, False), (513, 1, False)],
 )
 def test_many_tokens_are_taken_where_each_request_has_one(
-    path: few_tokens.FewTokens, monkeypatch: pytest.MonkeyPatch, tokens: int, longest: int, taken: bool
+    path: fused_path.FusedPath, monkeypatch: pytest.MonkeyPatch, tokens: int, longest: int, taken: bool
 ) -> None:
     stepping(monkeypatch, longest)
     assert path.could_take(tokens) == taken
@@ -56,19 +56,19 @@ def test_many_tokens_are_taken_where_each_request_has_one(
 
 
 def test_what_cannot_be_compiled_leaves_the_few_tokens(
-    path: few_tokens.FewTokens, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    path: fused_path.FusedPath, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Layers of few tokens keep their kernels, and one line says what is upstream's."""
+    """Layers of few tokens keep their kernels, and one line reports the steps that vLLM runs."""
 
     def refuse(loads: Any) -> None:
-        raise few_tokens.nvrtc.NvrtcError("no")
+        raise fused_path.nvrtc.NvrtcError("no")
 
     monkeypatch.setattr(many_tokens.nvrtc, "at_once", refuse)
     place: Any = SimpleNamespace(experts=SimpleNamespace(many=object()))
     with heard(caplog, logging.INFO) as said:
-        assert many_tokens.prepared([place], path.deployment) == few_tokens.MAX_TOKENS
+        assert many_tokens.prepared([place], path.deployment) == fused_path.MAX_TOKENS
         place.experts.many = None
-        assert many_tokens.prepared([place], path.deployment) == few_tokens.MAX_TOKENS
+        assert many_tokens.prepared([place], path.deployment) == fused_path.MAX_TOKENS
     compiled, missing = lines(said)
     assert "cannot be compiled: no" in compiled
     assert "no kernels of ours for the experts" in missing
@@ -93,18 +93,18 @@ def a_place() -> Any:
 
 def test_every_kernel_of_the_path_is_compiled_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: set[Any] = set()
-    monkeypatch.setattr(few_tokens.dense, "multiprocessors", lambda device: 132)
-    monkeypatch.setattr(few_tokens.dense, "kernel", lambda device, plan: compiled.add(plan))
-    monkeypatch.setattr(few_tokens.attention, "kernel", lambda device, plan: compiled.add(plan))
+    monkeypatch.setattr(fused_path.dense, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(fused_path.dense, "kernel", lambda device, plan: compiled.add(plan))
+    monkeypatch.setattr(fused_path.attention, "kernel", lambda device, plan: compiled.add(plan))
     allocated: list[tuple[int, int]] = []
-    monkeypatch.setattr(few_tokens.attention, "allocate", lambda *sizes: allocated.append(sizes))
-    few_tokens.nvrtc.at_once(few_tokens.loads(a_place()))
+    monkeypatch.setattr(fused_path.attention, "allocate", lambda *sizes: allocated.append(sizes))
+    fused_path.nvrtc.at_once(fused_path.loads(a_place()))
     assert allocated == [(0, 8)], "nothing can be allocated while a graph is captured"
-    for tokens in range(1, few_tokens.MAX_TOKENS + 1):
+    for tokens in range(1, fused_path.MAX_TOKENS + 1):
         for mode, rows, columns, top_k in (
-            (few_tokens.dense.Mode.QKV, 5120, 2880, 0),
-            (few_tokens.dense.Mode.OUT, 2880, 4096, 0),
-            (few_tokens.dense.Mode.ROUTER, 32, 2880, 4),
+            (fused_path.dense.Mode.QKV, 5120, 2880, 0),
+            (fused_path.dense.Mode.OUT, 2880, 4096, 0),
+            (fused_path.dense.Mode.ROUTER, 32, 2880, 4),
         ):
-            assert few_tokens.dense.plan(mode, rows, columns, tokens, 132, top_k) in compiled
-        assert few_tokens.attention.plan(tokens, 8, 0) in compiled
+            assert fused_path.dense.plan(mode, rows, columns, tokens, 132, top_k) in compiled
+        assert fused_path.attention.plan(tokens, 8, 0) in compiled

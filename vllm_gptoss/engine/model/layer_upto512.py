@@ -1,8 +1,9 @@
-"""One layer of a decode step of many tokens: two products, cuBLAS's or ours, and kernels of ours around them.
+"""One layer of a decode step of 17 to 512 tokens: two products (cuBLAS or ours) and our kernels for the rest.
 
 `norm` (residual, RMSNorm), the q/k/v product, `rope` (RoPE, cache write), attention (sinks, window), the output
-product, `router` (residual, RMSNorm, product, top-k, softmax), then the experts. Our q/k/v product ends with what
-`rope` does. As in `chain`, a launch of ours may start while the one before ends. Nothing here knows vLLM.
+product, `router` (residual, RMSNorm, product, top-k, softmax), then the experts. Our q/k/v product
+includes `rope`. As in `layer_upto16`, a launch may start while the previous one ends (PDL). This file does not use
+vLLM.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from vllm_gptoss.engine.choose import bands
-from vllm_gptoss.engine.kernels import around, attention_many, product_many
+from vllm_gptoss.engine.kernels import attention_many, norm_rope_router, product_many
 from vllm_gptoss.engine.kernels.layer import LayerTensors, Requests
-from vllm_gptoss.engine.model import chain
+from vllm_gptoss.engine.model import layer_upto16
 from vllm_gptoss.engine.spec import RMS_NORM_EPS
 
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor], None]
@@ -42,7 +43,7 @@ def layer(
     q, summed = project(tensors, cache, requests, positions, x, residual, own=own)
     product = attend(tensors, cache, requests, q, own=own)
     total = torch.empty_like(product)
-    normed, ids, weights, _ = chain.route(tensors, product, summed, False, total, around.router)
+    normed, ids, weights, _ = layer_upto16.route(tensors, product, summed, False, total, norm_rope_router.router)
     out = torch.empty_like(normed)
     experts(normed, ids, weights, out)
     return out, total
@@ -63,24 +64,24 @@ def project(
     summed = None if residual is None else torch.empty_like(x)
     weight, bias = tensors.qkv_weight, tensors.qkv_bias
     normed = product_many.tiled(x, x.shape[1]) if own else torch.empty_like(x)
-    around.norm(x, residual, tensors.norm, normed, summed, RMS_NORM_EPS, normed.shape[1] if own else 0)
+    norm_rope_router.norm(x, residual, tensors.norm, normed, summed, RMS_NORM_EPS, normed.shape[1] if own else 0)
     where = (positions, tensors.cos_sin, requests.slots, cache)
     if own:
         qkv = x.new_empty((x.shape[0], weight.shape[0]))
         product_many.rotated(normed, weight, bias, qkv, *where)
     else:
         qkv = linear(normed, weight, bias)
-        around.rope(qkv, *where)
+        norm_rope_router.rope(qkv, *where)
     return qkv[:, : tensors.out_weight.shape[1]], x if summed is None else summed
 
 
 def attend(tensors: LayerTensors, cache: Tensor, requests: Requests, q: Tensor, *, own: bool) -> Tensor:
     """Attention and the output product, [T, C] bf16."""
     if not own:
-        attended = chain.attend(tensors, cache, requests, q, attention_many.attend)
+        attended = layer_upto16.attend(tensors, cache, requests, q, attention_many.attend)
         return linear(attended, tensors.out_weight, tensors.out_bias)
     tiled, out = product_many.tiled(q, q.shape[1]), q.new_empty((q.shape[0], tensors.out_weight.shape[0]))
     kernel = functools.partial(attention_many.attend, padded=tiled.shape[1])
-    attended = chain.attend(tensors, cache, requests, q, kernel, tiled)
+    attended = layer_upto16.attend(tensors, cache, requests, q, kernel, tiled)
     product_many.product(attended, tensors.out_weight, tensors.out_bias, out)
     return out

@@ -21,9 +21,9 @@ from vllm_gptoss.engine import choose
 from vllm_gptoss.engine.choose import bands, device
 from vllm_gptoss.engine.choose import vllm_config as describe
 from vllm_gptoss.engine.kernels import attention, dense, nvrtc
-from vllm_gptoss.engine.model import addresses, chain, many_tokens, one_token
-from vllm_gptoss.engine.model.place import Place, transferred
-from vllm_gptoss.fallback import NotHereError
+from vllm_gptoss.engine.model import addresses, layer_upto16, many_tokens, one_token
+from vllm_gptoss.engine.model.layer_binding import Place, transferred
+from vllm_gptoss.fallback import UnavailableError
 
 MAX_TOKENS = bands.FUSED_TOKENS
 
@@ -47,7 +47,7 @@ def loads(place: Place) -> Iterator[tuple[Any, ...]]:
         yield from tensors.experts.loads(torch.int32, MAX_TOKENS)
 
 
-class FewTokens:
+class FusedPath:
     """Runs the model for at most `MAX_TOKENS` tokens, and decode steps of at most `most`.
 
     `prepare` at the first step, when weights and cache are there.
@@ -75,10 +75,10 @@ class FewTokens:
         """Returns True if every weight is where `prepare` found it.
 
         Raises:
-            NotHereError: a weight has moved since `prepare`; the message names it.
+            UnavailableError: a weight has moved since `prepare`; the message names it.
         """
         if why := addresses.moved(self.places):
-            raise NotHereError(why)
+            raise UnavailableError(why)
         return True
 
     def leave_many(self) -> None:
@@ -86,10 +86,10 @@ class FewTokens:
         self.most = MAX_TOKENS
 
     def prepare(self, wish: str) -> choose.Choice[str]:
-        """Looks the layers up, asks again now that the cache is there, and compiles every kernel that a step may need.
+        """Collects the layers, repeats the choice with the allocated cache, and compiles all kernels for a step.
 
         Raises:
-            NotHereError: the cache is not what the kernels read.
+            UnavailableError: the cache is not what the kernels read.
             NvrtcError: a kernel cannot be compiled.
         """
         model, rank = self.model, worker.tensor_parallel_rank()
@@ -97,7 +97,7 @@ class FewTokens:
         self.deployment = describe.first_step(self.deployment, places, model.aux_hidden_state_layers)
         choice = choose.layers(device.detect(), self.deployment, wish)
         if choice.value != "gptoss":
-            raise NotHereError(choice.reason)
+            raise UnavailableError(choice.reason)
         with ThreadPoolExecutor(2) as beside:  # the one launch's kernel takes as long as five of the others
             path = beside.submit(one_token.build, places, self.deployment)
             most = beside.submit(many_tokens.prepared, places, self.deployment)
@@ -146,7 +146,7 @@ class FewTokens:
         with transferred([place], context):
             if x.shape[0] > MAX_TOKENS:
                 return many_tokens.layer(place, x, residual, positions, context)
-            return chain.layer(
+            return layer_upto16.layer(
                 place.tensors,
                 place.attention.kv_cache,
                 place.requests(context),

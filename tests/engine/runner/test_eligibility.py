@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vllm_gptoss.engine.runner import admit, batch
+from vllm_gptoss.engine.runner import batch, eligibility
 
 
 def step(**changes: Any) -> Any:
@@ -32,11 +32,11 @@ def step(**changes: Any) -> Any:
 
 
 def test_a_token_each_is_what_it_takes() -> None:
-    assert admit.only_decodes(step())
+    assert eligibility.only_decodes(step())
 
 
 def test_a_grammar_is_for_the_sampling() -> None:
-    assert admit.only_decodes(step(has_structured_output_requests=True))
+    assert eligibility.only_decodes(step(has_structured_output_requests=True))
 
 
 @pytest.mark.parametrize(
@@ -53,11 +53,11 @@ def test_a_grammar_is_for_the_sampling() -> None:
     ids=lambda change: next(iter(change)),
 )
 def test_anything_else_is_vllms(change: dict[str, Any]) -> None:
-    assert not admit.only_decodes(step(**change))
+    assert not eligibility.only_decodes(step(**change))
 
 
 def sampler(**states: Any) -> Any:
-    """Three rows of vLLM's `Sampler`: greedy, at temperature 1, and one that nothing here asks for."""
+    """Three rows of vLLM's `Sampler`: greedy, at temperature 1, and one with other options."""
     none = np.zeros(3, dtype=bool)
     values = {
         "temperature": [0.0, 1.0, 0.5],

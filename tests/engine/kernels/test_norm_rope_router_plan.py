@@ -7,8 +7,8 @@ import pytest
 
 from tests.engine.kernels.cubins import compiled
 from tests.engine.kernels.structs import declared
-from vllm_gptoss.engine.kernels import around, nvrtc
-from vllm_gptoss.engine.kernels.around import RoutePlan, plan, unsupported
+from vllm_gptoss.engine.kernels import norm_rope_router, nvrtc
+from vllm_gptoss.engine.kernels.norm_rope_router import RoutePlan, plan, unsupported
 
 SHAPES = [(2880, 32, 4), (2880, 128, 4), (2048, 64, 8), (4096, 96, 1)]
 SHARED, OF_A_BLOCK = 227 << 10, 1 << 10
@@ -33,20 +33,24 @@ def test_shapes_without_a_plan_say_why() -> None:
         plan(2880, 40, 4)
 
 
-STRUCTS = {"norm_many": around.NormArgs, "rope_many": around.RopeArgs, "route_many": around.RouteArgs}
+STRUCTS = {
+    "norm_many": norm_rope_router.NormArgs,
+    "rope_many": norm_rope_router.RopeArgs,
+    "route_many": norm_rope_router.RouteArgs,
+}
 
 
 @pytest.mark.parametrize("name", STRUCTS)
 def test_arguments_lie_on_the_host_as_on_the_device(name: str) -> None:
-    assert declared(around.CUDA / f"{name}.cu") == STRUCTS[name]._fields_
+    assert declared(norm_rope_router.CUDA / f"{name}.cu") == STRUCTS[name]._fields_
 
 
 @pytest.mark.parametrize("made", [plan(*shape) for shape in SHAPES], ids=str)
 def test_the_router_compiles(made: RoutePlan) -> None:
     options = [f"-D{key}={value}" for key, value in sorted(made.macros.items())]
-    assert compiled(nvrtc.source(around.CUDA / "route_many.cu"), "sm_90", options)
+    assert compiled(nvrtc.source(norm_rope_router.CUDA / "route_many.cu"), "sm_90", options)
 
 
 def test_norm_and_rope_compile() -> None:
-    assert compiled(nvrtc.source(around.CUDA / "norm_many.cu"), "sm_90", ["-DCOLUMNS=2880"])
-    assert compiled(nvrtc.source(around.CUDA / "rope_many.cu"), "sm_90", [])
+    assert compiled(nvrtc.source(norm_rope_router.CUDA / "norm_many.cu"), "sm_90", ["-DCOLUMNS=2880"])
+    assert compiled(nvrtc.source(norm_rope_router.CUDA / "rope_many.cu"), "sm_90", [])

@@ -15,9 +15,9 @@ from vllm_gptoss.engine.runner.batch import RING, Batch, Buffers
 from vllm_gptoss.engine.runner.graphs import Launches
 
 LOGITS_BYTES = 128 * 2**20
-"""Most memory that the logits of a graph may take: it is kept beside what vLLM has measured and divided."""
+"""Maximum memory of a graph's logits. vLLM's memory profile does not include it."""
 MEMORY = LOGITS_BYTES + 2**24
-"""The same with what sampling makes of them."""
+"""The same, including the buffers of sampling."""
 
 
 def before(runner: Any, buffers: Buffers, batch: Batch) -> Launches:

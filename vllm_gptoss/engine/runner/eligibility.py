@@ -8,7 +8,7 @@ from vllm_gptoss._vllm import runner as vllm
 
 
 def why_not(runner: Any) -> str | None:
-    """Why no step of this runner may take the short way, or None. Asked once, when vLLM's graphs are there."""
+    """Why no step of this runner may take the short way, or None. Called once, after vLLM's graph capture."""
     parallel = runner.parallel_config
     reasons = {
         "several GPUs": parallel.world_size > 1 or parallel.data_parallel_size > 1 or runner.use_pp or runner.use_dcp,
@@ -17,7 +17,7 @@ def why_not(runner: Any) -> str | None:
         "no text generation": runner.is_pooling_model or runner.is_encoder_decoder,
         "embeddings as input": runner.uses_inputs_embeds or runner.encoder_cache is not None,
         "a KV connector": runner.kv_connector is not vllm.parts().NO_OP_KV_CONNECTOR,
-        "outputs of the model beside its tokens": runner.aux_output_connector is not None
+        "outputs of the model other than its tokens": runner.aux_output_connector is not None
         or runner.use_aux_hidden_state_outputs,
         "load balancing of experts": runner.eplb.state is not None,
         "metrics of graphs": bool(runner.observability_config.cudagraph_metrics),
@@ -57,7 +57,7 @@ def _why_not_inside(runner: Any) -> str | None:
 
 
 def only_decodes(step: Any) -> bool:
-    """Whether a `SchedulerOutput` asks for one more token of each of its requests, and for nothing else.
+    """Whether a `SchedulerOutput` only schedules one more token for each of its requests.
 
     Requests may have ended and got blocks since the last step. A grammar's mask comes with the sampling.
     """

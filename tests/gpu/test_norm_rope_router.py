@@ -9,10 +9,10 @@ from torch import Tensor
 from tests.gpu import cases
 from tests.gpu.cases import BLOCK, HEAD, PARALLEL, C, draw, poison
 from tests.gpu.marks import SM90
-from vllm_gptoss.engine.kernels import around
+from vllm_gptoss.engine.kernels import norm_rope_router
 from vllm_gptoss.engine.kernels.experts_many import ManyTokenExperts
 from vllm_gptoss.engine.kernels.layer import LayerTensors, Requests
-from vllm_gptoss.engine.model import chain, chain_many
+from vllm_gptoss.engine.model import layer_upto16, layer_upto512
 
 pytestmark = SM90
 TOKENS = (1, 15, 16, 17, 33, 64, 100, 256, 512)
@@ -21,20 +21,20 @@ TOKENS = (1, 15, 16, 17, 33, 64, 100, 256, 512)
 @pytest.mark.parametrize("hidden", [C, 2048, 8192])
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_norm_of_every_token(tokens: int, hidden: int) -> None:
-    cases.norm(around.norm, tokens, hidden)
+    cases.norm(norm_rope_router.norm, tokens, hidden)
 
 
 @pytest.mark.parametrize("parallel", PARALLEL)
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.bfloat16])
 def test_rope_turns_queries_and_writes_the_cache(parallel: int, tokens: int, cache_dtype: torch.dtype) -> None:
-    cases.rope(around.rope, parallel, tokens, cache_dtype)
+    cases.rope(norm_rope_router.rope, parallel, tokens, cache_dtype)
 
 
 @pytest.mark.parametrize("experts", [32, 64, 128])
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_router_chooses_the_best_experts(experts: int, tokens: int) -> None:
-    cases.router(around.router, experts, tokens)
+    cases.router(norm_rope_router.router, experts, tokens)
 
 
 def test_router_gives_a_tie_to_the_lower_id() -> None:
@@ -43,7 +43,7 @@ def test_router_gives_a_tie_to_the_lower_id() -> None:
     bias[7] = 1.0
     normed, weights = poison(tokens, C), poison(tokens, 4, dtype=torch.float32)
     ids = torch.full((tokens, 4), -1, device="cuda", dtype=torch.int32)
-    around.router(x, None, draw(C), weight, bias.bfloat16(), normed, weights, ids, 1e-5)
+    norm_rope_router.router(x, None, draw(C), weight, bias.bfloat16(), normed, weights, ids, 1e-5)
     assert ids.tolist() == [[7, 0, 1, 2]] * tokens
 
 
@@ -67,8 +67,8 @@ def test_a_layer_is_what_the_chain_of_few_tokens_makes_of_it() -> None:
     """Up to the experts, whose choice near a tie may differ by the products' rounding."""
     [layer], [experts], x, cache, requests, positions = a_step(16, 1)
     residual, other = draw(16, C), cache.clone()
-    out, hidden = chain_many.layer(layer, experts, cache, requests, positions, x, residual)
-    few, wanted = chain.layer(layer, other, requests, positions, x, residual)
+    out, hidden = layer_upto512.layer(layer, experts, cache, requests, positions, x, residual)
+    few, wanted = layer_upto16.layer(layer, other, requests, positions, x, residual)
     assert cases.error(hidden, wanted.double()) < 3 * cases.ROUNDING
     assert cases.error(cache, other.double()) < cases.ROUNDING
     alike = ((out.double() - few.double()).norm(dim=1) / few.double().norm(dim=1)) < 2**-6
@@ -83,7 +83,7 @@ def test_a_chain_in_a_graph_equals_the_same_calls_one_by_one(tokens: int, monkey
     def run() -> tuple[Tensor, Tensor]:
         hidden, residual = x, None
         for layer, own in zip(layers, experts, strict=True):
-            hidden, residual = chain_many.layer(layer, own, cache, requests, positions, hidden, residual)
+            hidden, residual = layer_upto512.layer(layer, own, cache, requests, positions, hidden, residual)
         assert residual is not None
         return hidden, residual
 
@@ -98,11 +98,11 @@ def test_padding_writes_nothing_and_disturbs_nobody(tokens: int, real: int) -> N
     slots = torch.where(torch.arange(tokens, device="cuda") < real, requests.slots, -1)
     padded = Requests(requests.block_table, requests.seq_lens, starts, slots)
     before = cache.clone()
-    out, hidden = chain_many.layer(layer, experts, cache, padded, positions, x, None)
+    out, hidden = layer_upto512.layer(layer, experts, cache, padded, positions, x, None)
     changed = (cache != before).flatten(2).any(-1).any(1)
     assert set(changed.nonzero().flatten().tolist()) <= set((slots[:real] // BLOCK).tolist())
     again = before.clone()
     cut = Requests(requests.block_table[:real], requests.seq_lens[:real], starts[: real + 1], slots[:real])
-    _, alone = chain_many.layer(layer, experts, again, cut, positions[:real], x[:real], None)
+    _, alone = layer_upto512.layer(layer, experts, again, cut, positions[:real], x[:real], None)
     assert cases.error(hidden[:real], alone.double()) < cases.ROUNDING
     assert bool(out.isfinite().all())

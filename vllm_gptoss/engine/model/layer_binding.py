@@ -23,7 +23,7 @@ class Place:
     name: str
     tensors: LayerTensors
     attention: Any
-    """vLLM's `Attention`: holds `kv_cache`, which vLLM makes anew after profiling its graphs with a small one."""
+    """vLLM's `Attention`. Its `kv_cache` is small while graphs are profiled, and is then allocated again."""
     runner: Any
     """vLLM's MoE runner."""
     experts: LayerExperts | None = None
@@ -47,11 +47,11 @@ class Place:
 
 @contextmanager
 def transferred(places: Sequence[Place], context: Any) -> Iterator[None]:
-    """What runs inside reads and writes the caches of `places`; a KV connector hears of it.
+    """Notifies a KV connector around code that reads and writes the caches of `places`.
 
-    As vLLM's `maybe_transfer_kv_layer` (`model_executor/layers/attention/kv_transfer_utils.py`) does around its own
-    attention. The replay of a graph tells nobody, there as here: connectors that must hear of each layer ask vLLM for
-    PIECEWISE graphs, whose steps are not ours.
+    Equal to vLLM's `maybe_transfer_kv_layer` (`model_executor/layers/attention/kv_transfer_utils.py`) around its own
+    attention. The replay of a graph notifies no connector, in vLLM as here: a connector that needs each layer requires
+    PIECEWISE graphs, whose steps vLLM runs.
     """
     connector = worker.kv_connector()
     if connector is None:

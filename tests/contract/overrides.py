@@ -1,0 +1,51 @@
+"""Methods of the package that override methods of vLLM, read from the source of both."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.contract.source import ROOT, Release, find, parameters
+
+
+def overrides() -> Iterator[tuple[Path, str, ast.FunctionDef, str, str]]:
+    """(file, class, method, module of the base, base) for every class of ours with a base imported from vLLM."""
+    for path in sorted((ROOT / "vllm_gptoss").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        origin = {
+            alias.asname or alias.name: (str(node.module), alias.name)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
+            for alias in node.names
+        }
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            for base in node.bases:
+                if isinstance(base, ast.Name) and base.id in origin:
+                    for method in node.body:
+                        if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef):
+                            yield path, node.name, method, *origin[base.id]  # type: ignore[misc]
+
+
+OVERRIDES = list(overrides())
+
+
+def takes(ours: ast.FunctionDef, theirs: ast.stmt) -> list[str]:
+    """Upstream's parameters that ours would not accept."""
+    if ours.args.vararg is not None and ours.args.kwarg is not None:
+        return []
+    mine = parameters(ours)
+    return [name for name in parameters(theirs) if name not in mine and ours.args.kwarg is None]
+
+
+def narrow(release: Release) -> list[tuple[str, str]]:
+    """(file of ours, problem) of each override that does not accept a parameter of `release`'s method."""
+    problems = []
+    for path, name, method, module, base in OVERRIDES:
+        upstream = find(release, module, f"{base}.{method.name}")
+        if isinstance(upstream, ast.FunctionDef | ast.AsyncFunctionDef) and (lacking := takes(method, upstream)):
+            where = f"{path.relative_to(ROOT)}:{method.lineno} {name}.{method.name}"
+            problems.append((str(path), f"override: {where} does not take {', '.join(lacking)} of {module}.{base}"))
+    return problems
