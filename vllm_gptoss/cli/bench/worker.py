@@ -215,7 +215,7 @@ def paths(model: Any) -> dict[str, int]:
     from vllm_gptoss.engine.choose import bands
     from vllm_gptoss.engine.experts import method
 
-    few = getattr(model, "few_tokens", None)
+    few = getattr(model, "fused_path", None)
     layers = [module for module in model.modules() if method.own(getattr(module, "quant_method", None))]
     fused = len(few.places) if few else 0
     return {

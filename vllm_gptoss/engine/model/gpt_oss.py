@@ -34,7 +34,7 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
         self.layers_wish = Settings.load(vllm_config.additional_config).layers
         self.load_check = fallback.attempt("checkpoint check", "auto", lambda: LoadCheck(vllm_config))
         few = fallback.attempt("layers", self.layers_wish, lambda: set_up(self, vllm_config))
-        self.few_tokens = few if fallback.together("layers", few is not None) else None
+        self.fused_path = few if fallback.together("layers", few is not None) else None
         self.is_prepared = False
         fallback.attempt("start-up line", "auto", startup_line.say)
 
@@ -62,25 +62,25 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
             return out
         out = fallback.attempt("layers", self.layers_wish, lambda: few(*step))
         if out is None:
-            self.few_tokens = None
+            self.fused_path = None
         return out
 
     def _few_for(self, tokens: int) -> FusedPath | None:
         """The fused path if it supports the next step. A path that cannot be prepared is disabled for good."""
-        few, wish = self.few_tokens, self.layers_wish
+        few, wish = self.fused_path, self.layers_wish
         if few is None or not few.could_take(tokens):
             return None
         if not self.is_prepared:
             choice = fallback.attempt("layers", wish, lambda: few.prepare(wish))
             if not fallback.together("layers", choice is not None):
-                self.few_tokens = None
+                self.fused_path = None
                 return None
             self.is_prepared = True
             keep_scratch(self, few.places)
             return few if few.could_take(tokens) else None  # what is prepared may take less than was thought
         if not fallback.attempt("layers", wish, few.check_addresses):
-            self.few_tokens = None
-        return self.few_tokens
+            self.fused_path = None
+        return self.fused_path
 
     def process_weights_after_loading(self) -> None:
         """vLLM's hook after it has processed the weights of every layer."""
