@@ -4,8 +4,8 @@
     python -m benchmarks.capacity --users 500 --speed 30 --context 16384
 
 Measured, from result files: time per token by requests at once, prefill, the API server's processor time per token, the
-store's transactions per response. Arithmetic: whatever joins them, between measured batches a straight line. More
-requests at once than were measured are never assumed.
+store's transactions per response. Calculated: everything else. Between measured batch sizes, values are interpolated
+linearly. The largest measured batch size is never exceeded.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Engine:
         return wishes.answer / (wishes.answer * step_s + read_s)
 
     def fits(self, wishes: Wishes) -> int:
-        """Requests whose context fits the cache at once."""
+        """The most concurrent requests such that their contexts fit the cache together."""
         return int(Cache.of(Deployment(self.model), BLOCK).requests(self.kv_gib, wishes.context, IN_FLIGHT))
 
     def streams(self, wishes: Wishes) -> int:

@@ -1,7 +1,8 @@
 """Draws what a decode step takes of the host, from result files: `python benchmarks/host_plot.py`; needs matplotlib.
 
-Left: ms a token of two layers of the 20b, whose GPU needs so little that the engine's thread sets the pace. Right: one
-stream of the whole 20b as served, with the engine's core to itself, and shared with two processes that never rest.
+Left: ms per token for two layers of the 20b. These need so little GPU time that the engine's thread limits the rate.
+Right: one stream of the whole 20b as served, with a dedicated core for the engine, and with a core shared with two busy
+processes.
 """
 
 from __future__ import annotations

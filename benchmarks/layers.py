@@ -6,8 +6,8 @@ Times are of CUDA graph replays, median of 20, each graph a chain of launches on
 another. `stock` is torch's product with bias (cuBLAS; the plugin's kernels also do norm, residual, RoPE and the cache
 write), and for attention vLLM's FlashAttention 3 with sinks where vLLM is installed. `layer` is all four chained. The
 floor is the bytes that must be read over 4.3 TB/s, what a device-to-device copy moves on an H200. Above 16 tokens:
-norm, RoPE with the cache write, and the router, which stand around cuBLAS's products, the products, and all five in a
-row; one GPU.
+the kernels before and after cuBLAS's products (norm, RoPE with the cache write, router), the products, and all five in
+sequence; one GPU.
 """
 
 from __future__ import annotations

@@ -3,19 +3,20 @@
     python -m benchmarks.numerics --shape 20b:6                              # random weights, six layers
     python -m benchmarks.numerics --model DIR --stream text.txt --chunk 1    # real weights, token by token
 
-Every variant reads the same stream, a few tokens a step (`--chunk`), in a process of its own, and says for every
-position how likely it finds the token that comes and its `TOP` likeliest ones. Small steps are what the fused path
-takes: 2 to 16 is what speculative decoding verifies. 1 is plain decode in vLLM's graphs: from the first tokens of each
-piece of the stream (`--prompt`) as many are decoded as it has more, its number the seed, compared up to where two
-variants first choose differently.
+Every variant runs in a separate process and reads the same stream, a few tokens a step (`--chunk`). For every position,
+it reports the log-probabilities of the next token and of the `TOP` likeliest tokens. The fused path runs small steps.
+Speculative decoding verifies 2 to 16 tokens a step. 1 is plain decode in vLLM's graphs: the first tokens of each piece
+of the stream (`--prompt`) are the prompt, the number of the piece is the seed, and as many tokens are decoded as the
+piece has left. These are compared up to the position where two variants first choose different tokens.
 
 Two distances of two variants: the mean difference of log-probabilities that both report, and the difference of mean
 negative log-likelihoods. The plugin is within the spread where its distance to the nearest stock backend is, with 95 %
 confidence (bootstrap over blocks of positions), at most `--slack` times the largest distance of two stock backends; its
 log perplexity where it differs from one of them by no more than they differ, or than two standard errors of that.
 
-Stock backends differ in their experts alone and share every other rounding, which no third can share. `--truth` also
-says how far each is from float64 (`truth.py`); nearer than the farther of the stock backends is within, too.
+Stock backends differ only in their experts and share every other rounding. The plugin cannot share those roundings.
+`--truth` also reports the distance of each variant to float64 (`truth.py`). A variant that is nearer to float64 than
+the farther stock backend also counts as within the spread.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from vllm_gptoss.cli.bench import checkpoint, shapes, truth, worker
 from vllm_gptoss.cli.bench.worker import is_plugin, variant_options
 
 TOP = 20
-"""Log-probabilities per position, beside the token's own; vLLM's default limit."""
+"""Log-probabilities per position, in addition to the one of the token; vLLM's default limit."""
 VOCABULARY = 32_768
 """Of random checkpoints: the head is no part of what is compared, and would be most of the file."""
 BLOCK = 32
@@ -45,7 +46,7 @@ BLOCK = 32
 
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """What one variant said of the stream. likely: log-probability of each token; top: {token: log-probability}."""
+    """One variant's results for the stream. likely: log-probability of each token; top: {token: log-probability}."""
 
     likely: list[float]
     top: list[dict[int, float]]
@@ -59,7 +60,7 @@ class Reading:
 
 
 def read(job: dict[str, Any]) -> dict[str, Any]:
-    """Reads the stream in this process: `Reading`'s fields, and which of our paths were in place."""
+    """Reads the stream in this process: `Reading`'s fields, and which plugin paths were active."""
     variant, options = job["variant"], job["options"]
     if is_plugin(variant):
         from vllm_gptoss.plugin import register
@@ -143,7 +144,7 @@ def differences(a: Reading, b: Reading) -> list[float]:
 
 
 def distance(a: Reading, b: Reading) -> dict[str, float]:
-    """All that is said of two variants."""
+    """All reported figures for two variants."""
     per_position = sorted(differences(a, b))
     best = sum(max(x, key=x.__getitem__) == max(y, key=y.__getitem__) for x, y in zip(a.top, b.top, strict=True))
     paired = [y - x for x, y in zip(a.likely, b.likely, strict=True)]
@@ -170,7 +171,7 @@ def _standard_error(values: Sequence[float]) -> float:
 
 
 def ratio_bound(ours: Sequence[float], stock: Sequence[float], draws: int = 2000) -> float:
-    """Upper end of the 95 % bootstrap interval of mean(ours) / mean(stock), positions drawn alike for both."""
+    """Upper end of the 95 % bootstrap interval of mean(`ours`) / mean(stock). Both use the same drawn positions."""
     import numpy as np
 
     pairs = np.array([_blocks(ours), _blocks(stock)])
@@ -249,7 +250,8 @@ def _all(jobs: Sequence[dict[str, Any]], together: bool) -> list[dict[str, Any]]
     if not together:
         return [_run(job) for job in jobs]
     part = {"gpu_memory_utilization": round(0.9 / len(jobs), 2)}
-    # The first starts as vLLM does by itself. The others must not take its memory for theirs: they measure none.
+    # The first job measures free memory as vLLM does. The others get a fixed cache size, because a measurement would
+    # count the first job's memory.
     shares = [part, *({**part, "kv_cache_memory_bytes": 2**31} for _ in jobs[1:])]
     shared = [{**job, "options": {**share, **job["options"]}} for job, share in zip(jobs, shares, strict=True)]
     with ThreadPoolExecutor(len(jobs)) as pool:

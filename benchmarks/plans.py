@@ -1,8 +1,8 @@
-"""What planning a step costs, and handing its tokens on; no GPU and no model: `python -m benchmarks.plans [1 8 64]`.
+"""Time to plan a step and to process its tokens, without GPU or model: `python -m benchmarks.plans [1 8 64]`.
 
-vLLM's scheduler and ours in one process, in turns, two steps under way as in the engine: µs a step for the plan, for
-what the tokens end or go on, and for the messages to the clients. Once where the same requests decode, and once where
-others end and arrive, as a loaded server has it.
+Runs vLLM's scheduler and the plugin's alternately in one process, with two steps in flight as in the engine. Reports µs
+per step for the plan, for the update with the sampled tokens, and for the messages to the clients. The first case
+decodes the same requests throughout. In the second, requests end and arrive, as on a loaded server.
 """
 
 from __future__ import annotations

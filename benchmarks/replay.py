@@ -23,7 +23,7 @@ from benchmarks.host import STEP_MS, TOKENS
 from vllm_gptoss.server.harmony.tokens import encoding
 
 _CACHE_BYTES = 1 << 33
-"""The KV cache's size in bytes that the scheduler sees; none of it is allocated."""
+"""The KV cache's size in bytes that the scheduler sees. No memory is allocated for it."""
 
 
 def answer(tokens: int) -> list[int]:

@@ -1,6 +1,7 @@
 """Sends two questions to a running server through the `openai` client: `python -m demo.ask [BASE_URL]`.
 
-The first is answered with a function tool that runs here, the second with the server's own python tool if it has one.
+For the first, the model calls a function tool that runs in this process. For the second, it calls the server's python
+tool, if available.
 """
 
 from __future__ import annotations

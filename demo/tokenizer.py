@@ -31,7 +31,7 @@ PATTERN = "|".join(
 
 
 def alphabet() -> list[str]:
-    """GPT-2's printable stand-in for each byte."""
+    """GPT-2's printable replacement for each byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(b if b in printable else next(others)) for b in range(256)]

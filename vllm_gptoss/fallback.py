@@ -25,8 +25,8 @@ class UnavailableError(Exception):
 def attempt(part: str, wish: str, do: Callable[[], T], meant: tuple[type[Exception], ...] = ()) -> T | None:
     """Returns the result of `do`. If `do` raises, returns None and logs each reason once.
 
-    part: its name in the start-up line; wish: the user's setting, `auto` by default; meant: errors that are raised
-    unchanged.
+    part: its name in the start-up line; `wish`: the value of the user's setting, or `auto`; meant: errors that are
+    raised unchanged.
 
     Raises:
         ChoiceError: `do` raised, and the user requested this part by name.

@@ -123,7 +123,7 @@ def endpoint_is_off() -> bool:
 
 
 def _is_off(setting: str = "") -> bool:
-    """Read without `Settings`, whose errors must not stop vLLM. Without an argument: the variable `GPTOSS`."""
+    """Whether a setting is off; "": the variable `GPTOSS`. Avoids `Settings`: its errors must not stop vLLM."""
     return os.environ.get(f"GPTOSS_{setting.upper()}".rstrip("_"), "1").lower() in ("0", "false", "no", "off")
 
 
@@ -161,8 +161,8 @@ def _allow_endpoint() -> None:
     value = ",".join(sorted(others))
     if shared := sorted(others & foreign):
         _say(
-            f"/v1/responses stays vLLM's own: allowing ours would also allow that of {', '.join(shared)}, which has"
-            f" the name of an installed plugin of another kind. To allow both: VLLM_PLUGINS={value}"
+            f"/v1/responses stays vLLM's own: allowing the plugin's would also allow that of {', '.join(shared)},"
+            f" which has the name of an installed plugin of another kind. To allow both: VLLM_PLUGINS={value}"
         )
         return
     os.environ["VLLM_PLUGINS"] = value

@@ -52,14 +52,14 @@ class Settings(BaseModel):
     store: str = Field(
         "", description="SQLAlchemy URL of the response store; empty: SQLite in the user's state directory"
     )
-    tools: str = Field("", description="tool servers; empty: what --tool-server says")
+    tools: str = Field("", description="tool servers; empty: the value of --tool-server")
     prompts: str = Field("", description="prompt templates of /v1/responses: a YAML file, or a folder of them")
     max_body_bytes: int = Field(32 << 20, gt=0, description="of one request body")
     max_body_values: int = Field(50_000, gt=0, description="JSON values of one request body")
     caller_body_bytes: int = Field(64 << 20, gt=0, description="of all bodies of one API key that are being received")
     total_body_bytes: int = Field(256 << 20, gt=0, description="the same, of all API keys together")
     checked_keys: bool = Field(
-        False, description="each Authorization header is a caller of its own although this server checks none"
+        False, description="each Authorization header is a separate caller although this server checks none"
     )
 
     workers: int = Field(0, ge=0, description="confined workers of a kind at once; 0: half of the cores, 2 to 8")

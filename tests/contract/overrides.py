@@ -10,7 +10,7 @@ from tests.contract.source import ROOT, Release, find, parameters
 
 
 def overrides() -> Iterator[tuple[Path, str, ast.FunctionDef, str, str]]:
-    """(file, class, method, module of the base, base) for every class of ours with a base imported from vLLM."""
+    """(file, class, method, module of the base, base) for every plugin class with a base imported from vLLM."""
     for path in sorted((ROOT / "vllm_gptoss").rglob("*.py")):
         tree = ast.parse(path.read_text())
         origin = {
@@ -33,7 +33,7 @@ OVERRIDES = list(overrides())
 
 
 def takes(ours: ast.FunctionDef, theirs: ast.stmt) -> list[str]:
-    """Upstream's parameters that ours would not accept."""
+    """Parameters of the vLLM method that the override does not accept."""
     if ours.args.vararg is not None and ours.args.kwarg is not None:
         return []
     mine = parameters(ours)
@@ -41,7 +41,7 @@ def takes(ours: ast.FunctionDef, theirs: ast.stmt) -> list[str]:
 
 
 def narrow(release: Release) -> list[tuple[str, str]]:
-    """(file of ours, problem) of each override that does not accept a parameter of `release`'s method."""
+    """(plugin file, problem) of each override that does not accept a parameter of `release`'s method."""
     problems = []
     for path, name, method, module, base in OVERRIDES:
         upstream = find(release, module, f"{base}.{method.name}")

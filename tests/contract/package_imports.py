@@ -47,7 +47,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 
 def missing(release: Release) -> list[tuple[str, str]]:
-    """(file of ours, problem) of each import that fails with `release`."""
+    """(plugin file, problem) of each import that fails with `release`."""
     found = []
     for path in SOURCES:
         for module, name, line in imports_of_vllm(path):

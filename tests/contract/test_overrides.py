@@ -1,6 +1,6 @@
-"""Every method of ours that overrides one of vLLM's still takes what vLLM passes, in every supported release.
+"""Every plugin method that overrides a method of vLLM accepts vLLM's arguments, in every supported release.
 
-Read from the source on both sides: a new subclass is covered the moment it is written.
+The tests parse both sources, so they cover new subclasses without changes.
 """
 
 from __future__ import annotations

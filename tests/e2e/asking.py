@@ -73,7 +73,7 @@ def tokens_of_results(recipient: str, results: Sequence[str]) -> int:
 
 
 def metric(metrics: str, name: str, **labels: str) -> float:
-    """A sample of Prometheus text; 0 where there is none."""
+    """The value of a sample in Prometheus text; 0 if there is none."""
     for line in metrics.splitlines():
         match = re.fullmatch(rf"{name}(?:\{{(.*)\}})? (\S+)", line)
         if match and dict(re.findall(r'(\w+)="([^"]*)"', match[1] or "")) == labels:

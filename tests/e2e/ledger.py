@@ -66,7 +66,7 @@ class Script(Protocol):
 
 @dataclass
 class Ledger:
-    """All requests; `kept`: completed responses at their first read."""
+    """All requests. `kept` has completed responses as first read."""
 
     asked: list[Asked] = field(default_factory=list)
     kept: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -193,7 +193,7 @@ class Talker:
                 asked.refused = f"{answered.status_code} of the balancer"
 
     async def settled(self, asked: Asked) -> dict[str, Any]:
-        """The response that has ended, or nothing if there is none."""
+        """The response once it has ended; its status is `NOT_THERE` if the server does not have it."""
 
         async def attempt() -> dict[str, Any] | None:
             answered = await self.http.get(f"/responses/{asked.id}")

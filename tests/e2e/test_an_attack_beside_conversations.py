@@ -119,7 +119,7 @@ class Load:
             await asyncio.sleep(0.01)
 
     async def p99(self, seconds: float, attack: Callable[[int], dict[str, Any]] | None = None) -> float:
-        """Of the gaps within `seconds`."""
+        """The 99th percentile of the gaps within `seconds`."""
         tasks = [asyncio.create_task(self.attack(attack, n)) for n in range(ATTACKERS if attack else 0)]
         await asyncio.sleep(1.0)  # until it has begun
         self.gaps.clear()

@@ -42,7 +42,7 @@ DONE = "<|channel|>final<|message|>Done.<|return|>"
 
 @dataclass
 class Service:
-    """Two nodes, and replicas that share a store. `ask` runs code in a conversation at one replica."""
+    """Two nodes of the tools service, and replicas that share a store. `ask` runs code through one replica."""
 
     nodes: list[ToolsNode]
     replicas: list[httpx.Client] = field(default_factory=list)

@@ -43,8 +43,8 @@ def test_every_byte_at_every_scale_dequantises_exactly() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_narrow_dtypes_hold_every_finite_value_up_to_scale_252(dtype: torch.dtype) -> None:
-    """6 x 2^(252 - 127) < 2^128; e2m1 needs one mantissa bit. Below 2^-126 bfloat16 and float32 are subnormal: scale
-    1, whose smallest value is 2^-127, is the last that bfloat16 (down to 2^-133) and float32 both surely hold."""
+    """6 x 2^(252 - 127) < 2^128; e2m1 needs one mantissa bit. Below 2^-126 bfloat16 and float32 are subnormal. The
+    smallest value of scale 1 is 2^-127, which both bfloat16 (down to 2^-133) and float32 can represent."""
     blocks = torch.arange(256, dtype=torch.uint8).reshape(1, 16, 16).expand(252, 16, 16).contiguous()
     scales = torch.arange(1, 253, dtype=torch.uint8)[:, None].expand(252, 16).contiguous()
     exact = reference.mxfp4_dequantise(blocks, scales, torch.float64)
@@ -141,7 +141,7 @@ def test_rope_equals_transformers_at_long_positions(position: int) -> None:
     from transformers import GptOssConfig
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding, apply_rotary_pos_emb
 
-    # Their default for `truncate` is True when rope_parameters omits it; the default config says False, as gpt-oss.
+    # transformers uses True for `truncate` if rope_parameters omits it. The default config has False, as gpt-oss.
     rotary = GptOssRotaryEmbedding(GptOssConfig(num_hidden_layers=1, num_local_experts=2))
     rng = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 2, 1, 64, generator=rng) for _ in range(2))
@@ -209,7 +209,7 @@ def test_lengths_around_the_window(length: int) -> None:
 
 
 def test_one_token_shares_its_weight_with_the_sink() -> None:
-    """softmax over [q.k, sink] with q.k = 0: the value is kept by 1 / (1 + e^sink)."""
+    """softmax over [q.k, sink] with q.k = 0: the value is multiplied by 1 / (1 + e^sink)."""
     q = torch.zeros(1, 2, 4, dtype=torch.float64)
     k, v = torch.randn(1, 2, 4, dtype=torch.float64), torch.ones(1, 2, 4, dtype=torch.float64)
     sinks = torch.tensor([0.0, 2.0], dtype=torch.float64)

@@ -3,9 +3,9 @@
     python -m tests.gpu.either_way '{"blocks": 400, "caching": true, "kinds": ["greedy", "seeded"], "seed": 1}'
     python -m tests.gpu.either_way 8 60        # eight concurrent engines, requests for a minute
 
-Two layers of the 20b with dummy weights, whose tokens change with any bit of a logit. Prints one JSON line: requests
-with other tokens, and the number of steps by path. The engine runs in this process. With `plants`, faults are planted
-in our path, one after another, and each must be detected.
+Runs two layers of the 20b with dummy weights. The sampled tokens change with any bit of a logit. Prints one JSON line:
+requests with different tokens, and the number of steps by path. The engine runs in this process. With `plants`,
+faults are planted in the plugin's path, one after another, and each must be detected.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ def only(sanitizer: str, names: str) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", default="memcheck,racecheck")
-    parser.add_argument("--parallel", default="1,2,4,8", help="tensor-parallel sizes whose shapes are launched")
+    parser.add_argument("--parallel", default="1,2,4,8", help="tensor-parallel sizes: launches the shapes of each")
     parser.add_argument("--experts", default="32", help="32 for the 20b, 128 for the 120b")
     parser.add_argument("--parts", default=",".join(PARTS), help="which of them, %(default)s")
     parser.add_argument("--run", choices=PARTS, help=argparse.SUPPRESS)

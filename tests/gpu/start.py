@@ -1,9 +1,9 @@
-"""Two layers of the 20b in a real engine, dummy weights, one of our functions raising:
+"""Two layers of the 20b in a real engine with dummy weights, while one plugin function raises:
 
     python -m tests.gpu.start '{"where": "vllm_gptoss.engine.model.layer_upto16:layer", "settings": {}}'
 
-Prints one JSON line: how many tokens each prompt got, and what of ours then runs. The engine lives in this process, so
-that what is planted here is met there.
+Prints one JSON line: the number of tokens of each prompt, and the plugin parts that still run. The engine runs in this
+process, so the planted fault affects it.
 """
 
 from __future__ import annotations

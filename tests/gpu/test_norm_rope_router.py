@@ -64,7 +64,7 @@ def a_step(tokens: int, layers: int) -> Step:
 
 
 def test_a_layer_is_what_the_chain_of_few_tokens_makes_of_it() -> None:
-    """Up to the experts, whose choice near a tie may differ by the products' rounding."""
+    """Compares up to the experts: near a tie, the products' rounding may change the chosen experts."""
     [layer], [experts], x, cache, requests, positions = a_step(16, 1)
     residual, other = draw(16, C), cache.clone()
     out, hidden = layer_upto512.layer(layer, experts, cache, requests, positions, x, residual)

@@ -25,7 +25,7 @@ STEPS = {
         "ResponsesEndpoint": "vllm_gptoss.server.responses.endpoint:served_models",
     },
 }
-"""What each part uses last in a step."""
+"""The last name that each part uses in a step."""
 
 RUN = """
 import asyncio, copy, importlib, json, os, sys
@@ -83,7 +83,7 @@ def run(model_dir: Path, broken: str, environ: dict[str, str]) -> list[dict[str,
 
 
 def test_a_route_of_another_plugin_returns_rather_than_the_one_it_replaced() -> None:
-    """The app has both routes when ours is attached; vLLM removes the replaced one at the end."""
+    """The app has both routes when the plugin attaches its own; vLLM removes the replaced one at the end."""
     app = FastAPI()
     for answer in ("vLLM's", "theirs", "ours"):
         app.add_api_route("/v1/x", lambda answer=answer: answer, methods=["POST"], name=answer)

@@ -1,7 +1,7 @@
-"""What the fuzz targets do with one hostile input, and how inputs are made. Jobs: a confined worker runs a batch.
+"""Runs one hostile input through a fuzz target, and makes such inputs. Jobs: a confined worker runs a batch.
 
-A worker's limits of time and memory are the batch's, so a case that never ends, or takes all memory, ends the batch and
-names its seeds. What has no worker in production is strict: it raises what its docstring says, and nothing else.
+A worker's limits of time and memory apply to the batch: a case that never ends, or takes all memory, ends the batch and
+names its seeds. A target without a worker in production is strict: it may raise only the errors of its docstring.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vllm_gptoss.tools.python import messages
 
 OF_JSON = {"kernel", "frames", "results", "schemas", "references", "conversations"}
 SLOW_S = 4.0
-"""Of processor time, for one case of at most 64 kB."""
+"""Seconds of processor time for one case of at most 64 kB."""
 
 _MAX = 64 << 10
 _KEY = b"key"
@@ -276,12 +276,12 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "bodies": _bodies,
 }
 STRICT = {"kernel", "frames", "json", "schemas", "encodings", "robots", "bodies"}
-"""Where any exception is a failure. Parsers of documents may give up with one: the worker says so, and ends."""
+"""Targets where any exception is a failure. A parser of documents may raise one: the worker reports it, and ends."""
 
 
 @dataclass
 class Found:
-    """What was wrong, by seed; how many cases gave up."""
+    """The failures by seed, and the number of cases that gave up."""
 
     wrong: dict[int, str] = field(default_factory=dict)
     gave_up: int = 0

@@ -17,7 +17,7 @@ from vllm_gptoss.server.harmony.tokens import FIRST_CONTROL, VOCABULARY, control
 
 
 def client() -> Any:
-    """An `AsyncLLM`. `say` sends every request the same tokens; `queued` counts what reached a request's queue."""
+    """An `AsyncLLM` fed by the test: `.say` sends tokens to all requests; `.queued` counts outputs in their queues."""
     from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector

@@ -17,7 +17,7 @@ def soon(what: Callable[[], bool], seconds: float = 60.0) -> float:
 
 
 async def until(what: Callable[[], object], seconds: float = 60.0) -> None:
-    """`soon` on an event loop, which goes on meanwhile.
+    """`soon` for an event loop, without blocking it.
 
     Raises:
         TimeoutError: it did not happen.

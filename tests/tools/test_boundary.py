@@ -1,4 +1,4 @@
-"""Tools could be a separate package: they know nothing of the rest, and the rest knows them by one module."""
+"""`tools/` could be a separate package: it imports nothing of the rest, and the rest imports one of its modules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHARED = tuple(
 """Turns of callers, descriptions of unreadable files, and counted JSON: not about tools either."""
 
 ROOTS = {"endpoint.py", "parts.py"}
-"""Where the parts are put together."""
+"""Files that connect the parts."""
 
 
 def imported(path: Path) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Schemas and arguments that would stop the server: each costs its own call, within a worker's limits."""
+"""Schemas and arguments that would stop the server: each fails only its own call, within a worker's limits."""
 
 from __future__ import annotations
 

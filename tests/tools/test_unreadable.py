@@ -1,4 +1,4 @@
-"""What a tool returned and gpt-oss cannot read is described, for the parts of every API."""
+"""Parts of a tool's result that gpt-oss cannot read are replaced by a description, on every API."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def current_config() -> Any:
 
 
 def init_logger(name: str) -> Any:
-    """vLLM's logger, whose handlers and process prefixes a plugin's own logger would not have."""
+    """vLLM's logger. It has the handlers and process prefixes that a logger of the plugin would lack."""
     from vllm.logger import init_logger
 
     return init_logger(name)
@@ -242,7 +242,7 @@ def chat_text_chunk(identifier: str, created: int, model: str, text: str) -> str
 
 
 def without_text(params: Any) -> None:
-    """Disables detokenization, in place, for a request whose reader uses token ids only.
+    """Disables detokenization, in place, for a request if its consumer uses token ids only.
 
     Stop strings and logprobs need the text, so they keep it enabled.
     """

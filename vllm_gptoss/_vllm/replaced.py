@@ -174,7 +174,7 @@ files only when they build a gpt-oss model."""
 
 
 def use_parser(ours: type) -> None:
-    """Makes vLLM compose `ours` wherever it serves a gpt-oss model in this process. Idempotent."""
+    """Makes vLLM use the parser class `ours` for every gpt-oss model in this process. Idempotent."""
     from vllm.parser import harmony as module
 
     module.HarmonyParser = ours
@@ -225,7 +225,7 @@ def _table(each: Any) -> dict[str, Any]:
 
 
 def use_chat_prompt(renderer: Any, wrap: Callable[[Any], Any]) -> bool:
-    """Gives `renderer` the prompt that `wrap` makes of its own step; False where it has no such step."""
+    """Replaces the Harmony prompt method of `renderer` by `wrap` of it. False if `renderer` has no such method."""
     upstream = getattr(renderer, "_make_request_with_harmony", None)
     if upstream is None:
         return False
@@ -276,13 +276,13 @@ def use_request_output(
 
 
 def use_handler(state: Any, name: str, ours: type) -> None:
-    """Puts `ours` over the class of the handler that is `name` in the app's `state`, if there is one."""
+    """Makes the handler `name` in the app's `state`, if it exists, an instance of a subclass of `ours`."""
     if (handler := getattr(state, name, None)) is not None:
         setattr(state, name, _under(ours, handler))
 
 
 def _under(ours: type, handler: Any) -> Any:
-    """A copy of `handler`, of a class that inherits from `ours` and from the class of `handler`."""
+    """A copy of `handler` with a class that inherits from `ours` and from the class of `handler`."""
     theirs = type(handler)
     streaming = object.__new__(type(theirs.__name__, (ours, theirs), {"__module__": ours.__module__}))
     vars(streaming).update(vars(handler))

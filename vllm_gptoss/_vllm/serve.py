@@ -62,8 +62,8 @@ def parse(parser: Any, words: Sequence[str]) -> tuple[Any, str]:
 def refusal(namespace: Any, model: str) -> str:
     """Why vLLM refuses the arguments of `vllm serve` for the model in the folder `model`; empty where it accepts them.
 
-    Runs the checks of the API server and `create_engine_config`. Skipped: a platform's own checks, Ray, and drafts,
-    whose configuration is on the hub.
+    Runs the checks of the API server and `create_engine_config`. Skipped: a platform's own checks, Ray, and draft
+    models, because their configuration is on the hub.
     """
     try:
         from vllm.engine.arg_utils import AsyncEngineArgs

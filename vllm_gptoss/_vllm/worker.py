@@ -98,7 +98,7 @@ def set_attributes(target: Any, attributes: dict[str, Any]) -> None:
 
 
 def weight_scale(precision: Any) -> Any:
-    """The MXFP4 scales of a triton_kernels `PrecisionConfig`, whose field was renamed between its versions."""
+    """The MXFP4 scales of a triton_kernels `PrecisionConfig`. The field was renamed between releases."""
     from vllm.model_executor.layers.quantization.utils.mxfp4_utils import weight_mx_scale
 
     return weight_mx_scale(precision)

@@ -60,13 +60,16 @@ def _wait(parent: BaseProcess) -> None:
 
 
 def _until_gone(parent: BaseProcess) -> None:
-    """The sentinel alone is a pipe whose other end every child that was forked after this one holds open too."""
+    """Blocks until the parent process has ended.
+
+    The sentinel does not suffice: children forked later also hold the other end of its pipe open.
+    """
     is_direct = multiprocessing.get_start_method() != "forkserver"
     signs = [parent.sentinel]
     if is_direct and parent.pid is not None:
         with contextlib.suppress(OSError, AttributeError):  # gone, or a kernel before Linux 5.3, or no Linux
             signs.append(os.pidfd_open(parent.pid))
-        # Asked after opening: the number may have been a stranger's by then.
+        # Checked after opening: the process id may have been reused by then.
         if os.getppid() != parent.pid:
             return
     multiprocessing.connection.wait(signs)

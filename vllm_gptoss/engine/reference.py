@@ -86,7 +86,7 @@ def rope(x: Tensor, positions: Tensor, yarn: Yarn) -> Tensor:
 def sink_attention(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, *, window: int | None = None, scale: float | None = None
 ) -> Tensor:
-    """Causal grouped-query attention whose softmax has one more column, the head's sink, without a value.
+    """Causal grouped-query attention. The softmax has one additional column, the head's sink, without a value.
 
     q: [T, H, D], the last T of S positions; k, v: [S, K, D], S >= T; sinks: [H] logits, never scaled;
     window: keys seen, the own one included, None for all; scale: on q·k, default D^-0.5.

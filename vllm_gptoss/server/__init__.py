@@ -1,1 +1,1 @@
-"""What runs in the API server's process."""
+"""The parts of the plugin that run in the API server's process."""

@@ -46,7 +46,7 @@ class Kind:
         return getattr(importlib.import_module(self.module), self.factory)()
 
     def request(self, settings: Settings, environ: Mapping[str, str]) -> str | None:
-        """The setting by which the user asked for this part, or None."""
+        """The setting by which the user requests this part, or None."""
         named = [name for name in self.requested_by if name in settings.model_fields_set and getattr(settings, name)]
         own = [name for name in sorted(environ) if self.variables and name.startswith(self.variables)]
         return next((f"the setting {name!r} (GPTOSS_{name.upper()})" for name in named), next(iter(own), None))
@@ -94,7 +94,7 @@ class Parts:
         """Attaches every part that can be imported.
 
         Raises:
-            SettingsError: a setting is wrong, or asks for a part that failed.
+            SettingsError: a setting is wrong, or requests a part that failed.
         """
         self.app = app
         self._settings = settings

@@ -58,7 +58,7 @@ class Verdict:
 
 
 async def argument_problem(arguments: str, schema: Mapping[str, Any] | None) -> str | None:
-    """What is wrong with `arguments` by `schema`, in words that help the model to call again; None when nothing is."""
+    """Describes for the model why `arguments` do not meet `schema`, so that it can call again; None if they do."""
     if len(arguments) > MAX_ARGUMENTS:
         return f"they are longer than {MAX_ARGUMENTS} characters."
     text = schema_text(schema) if schema else ""
@@ -126,7 +126,7 @@ def judge(payload: bytes, *, schema: str) -> Verdict:
 
 
 def judged(payload: bytes, schema: str) -> Verdict:
-    """What is wrong with the arguments `payload` by `schema`, which is JSON, or empty for none."""
+    """The problems of the arguments `payload` under `schema`, a schema in JSON, or empty for no schema."""
     if problem := json_problem(payload):
         return Verdict(f"they cannot be read: {problem}.")
     arguments = payload.decode("utf-8", "surrogatepass")

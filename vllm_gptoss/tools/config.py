@@ -57,7 +57,7 @@ class ToolsConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class ToolsPlan:
-    """What to start. `mcp` pairs a label, empty for what the server calls itself, with where it is."""
+    """The tools to start. `mcp`: pairs of label and server; an empty label means the server's own name."""
 
     python: dict[str, Any] | None = None
     browser: BrowserConfig | None = None

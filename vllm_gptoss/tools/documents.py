@@ -20,7 +20,7 @@ except ImportError as error:
     logging.getLogger(__name__).warning("Requests with PDF files are rejected: %s", reason(error))
 
 MAX_BYTES: Final = Limit().payload
-"""Of one document."""
+"""Size of one document."""
 
 
 class DocumentError(ValueError):
@@ -30,16 +30,16 @@ class DocumentError(ValueError):
 MAX_TEXT: Final = 1 << 20
 """Characters of a document's text; it goes into the prompt, and a megabyte is already more than the context window."""
 MAX_PDFS: Final = 8
-"""Of one request."""
+"""PDF files in one request."""
 
 
 async def pdf_text(encoded: str, name: str, caller: str) -> str:
     """The text of a PDF in base64, as `[file: name]` and a heading for each page, cut after 200 pages.
 
-    `caller`: for fair turns at the workers.
+    `caller`: for fair queueing at the workers.
 
     Raises:
-        DocumentError: it is none, or takes too long or too much.
+        DocumentError: the data is not a PDF, or exceeds the limits of time or memory.
     """
     if _MISSING:
         raise DocumentError(_MISSING)

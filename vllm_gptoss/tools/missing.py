@@ -30,7 +30,7 @@ def reason(error: Exception) -> str:
 
 
 def requirement(module: str) -> str:
-    """The requirement of our metadata that brings `module`, of any extra; `module` itself where there is none."""
+    """The requirement in the package's metadata, of any extra, that installs `module`; else `module` itself."""
     wanted = DISTRIBUTIONS.get(module, module)
     try:
         lines = importlib.metadata.requires(NAME) or []

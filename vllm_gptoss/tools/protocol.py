@@ -1,8 +1,8 @@
-"""All that the serving core knows of tools: what a tool is, what it offers, how it is called, and what comes back.
+"""The interface between the server and tools: a tool's description, its calls and its results.
 
 A *provider* is configured once per server and owns long-lived things (a warm kernel pool, an MCP connection, an index).
 It opens a *session* per conversation, which owns the state the model sees (variables, page stack). Sessions never
-raise for what a tool did wrong: a `ToolResult` with `error` set goes back to the model and to the client's item.
+raise for errors of a tool: a `ToolResult` with `error` set goes back to the model and to the client's item.
 
 Every method a caller may use is named here, with a default for tools that do not need it. `tools/wrapper` forwards
 each of them, so a wrapper changes one thing and nothing else gets lost.
@@ -174,7 +174,7 @@ CALLER: ContextVar[str] = ContextVar("gptoss_caller", default="")
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
-    """What one request requires of a tool, beyond its defaults; a provider ignores what is not its own."""
+    """A request's options for its tools; a provider ignores the options of other tools."""
 
     response_id: str = ""
     owner: str = ""
@@ -268,7 +268,7 @@ class ToolProvider(ABC):
 
     @property
     def note(self) -> str | None:
-        """What does not work although the tool is on, because it is not configured."""
+        """A feature of the enabled tool that does not work, because it is not configured."""
         return None
 
     @property

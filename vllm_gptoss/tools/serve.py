@@ -94,11 +94,11 @@ def tool_server(provider: GatedProvider) -> Server[Any]:
 
 
 def conversation(ctx: Any) -> str:
-    """The conversation of a call; empty where the caller names none: then the state ends with the call.
+    """The conversation of a call; empty if the caller names none. Then the state ends with the call.
 
-    vLLM names it in the `x-session-id` header, OpenAI's example server in `_meta.client_id`. Connections of protocols
-    before 2026-07-28 have ids of their own, and clients that name nothing are led to those; a stdio process has one
-    caller. No other caller can use that name: the caller is part of it.
+    vLLM names it in the `x-session-id` header, OpenAI's example server in `_meta.client_id`. Without a name the id of
+    the MCP connection is used, which protocols before 2026-07-28 have. A stdio process has one caller. The caller is
+    part of the returned name, so callers cannot use each other's conversations.
     """
     request = ctx.request if isinstance(ctx.request, Request) else None
     named = (ctx.meta or {}).get("client_id")
@@ -239,7 +239,7 @@ async def run_stdio(provider: GatedProvider) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Listening:
-    """Where to serve, for whom, and which proxies' word on the client counts. `open_to_all`: no key is meant."""
+    """Address, keys, and the proxies trusted to name the client. `open_to_all`: serve without keys on purpose."""
 
     host: str = "127.0.0.1"
     port: int = 8001

@@ -211,7 +211,7 @@ class ToolServer:
 
 
 def _loaded(name: str, make: Callable[..., ToolProvider], *args: Any) -> ToolProvider:
-    """What `make` returns; where it cannot import a package, a stand-in that names the package."""
+    """The result of `make`; if it cannot import a package, a replacement that names the package."""
     try:
         return make(*args)
     except ImportError as error:

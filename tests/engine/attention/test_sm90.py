@@ -64,8 +64,8 @@ def test_a_step_is_planned_as_the_graph_was_captured(
     given: list[tuple[Common, bool]], mode: CUDAGraphMode, drafts: int
 ) -> None:
     """A capture sets the maximum sequence length, and the maximum query length if a request has several tokens. A step
-    of short sequences, or of one token each, had a plan of another layout: FA3 then read beside it, and answers were
-    wrong (450 known by heart, on an H100)."""
+    of short sequences, or of one token each, once had a plan with a different layout. FA3 then read outside the plan,
+    and answers were wrong (450 memorized answers, on an H100)."""
     of = builder((127, 0), mode=mode, drafts=drafts)
     captured = 1 if mode.separate_routine() and not drafts else 1 + drafts if mode.separate_routine() else 64
     for common in (Common(64, captured, 4096), Common(64, 1, 90), Common(64, min(captured, 2), 4000)):

@@ -39,7 +39,7 @@ class Layer(torch.nn.Module):
 
 @pytest.fixture
 def of(monkeypatch: pytest.MonkeyPatch) -> method.GptOssExpertsMethod:
-    """Our method over a stand-in of upstream's, which lays `Layer.value` out into new objects."""
+    """The plugin's method over a fake of vLLM's method that converts `Layer.value` into new objects."""
 
     def lay_out(self: Any, layer: Layer) -> None:
         for name in ("w13_weight", "w2_weight"):

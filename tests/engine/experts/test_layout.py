@@ -79,7 +79,7 @@ def test_twiddle_puts_each_nibble_where_the_kernel_masks_it() -> None:
     ]
     for register, byte in zip(registers, word.tolist(), strict=True):
         for half, code in ((register & 0xFFFF, byte & 15), (register >> 16, byte >> 4)):
-            # A bfloat16 whose pattern is s......eem...... is the e2m1 value times 2^-126.
+            # A bfloat16 with the bit pattern s......eem...... is the e2m1 value times 2^-126.
             value = (
                 torch.tensor([half << 16], dtype=torch.int64).to(torch.int32).view(torch.float32).double() * 2.0**126
             )
@@ -87,7 +87,7 @@ def test_twiddle_puts_each_nibble_where_the_kernel_masks_it() -> None:
 
 
 def test_the_fourth_pair_of_every_word_is_what_a_product_and_two_masks_leave() -> None:
-    """`fourth` of mxfp4.cuh, with the constants that stand there: what the product adds up to carries into no pair."""
+    """Tests `fourth` of mxfp4.cuh with the constants of that file: no carry of the product reaches a pair."""
     code = (Path(sm90.__file__).parents[1] / "kernels" / "cuda" / "mxfp4.cuh").read_text()
     found = re.search(r"__byte_perm\(w, 0, 0x3311\) & 0x(\w+)u\) \* (\d+)u\) & 0x(\w+)u;", code)
     assert found is not None

@@ -195,7 +195,7 @@ def loaded(**changes: Any) -> SimpleNamespace:
 
 
 def before_loading(monkeypatch: pytest.MonkeyPatch, wish: str = "auto") -> method.GptOssExpertsMethod:
-    """A method whose upstream lays nothing out, on an H200 by name."""
+    """A method on a device named H200. vLLM's base class does not convert the weights."""
     of = prepared(None)
     moe = SimpleNamespace(has_bias=True, experts_per_token=4, num_experts=32)
     backend = SimpleNamespace(value="TRITON")

@@ -17,11 +17,11 @@ def _strict(message: str, *arguments: object) -> None:
 
 
 def compiled(source: str, arch: str, options: Sequence[str] = ()) -> bytes:
-    """What `nvrtc.compile_cubin` makes of it, now or in an earlier run: through our own cache, in the checkout's.
+    """The cubin of `nvrtc.compile_cubin`, compiled now or cached in the checkout by an earlier run.
 
     Raises:
-        NvrtcError: it does not compile. This is not kept.
-        AssertionError: the compiler serialises its products, which costs a quarter. Nor is this.
+        NvrtcError: the source does not compile. The failure is not cached.
+        AssertionError: the compiler serialises the products, which costs a quarter. This result is not cached either.
     """
     kept = patch.dict("os.environ", GPTOSS_CACHE=str(CACHE / "cubins"))
     with kept, patch.object(nvrtc.logger, "warning", _strict):

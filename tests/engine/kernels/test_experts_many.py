@@ -46,7 +46,7 @@ def test_products_that_the_compiler_serialises_are_a_warning_and_no_test_takes_t
     source, enough = nvrtc.source(SOURCE), "MULTIPLYING = GROUPS == 4 ? 104 : 152"
     assert enough in source
     recipe = prepared(*SHAPES[0]).recipe(768, torch.bfloat16)
-    for _ in range(2):  # it is not kept
+    for _ in range(2):  # the result is not cached
         with pytest.raises(AssertionError, match=r"wgmma\.mma_async instructions are serialized"):
             compiled(source.replace(enough, "MULTIPLYING = 112"), "sm_90a", options_of(recipe))
     assert caplog.text.count("makes a kernel slower than it was measured") == 2

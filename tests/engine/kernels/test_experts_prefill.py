@@ -1,5 +1,5 @@
-"""The kernels for large steps without a GPU: they compile for every shape, no product waits for another for want of
-registers, and nobody reads past shared memory."""
+"""The kernels for large steps, without a GPU: they compile for every shape, ptxas does not serialise products for lack
+of registers, and no kernel reads past shared memory."""
 
 from __future__ import annotations
 

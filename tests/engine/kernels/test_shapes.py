@@ -77,7 +77,7 @@ def test_a_projection_that_is_taken_has_a_plan_that_fits_every_gpu(
 
 
 def rank(experts_: int, rows: int, columns: int) -> experts.Projection:
-    """As large as asked for, but for the memory."""
+    """A projection of the given shape on the meta device, without memory."""
     values = torch.empty(experts_, rows // 4, columns * 2, dtype=torch.uint8, device="meta")
     lines, width = -(-rows // 256) * 8, -(-columns // 128) * 2 * 64
     scales = torch.empty(experts_, lines, width, dtype=torch.uint8, device="meta")

@@ -27,7 +27,7 @@ class Elsewhere(KVConnectorBase_V1, SupportsHMA):
             cache.copy_(content)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **_: Any) -> None:
-        assert layer_name not in self.kept, "given back twice, or never asked for"
+        assert layer_name not in self.kept, "given back twice, or never requested"
         assert attn_metadata.block_table is not None
         self.kept[layer_name] = kv_layer, kv_layer.clone()
         kv_layer.fill_(float("nan"))

@@ -205,7 +205,7 @@ def main(layout: str, rank: int, world: int, port: int, model: str, out: str) ->
     if found is not None and rank in (0, world - 1):
         saved = connector.saved if connector else 0
         torch.save({"hidden": found[0], "aux": found[1], "distance": distance, "saved": saved}, f"{out}.{rank}")
-    # a rank whose peer goes first can abort in gloo's thread as it ends, after all is done
+    # gloo's thread can abort at the end of a rank if the peer has already exited
     torch.distributed.barrier()
     destroy_model_parallel()
     destroy_distributed_environment()

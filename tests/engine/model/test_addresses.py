@@ -117,4 +117,4 @@ def test_scratch_survives_what_discards_everything_but_buffers(monkeypatch: pyte
         buffer.data.copy_(saved[name])
     assert kept.tolist() == [-1, -1, -1]
     assert layer.attn.rotary_emb.cos_sin_cache.unique().tolist() == [1.0]
-    assert model.state_dict() == {}, "a checkpoint of the model has none of it"
+    assert model.state_dict() == {}, "a checkpoint of the model does not contain scratch memory"

@@ -29,7 +29,7 @@ def path(monkeypatch: pytest.MonkeyPatch) -> fused_path.FusedPath:
 
 
 def stepping(monkeypatch: pytest.MonkeyPatch, longest: int, mode: str = "FULL") -> None:
-    """The forward context of a step whose longest request has so many tokens."""
+    """Sets the forward context of a step with `longest` tokens in its longest request."""
     metadata = {f"layers.{at}": SimpleNamespace(max_query_len=longest) for at in range(2)}
     context = SimpleNamespace(attn_metadata=metadata, cudagraph_runtime_mode=mode)
     monkeypatch.setattr(fused_path.worker, "forward_context", lambda: context)

@@ -1,8 +1,8 @@
 """The fused path on several ranks and for speculative verification, against the oracle on the whole model.
 
-Two processes each: vLLM's real sharding, loader, groups and all-reduce, the kernels as their contracts in float32. What
-can go wrong is what is between kernels: a sum taken once too often or not at all, a bias added by every rank, heads or
-sinks of another rank, drafts that stay in the cache after they were rejected, a KV connector that is not told.
+Each test runs two processes with vLLM's real sharding, loader, groups and all-reduce. Float32 contracts replace the
+kernels. The tests detect errors between kernels: a missing or repeated sum, a bias added by every rank, heads or sinks
+of another rank, rejected drafts that stay in the cache, and a KV connector that is not notified.
 """
 
 from __future__ import annotations

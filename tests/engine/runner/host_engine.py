@@ -151,7 +151,7 @@ class Engine:
             self.states.req_id_to_index.pop(name)
 
     def step(self, names: list[str], **changes: Any) -> Any:
-        """A `SchedulerOutput`, with a block for each request whose next token needs one."""
+        """A `SchedulerOutput`, with a new block for each request if its next token needs one."""
         new: list[Any] = []
         for name in names:
             held = self.runner.block_tables.held[self.states.req_id_to_index[name]]
@@ -191,7 +191,7 @@ class Engine:
         post_update(rows, states.num_computed_tokens.gpu, states.last_sampled_tokens, None, torch.tensor(tokens))
 
     def leave_to_vllm(self, *names: str, length: int = 5) -> None:
-        """A step of vLLM's that brings these requests, whose prompts have `length` tokens, in buffers of all steps."""
+        """Runs a step on vLLM's path that adds these requests, with prompts of `length` tokens, in shared buffers."""
         assert self.short_way.take(self.step([], scheduled_new_reqs=list(names))) is None
         for name in names:
             row = next(row for row in range(ROWS) if row not in self.states.req_id_to_index.values())

@@ -14,7 +14,7 @@ from vllm_gptoss.engine.runner.graphs import Graphs, Launches, Work
 
 
 class Recorded:
-    """A stand-in for a CUDA graph."""
+    """A fake CUDA graph."""
 
     def __init__(self, done: list[str]) -> None:
         self.done = done
@@ -64,8 +64,8 @@ class Kept(FakeGraphs):
 
 
 def test_what_is_launched_or_captured_is_of_the_step_that_runs() -> None:
-    """A batch of other requests launches by what these asked for. Those of the first batch had ended, others had their
-    rows, and their top-k was not applied."""
+    """Each batch launches with the sampling parameters of its requests. Once, the requests of the first batch ended,
+    new requests took their rows, and the new requests' top-k was not applied."""
     done: list[str] = []
     launched, captured, kept = Work(), Work(), Kept(done)
     for batch in ("first", "second", "third"):

@@ -24,7 +24,7 @@ WITH_TOP_K = (True, True, False, True, False, False)
 
 
 class Sampler:
-    """Records the rows whose parameters it read, as vLLM's does on the host to select its kernels."""
+    """Records which rows it reads parameters of, as vLLM's sampler does on the host to select its kernels."""
 
     def __init__(self) -> None:
         self.rows: list[list[int]] = []
@@ -77,8 +77,8 @@ def short_way(monkeypatch: pytest.MonkeyPatch) -> ShortWay:
 
 
 def test_each_batch_samples_by_what_its_own_requests_asked_for(short_way: ShortWay) -> None:
-    """The first batch of a size once decided for all that followed: its rows were others' by then, which asked for
-    nothing, and top-k was not applied."""
+    """Once, the first batch of a size decided for all later batches of that size. Its rows then belonged to requests
+    without sampling parameters, and top-k was not applied."""
     for rows in ((0, 5), (23, 7), (23, 9)):
         output = short_way.sample(Taken(batch_of(*rows), torch.zeros(2, 10), set()))
         assert output.req_ids == [f"of row {row}" for row in rows]

@@ -97,7 +97,7 @@ def told(messages: dict[int, Any]) -> Any:
 
 
 def answer(names: dict[str, bool], rng: random.Random) -> Any:
-    """A token for each request whose prompt is read by that step; the others get none."""
+    """A token for each request that has completed prefill in that step, and none for the others."""
     from vllm.v1.outputs import ModelRunnerOutput
 
     return ModelRunnerOutput(
@@ -108,7 +108,7 @@ def answer(names: dict[str, bool], rng: random.Random) -> Any:
 
 
 def run(made: Any, seed: int, counts: dict[str, int]) -> list[Any]:
-    """Plans and messages of a run whose requests, aborts and tokens follow from `seed`; two steps are under way."""
+    """Plans and messages of a run. `seed` determines requests, aborts and tokens. Two steps are in flight."""
     from vllm.v1.request import RequestStatus
 
     rng = random.Random(seed)
@@ -191,7 +191,7 @@ def test_a_failure_of_ours_leaves_planning_to_vllm(
 
     from vllm_gptoss.engine.runner.scheduler import GptOssScheduler
 
-    calls = iter([AttributeError("moved")])  # `planning.scheduler` asks `_is_plain` once more
+    calls = iter([AttributeError("moved")])  # `planning.scheduler` calls `_is_plain` again
 
     def fails(self: Any) -> Any:
         for error in calls:
@@ -208,7 +208,7 @@ def test_a_failure_of_ours_leaves_planning_to_vllm(
 
 
 def test_all_that_ends_an_answer_is_in_one_set() -> None:
-    """`GptOssScheduler._go_on` asks it and no other: those that it has and vLLM does not end at cost time only."""
+    """`GptOssScheduler._go_on` checks only this set. Tokens in the set that do not end the answer cost only time."""
     from vllm.sampling_params import SamplingParams
 
     for ignores in (False, True):

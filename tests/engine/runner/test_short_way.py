@@ -99,7 +99,7 @@ def test_a_storm_of_aborts_and_a_preemption_leave_the_others_as_they_were(engine
 
 
 def test_a_step_whose_model_fails_is_not_counted_on(engine: Engine) -> None:
-    """vLLM ends an engine whose step raised. Should one go on, the next steps are of the requests as they were."""
+    """vLLM stops the engine after a step raises. If an engine continues, its requests are as before that step."""
     manager = engine.short_way.runner.cudagraph_manager
     run, manager.run_fullgraph = manager.run_fullgraph, lambda descriptor: 1 / 0
     with pytest.raises(ZeroDivisionError):
@@ -199,7 +199,7 @@ def test_no_graph_outlives_what_it_knows(engine: Engine, monkeypatch: pytest.Mon
     before: list[bool] = []
     monkeypatch.setattr(GPUModelRunner, change, lambda *_, **__: before.append(runner.short_way is None), raising=False)
     getattr(runner, change)(**({"profile_only": True} if change == "capture_model" else {}))
-    if change == "reset_lora_state":  # replaces weights in place: only ours know where the logits' are
+    if change == "reset_lora_state":  # only the plugin's graphs depend on the logits' weights
         assert not runner.short_way.graphs.works
     else:
         assert before == [True], "dropped before vLLM's go"

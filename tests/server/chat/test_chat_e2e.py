@@ -1,4 +1,4 @@
-"""Chat completions of a real `vllm serve`: started without tool flags, asked and forced into malformed output."""
+"""Chat completions of a real `vllm serve` without tool flags, with normal and with forced malformed output."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_a_cut_call_keeps_its_text(forced: Server) -> None:
 
 
 def message(server: Server, text: str, **fields: Any) -> dict[str, Any]:
-    """What `/v1/messages` answers where the model says `text`."""
+    """The answer of `/v1/messages` when the model generates `text`."""
     tools = [
         {"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in (WEATHER, TIME)
     ]

@@ -1,4 +1,4 @@
-"""Streams of the chat handler beside vLLM's own: the same results of the engine must give the same bytes."""
+"""Compares streams of the chat handler with vLLM's own: the same results of the engine must give the same bytes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Engine:
 
 
 def frames(handler: Any, engine: Engine, request: Any) -> tuple[list[str], Any]:
-    """All that is streamed, without what is made up anew for each stream, and what was counted."""
+    """All frames of a stream, without random ids and times, and the usage that was counted."""
     metadata = SimpleNamespace(final_usage_info=None)
 
     async def read() -> list[str]:

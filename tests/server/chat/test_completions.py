@@ -1,4 +1,4 @@
-"""Streams of the completions handler beside vLLM's own: the same results of the engine must give the same bytes."""
+"""Compares streams of the completions handler with vLLM's: the same results of the engine must give the same bytes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Engine:
 
 
 def frames(handler: Any, engine: Engine, request: Any) -> tuple[str, Any]:
-    """All that is streamed, and what was counted."""
+    """All frames of the stream, and the usage that was counted."""
     metadata = SimpleNamespace(final_usage_info=None)
 
     async def read() -> list[str]:
@@ -143,7 +143,7 @@ def test_what_is_more_than_the_text_of_one_prompt_is_left_to_vllm(handlers: tupl
 
 @pytest.mark.parametrize("include", [False, True])
 async def test_a_stop_string_ends_a_stream_whose_text_goes_straight(include: bool) -> None:
-    """vLLM holds back what may be its beginning, and looks for it as ever."""
+    """vLLM holds back text that may begin the stop string, and still searches for it."""
     turn = encode("one two STAY three STOP four")
 
     async def streamed(is_direct: bool) -> tuple[bytes, Any]:

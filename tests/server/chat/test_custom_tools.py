@@ -144,7 +144,7 @@ def app() -> TestClient:
 
     app.include_router(router)
     ChatCompletions().attach(app, arguments(), Settings())
-    app.router.routes.reverse()  # vLLM takes the replaced route out; here ours only has to be first
+    app.router.routes.reverse()  # vLLM removes the replaced route; here the plugin's only has to be first
 
     @app.exception_handler(VLLMValidationError)
     async def refused(_: Request, error: VLLMValidationError) -> JSONResponse:

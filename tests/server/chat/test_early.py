@@ -1,4 +1,4 @@
-"""Long prompts are rendered beside the event loop, and are the ones that vLLM's step wants."""
+"""Long prompts are rendered outside the event loop, and equal the prompts that vLLM's rendering step expects."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def app(renderer: Any) -> FastAPI:
 
     app.include_router(router)
     ChatCompletions().attach(app, arguments(), Settings())
-    app.router.routes.reverse()  # vLLM takes the replaced route out; here ours only has to be first
+    app.router.routes.reverse()  # vLLM removes the replaced route; here the plugin's only has to be first
     app.state.online_renderer, app.state.anthropic_serving_messages = renderer, handler()
     callers.set_keys_are_checked(app, True)
     bodies.bound(app, bodies.BodyLimits())

@@ -1,4 +1,4 @@
-"""What the part for chat completions changes in a gpt-oss server's arguments and renderer, and what it leaves."""
+"""The arguments and the renderer of a gpt-oss server that the part for chat completions changes, and the others."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def prompt_of(renderer: Any, request: Any) -> str:
 
 def test_the_renderer_shows_our_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_SYSTEM_START_DATE", "2025-06-28")
-    renderer = started_renderer(lambda *_: pytest.fail("upstream's prompt was asked for"))
+    renderer = started_renderer(lambda *_: pytest.fail("vLLM's own prompt was rendered"))
     optional = {"anyOf": [{"type": "string"}, {"type": "null"}]}
     parameters = {"type": "object", "properties": {"city": optional}}
     tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": parameters}}
@@ -91,7 +91,7 @@ def test_the_renderer_shows_our_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_prompt_must_leave_room_for_one_token() -> None:
     from vllm.exceptions import VLLMValidationError
 
-    renderer = started_renderer(lambda *_: pytest.fail("upstream's prompt was asked for"))
+    renderer = started_renderer(lambda *_: pytest.fail("vLLM's own prompt was rendered"))
     tokens = len(renderer._make_request_with_harmony(make_request(), True)[1][0]["prompt_token_ids"])
     renderer.model_config.max_model_len = tokens + 1
     prompt_of(renderer, make_request())
@@ -106,7 +106,7 @@ def test_a_name_that_no_call_could_have_is_refused(name: str) -> None:
     from vllm.exceptions import VLLMValidationError
 
     tools = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("f", name)]
-    renderer = started_renderer(lambda *_: pytest.fail("upstream's prompt was asked for"))
+    renderer = started_renderer(lambda *_: pytest.fail("vLLM's own prompt was rendered"))
     with pytest.raises(VLLMValidationError, match="cannot be called") as refused:
         prompt_of(renderer, make_request(tools=tools))
     assert refused.value.parameter == "tools[1].function.name"
@@ -158,7 +158,7 @@ def chat_app() -> TestClient:
     app = FastAPI()
     app.include_router(router)
     ChatCompletions().attach(app, arguments(), Settings())
-    app.router.routes.reverse()  # vLLM takes the replaced route out; here ours only has to be first
+    app.router.routes.reverse()  # vLLM removes the replaced route; here the plugin's only has to be first
 
     @app.exception_handler(VLLMValidationError)
     async def refused(_: Request, error: VLLMValidationError) -> Any:

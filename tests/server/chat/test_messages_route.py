@@ -1,4 +1,4 @@
-"""What our route of `/v1/messages` makes of a request before vLLM's handler has it."""
+"""The plugin's route of `/v1/messages` prepares a request for vLLM's handler."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def app() -> FastAPI:
     app = FastAPI()
     app.include_router(router)
     ChatCompletions().attach(app, arguments(), Settings())
-    app.router.routes.reverse()  # vLLM takes the replaced route out; here ours only has to be first
+    app.router.routes.reverse()  # vLLM removes the replaced route; here the plugin's only has to be first
     return app
 
 

@@ -1,4 +1,4 @@
-"""What a constrained turn may and may not contain, asked of xgrammar over o200k_harmony's own vocabulary."""
+"""Texts that a constrained turn may and may not contain, checked by xgrammar with the o200k_harmony vocabulary."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_the_answer_can_be_a_schema_and_calls_stay_possible() -> None:
 
 
 def test_nothing_but_reasoning_comes_before_an_answer_of_a_form() -> None:
-    """Chat, /v1/messages and `output_text` join what is said to the answer."""
+    """Chat, /v1/messages and `output_text` join preambles to the answer."""
     tag = structural_tag([WEATHER], answer=JSONArguments(CITY))
     answer = '<|channel|>final<|message|>{"city": "Ulm"}<|return|>'
     assert accepts(tag, THINK + THINK + answer)
@@ -167,7 +167,7 @@ COUNTED = [
 
 @pytest.mark.parametrize("city", COUNTED, ids=str)
 def test_what_a_count_lets_through_the_parser_reads_as_text(city: Any) -> None:
-    """A count has no room for what may not be spelled: the token passes, and the string goes on behind it."""
+    """A counting grammar cannot forbid control tokens: the token is accepted, and the string continues after it."""
     tag = structural_tag([Call("functions.get_weather", JSONArguments({**CITY, "properties": {"city": city}}))])
     ids = tokens(ASK_FIRST.replace("Ulm", "Ulm<|end|>x"))
     assert accepts(tag, ids)

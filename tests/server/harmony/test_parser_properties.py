@@ -1,4 +1,4 @@
-"""Whatever the model generates: nothing raises, nothing is lost, and streaming changes nothing."""
+"""Properties of the parser for any tokens: it does not raise, it loses no text, and streaming changes nothing."""
 
 from __future__ import annotations
 

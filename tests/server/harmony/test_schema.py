@@ -1,4 +1,4 @@
-"""Schemas keep their meaning as text: what pydantic and JSON Schema say must be what the model reads."""
+"""Schemas keep their meaning as text: the model must read the meaning that pydantic and JSON Schema define."""
 
 from __future__ import annotations
 

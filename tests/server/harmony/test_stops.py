@@ -29,7 +29,7 @@ def test_any_cut_of_a_text_stops_where_the_whole_text_does(text: str, stops: lis
         assert not any(stop in told for stop in stops)
     told += finder.flush()
     places = [text.find(stop) for stop in stops if stop in text]
-    # A stop string that is complete earlier may hide one that begins before it; neither is told.
+    # A stop string that is complete earlier may hide one that begins before it; neither is returned.
     assert told == text if not places else text.startswith(told) and finder.found in stops and len(told) >= min(places)
 
 
@@ -127,7 +127,7 @@ def test_each_choice_has_its_own_end(kind: int) -> None:
     [({}, False), ({"stop": ["STOP"]}, False), ({"logprobs": 1}, True), ({"prompt_logprobs": 1}, True)],
 )
 def test_text_is_made_only_where_somebody_reads_it(fields: dict[str, Any], makes_text: bool) -> None:
-    """Logprobs are told with the text of their tokens."""
+    """Logprobs contain the text of their tokens."""
     pytest.importorskip("vllm")
     for asked in (True, False):
         engine = Engine(ANSWER)

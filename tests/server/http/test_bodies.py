@@ -24,7 +24,7 @@ class Wanted(BaseModel):
 
 @pytest.fixture
 def http() -> TestClient:
-    """A route as vLLM has them, whose bodies have at most 1,000 bytes and 100 values."""
+    """A route like vLLM's that allows bodies of at most 1,000 bytes and 100 values."""
     app = FastAPI()
 
     @app.post("/")

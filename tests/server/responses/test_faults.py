@@ -1,4 +1,4 @@
-"""What happens when something breaks: a clear end, nothing left running, nothing lost that was reported."""
+"""After a fault the response has a clear end, no task keeps running, and every reported response is stored."""
 
 from __future__ import annotations
 

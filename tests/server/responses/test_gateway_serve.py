@@ -1,4 +1,4 @@
-"""vLLM's agentic-api, a gateway with a Responses API of its own, in front of a real `vllm serve` with the plugin."""
+"""vLLM's agentic-api, a gateway with its own Responses API, in front of a real `vllm serve` with the plugin."""
 
 from __future__ import annotations
 

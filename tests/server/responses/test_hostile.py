@@ -36,7 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 def answer(server: Running, body: dict[str, Any] | str) -> httpx.Response:
-    """The answer, which is the same kind streamed and not and, where it is one, a whole response that is kept."""
+    """The answer. Its status must be the same with streaming; a response must be complete and stored."""
     text = body if isinstance(body, str) else json.dumps({"model": MODEL, "input": "hi", **body})
     with server.http() as http:
         plain = http.post("/responses", content=text)
@@ -165,7 +165,7 @@ def test_an_answer_with_citations_can_be_sent_back(start: Start) -> None:
 
 
 def test_what_only_the_engine_can_refuse_is_the_clients_error(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A grammar, say: vLLM compiles it when the request reaches the engine."""
+    """An example is a grammar, which vLLM compiles when the request reaches the engine."""
     server = start(HELLO)
 
     async def refuse(*_: Any) -> Any:

@@ -24,7 +24,7 @@ EXTRA = {
     "response.output_text.done": {"bytes"},
     "custom_tool_call": {"status"},
 }
-"""As in events.py: fields that are ours, everywhere and in objects of a type. OpenAI's API sends the status too."""
+"""As in events.py: fields of the plugin, everywhere and in objects of a type. OpenAI's API sends the status too."""
 
 CITY_WEATHER = {
     "type": "function",
@@ -68,7 +68,7 @@ def test_openai_node_reads_tools_reasoning_and_citations_of_the_real_engine(serv
 
 
 def play(url: str, folder: Path, requests: dict[str, Any]) -> dict[str, Any]:
-    """What openai-node reads of each request, after checking it against the stored response and the client's types."""
+    """The result of openai-node for each request, checked against the stored response and the client's types."""
     (folder / "node_modules").symlink_to(npm.PACKAGES)
     (folder / "client.mjs").symlink_to(SOURCE / "client.mjs")
     (folder / "requests.json").write_text(json.dumps(requests))

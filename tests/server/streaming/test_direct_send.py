@@ -1,7 +1,7 @@
-"""Text that takes the short way: the bytes, the order and the ends of streams are those of the long way.
+"""Text that is sent directly: the bytes, order and ends of streams equal those of vLLM's path.
 
-vLLM's own output processing, queues and `generate`, behind the web server that vLLM uses, on sockets. The engine is the
-test, so that it can say each token when it wants.
+The tests run vLLM's own output processing, queues and `generate` behind vLLM's web server, on sockets. The test takes
+the place of the engine, so that it controls when each token comes.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ async def test_order_stays_where_tokens_come_in_bursts(path: str) -> None:
 
 @Path
 async def test_several_tokens_in_a_step(path: str) -> None:
-    """As with drafts; characters are cut between them."""
+    """Several tokens a step, as with drafts; characters are split between steps."""
 
     async def work(engine: Any) -> None:
         for at in range(0, len(TURN), 3):

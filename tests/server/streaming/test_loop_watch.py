@@ -1,4 +1,4 @@
-"""A server that stands still must be seen to: in its metrics at once, in its log when it is long."""
+"""A blocked event loop shows in the metrics at once, and in the log if it is blocked for long."""
 
 from __future__ import annotations
 

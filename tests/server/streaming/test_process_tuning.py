@@ -1,4 +1,4 @@
-"""What the API server's process sets for itself."""
+"""Settings of the API server's process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.mark.vllm
 def test_the_collector_waits_and_variables_are_read_once() -> None:
-    """In a process of its own: both are set for good."""
+    """In a separate process, because neither setting can be undone."""
     pytest.importorskip("vllm")
     code = """
 import gc, os

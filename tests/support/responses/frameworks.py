@@ -88,8 +88,8 @@ CHAT = {"chat", "chat_streamed", "overflow"}
 
 
 def play(name: str, api: str, model: str, folder: Path, *, chat: bool = False, **ask: list[str]) -> dict[str, Any]:
-    """Results for the framework's user, by scene. `chat`: whether the server has chat completions, too. `ask`: other
-    questions than `ASK`."""
+    """Results for the framework's user, by scene. `chat`: whether the server has chat completions, too. Questions in
+    `ask` replace those of `ASK`."""
     asked = {"url": api, "model": model, "ask": ASK | ask, "weather": WEATHER, "chat": chat}
     ran = subprocess.run(
         _command(name, folder),

@@ -44,7 +44,7 @@ def pdf(*pages: str) -> bytes:
 
 
 class Site:
-    """What the local server answers, by path."""
+    """Answers of the local server, by path."""
 
     def __init__(self) -> None:
         self.robots: tuple[int, str] = (404, "")

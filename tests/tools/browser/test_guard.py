@@ -210,7 +210,7 @@ async def test_a_proxy_is_used_and_names_known_to_be_inside_are_still_refused(mo
 
 @dataclass
 class Dead(Wire):
-    """As `Wire`, but nothing listens at `address`."""
+    """Like `Wire`, but no server listens at `address`."""
 
     address: str = ""
 

@@ -1,4 +1,4 @@
-"""What the model reads must be what it was trained on, and a line number must mean the line the user can find."""
+"""The display equals the one of the model's training, and a line number leads the user to the cited line."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_an_html_page_is_displayed_line_by_line_as_in_training() -> None:
     ],
 )
 def test_small_things_look_as_in_openais_own_browser(html: str, line: str) -> None:
-    """As `process_html` of openai/gpt-oss 0.0.9 shows them."""
+    """The display of `process_html` in openai/gpt-oss 0.0.9."""
     assert html_page(f"<p>{html}</p>", "https://site.example/").lines[2] == line
 
 

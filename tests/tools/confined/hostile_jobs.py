@@ -17,7 +17,7 @@ from vllm_gptoss.tools.confined import Refused, job
 
 @dataclass
 class Tried:
-    """What happened to each attempt: the error's name, or `ESCAPED` and what it got."""
+    """The outcome of each attempt: the error's name, or `ESCAPED` and the data that it got."""
 
     outcome: dict[str, str]
 
@@ -117,7 +117,7 @@ def allocate(payload: bytes, *, size: int) -> int:
 
 @job
 def crash(payload: bytes) -> int:
-    """As a bug in C would."""
+    """Crashes like a bug in C."""
     return int(ctypes.string_at(8)[0])
 
 

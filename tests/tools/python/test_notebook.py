@@ -1,4 +1,4 @@
-"""What the model was promised: a stateful notebook that echoes, plots, stores files, and reports errors."""
+"""The tool's description holds: a stateful notebook that echoes, plots, stores files, and reports errors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_random_numbers_differ_between_conversations(provider: PythonProvi
 
 
 async def test_what_is_shown_below_the_scratch_space_stays_there_and_stays_read_only() -> None:
-    """Such as a virtual environment in /tmp: the private /tmp must not hide the interpreter's own modules."""
+    """An example is a virtual environment in /tmp: the private /tmp must not hide the interpreter's own modules."""
     with tempfile.TemporaryDirectory(dir="/tmp") as host:
         Path(host, "data").mkdir()
         Path(host, "data", "note").write_text("from the host")

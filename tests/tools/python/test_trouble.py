@@ -226,7 +226,7 @@ async def test_dead_kernel_is_told_and_replaced(provider: PythonProvider, code: 
 
 
 async def test_killed_cage_is_told_and_replaced(provider: PythonProvider) -> None:
-    """As the host's out-of-memory killer would do it: to the cage's first process."""
+    """Kills the cage's first process, as the host's out-of-memory killer would."""
     await run_in(provider, "x = 1", "cage")
     kernel = provider._containers["cage"]._kernel
     assert kernel is not None
@@ -316,7 +316,7 @@ async def test_a_turn_that_is_asked_again_is_told_what_the_lost_attempt_ran(prov
 
     first = await opened()
     told = [(await run(first, code)).text for code in ("count = 0", "count += 1; count")]
-    assert told == ["(no output)", "1\n"], "a response gets no notice of its own calls"
+    assert told == ["(no output)", "1\n"], "a response gets no notice about calls that it made itself"
     told = [(await run(await opened(knows_all=knows), "count")).text for knows in (True, False)]
     assert told == [f"{_UNSEEN}\n1\n", "1\n"]
     second = await run(await opened(), "count")

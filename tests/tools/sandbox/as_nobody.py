@@ -73,7 +73,7 @@ def open_ways(paths: list[str]) -> None:
 
 
 def topmost(paths: list[str]) -> list[str]:
-    """Those that lie outside all others."""
+    """The paths that are not inside another one."""
     real = {os.path.realpath(path) for path in paths}
     return sorted(path for path in real if not any(path.startswith(f"{other}/") for other in real))
 

@@ -61,7 +61,7 @@ def write(path):
 
 @dataclass(frozen=True)
 class Host:
-    """What no program inside may get."""
+    """Secrets that no program inside may read."""
 
     secret: str
     directory: Path

@@ -317,7 +317,7 @@ print('processes', processes())
 
 
 async def test_shared_files_tell_and_hold_nothing_but_locks(provider: PythonProvider) -> None:
-    """What two conversations could see or keep of a file that both have; of pipes a user has so many pages."""
+    """File operations through which two conversations could see each other; resized pipes use up the user's pages."""
     code = """
 import fcntl, struct
 file = os.open(os.__file__, os.O_RDONLY); folder = os.open(os.path.dirname(os.__file__), os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""What a program in the sandbox must not use up: processes, memory, files, the kernel's, and time between its calls."""
+"""Limits of a program in the sandbox: processes, memory, files, kernel memory, and time between its calls."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
 
 
 async def stopped(provider: PythonProvider, code: str, said: str) -> None:
-    """A program that would print ESCAPED in its end is stopped before, and `said` has the reason.
+    """A program is stopped before its last line, which prints ESCAPED; the error contains `said`.
 
-    What is dear to count is counted again after twenty times as long as it took, or five seconds.
+    The sandbox repeats a slow count after twenty times its duration, or five seconds.
     """
     result = await run(provider, code)
     assert "ESCAPED" not in result.text
@@ -208,7 +208,7 @@ print(sqlite3.connect('/mnt/data/x.db').execute('select x from t').fetchone())
 
 
 async def test_pieces_of_address_space_are_bounded(provider: PythonProvider) -> None:
-    """As locks: 48 processes could have 65,530 each, 0.6 GiB."""
+    """Like locks, mappings are counted: 48 processes could have 65,530 each, 0.6 GiB."""
     code = """
 libc.mmap.restype = ctypes.c_void_p
 for _ in range(6):

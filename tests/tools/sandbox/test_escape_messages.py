@@ -1,4 +1,4 @@
-"""What a program in the sandbox sends to the server, which must neither believe it nor break over it."""
+"""Forged messages of a program in the sandbox: the server must neither trust them nor fail."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ REPLIES = {
 
 @pytest.mark.parametrize("name", REPLIES)
 async def test_a_forged_end_of_a_call_stops_the_program(provider: PythonProvider, name: str) -> None:
-    """It reported its end and goes on: it must be stopped until the next call, after any reply."""
+    """A program that reports its end but continues is stopped until the next call, after any reply."""
     code = f"""{FORGE}
 import threading
 def tick():

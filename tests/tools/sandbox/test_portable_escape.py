@@ -49,7 +49,7 @@ def write(path):
 
 @dataclass(frozen=True)
 class Host:
-    """What no program inside may get."""
+    """Secrets that no program inside may read."""
 
     secret: str
     directory: Path
@@ -222,7 +222,7 @@ async def test_conversations_do_not_see_each_other(provider: PythonProvider, hos
 
 
 async def test_nothing_runs_between_calls(provider: PythonProvider) -> None:
-    """A program that reports its end and goes on: it is stopped until the next call, which it cannot answer for."""
+    """A program that reports its end but continues is stopped until the next call, and cannot forge its answer."""
     code = """
 import json, sys, time
 frame = sys._getframe()

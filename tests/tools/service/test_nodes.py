@@ -248,7 +248,7 @@ async def test_a_node_that_is_not_there_costs_no_call(node: Node) -> None:
 @HERE
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_call_that_a_node_does_not_take_goes_to_the_next_one_and_says_what_is_lost(node: Node) -> None:
-    """As behind a proxy that has lost its node."""
+    """Simulates a proxy that has lost its node."""
     gone = False
     app = http_app([GatedProvider(node.python)], "127.0.0.1", load_keys(None, {VARIABLE: ALICE}))
 

@@ -7,8 +7,8 @@ tokens a request; it contains FA3. Up to `FUSED_TOKENS` tokens the fused layers 
 
 FA3 plans how it splits keys over the GPU. vLLM makes one plan for all layers only if every layer of the model has the
 same window (`_get_sliding_window_configs` of 0.33.0). gpt-oss alternates two windows, so each of its 24 or 36 layers
-would launch the planner. A metadata builder serves one group of the KV cache, whose layers have one window, and this
-backend sets that window on the builder.
+would launch the planner. A metadata builder serves one group of the KV cache. All layers of a group have the same
+window, and this backend sets that window on the builder.
 
 The layout of a plan depends on the window, the longest sequence and whether a request has several tokens
 (`mha_fwd_get_scheduler_metadata` of vLLM's flash-attention, hopper/flash_api.cpp). A FULL graph contains the layout of
@@ -75,7 +75,7 @@ class GptOssFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
 
 
 class GptOssFlashAttentionImpl(FlashAttentionImpl):
-    """Upstream's attention of one layer, with ours for the steps of `is_ours` while `has_ours`."""
+    """vLLM's attention of one layer. While `has_ours`, steps for which `is_ours` holds run the plugin's kernel."""
 
     has_ours = True
 
@@ -103,7 +103,7 @@ class GptOssFlashAttentionImpl(FlashAttentionImpl):
         )
 
     def _attend(self, query: Tensor, kv_cache: Tensor, step: Any, output: Tensor) -> Tensor:
-        """Ours.
+        """Runs the plugin's decode kernel.
 
         Raises:
             UnavailableError: a tensor or the step is not what the kernel reads.

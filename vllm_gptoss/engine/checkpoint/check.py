@@ -3,8 +3,8 @@
 vLLM does not: for a quantised model it tracks no loaded names (`DefaultModelLoader.load_weights`), skips names it does
 not know and copies a smaller tensor into a corner of the parameter, so the rest stays uninitialised memory.
 
-`check` reads the headers of a directory, kB, not GB, and needs no torch. `checked` does the same for a stream of
-(name, tensor) as it passes, whatever the loader. Neither looks at values.
+`check` reads only the headers of the files in a directory (kB, not GB) and does not need torch. `checked` applies the
+same checks to a stream of (name, tensor) pairs from any loader. Neither function reads tensor values.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Yarn:
         return 1.0 if self.factor <= 1 else 0.1 * math.log(self.factor) + 1.0
 
     def ramp(self, head_size: int) -> tuple[float, float]:
-        """Indices of rotated pairs between which the frequency changes from kept to slowed."""
+        """Range of rotated pair indices over which the frequency changes from original to slowed."""
         low, high = (
             self._pair_turning(self.beta_fast, head_size),
             self._pair_turning(self.beta_slow, head_size),

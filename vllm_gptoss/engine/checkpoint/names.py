@@ -92,7 +92,7 @@ class Expected:
 
 
 def detect_format(config: Config) -> Format | None:
-    """The format that config.json's `quantization_config` announces; None for one whose tensors are not known here."""
+    """The format named by `quantization_config` in config.json. None if this module does not list its tensors."""
     known: dict[str | None, Format] = {
         None: "bf16",
         "mxfp4": "mxfp4",

@@ -1,10 +1,10 @@
 """The only place that decides what runs: data in, a value with its reason out. Imports neither vLLM nor torch.
 
-Read downwards: `devices` has the GPUs by name, `deployment` is what is to be served, `measured` what ran on a GPU of
-ours, `bands` what runs a step of how many tokens, `conditions` every obstacle, `families` the table of GPU families,
-`decide` the decisions.
+Modules, in reading order: `devices` lists GPUs by name. `deployment` describes the model and its configuration.
+`measured` lists the combinations that were run on real GPUs. `bands` maps the tokens of a step to an implementation.
+`conditions` lists every obstacle, `families` is the table of GPU families, and `decide` makes the decisions.
 
-`device` is the GPU that is here; `vllm_config` makes a deployment of vLLM's configuration.
+`device` detects the local GPU. `vllm_config` builds a deployment from vLLM's configuration.
 """
 
 from vllm_gptoss.engine.choose.decide import (

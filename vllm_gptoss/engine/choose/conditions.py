@@ -162,7 +162,7 @@ EXPERTS: tuple[Condition, ...] = (
     when(lambda d: d.micro_batches, "may not run on two streams at once, which dual-batch overlap does"),
     when(
         lambda d: d.mps,
-        "MPS runs other processes' kernels concurrently, which would deadlock ours between their blocks",
+        "MPS runs other processes' kernels concurrently, which would deadlock the plugin's",
     ),
     expert_shapes,
     when(lambda d: d.built_experts not in (None, "TRITON"), "the backend is {d.built_experts}, not TRITON"),

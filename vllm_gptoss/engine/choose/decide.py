@@ -28,10 +28,10 @@ class Choice(Generic[T]):
 
 
 def experts(device: Device, deployment: Deployment, wish: str = "auto") -> Choice[str]:
-    """The MXFP4 expert kernel: a value of `Family.experts`, `gptoss`, `native` and `dequantize` being ours.
+    """The MXFP4 expert kernel: a value of `Family.experts`. The plugin implements `gptoss`, `native` and `dequantize`.
 
     Raises:
-        ChoiceError: `wish` is not `auto` and cannot run here, or the experts do not divide over the ranks.
+        ChoiceError: the requested kernel cannot run here, or the experts do not divide over the ranks.
     """
     if deployment.moe_backend != "auto":
         return Choice("upstream", f"--moe-backend {deployment.moe_backend} was asked for")
@@ -45,7 +45,7 @@ def layers(device: Device, deployment: Deployment, wish: str = "auto") -> Choice
     """The implementation of a step of few tokens: `gptoss` for our fused layers, or `upstream`.
 
     Raises:
-        ChoiceError: `wish` is `gptoss` and cannot run here.
+        ChoiceError: `gptoss` was requested and cannot run here.
     """
     return _pick("layers", families.of(device).layers, device, deployment, wish)
 

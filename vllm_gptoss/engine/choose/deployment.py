@@ -31,11 +31,11 @@ class RankExperts:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A model, its configuration, and what of both a start has found out so far. Dtypes and names are vLLM's own.
+    """A model, its configuration, and the facts that startup has found so far. Dtypes and names are vLLM's.
 
     `kv_cache_dtype`: `auto`, `bfloat16`, `fp8`, …; `kv_connectors`: those of `kv_transfer_config`; `drafts`: the method
     of speculative decoding; `micro_batches`: dual-batch overlap, two steps on two streams at once;
-    `attention_backend`, `moe_backend`: what the user asked for.
+    `attention_backend`, `moe_backend`: the user's settings.
     """
 
     model: ModelSpec
@@ -68,7 +68,7 @@ class Deployment:
     aiter: bool = False
     """VLLM_ROCM_USE_AITER: without it vLLM uses no AITER kernel."""
     mps: bool = False
-    """CUDA's Multi-Process Service runs kernels of other processes concurrently with ours."""
+    """CUDA's Multi-Process Service runs kernels of other processes concurrently with those of this process."""
     attention_backend: str | None = None
     moe_backend: str = "auto"
 

@@ -144,7 +144,7 @@ def _unknown(name: str) -> DeviceError:
 
 
 def _within(name: str, known: Iterable[Model]) -> Model | None:
-    """The row with the longest spelling whose words are all in a driver's name. None for laptop GPUs."""
+    """The row with the longest spelling such that the driver's name contains all its words. None for laptop GPUs."""
     said = _words(name)
     if "laptop" in said:
         return None

@@ -55,7 +55,7 @@ _LAYERS: Final = (
 )
 _ONE_TOKEN: Final = (
     Row("one launch", "all layers in one kernel", unless=conditions.ONE_LAUNCH),
-    Row("six launches", "each layer of its own"),
+    Row("six launches", "separate launches for each layer"),
 )
 
 _MANY_TOKENS: Final = (
@@ -122,7 +122,7 @@ FAMILIES: Final = (
         experts=(
             Row(
                 "marlin",
-                "prefills faster than Triton in 99 KB of shared memory, says vLLM's oracle; never run by us",
+                "prefills faster than Triton in 99 KB of shared memory, by vLLM's oracle; never run by us",
             ),
             wished("triton"),
             wished("flashinfer_cutlass"),

@@ -1,5 +1,6 @@
-"""MXFP4 experts, from what vLLM asks for down to what a kernel reads.
+"""MXFP4 experts, from vLLM's quantization interface down to the bytes that a kernel reads.
 
-`config` claims the checkpoint's experts, `method` serves them, `sm90` finds the weights in upstream's layout (`mxfp4`
-has its index maps) and `engine/kernels/experts.py` launches. `dequantize` is the other way, for CPUs.
+`config` selects the plugin for the checkpoint's experts. `method` implements vLLM's method class. `sm90` locates the
+weights in vLLM's layout (`mxfp4` has the index maps). `engine/kernels/experts.py` launches the kernels. `dequantize`
+converts the weights to a wider dtype instead, for CPUs.
 """

@@ -1,7 +1,7 @@
 """MXFP4 as bytes: the values, and the layouts that kernels read, as index maps with inverses.
 
 Sources: OCP Microscaling Formats (MX) v1.0 §5.3 and §6.3; triton_kernels `HopperMXValueLayout` and
-`HopperMXScaleLayout` as vLLM 0.33.0 vendors them, whose layout our sm90 kernels read.
+`HopperMXScaleLayout` as vLLM 0.33.0 vendors them. The plugin's sm90 kernels read these layouts.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from vllm_gptoss.engine.kernels.experts_prefill import PrefillExperts
 Kernel: TypeAlias = FewTokenExperts | ManyTokenExperts | PrefillExperts
 
 SAMPLED_VALUES, SAMPLED_SCALES = (slice(1), slice(32), slice(512)), (slice(1), slice(512), slice(32))
-"""Experts, rows and bytes of a row whose layout is compared: two tiles of values, two blocks of scales.
+"""Slices of experts, rows and bytes of a row for the layout comparison: two tiles of values, two blocks of scales.
 
 torch processes these sizes on one thread. It distributes 32,768 elements over all cores, which takes 59 s of loading
 instead of 4 if five engines start on one host. Stored on the host, see `reserve`.
@@ -80,10 +80,10 @@ def storage(wrapped: Any, layout: str) -> Tensor:
 
 
 def reserve(down: Tensor, active: int, most: int) -> None:
-    """Takes what the kernels keep on the GPU, before upstream lays the first layer out.
+    """Allocates the kernels' permanent GPU buffers before vLLM converts the first layer's weights.
 
-    Upstream frees a GiB and takes a GiB, layer by layer; a tensor of ours that lands in between, however small, can
-    split a freed block, and the peak of loading is a block higher.
+    vLLM frees a GiB and allocates a GiB for each layer. A plugin tensor allocated between the two, however small, can
+    split a freed block. The peak memory of loading would then be one block higher.
 
     down: the down projection's blocks as loaded, [E, hidden, I/2] u8; active: experts per token; most: tokens of the
     largest step that the kernels will run.
@@ -119,7 +119,7 @@ def prepare(
     Compiles only the kernels for few tokens if steps have at most 64 tokens or the GPU has too few multiprocessors: the
     other kernels are not measured there.
 
-    most: tokens of the largest step for which memory is kept between steps.
+    most: tokens of the largest step; buffers for a step of this size stay allocated between steps.
     expected: `sample` of both projections before upstream laid them out; a mismatch means that upstream's layout has
     changed.
 

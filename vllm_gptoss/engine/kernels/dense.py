@@ -140,7 +140,8 @@ def _plan(mode: Mode, rows: int, columns: int, tokens: int, sms: int, top_k: int
     total = rows // UNIT
     grid = min(total, 4 if rows <= 32 else 8) if mode is Mode.ROUTER else min(total, sms)
     units = -(-total // grid)
-    # out with few tokens: its whole share fits beside the attention kernel, during which it arrives
+    # out with few tokens: a block's whole share fits in shared memory together with the attention kernel, and is
+    # loaded while that kernel runs
     room = 200 * 1024 if mode is Mode.OUT and token_groups == 1 else 140 * 1024
     stages = max(1, min(units * (blocks // part), room // (UNIT * (part * 128 + 16))))
     # qkv's ring leaves no room for a second block anyway, so it may have all registers

@@ -1,9 +1,9 @@
 """MXFP4 experts for few tokens on sm90: two launches from router logits (or top-k ids) to the combined output.
 
-`experts.cu` holds the kernels and their comments, `experts_plan.py` what they are compiled as, docs/kernels/ the design
-and its numbers. The weights are read as triton_kernels' Hopper layouts store them, so vLLM's own `matmul_ogs` runs the
+`experts.cu` holds the kernels, `experts_plan.py` their compile-time parameters, docs/kernels/ the design and the
+measurements. The weights are read as triton_kernels' Hopper layouts store them, so vLLM's own `matmul_ogs` runs the
 larger batches on the same bytes.
-Compiled for sm_90; `engine/choose/families.py` says where it was measured.
+Compiled for sm_90. `engine/choose/families.py` lists the GPUs on which it was measured.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ NAME = "experts_both"
 MAX_TOKENS, MAX_PAIRS = 2048, 8192
 """What any kernel is compiled for: lists of more pairs leave no memory for two stages of activations."""
 KEPT_TOKENS = 2 * PARTIAL_TOKENS
-"""Largest step whose bf16 partial sums fit into the float32 buffer of `experts.py`."""
+"""Most tokens of a step such that its bf16 partial sums fit into the float32 buffer of `experts.py`."""
 REGISTERS = {4: 96, 3: 128}
 """A thread's registers at the start, by the number of consuming warpgroups."""
 
@@ -80,11 +80,11 @@ NARROW = replace(STREAMING, columns=(8, 16, 24, 40))
 MIDDLE = Tuning(groups=3, depth=3, chunk=5, unrolled=False, columns=(32, 48, 64, 80, 96))
 LARGE = replace(MIDDLE, columns=(40, 64, 72, 80, 96))
 WIDE = Tuning(groups=3, depth=3, chunk=3, unrolled=True, columns=(32, 48, 64, 80, 96, 112))
-"""Four groups stream the weights of few tokens an expert faster; three have the registers for more columns of products,
-and stages of three tiles the memory for 112. Products of 8 columns take as many cycles as of 16 and less energy, which
-is time where power bounds the clock. Each number of columns is a loop of its own, and one more of them that never runs
-can cost 1 %. Six loops over a whole ring of five tiles are so much code that they are slower than loops over a stage
-(docs/kernels/experiments.md)."""
+"""Four groups stream weights faster if an expert has few tokens. Three groups leave registers for more columns of
+products, and stages of three tiles leave memory for 112 columns. Products of 8 columns take as many cycles as products
+of 16 but less energy, which saves time where power limits the clock. Each number of columns compiles to a separate
+loop, and an additional loop that never runs can cost 1 %. Six loops over a whole ring of five tiles are slower than
+loops over one stage because of their code size (docs/kernels/experiments.md)."""
 
 BY_PAIRS = {10: NARROW, 32: STREAMING, 48: MIDDLE, 64: LARGE, 96: WIDE}
 """By the pairs (a token and one of its experts) for each routed expert up to which each runs: 80, 256, 384, 512 and 768
@@ -93,8 +93,11 @@ tokens of the 20b, 320, 1,024, 1,536 and 2,048 of the 120b. At 896 tokens of the
 
 
 def tunings_for(routed: int, active: int) -> dict[int, Tuning]:
-    """By the most tokens that each is compiled for. What runs decode steps and larger ones has a compilation for each:
-    what is kept for 768 tokens of the 120b costs steps of 300 a tenth."""
+    """The tunings, keyed by the most tokens that each is compiled for.
+
+    A tuning that serves decode steps and larger steps is compiled once for each: with bookkeeping sized for 768 tokens,
+    steps of 300 tokens of the 120b take 10 % longer.
+    """
     limit, largest = min(MAX_TOKENS, MAX_PAIRS // active), max(BY_PAIRS)
     tunings: dict[int, Tuning] = {}
     for pairs, tuning in BY_PAIRS.items():
@@ -136,7 +139,7 @@ def shared_bytes(tuning: Tuning, most: int, active: int, experts: int) -> int:
 
 
 def compile_options(registers: int) -> list[str]:
-    """NVRTC's: lambdas of the source are device functions without saying so."""
+    """NVRTC options. The second compiles lambdas without `__device__` as device functions."""
     return [f"--maxrregcount={registers}", "--device-as-default-execution-space"]
 
 

@@ -74,7 +74,7 @@ def fitted(tuning: Tuning, tiles: int) -> Tuning:
 def staged_rows(which: str, tokens: int) -> tuple[int, int]:
     """(rows staged in shared memory, the kernel's `rows`).
 
-    `rows`: how many are kept apart for each slot, 0 for every token once, used by all slots; of a wide kernel all.
+    `rows`: staged rows per slot. 0: each token is staged once and shared by all slots. A wide kernel: all rows.
     """
     if tokens > NARROW_TOKENS:
         rows = WIDE_ROWS if tokens <= WIDE_TOKENS else SPARSE_ROWS

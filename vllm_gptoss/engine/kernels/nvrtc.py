@@ -1,4 +1,4 @@
-"""CUDA C++ compiled at first use: NVRTC to a cubin, kept on disk, launched through the driver.
+"""CUDA C++ compiled at first use: NVRTC compiles to a cubin, which is cached on disk and launched through the driver.
 
 Only `ctypes` over the libnvrtc that torch ships and the driver's libcuda: no nvcc, no headers, no further package.
 A cubin is keyed by source, options, architecture and NVRTC version. A cache that cannot be read or written costs the
@@ -202,7 +202,7 @@ def check(status: int, what: str) -> None:
 
 
 def shared_by_mps(device: int) -> bool:
-    """Whether CUDA's Multi-Process Service is on, so that kernels of other processes run concurrently with ours.
+    """Whether CUDA's Multi-Process Service is on, which runs kernels of several processes concurrently.
 
     Two kernels with grid-wide barriers would then deadlock if each occupies half of the GPU. Without the service,
     processes use the whole GPU in turn. False without a driver or if the driver lacks the query.

@@ -171,7 +171,7 @@ def kernel(device: int, plan: ProductPlan) -> nvrtc.Kernel:
 def product(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> None:
     """out = x W^T + bias.
 
-    x: as `tiled` says, of T tokens; weight: [N, C] bf16, row-major; bias: [N] bf16; out: [T, N] bf16, row-major.
+    x: in the layout of `tiled`, T tokens; weight: [N, C] bf16, row-major; bias: [N] bf16; out: [T, N] bf16, row-major.
 
     Raises:
         ValueError: more than MAX_TOKENS tokens, or a shape without a kernel.
@@ -193,7 +193,7 @@ def rotated(
 
     Bitwise equal to `product` followed by `norm_rope_router.rope`; of `out`, keys and values are left as they are.
 
-    x: as `tiled` says, of T tokens; weight: [(H + 2K) * 64, C] bf16, row-major, queries, keys, values; bias:
+    x: in the layout of `tiled`, T tokens; weight: [(H + 2K) * 64, C] bf16, row-major, queries, keys, values; bias:
     [(H + 2K) * 64] bf16; out: [T, (H + 2K) * 64] bf16, row-major; positions, slots: [T] int64, slot < 0 is not written;
     both must be there before the kernel before this one starts; cos_sin: [positions, 64] f32 or bf16, 32 cosines, 32
     sines; kv_cache: [blocks, K, block size, 128] bf16, K at 0, V at 64, of strides that are multiples of 4 but 1 in

@@ -27,7 +27,7 @@ class Place:
     runner: Any
     """vLLM's MoE runner."""
     experts: LayerExperts | None = None
-    """Our kernels for the experts of steps of any size, where they are ours."""
+    """The plugin's expert kernels for steps of any size. None if another backend runs the experts."""
     weights: tuple[tuple[nn.Module, str, int], ...] = ()
     """Module, name and address of each parameter that `tensors` refers to."""
     layer: Any = None
@@ -50,8 +50,8 @@ def transferred(places: Sequence[Place], context: Any) -> Iterator[None]:
     """Notifies a KV connector around code that reads and writes the caches of `places`.
 
     Equal to vLLM's `maybe_transfer_kv_layer` (`model_executor/layers/attention/kv_transfer_utils.py`) around its own
-    attention. The replay of a graph notifies no connector, in vLLM as here: a connector that needs each layer requires
-    PIECEWISE graphs, whose steps vLLM runs.
+    attention. As in vLLM, the replay of a graph notifies no connector: a connector that needs each layer requires
+    PIECEWISE graphs, and vLLM runs those steps.
     """
     connector = worker.kv_connector()
     if connector is None:

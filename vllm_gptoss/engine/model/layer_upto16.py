@@ -112,9 +112,9 @@ def route(
     total: Tensor | None = None,
     kernel: Callable[..., None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(norm(x + residual) [T, C] bf16, ids [T, A] int32, weights [T, A] f32, logits [T, E] f32 if kept).
+    """(norm(x + residual) [T, C] bf16, ids [T, A] int32, weights [T, A] f32, logits [T, E] f32 or None).
 
-    total: [T, C] bf16 that becomes x + residual; kernel: takes what `dense.router` does, which it is if None.
+    total: [T, C] bf16, receives x + residual; kernel: has the signature of `dense.router`, which is the default.
     """
     tokens, routed = x.shape[0], tensors.router_weight.shape[0]
     normed = torch.empty_like(x)

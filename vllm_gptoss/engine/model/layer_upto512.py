@@ -1,4 +1,4 @@
-"""One layer of a decode step of 17 to 512 tokens: two products (cuBLAS or ours) and our kernels for the rest.
+"""One layer of a decode step of 17 to 512 tokens: two matrix products (cuBLAS or plugin), then plugin kernels.
 
 `norm` (residual, RMSNorm), the q/k/v product, `rope` (RoPE, cache write), attention (sinks, window), the output
 product, `router` (residual, RMSNorm, product, top-k, softmax), then the experts. Our q/k/v product

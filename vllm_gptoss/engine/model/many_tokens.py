@@ -26,7 +26,7 @@ def most(deployment: choose.Deployment) -> int:
 
 
 def prepared(places: Sequence[Place], deployment: choose.Deployment) -> int:
-    """As `most`, with all kernels compiled, once layers and cache are there; one line where the steps are not ours."""
+    """As `most`, called once layers and cache exist. Compiles all kernels. Logs one line if vLLM keeps these steps."""
     why = obstacle(deployment) or obstacle_at_hand(places)
     if why is None:
         return bands.MANY_TOKENS

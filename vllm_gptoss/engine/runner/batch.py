@@ -195,7 +195,7 @@ def sampling(sampler: Any, prompts: Any, rows: np.ndarray) -> tuple[bool, ...] |
     states = sampler.sampling_states
     temperature, top_k, top_p = (getattr(states, name).np[rows] for name in ("temperature", "top_k", "top_p"))
     some_k, some_p = bool((top_k != states.vocab_size).any()), bool((top_p != 1.0).any())
-    # The fused sampler has its own generator, whose state a graph would have to contain.
+    # The fused sampler has its own generator. A graph would have to contain the generator's state.
     drawn = not (states.any_greedy(rows) or states.any_explicit_seed(rows))
     if (sampler.use_flashinfer or sampler.use_xpu_sampler) and (some_k or some_p) and drawn:
         return None

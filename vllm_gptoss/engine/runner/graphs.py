@@ -11,13 +11,13 @@ import torch
 from vllm_gptoss import fallback
 
 KEPT = 512
-"""Graphs of one kind that are kept, the least recently used go first: a batch size each, and some kilobytes."""
+"""Most graphs of one kind; the least recently used is evicted. A graph serves one batch size and takes some kB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launches:
-    """Launches of a step whose shapes and addresses are fixed; what they read and write may change. What is decided on
-    the host, `launch` decides by the step that it was made for. captures: whether a graph may hold them."""
+    """Launches of a step with fixed shapes and addresses. The contents of the tensors may change. `launch` takes all
+    decisions of the host from the step that it was made for. captures: whether a graph may contain the launches."""
 
     launch: Callable[[], None]
     captures: bool

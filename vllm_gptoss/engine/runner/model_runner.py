@@ -25,7 +25,7 @@ from vllm_gptoss.engine.runner.output import StepOutput
 
 @dataclass
 class Taken:
-    """A step whose model runs. hidden: [n, C] bf16."""
+    """A step after the launch of its model. hidden: [n, C] bf16."""
 
     batch: Batch
     hidden: torch.Tensor
@@ -51,7 +51,7 @@ class ShortWay:
         An exception before the step has changed anything that vLLM would not set again ends the short way, not the
         engine; a later one is raised, because the step cannot be repeated.
         """
-        if self.has_failed:  # kept, because the last step's graphs may still run
+        if self.has_failed:  # the object stays alive, because the last step's graphs may still run
             return None
         self.has_begun = False
         try:
@@ -90,7 +90,7 @@ class ShortWay:
         return Taken(batch, hidden, step.finished_req_ids)
 
     def _begin(self, step: Any, names: list[str]) -> Batch | None:
-        """The batch of these requests, if none of them still has a prompt to read and a FULL graph takes them."""
+        """The batch of these requests. None if a request is still in prefill or no FULL graph fits the batch."""
         runner, count = self.runner, len(names)
         states = runner.req_states
         for name, computed in zip(names, step.scheduled_cached_reqs.num_computed_tokens, strict=True):
@@ -102,9 +102,9 @@ class ShortWay:
         return begin(runner, self.buffers, list(names), descriptor)
 
     def _update(self, step: Any, batch: Batch, grew: bool) -> None:
-        """As `update_requests`, which asks for each request's row, and for what no step here has.
+        """Updates all rows at once, as `update_requests` does one by one, without cases that do not occur here.
 
-        grew: whether blocks arrived.
+        grew: whether the step brings new cache blocks.
         """
         runner, known = self.runner, step.scheduled_cached_reqs
         if step.new_block_ids_to_zero or step.kv_cache_block_copies:
@@ -210,7 +210,7 @@ class GptOssModelRunner(GPUModelRunner):
         return ShortWay(self)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """As upstream; an object whose `get_output` waits for the tokens."""
+        """As upstream. `get_output` of the returned object waits for the tokens."""
         taken, self.taken = self.taken, None
         if taken is None:
             return super().sample_tokens(grammar_output)

@@ -20,7 +20,7 @@ from vllm_gptoss import fallback
 from vllm_gptoss._vllm import runner as vllm
 
 NEVER = 2**62
-"""Sentinel larger than any step number: vLLM skips running requests whose next decode step is later."""
+"""Sentinel larger than any step number: vLLM skips a running request if its next decode step is later."""
 NOTHING_SPECIAL = {"num_lookahead_tokens": 0}
 """The keywords of `allocate_slots` for a running request without drafts."""
 
@@ -138,7 +138,7 @@ class GptOssScheduler(AsyncScheduler):
         self.nobody: Any = None
         """vLLM's last output for a step without waiting requests and without requests left to schedule."""
         self.is_calm = False
-        """Whether `nobody` equals the output before it and no request was added since; it is then reused."""
+        """Whether the last two such outputs were equal and no request was added since. The output is then reused."""
         if self.connector is None and self.aux_output_connector is None:  # both keep the manager they were given
             fallback.attempt("host: scheduler", "auto", self._use_short_way)
 
@@ -216,7 +216,7 @@ class GptOssScheduler(AsyncScheduler):
         return min(self.max_num_scheduled_tokens, int(self.scheduler_config.max_num_batched_tokens))
 
     def _schedule(self, throttle_prefills: bool, ready: list[Any], asking: list[Any], alone: bool) -> Any:
-        """The step of these requests and of whom vLLM schedules with what they leave, and all that is not theirs."""
+        """Schedules one token for each of `ready`. vLLM schedules other requests with the remaining token budget."""
         blocks = {}
         for request in asking:
             new = self.kv_cache_manager.grow(request)
@@ -239,9 +239,9 @@ class GptOssScheduler(AsyncScheduler):
             self.max_num_scheduled_tokens = budget
 
     def _of_nobody(self, throttle_prefills: bool, blocks: Mapping[str, Any]) -> Any:
-        """vLLM's step for nobody, with who has ended. blocks: those that this step hands out.
+        """An empty `SchedulerOutput` of vLLM, with the finished requests. blocks: the new cache blocks of this step.
 
-        For one request it is two thirds of planning, and most steps are as the last.
+        With one request, vLLM's call takes two thirds of the planning time, and most outputs equal the last one.
         """
         ended = self.finished_req_ids or self.reset_preempted_req_ids
         if self.is_calm and not ended and not blocks:
@@ -301,7 +301,7 @@ class GptOssScheduler(AsyncScheduler):
         return found
 
     def _update(self, step: Any, output: Any) -> dict[int, Any]:
-        """Gives requests that go on their tokens, and vLLM all others of the step, and what is not of a request."""
+        """Appends tokens to continuing requests. vLLM's own method handles the remaining requests of the step."""
         said: dict[int, list[Any]] = {}
         scheduled = step.num_scheduled_tokens
         step.num_scheduled_tokens = self._go_on(scheduled, output, said)
@@ -314,13 +314,13 @@ class GptOssScheduler(AsyncScheduler):
             if client in ours:
                 message.outputs = ours[client].outputs + message.outputs
             elif ours and not message.outputs and not message.finished_requests:
-                continue  # made for the statistics, since vLLM found nobody who gets tokens
+                continue  # carries only statistics: vLLM appended no tokens
             ours[client] = message
         self._move_statistics(theirs, ours)
         return ours
 
     def _move_statistics(self, theirs: dict[int, Any], ours: dict[int, Any]) -> None:
-        """One client gets them: the first that gets tokens, if there is one."""
+        """Moves the statistics to one client: the first that receives tokens, if there is one."""
         for message in theirs.values():
             if message.scheduler_stats is not None:
                 statistics, message.scheduler_stats = message.scheduler_stats, None
@@ -329,7 +329,7 @@ class GptOssScheduler(AsyncScheduler):
                 return
 
     def _go_on(self, scheduled: dict[str, int], output: Any, said: dict[int, list[Any]]) -> dict[str, int]:
-        """Puts down the tokens of requests that go on, and what to say of them, by client; the others of `scheduled`.
+        """Appends tokens to continuing requests, and fills `said` by client. Returns the other entries of `scheduled`.
 
         As `update_from_output`, `_update_request_with_output` and `check_stop` do it.
         """

@@ -36,7 +36,7 @@ class Attributes(ctypes.Structure):
 def ask_short() -> str | None:
     """Sets short slices for all threads of this process and their children. Returns the reason of a failure, or None.
 
-    Threads with a policy of their own (`chrt`, SCHED_IDLE) keep it.
+    Threads with a scheduling policy other than the default (`chrt`, SCHED_IDLE) keep it.
     """
     numbers = CALLS.get(platform.machine())
     if numbers is None or platform.system() != "Linux":

@@ -113,7 +113,7 @@ class ChatReader:
         return self._read(delta, self._parser.feed(token_ids))
 
     def take_answer(self) -> list[int]:
-        """Positions of the tokens whose text was returned as content since the previous call."""
+        """Positions of the tokens that gave content since the previous call."""
         taken, self._answer = self._answer or [], []
         return taken
 

@@ -68,7 +68,7 @@ def conversation(
 ) -> Conversation:
     """The conversation of a chat request. `messages` are dicts as the API has them.
 
-    raw: recipients whose calls are text without JSON
+    raw: recipients that take text without JSON
 
     The first message, if it is of role system or developer, becomes the developer message's instructions.
 
@@ -99,7 +99,7 @@ def conversation(
 
 
 def check_name(name: str, param: str) -> None:
-    """Rejects names that the parser could not read back from a header, whose words end at blanks."""
+    """Rejects names that the parser could not read back from a header; a header's words end at blanks."""
     if not name or len(name.encode("utf-8", "replace")) > MAX_NAME or "<|" in name or any(map(_is_blank, name)):
         raise ChatInputError(
             f"The tool's name {name[:80]!r} cannot be called: give 1 to {MAX_NAME} bytes without blanks, control"

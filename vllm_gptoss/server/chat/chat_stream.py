@@ -1,8 +1,8 @@
 """Streamed chat completions, with less work per token than vLLM's handler.
 
 vLLM's generator writes the first frame, and all frames from the first tool call or the end on. `Ahead` writes the text
-in between, with the same bytes. Meanwhile the generator waits with the engine's first result, to whose `ReadTokens` the
-tokens are added; our parser then does not read them again.
+in between, with the same bytes. Meanwhile the generator holds the engine's first result. `Ahead` adds its tokens to the
+`ReadTokens` of that result, so the parser does not read them again.
 """
 
 from __future__ import annotations

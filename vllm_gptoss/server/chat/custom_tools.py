@@ -1,4 +1,4 @@
-"""Custom tools of chat completions, as functions for vLLM, whose request and response models know no other tools.
+"""Custom tools of chat completions, as functions: vLLM's request and response models have no other tools.
 
 Before validation, a custom tool becomes a function that carries a `CustomTool`. The JSON of the answer is rewritten:
 `function` with `arguments` becomes `custom` with `input`.
@@ -65,7 +65,7 @@ async def text_grammar(grammar: Mapping[str, str]) -> Written:
 
 
 def custom_of(function: Any) -> CustomTool | None:
-    """The custom tool that a function of a validated request stands for."""
+    """The custom tool that became this function of a validated request, or None."""
     found = getattr(function, _CARRIED, None)
     return found if isinstance(found, CustomTool) else None
 

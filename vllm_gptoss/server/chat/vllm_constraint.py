@@ -32,7 +32,7 @@ _BUILT_IN = {
     "container": ("container", frozenset({"exec", "feed_chars"})),
 }
 HELD = "gptoss_held"
-"""Request attribute that tells the parser which parts a grammar constrains."""
+"""Request attribute with the parts that a grammar constrains, for the parser."""
 
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
 

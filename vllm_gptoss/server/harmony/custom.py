@@ -1,7 +1,7 @@
-"""Custom tools: how the prompt shows a tool whose input is text, and how the input is read from a call.
+"""Custom tools, which take text: their description in the prompt, and the input of a call.
 
-Without a grammar the model is shown a function with one string, `input`, as it was trained to call. With a grammar the
-model writes the text itself, without JSON around it.
+Without a grammar the prompt shows a function with one string, `input`, as the model was trained to call. With a grammar
+the model writes the text itself, without JSON around it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def description_of(description: str | None, grammar: Mapping[str, str] | None) -
 
 
 def arguments_of(text: str) -> str:
-    """The arguments of a call whose tool has no grammar."""
+    """The arguments of a call of a tool without a grammar."""
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
@@ -59,7 +59,7 @@ class InputUnwrapper:
         return str(decoded.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
     def end(self, text: str, *, cut: bool) -> str:
-        """The remaining characters at the end of a call whose whole text is `text`: all of it if it is other JSON."""
+        """The remaining characters at the end of a call with the text `text`; the whole text if it is other JSON."""
         if not self._is_inside:
             return text
         return "" if cut or self._is_over else self._held

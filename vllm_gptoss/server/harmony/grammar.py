@@ -1,9 +1,9 @@
 """The grammar of one turn as an xgrammar structural tag.
 
 A turn is any number of reasoning messages and preambles, then one call or the answer. Free text is matched by token, so
-no control token can stand in it; headers are matched as text, because xgrammar 0.2.8 masks tokens wrongly where a token
-and text may both come next. The turn's own end is left to the engine: xgrammar allows stop tokens (`<|call|>`,
-`<|return|>`) exactly where the grammar is complete. Formats: xgrammar `structural_tag.py`.
+it cannot contain control tokens. Headers are matched as text, because xgrammar 0.2.8 masks tokens wrongly where a token
+and text may both come next. The engine ends the turn: xgrammar allows stop tokens (`<|call|>`, `<|return|>`) exactly
+where the grammar is complete. Formats: xgrammar `structural_tag.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Format = dict[str, Any]
 class JSONArguments:
     """JSON of `schema`; any JSON object if none is given.
 
-    Raises `NotEnforceableError` when it becomes a grammar that cannot be written: see `enforce/compiling.py`.
+    Raises `NotEnforceableError` if the schema has no grammar: see `enforce/compiling.py`.
     """
 
     schema: Mapping[str, Any] | None = None
@@ -49,7 +49,7 @@ class FreeText:
 
 @dataclass(frozen=True, slots=True)
 class EBNF:
-    """Text of a grammar in xgrammar's EBNF, whose start rule is `root`."""
+    """Text of a grammar in xgrammar's EBNF; its start rule is `root`."""
 
     grammar: str
 
@@ -76,9 +76,9 @@ def structural_tag(calls: Sequence[Call] = (), *, must_call: bool = False, answe
     """The constraint as JSON for `StructuredOutputsParams(structural_tag=…)`, or None if there is nothing to constrain.
 
     `calls` are the calls this request may make: those of a named or allowed choice only, none for choice "none".
-    `must_call` forbids answering without one. `answer` is what the final message must be, by default any text; one of
-    a given form is the only text that is not reasoning.
-    There is one call in a turn: `<|call|>` ends it, so parallel calls come in successive turns.
+    `must_call` forbids an answer without a call. `answer` constrains the final message, by default to any text; with
+    another form the turn has no preambles. A turn has at most one call, because `<|call|>` ends it; parallel calls
+    come in successive turns.
     """
     if not calls and answer is None:
         return None
@@ -87,7 +87,7 @@ def structural_tag(calls: Sequence[Call] = (), *, must_call: bool = False, answe
     ends = [_call(call) for call in calls]
     if not must_call:
         ends.append(_message("<|channel|>final", answer or FreeText()))
-    # What is said before an answer of a given form would be joined to it: only thinking comes before one.
+    # Clients join preambles to the answer, which would break its form: only reasoning comes before such an answer.
     speaks = answer is None or isinstance(answer, FreeText)
     channels = (_text("analysis"), _text("commentary")) if speaks else (_text("analysis"),)
     pause = _sequence(_text("<|channel|>"), _either(*channels), _text("<|message|>"))

@@ -27,7 +27,7 @@ MAX_SECTION = 512
 MAX_SECTIONS = 16
 """Control tokens in one header. A model in a loop writes nothing else, and each `<|start|>` reads the header again."""
 
-# A channel's name is a word of its own even with capitals, digits or punctuation glued to it: `<|channel|>finalHello`.
+# A channel's name ends at a capital, digit or punctuation, as in `<|channel|>finalHello`.
 _WORD = re.compile(rb"(?<!\S)(?:analysis|commentary|final)(?=[^a-z_\s])|\S+")
 _AUTHOR = re.compile(r"[a-z]\w*\.[\w.-]+\Z", re.ASCII)
 """A tool's name instead of a role: the model invented a tool's answer."""

@@ -1,7 +1,7 @@
-"""Tells the parser which parts of a turn a grammar constrains.
+"""The parts of a turn that a grammar constrains, for the parser.
 
-A grammar that counts characters allows control tokens inside strings, where they are text: a constrained message ends
-only at a stop token.
+A grammar that counts characters allows control tokens inside strings, where they are text. So a constrained message
+ends only at a stop token.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from vllm_gptoss.server.harmony.messages import FUNCTIONS, ToolNamespace
 class OfferedTools:
     """The tools of a request: namespace to tool names; with an empty set the namespace is the tool.
 
-    free_text: full names of custom tools whose arguments are not JSON; a namespace without tools never takes JSON
-    wrapped: full names of custom tools whose arguments are `{"input": …}`
+    free_text: full names of custom tools that take text, not JSON; a namespace without tools never takes JSON
+    wrapped: full names of custom tools that take `{"input": …}`
     """
 
     namespaces: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class OfferedTools:
         functions: Iterable[str] = (),
         free_text: Iterable[str] = (),
     ) -> OfferedTools:
-        """From what the prompt shows, plus bare `functions` names."""
+        """From the namespaces in the prompt, plus names of `functions`."""
         table = {n.name: frozenset(t.name for t in n.tools) for n in namespaces}
         if names := frozenset(functions):
             table[FUNCTIONS] = table.get(FUNCTIONS, frozenset()) | names

@@ -1,11 +1,11 @@
 """Reads generated tokens as Harmony messages: streaming, tolerant, without loss.
 
-Every generated token ends up in exactly one event (see events.py). Nothing the model can generate raises. What the
-format does not allow is read in the least surprising way and reported as a `Repaired` event:
+Every generated token belongs to exactly one event (see events.py). No generated token raises an exception. Malformed
+output is repaired by these rules and reported as a `Repaired` event:
 
-- `<|start|>` and `<|channel|>` begin a new message wherever they stand, if what follows can be a header;
-- text where a header should be is content once it can no longer be a header (see `header.MAX_PLAIN_WORDS`);
-- every other control token inside content is taken out of it, but in a JSON string that a grammar holds it is text.
+- `<|start|>` and `<|channel|>` begin a new message anywhere, if the text after them can be a header;
+- text in place of a header becomes content once it can no longer be a header (see `header.MAX_PLAIN_WORDS`);
+- every other control token is removed from content, but in a JSON string that a grammar constrains it is text.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class _State(Enum):
 class HarmonyParser:
     """One generated turn, from the token after `<|start|>assistant`.
 
-    `prefix` are header tokens that were forced into the prompt after that (`<|channel|>final<|message|>`, say): they
-    are read first, their events come with the first `feed`, and positions count from after them. `counts`: whether
-    repairs are counted and logged. `held`: what a grammar holds of this turn.
+    `prefix`: header tokens at the end of the prompt, such as `<|channel|>final<|message|>`. They are read first, their
+    events come with the first `feed`, and positions count from after them. `counts`: whether repairs are counted and
+    logged. `held`: the parts of this turn that a grammar constrains.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class HarmonyParser:
         self._index = -1
         self._recipient: str | None = None
         self._texts: list[str] = []
-        self._string: OpenString | None = None  # of a message that a grammar holds
-        self._string_seen = 0  # of its texts
+        self._string: OpenString | None = None  # of a message that a grammar constrains
+        self._string_seen = 0  # number of its texts that `_string` has read
         self._waiting = 0  # content tokens not yet in a delta, because their character is unfinished
         self._end = 0  # position after the last content token
         self._decoder = _Decoder("replace")
@@ -106,7 +106,7 @@ class HarmonyParser:
         return self.feed(token_ids)
 
     def finish(self, cut: bool) -> list[HarmonyEvent]:
-        """Events of the end. `cut`: generation was stopped (max tokens, stop string, abort) and did not stop itself."""
+        """Events of the end. `cut`: the engine stopped generation (max tokens, stop string, abort), not the model."""
         if not self._is_finished:
             self._is_finished = True
             if self._state is _State.HEADER:
@@ -153,7 +153,7 @@ class HarmonyParser:
         return text
 
     def _content(self, token_ids: Sequence[int]) -> None:
-        """Text tokens of the open message, which end at the current position."""
+        """Reads text tokens of the open message that end at the current position."""
         table = self._pieces
         if not self._is_mid_character:
             try:
@@ -165,7 +165,7 @@ class HarmonyParser:
         self._add_bytes(b"".join(chunks), [len(chunk) for chunk in chunks], self._position)
 
     def _add(self, text: str, tokens: int, end: int, unfinished: int = 0) -> None:
-        """Adds `text`, which `tokens` tokens before `end` gave; the last `unfinished` began a character after it."""
+        """Adds `text` of the `tokens` tokens before `end`; the last `unfinished` of them begin the next character."""
         self._end = end
         self._waiting += tokens
         if text:
@@ -312,7 +312,7 @@ class HarmonyParser:
             self._sections.append(Section(control_name(token), part))
 
     def _restart_header(self) -> None:
-        """A second `<|start|>`: a repeated role is one header, anything more was a message or half a header."""
+        """A second `<|start|>` in a header: only a repeated role continues it; other fields end the first header."""
         header = self._read_header(Ending.CONTROL)
         if header.rest.strip() or header.has_fields:
             self._give_up_header(Ending.CONTROL)
@@ -325,9 +325,9 @@ class HarmonyParser:
         return read(self._sections, self._tools, ending, role_given=self._role_given)
 
     def _give_up_header(self, ending: Ending) -> None:
-        """There is no `<|message|>`: what can be header is, the rest is content.
+        """Ends a header without `<|message|>`: the words that can be part of it are header, the rest is content.
 
-        Leaves the state CONTENT if there is a message to go on with or to end, else BETWEEN.
+        The state is CONTENT afterwards if a message is open, else BETWEEN.
         """
         header = self._read_header(ending)
         if self._has_message and not header.is_recognised:

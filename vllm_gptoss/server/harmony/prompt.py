@@ -85,7 +85,7 @@ def render_message(message: Message, most: int | None = None) -> list[int]:
 
 
 def system_text(system: System, commentary: Sequence[ToolNamespace] = ()) -> str:
-    """The system message; `commentary` are the developer's namespaces, whose calls go to that channel."""
+    """The system message; `commentary`: the developer's namespaces, called on the commentary channel."""
     facts = [system.identity]
     if system.knowledge_cutoff:
         facts.append(f"Knowledge cutoff: {system.knowledge_cutoff}")

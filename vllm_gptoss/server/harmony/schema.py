@@ -47,7 +47,7 @@ _LINE_BREAKS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
 
 
 def literal(value: Any) -> str:
-    """`value` as JSON, in one line whatever it holds."""
+    """`value` as JSON, always in one line."""
     return json.dumps(value, ensure_ascii=False).translate(_LINE_BREAKS)
 
 
@@ -96,7 +96,7 @@ class _Writer:
                 logger.warning("A tool's schema has over %d nodes; the rest is shown as any.", MAX_NODES)
             return "any"
         if schema.get("$ref") in seen:
-            # The property that is expanded says which type this is.
+            # A comment on the expanded property names this type.
             self.recursive.add(schema["$ref"])
             return self._name(schema["$ref"])
         schema, seen = self.resolve(schema, seen)

@@ -30,7 +30,7 @@ LONGEST = 128
 """Characters of the longest token, a run of blanks."""
 
 STRETCH = 1024
-"""Characters that the tokenizer is given at once. It is quadratic in a run of letters and holds the interpreter's lock:
+"""Characters per call of the tokenizer. It holds the interpreter's lock, and its time is quadratic in a run of letters:
 64,000 times "é" took 4 s; a stretch takes 1.4 ms at worst."""
 _PARTED = re.compile(
     r"(?<=[^\W_])(?=[\x00-&(-/:-@\[-`{-\x7f\u2010-\u2027\u3000-\u3020\uff01-\uff0f\uff1a-\uff20])"
@@ -78,9 +78,9 @@ def encoding() -> Any:
 
 
 def encode(text: str, most: int | None = None) -> list[int]:
-    """Ids of plain text. What looks like a control token becomes the ordinary characters it is made of.
+    """Ids of plain text. A spelled control token becomes ids of ordinary characters.
 
-    They are the tokenizer's own, but for runs of over `STRETCH` letters, signs or blanks, which are cut.
+    The ids equal the tokenizer's, except in runs of over `STRETCH` letters, signs or blanks, which are split.
 
     Raises:
         TooManyTokensError: a text of over `STRETCH` characters has more than `most`; the rest of it is not read.

@@ -1,1 +1,1 @@
-"""What every route shares: bodies, callers, routes, the format of errors."""
+"""Code that all routes share: bodies, callers, routes, the format of errors."""

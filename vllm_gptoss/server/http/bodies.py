@@ -44,7 +44,7 @@ APART = 8 << 20
 """Bytes that the event loop decodes in at most 40 ms (worst case, 2 cores, Python 3.11)."""
 
 _LIMIT = Limit(memory=1 << 30, payload=1 << 30, answer=1 << 30)
-"""Of decoding in a worker, after the body's own limits."""
+"""Limit of the worker that decodes a body; the body's own limits are checked first."""
 
 
 class BodyError(HTTPException):

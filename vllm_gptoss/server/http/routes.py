@@ -17,7 +17,7 @@ def posts(app: FastAPI) -> dict[str, APIRoute]:
 
 
 def add_beside(app: FastAPI, core: APIRoute, ours: Callable[..., Any], body: Any = None) -> None:
-    """Adds `ours(request, raw_request)` with the path of `core`, which vLLM removes afterwards.
+    """Adds the endpoint `ours(request, raw_request)` with the path of `core`; vLLM removes `core` afterwards.
 
     `body`: the type of `request`, by default that of `core`.
     """
@@ -27,7 +27,7 @@ def add_beside(app: FastAPI, core: APIRoute, ours: Callable[..., Any], body: Any
 
 
 def put_back(app: FastAPI, ours: Sequence[BaseRoute], before: Sequence[BaseRoute]) -> None:
-    """Removes `ours` from the app, and restores from `before` the routes that vLLM had removed for them."""
+    """Removes the plugin's routes from the app. Restores the routes of `before` that vLLM removed for them."""
     routes: list[BaseRoute] = []
     for route in app.router.routes:
         if not any(route is each for each in ours):

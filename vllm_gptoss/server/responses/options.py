@@ -66,10 +66,10 @@ class ResponsesOptions(BaseSettings):
 
     @classmethod
     def load(cls, store: str = "", strict_tools: bool = True, prompts: str = "") -> ResponsesOptions:
-        """From the environment, but for the three arguments, which are settings of the plugin with variables there.
+        """Reads all options but the three arguments from the environment; the arguments are settings of the plugin.
 
         Raises:
-            SettingsError: a variable has no possible value; the message names it.
+            SettingsError: a variable has an invalid value; the message names the variable.
         """
         try:
             return cls(store=store, strict_tools=strict_tools, prompts=prompts)

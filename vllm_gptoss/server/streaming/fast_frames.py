@@ -103,7 +103,7 @@ def _is_text(result: Any) -> bool:
 
 
 class Frames:
-    """The frames of one stream, of which `go_straight` may send some directly to the socket.
+    """The frames of one stream; `go_straight` may send some of them directly to the socket.
 
     theirs: vLLM's generator over `ahead`
     teller_of: makes the teller from the first frame; None leaves all frames to vLLM, as after an error

@@ -136,8 +136,8 @@ class Guard:
         return host in self._allowed or f"{host}:{port}" in self._allowed
 
     async def addresses(self, host: str, port: int) -> Sequence[str]:
-        """Where connections to `host` may go: every address of it, all judged. Raises DeniedError: one of them is not
-        public, or the name is an internal one; OSError: the name has no address."""
+        """All addresses of `host`, each checked. Raises DeniedError: an address is not public, or the name is internal;
+        OSError: the name has no address."""
         host = host.lower().rstrip(".").strip("[]")
         number = literal(host)
         opened = self._opened(str(number or host), port)

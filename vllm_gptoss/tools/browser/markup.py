@@ -24,7 +24,7 @@ MAX_CHARS = 1_000_000
 
 MAX_LINKS = 10_000
 MAX_URL = 8192
-"""What follows of a page's links is only text. Each link may be as long as the page's base and itself together."""
+"""Links beyond the first `MAX_LINKS` become text. A link may be as long as the page's base and itself together."""
 
 warnings.filterwarnings("ignore", category=XMLParsedAsHTMLWarning)  # XHTML is read as HTML, and well enough
 

@@ -1,4 +1,4 @@
-"""What gpt-oss sees of a page: numbered, wrapped lines, a window of them sized in tokens, and the matches of a pattern.
+"""A page as gpt-oss sees it: a window of numbered, wrapped lines, sized in tokens, or the matches of a pattern.
 
 The display is the one gpt-oss was trained on (openai/gpt-oss, `simple_browser`): lines of 80 characters counted from
 `L0`, links as `【id†text†domain】`, a header with title, URL and `viewing lines [a - b] of n`.

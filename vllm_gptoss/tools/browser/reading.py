@@ -30,7 +30,7 @@ from vllm_gptoss.tools.confined.jobs import Refused, job
 
 MAX_LINES = 50_000
 MAX_TITLE = 300
-"""Of what comes back. A page of a million characters has 12,500 full lines."""
+"""Limits of a `Document`. A page of a million characters has 12,500 full lines."""
 
 MAX_PDF_PAGES = 200
 _TEXT_TYPES = ("application/json", "application/xml", "application/yaml", "application/x-ndjson", "application/ld+json")
@@ -38,7 +38,7 @@ _TEXT_TYPES = ("application/json", "application/xml", "application/yaml", "appli
 
 @dataclass
 class Document:
-    """What the server gets: a page's display lines (`soft`: 1 where a line goes on in the next) and its links."""
+    """The worker's result: a page's display lines (`soft`: 1 if the next line continues this one) and its links."""
 
     title: str
     lines: list[str]

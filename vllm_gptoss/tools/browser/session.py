@@ -46,7 +46,7 @@ _LOOK_BACK = 4  # lines shown above the one that a `find` match links to
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where a session looks: the web, unless the request forbids it, and the documents of the operator."""
+    """The sources of a session: the web, unless the request forbids it, and the operator's documents."""
 
     web: Backend | None
     index: Backend | None
@@ -103,7 +103,7 @@ class BrowserSession(ToolSession):
                 return failed("tool_failed", shorten(str(error)))
 
     def source(self, cursor: int, line: int | None = None) -> Source | None:
-        """The page behind `【cursor†L…】`. In search results, which are no page, the result that `line` belongs to."""
+        """The page that `【cursor†L…】` cites; in a display of search results, the result at `line`."""
         if not 0 <= cursor < len(self._state.pages):
             return None
         page = self._state.pages[cursor]
@@ -209,7 +209,7 @@ class BrowserSession(ToolSession):
         return await self._load(link.url, view_source), link
 
     async def _held(self, cursor: int, page: Page) -> Page:
-        """`page` with its text, which is fetched again where another process showed it."""
+        """`page` with its text; fetches the text again if another process displayed the page."""
         number = cursor if cursor >= 0 else len(self._state.pages) - 1
         if number not in self._state.absent:
             return page

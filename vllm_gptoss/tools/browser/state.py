@@ -12,7 +12,7 @@ from vllm_gptoss.tools.browser.page import Link, Page, UsageError
 
 MAX_PAGES = 500
 MAX_BYTES = 64 << 20
-"""Of all displays of a conversation. A display's text counts three times: it is also stored as lines."""
+"""Limits of all displays of a conversation. A display's text counts three times: it is also stored as lines."""
 
 MAX_LINKS = 500
 """Links of a display that outlive its process; about 50 kB where a page has that many."""
@@ -23,9 +23,9 @@ _OF_A_LINK = 200  # bytes in addition to its texts
 
 @dataclass(slots=True)
 class State:
-    """What the model saw, by cursor. Displays beyond the bounds lose their text but keep their source.
+    """The displays that the model saw, by cursor. Displays beyond the bounds lose their text but keep their source.
 
-    `absent` are displays that another process showed, or this one before it was started again: their text is not here.
+    `absent`: displays without text, because another process showed them, or this one before a restart.
     """
 
     pages: list[Page] = field(default_factory=list)
@@ -101,7 +101,7 @@ def size_of(page: Page) -> int:
 
 
 def recalled(cursor: int, page: Page) -> dict[str, Any]:
-    """What a later process needs of a display: enough to cite it, to follow its links and to open it again."""
+    """The fields of a display that a later process needs to cite it, to follow its links and to open it again."""
     return {
         "cursor": cursor,
         "url": page.url,

@@ -1,9 +1,9 @@
-"""Where untrusted bytes are read: processes that can compute, and nothing else.
+"""Confined worker processes that parse untrusted bytes.
 
-What a page, a program, an MCP server or a client sends is never parsed, decoded or matched on the event loop or in a
-thread of the server. It goes to a worker here: no network, no files, no environment, a few dozen system calls, limits
-on memory and time. A worker reads one payload and ends, so nothing of one caller's is there when another's is read,
-and a hostile payload costs its own process. What comes back is bounded and decoded into the job's declared type.
+Data from a page, a program, an MCP server or a client is never parsed, decoded or matched on the event loop or in a
+thread of the server. A worker parses it: without network, files and environment, with a few dozen system calls and
+limits on memory and time. A worker reads one payload and ends, so it never holds the data of two callers, and a hostile
+payload can end only its own process. The answer is bounded and decoded into the job's declared type.
 
 The order things happen in: `pool` (server, asyncio; bounded queues) → `nursery` (one fork server for the process) →
 `worker` (imports the modules of `jobs`, gives everything away, forks) → a job. The walls are `tools/sandbox`'s.

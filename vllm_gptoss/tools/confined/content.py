@@ -9,7 +9,7 @@ from vllm_gptoss.tools.confined.jobs import Refused, job
 from vllm_gptoss.tools.confined.json_tree import MAX_NODES, json_problem
 
 ACCEPT_ENCODING = "gzip, deflate"
-"""What `undone` can undo, for request headers."""
+"""The encodings that `undone` decodes, for request headers."""
 
 SMALL = 64 << 10
 """Bytes of JSON that a server may parse with any content: `[],[]` to the end takes 2 ms and 2 MiB."""
@@ -29,7 +29,7 @@ class Undoing:
         self._inner: zlib._Decompress | None = None
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """What `data` unfolds to, at most 64 KiB at a time, so that the caller can stop. Raises Refused."""
+        """The decoded bytes of `data`, at most 64 KiB at a time, so that the caller can stop. Raises Refused."""
         if self._name in ("", "identity"):
             for at in range(0, len(data), _STEP):
                 yield data[at : at + _STEP]

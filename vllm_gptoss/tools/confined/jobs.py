@@ -1,7 +1,7 @@
-"""What workers can do: functions of bytes, registered by their modules, which a worker imports before it is confined.
+"""The jobs of workers: functions of bytes. Their modules register them; a worker imports these before it is confined.
 
-A job takes the payload and keyword options (plain data, from the server) and returns its declared type: a dataclass,
-or what msgspec can encode. It is pure: no files, no imports left for later, no state from one call to the next.
+A job takes the payload and keyword options (plain data, from the server) and returns its declared type: a dataclass, or
+another type that msgspec encodes. It is pure: no files, no late imports, no state from one call to the next.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def job(function: _F) -> _F:
 
 
 def modules() -> tuple[str, ...]:
-    """Of all jobs that this process knows, which workers import: a module registers its own when it is imported here.
-    Light ones: each is in the fork server's memory."""
+    """The modules of all registered jobs, which workers import. A module registers its jobs when it is imported. The
+    modules should be small, because all are in the fork server's memory."""
     return tuple(dict.fromkeys(function.__module__ for function in REGISTERED.values()))
 
 

@@ -25,7 +25,7 @@ _DEEPER = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 
 
 def may_exceed(data: bytes, nodes: int) -> bool:
-    """Whether the tree can have more than so many nodes: marks in texts count too. Looks no further than it must."""
+    """Whether the tree can have more than `nodes` nodes; marks inside strings count too. Stops at the limit."""
     marks = 0
     for at in range(0, len(data), STEP):
         marks += _marks(data[at : at + STEP])

@@ -11,9 +11,9 @@ from vllm_gptoss.tools.confined.jobs import Refused, job
 
 
 def decode(raw: bytes) -> Any:
-    """The value of a JSON text. Half a surrogate pair, which JavaScript sends of a cut emoji, becomes U+FFFD.
+    """The value of a JSON text. Half a surrogate pair, which JavaScript sends for a cut emoji, becomes U+FFFD.
 
-    Raises ValueError for what is no JSON, and for a number that is none or too large for one.
+    Raises ValueError if the text is not JSON, or has a number that is not finite.
     """
     try:
         return msgspec.json.decode(raw)

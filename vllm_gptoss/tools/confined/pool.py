@@ -56,7 +56,7 @@ class _KilledError(FaultError):
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Of one job. Sizes in bytes; `seconds` is wall clock with the worker, `cpu_s` its processor time."""
+    """Limits of one job. Sizes in bytes; `seconds`: wall clock with the worker; `cpu_s`: its processor time."""
 
     seconds: float = 20.0
     cpu_s: int = 8
@@ -103,12 +103,12 @@ class Pool:
         *args: _P.args,
         **options: _P.kwargs,
     ) -> _R:
-        """What `job(payload, **options)` returns in a worker.
+        """Runs `job(payload, **options)` in a worker and returns its result.
 
         Raises:
-            Refused: the job's own word about the payload.
-            ConfinedError: it took more than `limit`, or failed.
-            FaultError: two workers were killed, or it took longer than `limit.seconds`.
+            Refused: the job rejected the payload.
+            ConfinedError: the job exceeded `limit`, or failed.
+            FaultError: two workers were killed, or the job took longer than `limit.seconds`.
             BusyError: too many wait already.
         """
         if args:
@@ -289,7 +289,7 @@ _sizes = Sizes()
 
 
 def set_sizes(sizes: Sizes) -> None:
-    """Of pools made from now on."""
+    """Sets the sizes of pools that are created later."""
     global _sizes
     _sizes = sizes
 

@@ -1,7 +1,7 @@
-"""What crosses between the pool and a worker: one request, one answer, each with its length in front.
+"""The messages between the pool and a worker: one request and one answer, each after its length.
 
-Request: header (MessagePack), payload. Answer: a status and MessagePack, which the pool decodes into the job's type and
-nothing else. The pool believes no length before it has compared it with the limit that the caller set.
+Request: header (MessagePack), payload. Answer: a status and MessagePack, which the pool decodes only into the job's
+type. The pool compares each length with the caller's limit before it uses the length.
 """
 
 from __future__ import annotations

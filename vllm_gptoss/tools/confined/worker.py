@@ -69,7 +69,7 @@ def main(control_fd: int) -> None:
 
 
 def _prepare() -> int:
-    """What needs files, and the bytes of address space that are no payload's fault."""
+    """Does the steps that need files; returns the bytes of address space in use before a payload is read."""
     os.nice(_NICENESS)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # if the host runs out of memory, this goes first

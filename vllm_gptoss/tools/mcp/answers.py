@@ -1,4 +1,4 @@
-"""What a server answers, before the `mcp` package reads it: in plain words, without what breaks the rest."""
+"""Checks a server's answers before the `mcp` package reads them: clear errors, and no parts that break other calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HTTP_ERROR = -32050
 """The JSON-RPC code of the errors made here; `data.http_status` has the number."""
 
 MAX_TOOLS = 500
-"""Of one page of a listing: each is validated twice on the event loop, 0.1 ms."""
+"""Tools in one page of a listing. The event loop validates each tool twice, which takes 0.1 ms."""
 
 _HURRY = re.compile(rb"(^|[\r\n])retry:[ ]?0*\d{0,3}(?=[\r\n])")
 

@@ -1,6 +1,6 @@
-"""What an MCP server answers over HTTP, bounded before the `mcp` package parses it on the event loop.
+"""Bounds on an MCP server's answers over HTTP, checked before the `mcp` package parses them on the event loop.
 
-Bytes are counted as the content they are once decompressed; a JSON tree is counted before it is built.
+Bytes are counted after decompression; the nodes of a JSON tree are counted before the tree is built.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class Tokens:
         self._tokens = tokens
 
     def refresh_token(self, first: str, variable: str) -> str:
-        """The newest refresh token: the one that the server gave last, else `first`, which is $`variable`'s."""
+        """The newest refresh token: the last one from the server, else `first`, the value of $`variable`."""
         newest = (self._tokens and self._tokens.refresh_token) or first
         if newest != first and not self._told:
             self._told = True
@@ -76,8 +76,8 @@ class RefreshTokenProvider(ClientCredentialsOAuthProvider):
 
 
 def authentication(url: str, config: OAuthConfig, environ: Mapping[str, str], tokens: Tokens) -> OAuthClientProvider:
-    """What answers a server's 401 for the client of `url`. Raises MissingVariableError: the configuration names a
-    variable that is not set."""
+    """The OAuth provider that handles a server's 401 for the client of `url`. Raises MissingVariableError: the
+    configuration names a variable that is not set."""
     names = [name for name in (config.client_id_env, config.client_secret_env, config.refresh_token_env) if name]
     clean = {name: expand(f"${{{name}}}", environ).strip() for name in names}
     if config.refresh_token_env:

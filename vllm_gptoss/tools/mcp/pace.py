@@ -1,4 +1,4 @@
-"""What an MCP server may send unasked: so many messages a second, then nothing more is read, then the connection ends.
+"""Limits the messages per second that an MCP server sends without a request: first reading pauses, then it disconnects.
 
 The transports hold one message at a time, so a server that sends faster waits in its own socket or pipe.
 """

@@ -53,9 +53,9 @@ _OPENS = {"search": "search", "open": "open_page", "find": "find_in_page"}
 
 
 def namespace_name(text: str, taken: Collection[str] = RESERVED) -> str:
-    """What a server calls itself, as a name that the model can address and a request can give as `server_label`.
+    """A server's own name as a name that the model can call and a request can give as `server_label`.
 
-    taken: names that mean something else here
+    taken: names with another meaning
     """
     name = _NOT_A_NAME.sub("_", text).strip("_")[:_MAX_NAME] or "mcp"
     return f"mcp_{name}"[:_MAX_NAME] if name in taken or not LABEL.fullmatch(name) else name

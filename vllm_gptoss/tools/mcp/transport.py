@@ -183,7 +183,7 @@ def _check_command(config: McpServerConfig, env: Mapping[str, str]) -> None:
 
 
 def _trust(ca_file: Path | None) -> ssl.SSLContext:
-    """What certificates are checked against, read again when a file of them changes."""
+    """The context with the trusted certificates, read again when one of their files changes."""
     named = [str(ca_file or ""), os.environ.get("SSL_CERT_FILE", ""), os.environ.get("SSL_CERT_DIR", "")]
     return _context(ca_file, tuple((name, _changed(name)) for name in named))
 

@@ -23,7 +23,7 @@ _HERE = 64 << 10  # bytes; reading a larger message would stall the event loop b
 _FRAME_COST = 256  # bytes that a frame counts in addition: reading one of two bytes takes as long
 _MAX_MALFORMED = 100  # the kernel's protocol code sends none
 LIMIT = Limit(seconds=20.0, cpu_s=5, memory=512 << 20, payload=128 << 20, answer=64 << 20)
-"""Of reading one message."""
+"""Limit of the worker that reads one message."""
 
 
 class KernelError(Exception):
@@ -70,10 +70,11 @@ class KernelClient:
             raise
 
     async def _greet(self) -> None:
-        """Returns when the kernel is idle, and not when it replies: between the two ipykernel flushes its streams.
+        """Returns when the kernel is idle, not when it replies: between the two ipykernel flushes its streams.
 
-        A kernel that is stopped in there (a warm one is, at once) finds the ten seconds of `IOStream.flush_timeout`
-        over when it goes on, and `IOStream.flush timed out` is in the output of its first cell.
+        The pool stops a warm kernel at once. If that happens during the flush, the ten seconds of
+        `IOStream.flush_timeout` are over when the kernel continues, and its first cell prints `IOStream.flush timed
+        out`.
         """
         await self._reply(await self._send("kernel_info_request", {}))
         while (await self._receive(self._iopub)).kind not in ("iopub_welcome", "status"):

@@ -99,7 +99,7 @@ class Container:
                 await uninterrupted(self.discard(""))
                 message = f"The python sandbox is gone: {error}. {_ALL_LOST}"
                 return self._result([Text(f"[{message}]")], ToolError("tool_failed", message))
-            except Exception:  # a bug of ours: in any case the program must not run on unwatched
+            except Exception:  # a bug of the plugin: the program must not continue without supervision
                 logger.exception("a python call failed outside its contract; its sandbox is closed")
                 await uninterrupted(self.discard(""))
                 message = f"The python tool failed and its sandbox was closed. {_ALL_LOST}"
@@ -171,7 +171,7 @@ class Container:
     async def _outcome(
         self, kernel: Kernel, running: asyncio.Task[KernelMessage], outputs: OutputCollector
     ) -> tuple[ToolError | None, str]:
-        """Waits for the end of the call, whichever it is: (error, note for the model)."""
+        """Waits until the call ends by its result, the sandbox's death or the timeout: (error, note for the model)."""
         death = kernel.sandbox.death
         done = await _first(running, death, self._options.timeout_s)
         if not done:

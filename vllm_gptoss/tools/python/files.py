@@ -1,7 +1,7 @@
-"""Files that programs left in /mnt/data, stored for download after the cage is gone.
+"""Files that programs left in /mnt/data, stored for download after the sandbox is closed.
 
-Each is copied into an unnamed temporary file, so nothing is left on the disk however the server ends; or,
-where the operator names a place (`kept`), to that place, from which other servers give them out too.
+By default each is copied into an unnamed temporary file, so a killed server leaves nothing on the disk. With a file
+store (option `files`) each is copied into that store, and other servers serve it too.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class FileStore:
         return sum(e.info.size for e in self._entries.values() if account(e.info.owner) == mine)
 
     async def read(self, container_id: str, file_id: str) -> StoredFile | None:
-        """The file with its bytes, or None if there is none (any more)."""
+        """The file with its bytes, or None if it does not exist (any more)."""
         entry = self._entries.get((container_id, file_id))
         if entry is not None:
             entry.used = time.monotonic()
@@ -156,7 +156,7 @@ class FileStore:
         try:
             await asyncio.to_thread(self._kept.drop, info.container_id, info.file_id)
         except OSError:
-            logger.warning("file %s of container %s stays where it is kept", info.file_id, info.container_id)
+            logger.warning("file %s of container %s stays in the file store", info.file_id, info.container_id)
 
     def _too_much(self) -> list[_Entry]:
         # Each temporary file is a descriptor, of which the process needs the most for its connections.

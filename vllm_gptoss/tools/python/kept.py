@@ -52,7 +52,7 @@ def _storage(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def copy_sparse(source: IO[bytes], target: IO[bytes], limit: int = 1 << 62) -> int:
-    """Copies up to `limit` bytes to the end of `target`, zeros as holes that take no room; how many."""
+    """Copies up to `limit` bytes to the end of `target`, zeros as holes. Returns the number of bytes."""
     size = 0
     while chunk := source.read(min(_CHUNK, limit - size)):
         if chunk.count(0) == len(chunk):
@@ -90,7 +90,7 @@ class KeptFiles:
             raise OSError(f"files cannot be kept at {self.url}: {what}") from error
 
     def _path(self, container_id: str, file_id: str) -> str | None:
-        """None for names that we did not make: clients send them, and they must not lead elsewhere."""
+        """The path of a file; None for a name that the plugin did not make, because clients send these names."""
         if not _CONTAINER.fullmatch(container_id) or not _FILE.fullmatch(file_id):
             return None
         return f"{self._root.rstrip('/')}/{container_id}/{file_id}"

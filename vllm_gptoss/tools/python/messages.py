@@ -31,7 +31,7 @@ Content = dict[str, str | int | bool | dict[str, str]]
 
 
 class MalformedError(ValueError):
-    """Not a message of the kernel's protocol code."""
+    """The bytes are not a message of the kernel's protocol."""
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ class PythonOptions(BaseModel):
     python: Path = Field(default=Path(sys.executable), description="Interpreter of the kernels; needs ipykernel.")
     launcher: Literal["auto", "namespaces", "bubblewrap", "portable"] = Field(
         default="auto",
-        description="auto: our own; bubblewrap where the host allows namespaces to it alone; portable where to nobody.",
+        description="auto: the first of namespaces, bubblewrap and portable that works here.",
     )
     cgroup: Path | None = Field(
         default=None, description="A delegated cgroup v2 directory, for limits that the kernel itself keeps."
@@ -42,8 +42,8 @@ class PythonOptions(BaseModel):
     dangerously_run_python_on_host: bool = Field(
         default=False, description="No isolation at all: the model's code runs as the server's user."
     )
-    run_as_uid: int = Field(default=65534, ge=1, description="What a root server's kernels run as.")
-    run_as_gid: int = Field(default=65534, ge=1)
+    run_as_uid: int = Field(default=65534, ge=1, description="User id of a root server's kernels.")
+    run_as_gid: int = Field(default=65534, ge=1, description="Group id of a root server's kernels.")
 
     timeout_s: float = Field(default=120.0, gt=0, description="Wall clock per call.")
     interrupt_grace_s: float = Field(default=3.0, gt=0, description="From interrupt to kill.")
@@ -51,14 +51,14 @@ class PythonOptions(BaseModel):
     total_memory_mib: int = Field(
         default_factory=_quarter_of_memory,
         ge=64,
-        description="What idle conversations may hold together; the longest unused are closed first.",
+        description="Memory of all idle conversations together; the longest unused are closed first.",
     )
     scratch_mib: int = Field(default=256, ge=1, description="All files a conversation writes.")
     inodes: int = Field(default=16384, ge=256)
     processes: int = Field(default=64, ge=16, description="Processes and threads; the kernel itself needs about 12.")
     open_files: int = Field(default=512, ge=64)
     cpus: int = Field(default=2, ge=1)
-    max_output_chars: int = Field(default=64_000, ge=256, description="What the model reads of one call.")
+    max_output_chars: int = Field(default=64_000, ge=256, description="Output of one call that the model reads.")
     max_images: int = Field(default=16, ge=0)
     max_message_mib: int = Field(default=16, ge=1, description="One display output, e.g. an image in base64.")
     max_file_mib: int = Field(default=64, ge=1, description="A larger file cannot be downloaded.")
@@ -67,15 +67,15 @@ class PythonOptions(BaseModel):
     file_keep_s: float = Field(default=1200.0, gt=0)
     files: str = Field(
         default="",
-        description="Folder or URL that fsspec takes (s3://…): files outlive the server, and others find them.",
+        description="Folder or fsspec URL (s3://…): files outlive the server, and other servers find them.",
     )
 
     caller_containers: int = Field(default=0, ge=0, description="Alive at once for one caller; 0: no limit.")
     caller_runs_per_minute: int = Field(default=0, ge=0, description="Calls of one caller; 0: no limit.")
-    caller_files_mib: int = Field(default=0, ge=0, description="Files kept for one caller; 0: no limit.")
+    caller_files_mib: int = Field(default=0, ge=0, description="Stored files of one caller; 0: no limit.")
 
     max_conversations: int = Field(default=50, ge=1, description="Kernels at once; idle ones make room.")
-    warm: int = Field(default=2, ge=0, description="Kernels kept ready.")
+    warm: int = Field(default=2, ge=0, description="Kernels started in advance.")
     idle_s: float = Field(default=1200.0, gt=0, description="A conversation unused for so long loses its state.")
     queue_s: float = Field(default=30.0, ge=0, description="Wait for a free kernel when all are busy.")
     start_timeout_s: float = Field(default=60.0, gt=0)

@@ -132,15 +132,15 @@ class PythonProvider(ToolProvider):
         return PythonSession(self, conversation_id, options, seen)
 
     def id_of(self, conversation_id: str) -> str:
-        """Of the conversation's container; empty while there is none."""
+        """The id of the conversation's container; empty if it has none."""
         container = self._containers.get(conversation_id)
         return container.id if container is not None else ""
 
     async def run(
         self, conversation_id: str, code: str, owner: str = "", container_id: str = "", seen: str | None = None
     ) -> ToolResult:
-        """Runs a cell in the conversation's notebook, which is made if need be, in a container of the given id, where
-        no other has it. `seen`: as in `Container.run`."""
+        """Runs a cell in the conversation's notebook. Creates the notebook if needed, with the container id
+        `container_id` if no other conversation has it. `seen`: as in `Container.run`."""
         if self._unavailable is not None or self._pool is None:
             reason = self._unavailable or "not started"
             return failed("unavailable", reason, f"[python is unavailable: {reason}]")
@@ -186,7 +186,7 @@ class PythonProvider(ToolProvider):
         return await self._store.read(container_id, file_id)
 
     async def list_files(self, container_id: str) -> Sequence[StoredFile]:
-        """What calls left in /mnt/data and is still stored. Raises OSError where the place of files fails."""
+        """Stored files that calls left in /mnt/data. Raises OSError if the file store fails."""
         return await self._store.listing(container_id)
 
     def _idle(self) -> list[str]:
@@ -203,7 +203,7 @@ class PythonProvider(ToolProvider):
         return False
 
     def _keep_memory(self) -> None:
-        """What conversations hold between calls has a limit together; the one used last is spared."""
+        """Closes idle conversations while all together exceed the memory limit; spares the one used last."""
         held = sum(c.memory for c in self._containers.values())
         last = max(self._idle(), key=lambda key: self._containers[key].last_used, default="")
         for key in self._idle():

@@ -24,7 +24,7 @@ class QuotaError(ValueError):
 
 @dataclass
 class Quotas:
-    """Limits of each account; 0 is none. `containers` alive, `runs` a minute, `kept` bytes of files."""
+    """Limits of each account: living containers, runs a minute, bytes of stored files. 0 means no limit."""
 
     containers: int = 0
     runs: int = 0

@@ -102,7 +102,7 @@ async def choose(options: PythonOptions) -> Choice:
 
 
 async def diagnose(options: PythonOptions) -> tuple[Tier | None, str]:
-    """The tier that would be used, tried and closed again, and why it is that one; or None and why there is none."""
+    """The tier that would be used, with the reason, or None with the reason. Starts the tier and closes it again."""
     try:
         choice = await choose(options)
     except (SandboxError, OSError) as error:

@@ -75,7 +75,7 @@ class ZmtpConnection:
         return flags, size
 
     async def _let_others_run(self) -> None:
-        """What is buffered is read without a pause: frames of two bytes would have the event loop to themselves."""
+        """Yields to the event loop after `_AT_ONCE` frames: reading buffered frames of two bytes would block it."""
         self._at_once += 1
         if self._at_once >= _AT_ONCE:
             self._at_once = 0

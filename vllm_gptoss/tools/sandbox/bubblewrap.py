@@ -49,7 +49,7 @@ def _binds(view: View) -> list[str]:
 
 
 def _hidden(view: View) -> tuple[list[str], list[int]]:
-    """What lies in a shown path and is emptied: (arguments, descriptors to pass)."""
+    """Replaces hidden paths inside shown paths by empty ones: (arguments, descriptors to pass)."""
     arguments: list[str] = []
     fds: list[int] = []
     for path in map(os.path.realpath, view.hidden):

@@ -265,7 +265,7 @@ def confine(limits: Limits, *, allow_network: bool, cpus: Iterable[int]) -> None
 
 
 def confine_payload(limits: Limits, *, allow_network: bool) -> None:
-    """What only the payload's process gets: rlimits and landlock."""
+    """Sets rlimits and landlock, which apply only to the payload's process."""
     linux.set_dumpable(True)  # else it could not read its own /proc/self
     os.nice(limits.niceness)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:

@@ -1,7 +1,7 @@
-"""Who else lives in a cage and what it uses, read from /proc, also where the cage itself may not have a /proc.
+"""The processes of a cage and their resources, read from /proc, also where the cage itself may not have a /proc.
 
-Below a container's masked /proc the kernel refuses to mount another. Then the supervisor keeps a descriptor of the
-outer one, which no other process in the cage has, and walks its own descendants there: pid 1 is the ancestor of all.
+Below a container's masked /proc the kernel refuses to mount another. Then the supervisor opens the outer /proc, which
+no other process in the cage can access, and walks its own descendants there: pid 1 is the ancestor of all.
 Source: proc(5).
 """
 

@@ -48,9 +48,10 @@ _FCNTL_ALLOWED = (
     *(fcntl.F_GETLK, fcntl.F_SETLK, fcntl.F_SETLKW),
     *(fcntl.F_GETOWN, fcntl.F_SETOWN, fcntl.F_GETSIG, fcntl.F_SETSIG, *_F_OWNER_EX, fcntl.F_GETPIPE_SZ),
 )
-"""What programs do with a descriptor, and the locks that SQLite takes. Not: leases, and notes about a directory, which
-conversations share; pipes of another size, of whose pages a user has so many; locks of an open file, which outlive its
-number in a process and so the supervisor's count; hints stored with a shared file. fcntl(2)."""
+"""Common operations on a descriptor, and the locks that SQLite takes. Not allowed, see fcntl(2): leases and directory
+notifications, because conversations share them; resized pipes, because the limit on their pages is per user; locks of
+an open file description, because the supervisor counts descriptors and such a lock outlives one; write hints, because
+they are stored with a shared file."""
 # Pid 1 runs as the same user, and the kernel's checks would let the payload starve the watchdog or cripple it.
 _SUPERVISOR = 1
 
@@ -60,10 +61,10 @@ _INSTRUCTION = "=HBBI"
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What a filter refuses beyond the tables of `syscalls`."""
+    """Restrictions of a filter in addition to the tables of `syscalls`."""
 
     without: frozenset[str] = frozenset()
-    checks: Mapping[str, list[Instruction]] = field(default_factory=dict)  # instead of a table's own word on a call
+    checks: Mapping[str, list[Instruction]] = field(default_factory=dict)  # replace a table's check of a call
     only: frozenset[str] | None = None  # nothing beyond these names, of what the tables allow
 
     def leaves(self, name: str) -> bool:
@@ -87,7 +88,7 @@ def _except(argument: int, denied: Sequence[int], code: int) -> list[Instruction
 
 
 def _prlimit() -> list[Instruction]:
-    """Not for the supervisor, and no new core limit: see `cage`."""
+    """Refuses limits of the supervisor's process, and a new core limit: see `cage`."""
     low, high = _ARGS + 8 * 2, _ARGS + 8 * 2 + 4
     return [
         (_LOAD, 0, 0, _ARGS),
@@ -155,11 +156,14 @@ _NOT_EXECUTABLE: list[Instruction] = [
 _NOT_EXECUTABLE_NOR_SHARED = _not_shared(_NOT_EXECUTABLE)
 CAGE = Profile()
 UNCOUNTED = {"mmap": _not_shared()}
-"""What a cage adds where no cgroup counts its memory."""
+"""Checks that a cage adds if no cgroup counts its memory."""
 
 
 def _clone(*, process: bool) -> list[Instruction]:
-    """No namespaces. A thread shares its process' descriptors, which are counted by process; `process`: forks too."""
+    """Refuses new namespaces, and threads with their own descriptors, which are counted per process.
+
+    `process`: allows forks.
+    """
     return [
         (_LOAD, 0, 0, _ARGS),
         (_JUMP_SET, 3, 0, _NEW_NAMESPACE),

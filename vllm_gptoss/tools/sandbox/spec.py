@@ -1,4 +1,4 @@
-"""What a cage looks like and how much it may use: plain data that crosses from the server to the zygote as JSON."""
+"""A cage's files and limits, as plain data that the server sends to the zygote in JSON."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What of the host a cage sees, read-only. Everything else does not exist inside."""
+    """The host's paths that a cage can read. Other paths do not exist inside."""
 
     read_only: tuple[str, ...]
     hidden: tuple[str, ...] = ()  # emptied where they lie inside a `read_only` path

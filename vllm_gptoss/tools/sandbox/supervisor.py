@@ -241,7 +241,10 @@ class Supervisor:
             self._kill_all(reason)
 
     def _census(self, others: list[Process]) -> str:
-        """What takes memory of the kernel's that no process is charged with: the limit that is passed, if one is."""
+        """Counts mappings and locks, which use kernel memory that no process is charged for.
+
+        Returns the name of an exceeded limit, or "".
+        """
         began, limits = time.monotonic(), self._spec.limits
         mappings = locks = 0
         for process in others:

@@ -1,4 +1,4 @@
-"""Who may use a tools service: bearer keys, compared in constant time, known by a hash from then on."""
+"""Access to a tools service: bearer keys, compared in constant time; callers are identified by a hash of the key."""
 
 from __future__ import annotations
 
@@ -93,6 +93,6 @@ def identity(caller: str) -> dict[str, Any]:
 
 
 def caller_of(connection: HTTPConnection | None) -> str:
-    """Who sends a request that came past the doorkeeper; empty where everybody may."""
+    """The caller of a request that passed the key check; empty if the service has no keys."""
     found: Any = connection.scope.get(_CALLER, "") if connection is not None else ""
     return str(found)

@@ -1,8 +1,8 @@
-"""The servers' side of a tools service: the node that has a conversation's notebook, or another when it is gone.
+"""The servers' side of a tools service: chooses the node for each conversation.
 
-A conversation's node is the one that its last call ran on, which is in the stored response; a new one's is that
-of the highest score (rendezvous hashing: every server finds the same one, and a node that is lost moves only its own).
-Nodes know nothing of each other.
+A conversation stays on the node of its last call, which the stored response names. For a new conversation, or if that
+node is gone, the node with the highest score is used (rendezvous hashing: every server finds the same node, and losing
+a node moves only its own conversations). Nodes do not communicate with each other.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class ServiceSession(ToolSession):
 
     @property
     def container_id(self) -> str:
-        """That of the last call, or the one requested from its node; an older node chooses another."""
+        """The container of the last call, or before it the one requested from the node; an older node ignores that."""
         return self._said.container or container_id(self._said.seed)
 
     async def call(self, call: ToolCall) -> ToolResult:

@@ -90,7 +90,7 @@ class Sessions:
                 del self._held[caller]
 
     async def _make_room(self, scope: Scope, caller: str) -> str:
-        """Ends sessions until there is room for one of the caller's; why there is none, or an empty string."""
+        """Ends sessions until the caller can open one. Returns an empty string, or the reason why it cannot."""
         limits = self._limits
         while caller and self._held[caller] + len(self._kept.get(caller, ())) >= limits.per_caller:
             if caller not in self._kept:

@@ -16,7 +16,7 @@ ASKED, ANSWERED = "vllm-gptoss/asked", "vllm-gptoss/answered"
 """Keys of `_meta` in a call and in its result."""
 
 MAX_FILES = 1000
-"""Of one call."""
+"""Files of one call."""
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -25,9 +25,9 @@ _HEX = r"([0-9a-f]{32})?"
 
 
 class Asked(BaseModel):
-    """What the server knows of the conversation. `owner`: the user as a hash; `ran`: whether the
-    conversation ran python before, `container`: where last, `call`: the last call's own name, empty where there was
-    none, None where that is not known; `seed`: of a new container's id. Nodes of before ignore the last two."""
+    """The server's data about the conversation. `owner`: the user as a hash; `ran`: whether the conversation ran
+    python before; `container`: its last container; `call`: the last call's name, empty without one, None if unknown;
+    `seed`: for a new container's id. Older nodes ignore the last two."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 

@@ -191,7 +191,7 @@ BYTES = xgrammar.TokenizerInfo(
 
 
 class Held:
-    """What a grammar lets through, a byte a token."""
+    """Checks which texts a grammar accepts, with one token per byte."""
 
     def __init__(self, schema: Any) -> None:
         compiler = xgrammar.GrammarCompiler(BYTES, max_threads=1, cache_enabled=False)

@@ -143,7 +143,7 @@ def chat(question: str, stream: bool) -> dict[str, Any]:
 
 
 def overflow() -> dict[str, str]:
-    """What LiteLLM raises where the prompt is longer than the context window, by API: its fallbacks begin with that."""
+    """The error that LiteLLM raises if the prompt exceeds the context window, by API. It starts LiteLLM's fallbacks."""
     text = " hello" * 20_000
     said: list[Any] = [{"role": "user", "content": text}]
     anthropic = {**SERVER, "model": f"anthropic/{given['model']}", "api_base": given["url"].removesuffix("/v1")}

@@ -60,7 +60,7 @@ SHOWN = "[image, image/png, 8 bytes: not shown, because this model reads text on
 
 @pytest.mark.parametrize("kind", ["function_call", "custom_tool_call"])
 def test_a_tools_image_does_not_end_the_conversation(start: Start, kind: str) -> None:
-    """As Codex's `view_image`, which is in the history of every later turn; unreadable PDFs, too."""
+    """Results like Codex's `view_image`, which the history of every later turn contains, and unreadable PDFs."""
     server = start(HELLO)
     made = {"call_id": "c", "name": "f", **({"arguments": "{}"} if kind == "function_call" else {"input": ""})}
     broken = [file_part(b"%PDF-1.7 nothing"), *[file_part(pdf("a"))] * 8, {"type": "input_file", "file_id": "f"}]

@@ -87,7 +87,7 @@ def put(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
 
 
 def use(body: Any) -> None:
-    """All that is done with a body before tools are opened."""
+    """All steps with a body before tools are opened."""
     asyncio.run(read_pdfs(body, ""))
     request = parse_create(body)
     new_response(request, ids.new("resp"), "m", {})

@@ -104,7 +104,7 @@ def test_a_version_can_be_named_and_no_input_is_needed(server: Running) -> None:
 
 
 def test_a_later_turn_has_no_template_unless_it_names_one(server: Running) -> None:
-    """As with instructions: each request has its own messages before the conversation."""
+    """Like instructions, a template's messages apply to one request and come before the conversation."""
     with server.http() as http:
         first = create(http, NAMED, input="one")
         second = http.post("/responses", json={"model": MODEL, "previous_response_id": first["id"], "input": "two"})

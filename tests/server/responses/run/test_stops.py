@@ -69,7 +69,7 @@ def test_arguments_may_contain_a_stop_string(start: Start) -> None:
 
 
 def test_a_call_before_the_stop_string_is_not_run(start: Start) -> None:
-    """Nothing goes on after a stop string, not even what an unconstrained model put before it."""
+    """A stop string ends the turn: calls that an unconstrained model wrote before it do not run either."""
     tool = fakes.python()
     call = " to=python<|channel|>analysis code<|message|>print(1)<|end|><|start|>assistant"
     with start(call + ANSWER, providers=[tool]).http() as http:

@@ -156,7 +156,7 @@ def test_a_container_id_means_the_notebook_that_had_it(start: Start) -> None:
 
 @pytest.mark.parametrize("stored", [True, False])
 def test_a_client_that_echoes_its_items_finds_what_its_code_left(start: Start, stored: bool) -> None:
-    """As OpenAI has it: `auto` is the container of the last call in the conversation, here of the caller's own."""
+    """As in OpenAI's API, `auto` is the container of the conversation's last call, here only if the caller owns it."""
 
     async def run(call: ToolCall) -> ToolResult:
         return ToolResult([Text(call.arguments)], container_id="cntr_1", recall={"container": "cntr_1"})

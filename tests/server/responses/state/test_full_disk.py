@@ -95,7 +95,7 @@ TEXT = "<|channel|>final<|message|>" + "word " * 100 + "<|return|>"
 
 @pytest.fixture(scope="module")
 def mounted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Limited]:
-    """A server whose store has a small file system of its own."""
+    """A server with its store on a separate, small file system."""
     if not can_mount():
         pytest.skip("no user namespace with mounts here")
     with limited(tmp_path_factory.mktemp("mounted"), TEXT, 200.0, is_mounted=True) as server:
@@ -104,7 +104,7 @@ def mounted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Limited]:
 
 @pytest.fixture(scope="module")
 def capped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Limited]:
-    """A server that may not write large files: the same for SQLite, where nothing can be mounted."""
+    """A server that may not write large files: the same error for SQLite on hosts without mounts."""
     with limited(tmp_path_factory.mktemp("capped"), TEXT, 1e6, is_mounted=False) as server:
         yield server
 

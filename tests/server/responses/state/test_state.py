@@ -135,7 +135,7 @@ def test_every_output_item_can_be_sent_back(start: Start) -> None:
         stream(http, {"model": MODEL, "input": items, "tools": tools})
     prompt = server.prompt()
     for seen in ("ran print(1)", "L1: cats purr", "sunny", "warm", "Look it up."):
-        assert seen in prompt, f"the model must see what its tools said: {seen}"
+        assert seen in prompt, f"the prompt must contain the tools' outputs: {seen}"
 
 
 def test_what_a_tool_said_survives_any_number_of_echoes(start: Start) -> None:

@@ -167,7 +167,7 @@ template <class T> struct Sums {
   float (&cta_m)[GROUP], (&cta_l)[GROUP];
 };
 
-// Where the cache has a key of the request, whose chunks may lie in two blocks.
+// Address of a key of the request in the cache. A chunk of keys may span two blocks.
 struct InBlocks {
   const Args& a;
   const bf16* kv;
@@ -211,8 +211,8 @@ template <class T> struct Chunks {
   }
 };
 
-// One warp's chunks. The first is asked for before the kernel before has ended, and again where
-// that one writes it.
+// One warp's chunks. The load of the first chunk starts before the preceding kernel has ended. It
+// is repeated if the preceding kernel writes that chunk.
 template <class T>
 __device__ __forceinline__ void attend_share(
     Running& r, const Args& a, const Share& s, int warp, int lane) {

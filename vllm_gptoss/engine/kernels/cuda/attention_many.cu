@@ -122,8 +122,9 @@ template <class T> __device__ __forceinline__ int request_of(const Args& a, int 
 struct Found {
   int request, first;
 };
-// Where in the list of all pieces but tokens' first a request's begin (`request` >= 0), or whose
-// is number `wanted` of the list (`request` < 0). False: the list is shorter. By all threads.
+// The list has all pieces except the first of each token. `request` >= 0: the index at which the
+// request's pieces begin. `request` < 0: the request of piece `wanted`, and that index. Returns
+// false if the list is shorter. Called by all threads.
 template <class T>
 __device__ __forceinline__ bool find_extra(Found& to, const Args& a, int share, int request,
     int wanted, u32 (&sums)[T::warps], Found& told, int tid) {

@@ -1,8 +1,8 @@
 // The weighted sums of the experts' outputs, across blocks. Included as text: nvrtc.source.
 //
-// A partial sum on its way to another block, or two in bf16: anything but this NaN, which means
-// "not there yet". The buffer is all EMPTY between launches: whoever reads a partial sum puts EMPTY
-// back. No fence, no counter: the value is the flag.
+// A word holds a partial sum for another block, or two sums in bf16. The NaN EMPTY means "not yet
+// written". The buffer is all EMPTY between launches: the reader of a partial sum writes EMPTY
+// back. There is no fence and no counter, since the value itself is the flag.
 #include "common.cuh"
 
 constexpr u32 EMPTY = 0xFFFFFFFFu;

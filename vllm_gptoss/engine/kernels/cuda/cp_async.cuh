@@ -2,8 +2,8 @@
 //
 // Offers: cp16 (data that others read too), cp16_once (what passes through L2 once, and leaves it
 // first), cp_commit and cp_wait<N> (a thread's groups of copies; all but the last N are there).
-// Barriers: cp_arrive (on an mbarrier, once what this thread has asked for is there); what other
-// threads copied needs that, or one of the caller's.
+// Barriers: cp_arrive (on an mbarrier, once this thread's copies have completed). Reading another
+// thread's copies requires cp_arrive or a barrier of the caller.
 #include "common.cuh"
 
 constexpr u64 EVICT_FIRST = 0x12F0000000000000ull;  // as createpolicy.fractional makes it

@@ -11,9 +11,9 @@
 // Weights stream through a ring in shared memory that is private to each lane: cp.async in, 16-byte
 // load out, no barrier.
 //
-// Up to 16 tokens a slot is 8 tokens and a block's share of the units touches two slots at most,
-// whose activations are staged at once. For up to 64 tokens (TOKENS = 64) a slot is 16 tokens, so
-// that an expert's weights are decoded once for two mma; its other half is left out for up to 8
+// Up to 16 tokens a slot is 8 tokens. A block's share of the units then touches two slots at most,
+// and their activations are staged at once. For up to 64 tokens (TOKENS = 64) a slot is 16 tokens,
+// so that an expert's weights are decoded once for two mma. The second mma is skipped for up to 8
 // tokens, and blocks take shares of equal cost instead of equal size. A block stages as many of its
 // slots as fit, works on them, and stages the next. TOKENS = 256 is the same with more memory for
 // pairs.
@@ -172,9 +172,9 @@ __device__ __forceinline__ int find_slots_far(
   return m.slots;
 }
 
-// Where this block's share of the units begins and ends, as far as the slots of one expert tell:
-// `slots` of them, of which all but the last are full, behind `before` others, `both_before` of
-// those for more than 8 tokens. All blocks' shares cost the same.
+// Finds where this block's share of the units begins and ends if that lies in the slots of one
+// expert. The expert has `slots` slots, all full but the last. `before` slots precede them, of
+// which `both_before` have more than 8 tokens. All blocks' shares have equal cost.
 __device__ __forceinline__ void find_share(
     Meta& m, int before, int both_before, int slots, int count, int total) {
   int cost_before = before * COST + both_before * (BOTH_COST - COST);
@@ -278,8 +278,8 @@ __device__ __forceinline__ Routing find_slots(Meta& m, u8* scratch, const u8* ro
   return {slots, m.slot_expert};
 }
 
-// Asks L2 for what this warp's ring takes first, if every expert has one slot, as most will where
-// tokens are many: the routing comes later.
+// Prefetches the first tiles of this warp's ring into L2 before the routing is known. Assumes one
+// slot per expert, which holds for most experts if there are many tokens.
 __device__ __forceinline__ void foresee(const u8* values, int tokens, int thread) {
   if (!WIDE || tokens * ACTIVE < 2 * EXPERTS) return;
   const int lane = thread & 31,
@@ -382,8 +382,8 @@ __device__ __forceinline__ void put_piece(u8* to, int p, uint4 v) {
   *reinterpret_cast<uint4*>(to + p / (KT * 8) * XSTRIDE + p % (KT * 8) * 16) = v;
 }
 
-// All rows of x, 16 bytes a piece: asked for before anything else, so that they do not queue behind
-// the weights.
+// Loads all rows of x in pieces of 16 bytes. These loads are issued first, so that they do not
+// queue behind the weights.
 __device__ __forceinline__ void ask_all(
     Rows& rows, const u8* __restrict__ x, int tokens, int thread) {
 #pragma unroll
@@ -559,8 +559,8 @@ struct Progress {
   Source now;  // of `unit`; its first turn of the ring is on its way
 };
 
-// The group's units before `until`, whose slots from `first` on are staged: finish(slot, first
-// tile, done, c) for each.
+// Processes the group's units before `until`. The slots from `first` on are staged. Calls
+// finish(slot, first tile, done, c) for each unit.
 template <class Finish>
 __device__ __forceinline__ void work(Progress& p, const Work& w, const Meta& m, const u8* xs,
     const u8* __restrict__ values, const u8* __restrict__ scales, int first, int until, int divisor,

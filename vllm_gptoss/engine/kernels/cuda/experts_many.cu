@@ -5,16 +5,15 @@
 // An expert's tokens are a chunk of up to MOST, or several of equal size, and a chunk's products
 // run with the least N of a few that holds it. A unit of work is 64 weight rows over all of K for
 // one chunk, one warpgroup's, and a round is as many units of a chunk as a block has groups. All
-// rounds of up, then all of down, are numbered; a block takes the next number when it is free, so
-// that whoever is faster does more, and every block finds from the routing itself what a number
-// means.
+// rounds of up, then all of down, are numbered. A block takes the next number when it is free, so
+// that faster blocks do more rounds. Every block computes the round of a number from the routing.
 //
-// Weights and activations come in stages of CHUNK tiles for all groups. One thread asks the copy
-// engine for a stage's weights, a box of 64 rows for each group, up to DEPTH stages ahead and on
-// into the next round; STAGERS warps stage activations, in a ring of SLOTS. A warp that multiplies
-// decodes its 16 rows into the A registers of wgmma, 32 columns while the 32 before are multiplied.
-// A unit takes whole passes through the ring of weights, so that a loop over a pass knows where
-// everything lies: where K ends before a pass does, its last stages hold nothing.
+// Weights and activations are loaded in stages of CHUNK tiles for all groups. One thread starts the
+// bulk copies of a stage's weights, a box of 64 rows for each group, up to DEPTH stages ahead and
+// on into the next round. STAGERS warps stage activations, in a ring of SLOTS. A warp that
+// multiplies decodes its 16 rows into the A registers of wgmma, 32 columns while the 32 before are
+// multiplied. A unit takes whole passes through the ring of weights, so that a loop over a pass
+// knows where everything lies: where K ends before a pass does, its last stages hold nothing.
 // Another thread signals to other blocks which of a chunk's activations of down are complete.
 //
 // Compile-time: TOKENS at most, KT_UP and KT_DOWN tiles of 64 columns (so 128 KT_DOWN and 64 KT_UP
@@ -35,8 +34,9 @@
 #include "fragments.cuh"
 #include "combine.cuh"
 
-// Warps, and the threads that feed and tell. Three groups leave registers for a third warp that
-// stages; the two threads are then of one warp.
+// Numbers of warps, the thread that starts weight copies (FEEDER), and the thread that signals
+// other blocks (TELLER). Three groups leave registers for a third staging warp. FEEDER and TELLER
+// are then in one warp.
 constexpr int CONSUMERS = GROUPS * 4, STAGERS = GROUPS == 4 ? 2 : 3, WARPS = CONSUMERS + 4,
               THREADS = WARPS * 32, FEEDER = (CONSUMERS + STAGERS) * 32, TELLER = THREADS - 16;
 // A thread's registers once the roles are known, out of those that all had at first (96 of 640
@@ -69,8 +69,8 @@ constexpr int UNIT_VALUES = CHUNK * 2048, UNIT_SCALES = CHUNK * 128,
               VALUES_STAGE = GROUPS * UNIT_VALUES, SCALES_STAGE = GROUPS * UNIT_SCALES,
               RING_BYTES = DEPTH * (VALUES_STAGE + SCALES_STAGE);
 // Activations: a tile of 64 columns of a chunk, a stage of them, and how many fit. wgmma reads N
-// rows from where a tile begins: rows past the chunk's are other bytes, and their columns are
-// nobody's.
+// rows from where a tile begins. Rows past the chunk's contain unrelated bytes, and their columns
+// of the result are ignored.
 constexpr int TILE_BYTES = MOST * 128, SLOT_BYTES = CHUNK * TILE_BYTES,
               SLOTS = X_BYTES / SLOT_BYTES < DEPTH ? X_BYTES / SLOT_BYTES : DEPTH;
 // A loop over a pass with a slot for each stage knows them when compiled; any other counts.
@@ -230,8 +230,8 @@ __device__ __forceinline__ void list_in_order(Meta& m, const Routed& t, int pair
     }
   }
 }
-// Chunks, and the pairs of each. Those of an expert of one chunk lie in any order, another one in
-// each block: that changes no sum, for a pair's products are a column of their own.
+// Finds the chunks and the pairs of each. The order of the pairs of a one-chunk expert may differ
+// between blocks. The sums do not depend on it, since each pair's products form a separate column.
 __device__ __forceinline__ void find_work(Meta& m, Routed& t, int tokens, int thread) {
   const int pairs = tokens * ACTIVE;
   signed char expert[PASSES];
@@ -438,7 +438,7 @@ struct Outputs {
 template <class P> __device__ __forceinline__ int tile_of(const Round& r) {
   return r.unit * 4 + (thread_now() >> 5);
 }
-// The bias of its rows g and g + 8. Asked for here and not where it is needed.
+// The bias of its rows g and g + 8. Loaded here, ahead of its use.
 template <class P>
 __device__ __forceinline__ float2 bias_of(const Meta& m, const float* all, const Round& r) {
   const float* from =
@@ -505,8 +505,8 @@ __device__ __forceinline__ void multiply_columns(
   }
 }
 
-// The block's round `i`. The code for both projections is the same: ptxas gives each loop with
-// wgmma registers of its own, and more loops than these do not fit.
+// Runs the block's round `i`. Both projections share this code: ptxas allocates separate registers
+// for each loop with wgmma, and the registers do not suffice for more loops.
 __device__ __forceinline__ void run_round(
     Warp& w, Meta& m, const Biases& bias_from, const Outputs& to, int i) {
   Round r = as_round(m.round[i % KNOWN]);
@@ -595,9 +595,9 @@ __device__ __forceinline__ void stage_round(Staging& s, const Meta& m, u32 x_at,
   }
 }
 
-// Counts the block's rounds for their chunks once they are done: of up, whose activations are then
-// written; and of down, the last of which sets the counter back. By a thread that stages nothing: a
-// fence waits for what its thread has on its way by cp.async.
+// Counts the block's finished rounds in the counters of their chunks. A finished round of up has
+// written its activations. The last round of down resets the counter. Runs on a thread that stages
+// nothing, because a fence waits for the outstanding cp.async of its thread.
 __device__ __forceinline__ void tell(Meta& m, u32* ready) {
   for (int i = 0;; i++) {
     const u32 found = await_round(m, i);
@@ -637,8 +637,8 @@ struct Numbers {
     if (r == NO_ROUND && next == max(rounds, (int)gridDim.x) + gridDim.x - 1) *taken = 0;
   }
 };
-// Stages before the end of a round at which the next number is taken (ASK) and published (SAY):
-// late, so that blocks end together, and in time for the loads of the next round.
+// How many stages before the end of a round the next number is taken and published. The numbers are
+// taken late, so that blocks end together, but in time for the loads of the next round.
 constexpr int ASK = 4, SAY = 3;
 
 // The activations of all rounds, and what these are.
@@ -706,10 +706,9 @@ __device__ __forceinline__ bool add_up(
   *reinterpret_cast<uint4*>(out + (u64)token * Down::NROWS + row) = pack8(sum);
   return true;
 }
-// As combine_all, with ids and weights of this block's share alone. One place of a thread at a
-// time: more of them are more code, all of which is fetched once, while everybody waits. Whatever
-// has arrived is added up first: of the outputs few wait for the blocks that end last, and nothing
-// else is left to do when those sums come.
+// As combine_all, with ids and weights of this block's share alone. A thread handles one output at
+// a time: unrolling needs more code, and all blocks wait while that code is fetched. Sums that have
+// arrived are added first. Few outputs depend on the blocks that end last.
 __device__ __forceinline__ void combine_share(
     const Meta& m, u32* parts, u16* out, int tokens, int thread) {
   const int each = eights_each(tokens), first = blockIdx.x * each, token0 = share_token(tokens),

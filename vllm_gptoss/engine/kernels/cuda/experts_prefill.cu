@@ -143,8 +143,8 @@ struct Sorting {
   int offset[ROUTERS];                // of an expert: the slot of the block's first pair
   int sums[2][ROUTERS / 32];
 };
-// Where each expert's slots begin, by the thread of its number. The first block tells the kernel
-// that comes next, whose counters it also sets to 0.
+// Thread e finds where the slots of expert e begin. The first block writes the result for the next
+// kernel and sets that kernel's counters to 0.
 __device__ __forceinline__ void find_slots(Sorting& t, const Routing& to, int thread) {
   const int warp = thread >> 5, lane = thread & 31;
   const int2 count = thread < EXPERTS ? count_all(to.seen + thread * BLOCKS) : make_int2(0, 0);

@@ -2,11 +2,11 @@
 // g + 8, tokens 2t and 2t + 1 (lane = 4g + t). Neighbours exchange halves, so that a lane has one
 // token and adjacent values.
 //
-// Offers: lane_token (of the 8, the lane's own); gated and lane_column (two activations of up,
-// whose rows are gates and ups in turn, and the first one's column of 8); plain and lane_row (four
-// rows of down in bf16, and the first one's row of 16). Both take AT_ONCE sets of 8 tokens, for
-// their instructions wait for one another: 1 % of all cycles against one set. Barriers: none; all
-// lanes of a warp call together.
+// Offers: lane_token (of the 8, the lane's own); gated and lane_column (two activations of up, with
+// gate and up rows alternating, and the column of the first of 8); plain and lane_row (four rows of
+// down in bf16, and the row of the first of 16). gated and plain take AT_ONCE sets of 8 tokens,
+// since the instructions of one set depend on each other: this saves 1 % of all cycles. Barriers:
+// none; all lanes of a warp call together.
 #include "common.cuh"
 #include "mxfp4.cuh"
 #include "swiglu.cuh"

@@ -22,8 +22,8 @@ __device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
 
 // The fourth pair of a word of packed e2m1: bits 14, 13, 11 and 10 of each half, in the holes of
 // the other three. Of each half only the upper byte matters, so one permute saves right shifts.
-// The product is both left shifts, by 1 and by 5: what they add up to beside the pair carries no
-// further than bit 5 (tests/engine/experts/test_layout.py has all words).
+// The product is the sum of both left shifts, by 1 and by 5. Carries outside the pair reach at most
+// bit 5 (tests/engine/experts/test_layout.py tests all words).
 __device__ __forceinline__ u32 fourth(u32 w) {
   return ((__byte_perm(w, 0, 0x3311) & 0x402C402Cu) * 34u) & 0x81C081C0u;
 }

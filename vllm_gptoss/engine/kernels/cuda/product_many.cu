@@ -1,8 +1,9 @@
 // y = x W^T + b for a decode step of up to 32 tokens (sm_90a): bf16, sums in float32.
 //
-// A cluster has ROWS weight rows and all tokens, each of its CTAs a share of K, whose activations
-// all lie in shared memory at once. Tokens are the M of wgmma, of which half are nobody's, weight
-// rows its N, both from shared memory. Sums meet in the CTA that writes them.
+// A cluster has ROWS weight rows and all tokens. Each CTA of the cluster has a share of K and holds
+// all activations of that share in shared memory. Tokens are the M of wgmma, at least half of which
+// is padding. Weight rows are the N. Both operands come from shared memory. The partial sums are
+// sent to the CTA that writes the result.
 //
 // Weights stream through a ring, which is full before the kernel before has ended: memory is busy
 // while others come to their end. Activations lie as wgmma reads them (tiled.cuh), so that a tile
@@ -28,7 +29,7 @@
 constexpr int TILES = COLUMNS / 64, MOST_TILES = (TILES + CLUSTER - 1) / CLUSTER;
 constexpr int CONSUMERS = 4, COPIERS = 4, THREADS = (CONSUMERS + COPIERS + 1) * 32;
 constexpr int W_TILE = ROWS * 128, X_TILE = TOKENS * 128, X_BYTES = MOST_TILES * X_TILE;
-constexpr int SHARE = ROWS / CLUSTER;  // weight rows whose sums a CTA writes
+constexpr int SHARE = ROWS / CLUSTER;  // weight rows for which a CTA writes the sums
 static_assert(ROWS % 8 == 0 && TOKENS % 16 == 0, "the swizzle's period, and a warp's tokens");
 static_assert(SHARE % (ROPE ? 8 : 2) == 0, "sums are sent in pairs; RoPE's units of rows");
 
@@ -73,7 +74,7 @@ __device__ __forceinline__ Range tiles_of(u32 rank) {
   "wgmma.mma_async.sync.aligned.m64n" TEXT(ROWS) "k16.f32.bf16.bf16 {" JOINED( \
       SUMS_, ROWS) "}, " X ", " W ", 1, 1, 1, 0, 0;\n"
 // c += 64 tokens x ROWS weight rows over 64 columns, and their commit. The sums are numbered from
-// %10 on in wgmma_any.cuh, so there are two operands that nobody uses.
+// %10 on in wgmma_any.cuh, so two of the operands are unused.
 __device__ __forceinline__ void multiply_tile(float (&c)[ROWS / 2], u64 x, u64 w) {
   u64 x1 = x + 2, w1 = w + 2, x2 = x + 4, w2 = w + 4, x3 = x + 6, w3 = w + 6;
   u32 none = 0, nothing = 0;
@@ -215,8 +216,8 @@ __device__ __forceinline__ Outputs outputs_of(const Args& a, int token, int plac
   return o;
 }
 
-// Needs nothing of the kernel before: positions and slots are made before the step's first. So it
-// is asked for while others still multiply.
+// Does not depend on the preceding kernel: positions and slots are written before the step's first
+// kernel. The loads are therefore issued while other warps still multiply.
 __device__ __forceinline__ void prepare(
     Outputs (&outputs)[EACH], const Args& a, int first, int thread) {
 #pragma unroll

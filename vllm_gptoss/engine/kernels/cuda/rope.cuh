@@ -2,7 +2,7 @@
 // goes.
 //
 // Offers: rope_row (weight rows in units of 8), Pair and make_pair (all that the outputs d and d +
-// 32 of a head need besides their products; none of it depends on the kernel before), cache_place,
+// 32 of a head need besides their products, independent of the preceding kernel), cache_place,
 // turned_by, rotate; turns and turn (the same of neighbours that are rounded already). Heads of 64:
 // query heads, then key heads, then value heads. Barriers: none.
 #include "common.cuh"
@@ -49,8 +49,8 @@ __device__ __forceinline__ bf16* cache_place(
          (slot & ((1 << cache.block_shift) - 1)) * cache.kv_token + d + (is_v ? 64 : 0);
 }
 
-// The elements d and d + 32 of a head, turned. Which of two products is rounded before they are
-// added is said here: left to the compiler, it differs between kernels.
+// The elements d and d + 32 of a head, rotated. The explicit fmaf fixes which of the two products
+// is rounded before the addition. The compiler's choice would differ between kernels.
 __device__ __forceinline__ float2 turned_by(float lo, float hi, float cos, float sin) {
   return make_float2(fmaf(lo, cos, -(hi * sin)), fmaf(hi, cos, lo * sin));
 }

@@ -51,7 +51,7 @@ struct Shared {
   float norms[T::cluster][T::tokens];
 };
 
-// Where a lane stands: rows g and g + 8 of the tokens, 16 columns from `column` on.
+// Position of a lane: rows g and g + 8 of the tokens, 16 columns from `column` on.
 struct Lane {
   int warp, g, j, column, first;
 };

@@ -15,17 +15,17 @@
 // blocks. Warps split K, so each stages only its own columns of the activations; sums over the
 // warps go through shared memory.
 //
-// What one phase leaves for the next is its own flag: buffers are zero, a written zero is -0, and
-// whoever reads looks until nothing is +0. The router's logits count their contributors in their
-// upper bits. No fence and no barrier lie on the way, only the value. Buffers alternate between
+// The values that a phase passes to the next are also its flags: buffers start as +0, a zero is
+// written as -0, and readers poll until no value is +0. The router's logits count their
+// contributors in their upper bits. No fence and no barrier is needed. Buffers alternate between
 // layers; a block that sees all logits of a layer knows that all blocks have read what came before,
 // and zeroes its share of it.
 //
 // Nothing depends on an order of arrival: the logits are 64-bit fixed point (integer sums do not
 // depend on the order), everything else has one writer. Repeats are equal to the bit.
 //
-// All blocks must be on the GPU at once: grid = multiprocessors, one block each. Whatever waits for
-// another block gives up after SPIN_LIMIT looks with a trap: an error, not a hang.
+// All blocks must be on the GPU at once: grid = multiprocessors, one block each. A wait for another
+// block traps after SPIN_LIMIT polls: an error, not a hang.
 //
 // Macros set by the host (engine/kernels/step.py): LAYERS; GRID; RING bytes; HB, QB, IB blocks of
 // 64 of hidden, query heads, intermediate; EXPERTS, ACTIVE; SKU, SKD column pairs in the scale

@@ -1,9 +1,9 @@
 // wgmma m64nNk16 as in wgmma.cuh, for any N. Included as text: nvrtc.source.
 //
-// ptxas gives every loop with wgmma registers of its own: a loop for each N spills, or serialises
-// all products. So one loop can branch to a piece of assembly for each N, and the sums are the same
-// registers for all of them. A piece holds both products and their commit, so that nothing but
-// branches lies between the fence and the group's end.
+// ptxas allocates separate registers for every loop with wgmma: with a loop for each N, it spills
+// or serialises all products. Here, one loop branches to a piece of assembly for each N, and the
+// sums use the same registers for all N. A piece holds both products and their commit, so that only
+// branches lie between the fence and the group's end.
 //
 // Offers: products (two steps of 16 columns of K, and their commit), with N chosen at run time or
 // when compiled. Operands of A and the descriptors are declared as changed, for then they are

@@ -1,6 +1,7 @@
-"""Finite automata over the characters of a string, as they are after JSON's escapes are read.
+"""Finite automata over the characters of a string, after JSON's escapes are decoded.
 
-A pattern, a length and a set of names are each a language; what a schema asks of one string is their intersection.
+A pattern, a length and a set of names each define a language. A string must be in the intersection of all languages
+that its schema defines.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ ALL: tuple[Range, ...] = ((0, 0xD7FF), (0xE000, 0x10FFFF))
 """Every character; surrogates are none."""
 
 MAX_STATES = 600
-"""A string's automaton becomes as many grammar rules; what they cost to compile has a budget of its own in `rules`."""
+"""A string's automaton becomes as many grammar rules. `rules` bounds the cost to compile them separately."""
 
 
 @dataclass(frozen=True)
 class Automaton:
-    """Deterministic and complete: `moves[state]` covers `ALL` in ascending ranges. It begins in state 0."""
+    """Deterministic and complete: `moves[state]` covers `ALL` in ascending ranges. State 0 is the start."""
 
     moves: tuple[tuple[tuple[int, int, int], ...], ...]  # per state: (first, last, next state)
     final: frozenset[int]
@@ -145,7 +146,7 @@ def one_of(names: Iterable[str]) -> Automaton:
     return build(start, move, lambda prefix: prefix in words)
 
 
-_NAME = ((0x30, 0x39), (0x5F, 0x5F), (0x61, 0x7A))  # what stands in <|…|>
+_NAME = ((0x30, 0x39), (0x5F, 0x5F), (0x61, 0x7A))  # characters of a name in <|…|>
 
 
 @cache

@@ -18,7 +18,7 @@ from vllm_gptoss.tools.confined import BusyError, ConfinedError, FaultError, Lim
 logger = logging.getLogger(__name__)
 
 LIMIT = Limit(seconds=10, cpu_s=5, memory=512 << 20, payload=2 << 20, answer=1 << 20)
-"""Of one schema's grammar. The largest that is written takes under a second."""
+"""Limit of the worker that writes one schema's grammar. The largest allowed grammar takes under a second."""
 
 MAX_WHITESPACE = 32
 """Whitespace in a row inside JSON. Without a bound a model that is unsure writes blanks until it is cut."""
@@ -38,8 +38,8 @@ async def prepare(schema: Mapping[str, Any]) -> Written:
     """The grammar of `schema`, written in a confined worker the first time.
 
     Raises:
-        NotEnforceableError: it has none, or was not written within `LIMIT`.
-        NotNowError: nothing is known about it, because the workers are busy or failed; nothing is cached.
+        NotEnforceableError: the schema has no grammar, or the grammar was not written within `LIMIT`.
+        NotNowError: the workers are busy or failed; the result is not cached.
     """
     text = json.dumps(schema).encode()
     key = _key(text)
@@ -88,10 +88,10 @@ class Room:
         self._bytes, self._cost = MAX_GRAMMARS, float(MAX_COST)
 
     def take(self, found: Written) -> None:
-        """Makes room for a grammar.
+        """Reserves size and cost for a grammar.
 
         Raises:
-            NotEnforceableError: there is none left; nothing was taken.
+            NotEnforceableError: too little is left; nothing was reserved.
         """
         if len(found.grammar) > self._bytes:
             raise NotEnforceableError("tools", f"need grammars of more than {MAX_GRAMMARS} bytes together")
@@ -105,7 +105,7 @@ def grammar_of(schema: Mapping[str, Any], room: Room | None = None) -> str:
     """As `prepare`, but synchronous: writes a small grammar here if it was not prepared.
 
     Raises:
-        NotEnforceableError: it has none, or is too large to write here, or `room` has no place for it.
+        NotEnforceableError: the schema has no grammar, is too large to write here, or exceeds `room`.
     """
     text = json.dumps(schema)
     key = _key(text.encode())

@@ -16,7 +16,7 @@ FREE = 5
 """Properties with one state per combination of present ones: 2**5 states."""
 
 MAX_ITEMS = 1_000
-"""Bounds on array lengths: a rule for each item, because xgrammar 0.2.8 takes 1 ms a token to count them, 20 times as
+"""Largest bound on an array's length. Each item has a rule: counting in xgrammar 0.2.8 takes 1 ms a token, 20 times as
 long."""
 
 Value = Callable[[Any], str | None]
@@ -45,7 +45,7 @@ def array(rules: Rules, plain: Mapping[str, Any], value: Value) -> str | None:
 
 
 def items(rules: Rules, first: Sequence[str], rest: str | None, least: int, most: int | None) -> str:
-    """`least` to `most` values: `first`, of which there are no more than that, and then `rest`."""
+    """`least` to `most` values: those of `first`, at most `most`, then values of `rest`."""
     if not first and rest is not None and most != 0:
         first = [rest]
     if not first:
@@ -59,7 +59,7 @@ def items(rules: Rules, first: Sequence[str], rest: str | None, least: int, most
 
 
 def _rest(rules: Rules, entry: str | None, least: int, most: int | None) -> str:
-    """What follows a value: `least` to `most` more of `entry`, and the array's end."""
+    """The part after a value: `least` to `most` more of `entry`, and the array's end."""
     end = 'ws "]"'
     if entry is None or most == 0:
         return end
@@ -100,7 +100,7 @@ def pair(rules: Rules, name: str, value: str) -> str:
 
 
 def _declared(plain: Mapping[str, Any], required: Sequence[str], value: Value) -> dict[str, str | None]:
-    """The rule of each named property's value, or None where it may not be there."""
+    """The rule of each named property's value, or None where the property is not allowed."""
     properties, patterns = plain.get("properties", {}), plain.get("patternProperties", {})
     if not isinstance(properties, Mapping) or not isinstance(patterns, Mapping):
         raise NotEnforceableError("properties", "is no object")
@@ -115,7 +115,10 @@ def _declared(plain: Mapping[str, Any], required: Sequence[str], value: Value) -
 
 
 def _others(rules: Rules, plain: Mapping[str, Any], declared: Sequence[str], value: Value) -> dict[str, str]:
-    """Rules of pairs whose names are not declared, by which patterns they match and none, with those of the values."""
+    """Rules of pairs with undeclared names, each with the rule of its values.
+
+    Each combination of matched patterns, the empty one included, has one rule.
+    """
     patterns = plain.get("patternProperties", {})
     rest = plain.get("additionalProperties", True)
     if rest is False and not patterns:
@@ -152,7 +155,7 @@ def _check_counts(plain: Mapping[str, Any], pairs: Mapping[str, str], required: 
 def members(
     rules: Rules, pairs: Mapping[str, str], required: Sequence[str], others: Sequence[str], *, may_be_empty: bool
 ) -> str | None:
-    """States of what was written: every tracked property at most once, and all required ones by the end."""
+    """One state per set of written properties: a tracked property comes at most once, required ones before the end."""
     in_order = len(required) > FREE
     tracked = list(required) if len(pairs) > FREE else list(pairs)
     free = [pair for name, pair in pairs.items() if name not in tracked] + list(others)

@@ -1,4 +1,4 @@
-"""A schema's grammar, written in a confined worker: whatever the schema is, it costs its own process at most."""
+"""Writes a schema's grammar in a confined worker: a hostile schema can end only that process."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ def written(schema: bytes, *, whitespace: int) -> Written:
 
 @job
 def written_pattern(pattern: bytes) -> Written:
-    """The grammar of plain text that is all matched by a regular expression."""
+    """The grammar of plain text that a regular expression matches as a whole."""
     return attempt(lambda: write_pattern(pattern.decode()))

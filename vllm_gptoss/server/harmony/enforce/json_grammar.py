@@ -1,11 +1,11 @@
 """JSON of one schema as an EBNF grammar.
 
-Objects take their properties in any order. Up to `FREE` properties each comes once; beyond that those that are not
-required may repeat, and beyond `FREE` required ones these come in the schema's order. Numbers with bounds are written
-without an exponent, strings with a pattern or a length without needless escapes.
+Objects take their properties in any order. With up to `FREE` properties each comes once. With more, optional ones may
+repeat; with more than `FREE` required ones, these come in the schema's order. Numbers with bounds are written without
+an exponent, strings with a pattern or a length without needless escapes.
 
-Nothing is counted: xgrammar 0.2.8 matches a counted rule up to ten thousand times slower than one written out. Only
-blanks are, `ws`, which costs nothing at its size.
+Only the blanks of `ws` are counted, which is cheap for so few. xgrammar 0.2.8 matches a counted rule up to ten thousand
+times slower than the same rule written out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm_gptoss.server.harmony.enforce.rules import Rules
 from vllm_gptoss.server.harmony.enforce.schema import TYPES, Alternatives
 
 MAX_DEPTH, MAX_VALUES = 64, 1_000
-"""Nested values; values of an enum."""
+"""Limits: levels of nested values, and values of an enum."""
 
 COMMON = r"""
 value ::= object | array | string | number | "true" | "false" | "null"
@@ -48,10 +48,10 @@ def any_object(whitespace: int) -> str:
 
 
 def write(schema: str, whitespace: int) -> tuple[str, float]:
-    """Exactly the JSON that `schema`, itself JSON, allows, and the milliseconds that the engine may take to compile it.
+    """The grammar of exactly the JSON that `schema` (JSON text) allows; the milliseconds that its compilation may take.
 
     Raises:
-        NotEnforceableError: it cannot be said, with the keyword.
+        NotEnforceableError: a keyword of the schema has no grammar; the error names it.
     """
     try:
         compiler = _Compiler(json.loads(schema))
@@ -65,10 +65,10 @@ def write(schema: str, whitespace: int) -> tuple[str, float]:
 
 
 def write_pattern(pattern: str) -> tuple[str, float]:
-    """Plain text that the regular expression matches from its begin to its end, without control tokens; as `write`.
+    """As `write`, for plain text without control tokens that the regular expression matches as a whole.
 
     Raises:
-        NotEnforceableError: it has no grammar.
+        NotEnforceableError: the expression has no grammar.
     """
     rules = Rules()
     root = strings.bare(rules, automaton_of(f"^(?:{pattern})$"))
@@ -78,7 +78,7 @@ def write_pattern(pattern: str) -> tuple[str, float]:
 
 
 class _Compiler:
-    """Writes rules. A value's rule is None where nothing is allowed."""
+    """Writes rules. A value's rule is None if the schema allows no value."""
 
     def __init__(self, root: Any) -> None:
         self.root = root
@@ -88,7 +88,7 @@ class _Compiler:
         self._impossible: set[str] = set()
 
     def value(self, schema: Any, depth: int) -> str | None:
-        """The rule for values of `schema`, made once: a schema that contains itself finds its own name."""
+        """The rule for values of `schema`, made once. A schema that contains itself refers to its own rule."""
         if depth > MAX_DEPTH:
             raise NotEnforceableError("schema", f"nests more than {MAX_DEPTH} values")
         if schema is True or schema == {}:
@@ -161,7 +161,7 @@ def _number(plain: Mapping[str, Any], *, integer: bool) -> str | None:
 
 
 def _fits(value: Any, plain: Mapping[str, Any]) -> bool:
-    """Whether one value of an enum meets what else is said."""
+    """Whether one value of an enum meets the schema's other keywords."""
     types = plain.get("type", TYPES)
     kind = _kind(value)
     if kind not in types and not (kind == "integer" and "number" in types):
@@ -175,7 +175,7 @@ def _fits(value: Any, plain: Mapping[str, Any]) -> bool:
         language = strings.language({**plain, "patterns": plain.get("patterns", [])})
         return language is None or value in language
     if kind in ("object", "array") and plain.keys() - {"type", "enum"}:
-        raise NotEnforceableError("enum", "has objects or arrays beside other keywords")
+        raise NotEnforceableError("enum", "has objects or arrays together with other keywords")
     return True
 
 

@@ -1,12 +1,12 @@
-"""Strings of which only the length is bounded, counted by the block.
+"""Strings with a bounded length and no pattern, counted in blocks.
 
-xgrammar 0.2.8 has no good way to count: `character{0,600}` costs the engine seconds for every token, a rule for each
-character seconds to compile. Here blocks of `BLOCK` characters follow each other, the same few rules for every bound;
-the engine compiles them once, in 1.5 s of CPU, and they are in no grammar's cost.
+Counting is slow in xgrammar 0.2.8: `character{0,600}` costs the engine seconds for every token, and a rule for each
+character takes seconds to compile. Here blocks of `BLOCK` characters follow each other, with the same few rules for
+every bound. The engine compiles these rules once, in 1.5 s of CPU; the cost of a grammar does not include them.
 
-A token that crosses the end of a block is looked at anew each time, and most could. So there are two chains of blocks,
-the ends of one in the middle of the other's: what crosses an end is known to be right by the other, up to `BLOCK / 2`
-characters. Measured: 0.5 ms a token, 4 at worst.
+xgrammar checks a token that crosses the end of a block every time, and most tokens could cross one. So there are two
+chains of blocks. The blocks of one chain end in the middle of the other's blocks. A token of up to `BLOCK / 2`
+characters that crosses an end in one chain is inside a block of the other. Measured: 0.5 ms a token, 4 at worst.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _RAW, _ESCAPED = r'[^"\\\x00-\x1f]', r'"\\" plainly'
 _PLAINLY = (
     r'["\\/bfnrt] | "u" ( [0-9a-cA-CeEfF] [0-9a-fA-F] [0-9a-fA-F] [0-9a-fA-F] | [dD] [0-7] [0-9a-fA-F] [0-9a-fA-F] )'
 )
-"""Escapes of one character each: a pair of surrogates would be two here, and is one to JSON Schema."""
+"""Escapes of one character each. Surrogates are excluded: a pair would count as two, but JSON Schema counts one."""
 _COST = price([(0x20, 0x10FFFF)])
 
 
 def bounded(rules: Rules, least: int, most: int | None) -> str | None:
     """The rule for a quoted string of `least` to `most` characters; `most` None for any number.
 
-    Control tokens may be spelled in it, to forbid them would take four times the states: see `server/harmony/held.py`.
+    The string may spell control tokens, because forbidding them takes four times the states: see `harmony/held.py`.
 
     Raises:
         NotEnforceableError: a bound is more than `MAX_LENGTH`.
@@ -49,13 +49,16 @@ def bounded(rules: Rules, least: int, most: int | None) -> str | None:
 
 
 def escape(rules: Rules) -> str:
-    """One escaped character, needlessly or not."""
+    """The rule for one escaped character, whether or not the character needs an escape."""
     rules.add(_PLAINLY, "plainly")
     return _ESCAPED
 
 
 def _chain(rules: Rules, least: int, most: int | None, last: int) -> str:
-    """Blocks that end `last` characters before the string's last one; without `most`, `BLOCK - last` after `least`."""
+    """A chain of blocks that ends `last` characters before the longest string's end.
+
+    Without `most` the chain ends `BLOCK - last` characters after `least`.
+    """
     goal = least + BLOCK if most is None else most
     after = "s0" if most is None else _last(rules, max(0, least - max(0, goal - last)), min(goal, last))
     at = max(0, goal - last)

@@ -8,7 +8,7 @@ from decimal import Decimal
 from vllm_gptoss.server.harmony.enforce.errors import NotEnforceableError
 
 MAX_DIGITS = 30
-"""Of a bound, before the point and after it."""
+"""Most digits of a bound before the point, and after it."""
 
 INTEGER = '"-"? ( "0" | [1-9] [0-9]* )'
 NUMBER = INTEGER + ' ( "." [0-9]+ )? ( [eE] [+-]? [0-9]+ )?'

@@ -1,6 +1,6 @@
 """A JSON schema's `pattern` as an automaton: ECMA-262's regular expressions, found anywhere unless anchored.
 
-Not covered, because an automaton would be another: look-around, back references, word boundaries, `\\p{…}`, flags.
+Not covered: look-around, back references, word boundaries, `\\p{…}` and flags.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class _Reader:
         return first, last
 
     def repeated(self) -> tuple[int, int]:
-        """An atom and its quantifier; the atom is read again for each time that it must or may stand."""
+        """An atom and its quantifier; the atom is read again for each repetition that the quantifier allows."""
         start = self.at
         ends = self.atom()
         after = self.at
@@ -211,7 +211,7 @@ class _Reader:
             ranges = _SETS[kind.lower()]
             return ranges if kind.islower() else invert(ranges)
         if kind in ("b", "B") and not in_bracket:
-            raise _refuse("asks for a word boundary")
+            raise _refuse("has a word boundary")
         if kind in "pPk" or (kind.isdecimal() and kind != "0"):
             raise _refuse(f"uses \\{kind}")
         if kind in ("x", "u"):
@@ -247,14 +247,14 @@ def _is_one(ranges: Sequence[Range]) -> bool:
 
 
 _Reached = tuple[bool, bool, frozenset[int]]
-"""A state: whether the pattern was found, whether the string begins here, and the nodes reached before its end."""
+"""A state: whether the pattern was found, whether this is the start of the string, and the nodes reached so far."""
 
 
 def automaton_of(pattern: str) -> Automaton:
     """Strings in which `pattern` is found.
 
     Raises:
-        NotEnforceableError: it is none, or is beyond what an automaton of bounded size can say.
+        NotEnforceableError: `pattern` is not a regular expression, is not covered, or needs too large an automaton.
     """
     if len(pattern) > MAX_LENGTH:
         raise _refuse(f"is longer than {MAX_LENGTH} characters")

@@ -1,4 +1,4 @@
-"""The rules of one grammar as they are written, and what they may cost the engine."""
+"""The rules of one grammar, and the limits on their size and compile time."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from vllm_gptoss.server.harmony.enforce.errors import NotEnforceableError
 from vllm_gptoss.server.harmony.enforce.width import Widths
 
 MAX_BYTES = 200_000
-"""Of one grammar: xgrammar reads it in the API server, 20 ms for as many bytes, and again in the engine."""
+"""Largest grammar. xgrammar parses it in the API server, which takes 20 ms at this size, and again in the engine."""
 
 MAX_COST = 2_000
-"""Estimated CPU milliseconds in which the engine compiles one grammar: xgrammar 0.2.8 looks at the whole vocabulary for
-each state of a string. It does so in threads of its own and without Python's lock, so that no other request waits, and
-keeps the states it has met. A wide state takes 22 ms on one core of a 2-core Xeon."""
+"""Largest estimate of the CPU milliseconds to compile one grammar. For each state of a string xgrammar 0.2.8 checks the
+whole vocabulary. It compiles in its own threads without Python's lock, so other requests do not wait, and caches the
+states. A wide state takes 22 ms on one core of a 2-core Xeon."""
 
 _PRICES = (
     ((0x61, 0x7A), 2.5),
@@ -22,12 +22,13 @@ _PRICES = (
     ((0x21, 0x7E), 2.0),
     ((0x80, 0x10FFFF), 8.0),
 )
-"""Milliseconds for a state that allows these characters, by how many tokens they begin: above what was measured for
-each of 15 patterns (0.1 ms a state of digits, 2.4 of small letters, 7 with blanks, 22 of anything)."""
+"""Milliseconds for a state that allows these characters; they grow with the number of tokens that begin with them. The
+sums exceed the measured times of 15 patterns (0.1 ms a state of digits, 2.4 of small letters, 7 with blanks, 22 of
+any characters)."""
 
 
 def price(ranges: Iterable[tuple[int, int]]) -> float:
-    """Milliseconds to compile a state that goes on with the characters of `ranges`, which do not overlap."""
+    """Milliseconds to compile a state that allows the characters of `ranges`, which do not overlap."""
     return sum(
         weight * max(0, min(high, last) - max(low, first) + 1) / (last - first + 1)
         for low, high in ranges
@@ -36,7 +37,7 @@ def price(ranges: Iterable[tuple[int, int]]) -> float:
 
 
 class Rules:
-    """Rules by name, and what they cost: `cost` to compile, an estimate in milliseconds, and `widths` to match."""
+    """Rules by name. `cost`: estimated milliseconds to compile them; `widths`: the cost to match them."""
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}
@@ -54,7 +55,7 @@ class Rules:
         """Writes a rule, unless `name` exists already.
 
         Raises:
-            NotEnforceableError: the grammar becomes larger or dearer than one may be.
+            NotEnforceableError: the grammar exceeds `MAX_BYTES` or `MAX_COST`.
         """
         name = name or self.new_name()
         if name in self._texts:

@@ -1,7 +1,7 @@
-"""A JSON schema without its combinations: alternatives, each of keywords that a grammar can be written for.
+"""Rewrites a JSON schema as alternatives without `$ref`, `allOf`, `anyOf` and `oneOf`, for the grammar.
 
-`$ref`, `allOf`, `anyOf` and `oneOf` are multiplied out; what two schemas say at once is merged. Assertions that no
-grammar holds are refused by name; annotations (`format` among them, as JSON Schema has it) are dropped.
+These keywords are multiplied out, and schemas that apply together are merged. An assertion without a grammar raises an
+error that names the keyword. Annotations are dropped; `format` is one, as in JSON Schema.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _list(schema: Schema, key: str) -> Sequence[Any]:
 
 
 def _plain(schema: Schema) -> dict[str, Any]:
-    """The keywords of one schema by themselves, older drafts' spellings as today's."""
+    """One schema's keywords without its combinations, in the spelling of draft 2020-12."""
     if unknown := sorted(REFUSED & set(schema)):
         raise NotEnforceableError(unknown[0], "has no grammar here")
     plain = {key: schema[key] for key in (*_LARGEST, *_SMALLEST, *_KEPT) if schema.get(key) is not None}
@@ -126,7 +126,7 @@ def _limits(schema: Schema) -> dict[str, Any]:
         limit, strict = schema.get(name), schema.get(exclusive)
         limits = []
         if limit is not None:
-            limits.append((_number(name, limit), strict is True))  # draft 4 says true
+            limits.append((_number(name, limit), strict is True))  # draft 4: exclusiveMinimum is true
         if strict is not None and not isinstance(strict, bool):
             limits.append((_number(exclusive, strict), True))
         if limits:
@@ -165,7 +165,7 @@ def _both(first: Iterable[dict[str, Any]], second: list[dict[str, Any]]) -> list
 
 
 def _merge(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
-    """What an instance must meet that meets both."""
+    """The schema of instances that meet both `a` and `b`."""
     if not a or not b:
         return a or b
     merged = {**a, **b}
@@ -201,13 +201,13 @@ def _has_number(types: Sequence[str]) -> bool:
 
 def _merged_items(a: Schema, b: Schema) -> dict[str, Any]:
     if "prefixItems" in a or "prefixItems" in b:
-        raise NotEnforceableError("prefixItems", "is said twice, by parts that must hold together")
+        raise NotEnforceableError("prefixItems", "is in two schemas that must both hold")
     return {"items": {"allOf": [a["items"], b["items"]]}}
 
 
 def _merged_members(a: Schema, b: Schema) -> dict[str, Any]:
     if "patternProperties" in a or "patternProperties" in b:
-        raise NotEnforceableError("patternProperties", "is said twice, by parts that must hold together")
+        raise NotEnforceableError("patternProperties", "is in two schemas that must both hold")
     rest = [side.get("additionalProperties", True) for side in (a, b)]
     names = dict.fromkeys([*a.get("properties", {}), *b.get("properties", {})])
     properties = {
@@ -254,7 +254,7 @@ def _is_tag(a: Any, b: Any) -> bool:
 
 
 def _constants(schema: Any) -> Any:
-    """The values that a property may have, where it lists them."""
+    """The values that a property's schema lists, or None."""
     if not isinstance(schema, Mapping):
         return None
     parts = [[schema["const"]] if "const" in schema else schema.get("enum"), *map(_constants, schema.get("allOf", ()))]

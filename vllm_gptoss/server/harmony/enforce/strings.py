@@ -1,4 +1,4 @@
-"""Strings: what a schema asks of one as a language, and a language as rules."""
+"""Strings: the language that a schema defines, and the rules of a language."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from vllm_gptoss.server.harmony.enforce.rules import Rules, price
 from vllm_gptoss.server.harmony.enforce.width import STATES
 
 SPELLED = 250
-"""Milliseconds of compilation up to which a string's control tokens are forbidden, which takes up to four times the
-states. Beyond it the parser reads one that is spelled as text: see `server/harmony/held.py`."""
+"""Milliseconds of compilation up to which a string may not spell control tokens, which takes up to four times the
+states. Above it the parser reads a spelled control token as text: see `server/harmony/held.py`."""
 
 SHORT = 4
-"""Characters of a `minLength` alone up to which each has rules of its own."""
+"""Largest `minLength` without `maxLength` that gives each character its own rules."""
 
 
 def count(plain: Mapping[str, Any], key: str, default: Any) -> Any:
-    """A bound on a number of things."""
+    """The value of a counting keyword such as `minLength`, or `default`."""
     value = plain.get(key, default)
     if value is default:
         return default
@@ -33,7 +33,7 @@ def count(plain: Mapping[str, Any], key: str, default: Any) -> Any:
 
 
 def language(plain: Mapping[str, Any]) -> Automaton | None:
-    """What a string must be; None for any."""
+    """The strings that the schema allows; None if it allows any."""
     least, most = count(plain, "minLength", 0), count(plain, "maxLength", None)
     if not plain.get("patterns") and not least and most is None:
         return None
@@ -48,7 +48,7 @@ def language(plain: Mapping[str, Any]) -> Automaton | None:
 
 
 def names(plain: Mapping[str, Any]) -> Automaton:
-    """What a property's name must be."""
+    """The property names that the schema allows."""
     found = automaton.anything()
     for schema in plain.get("propertyNames", ()):
         if schema is False:
@@ -79,7 +79,7 @@ def string(rules: Rules, plain: Mapping[str, Any]) -> str | None:
 
 
 def _at_least(rules: Rules, least: int) -> str:
-    """`least` characters and then any, `s0` to `s3` being what of a control token was just spelled."""
+    """`least` characters and then any; `s0` to `s3` are the rules after each part of a spelled control token."""
     spelling = automaton.without_control_tokens()
     then = [f"s{state}" for state in range(len(spelling.moves) - 1)]
     for _ in range(least):
@@ -118,7 +118,7 @@ def _price(found: Automaton) -> float:
 
 
 def bare(rules: Rules, found: Automaton) -> str | None:
-    """The rule for a language's text as it stands, in no quotes and without control tokens."""
+    """The rule for a language's text without quotes, escapes and control tokens."""
     return _states(rules, found & automaton.without_control_tokens(), '""', _bare_ways)
 
 
@@ -126,7 +126,7 @@ Ways = Callable[[Rules, list[tuple[int, int]], str], list[str]]
 
 
 def _states(rules: Rules, found: Automaton, end: str, write: Ways) -> str | None:
-    """A rule for each state, of which the first's is returned; `end` where the string may end."""
+    """Writes a rule for each state and returns the first state's; `end` is the alternative where the string may end."""
     alive = found.alive()
     if 0 not in alive:
         return None
@@ -140,7 +140,7 @@ def _states(rules: Rules, found: Automaton, end: str, write: Ways) -> str | None
 def _ways_on(
     rules: Rules, row: Sequence[tuple[int, int, int]], names: Mapping[int, str], write: Ways
 ) -> tuple[list[str], float]:
-    """From one state to those that have `names`, and what it costs."""
+    """The alternatives from one state to the states in `names`, and the cost to compile them."""
     by_target: dict[int, list[tuple[int, int]]] = {}
     for low, high, to in row:
         if to in names:
@@ -157,8 +157,7 @@ def _bare_ways(rules: Rules, ranges: list[tuple[int, int]], then: str) -> list[s
 def _ways(rules: Rules, ranges: list[tuple[int, int]], then: str) -> list[str]:
     """Alternatives for one character of `ranges` in JSON, plain or escaped, each followed by the rule `then`.
 
-    Repeating `then` in each alternative is intended: with a separate rule for the character, masks take four times as
-    long.
+    Each alternative repeats `then`, because masks take four times as long with a separate rule for the character.
     """
     escapes = _escapes(ranges)
     escaped = [f'"\\\\" {rules.shared(" | ".join(escapes))} {then}'] if escapes else []
@@ -195,7 +194,7 @@ _SHORT = {0x08: "b", 0x0C: "f", 0x0A: "n", 0x0D: "r", 0x09: "t"}
 
 
 def _escapes(ranges: Sequence[tuple[int, int]]) -> list[str]:
-    """The characters of `ranges` that JSON only has escaped, as they are written after the backslash."""
+    """The characters of `ranges` that JSON requires escapes for, as they are written after the backslash."""
     points = [point for low, high in ranges for point in range(low, min(high, 0x1F) + 1)]
     if len(points) == 0x20:
         found = ["[bfnrt]", '"u00" [01] [0-9a-fA-F]']

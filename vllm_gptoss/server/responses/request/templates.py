@@ -139,7 +139,7 @@ class Templates:
 
     @classmethod
     def load(cls, path: str) -> Templates:
-        """Those of a YAML file, or of all in a folder; none for an empty `path`.
+        """The templates of a YAML file, or of all YAML files in a folder; none for an empty `path`.
 
         Raises:
             YamlFileError: a file cannot be used; the message names it, the line and the field.

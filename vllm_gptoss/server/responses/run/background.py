@@ -331,7 +331,7 @@ class Background:
                     await news.wait()
 
     async def checked(self, stored: Stored) -> Stored:
-        """`stored`, which is marked failed if its server has died."""
+        """Returns `stored`; marks it failed first if its server has died."""
         if stored.status not in UNFINISHED or stored.key in self._runs or not self._is_silent(stored):
             return stored
         stored.body["status"] = "failed"

@@ -50,12 +50,12 @@ class Compaction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class JobLimits:
-    """Where a response ends.
+    """Limits that end a response.
 
-    output_tokens: that may be generated, over all turns
-    tool_calls: of this server's tools; rounds: of calls and answers; tool_timeout: seconds of one call
+    output_tokens: generated tokens of all turns
+    tool_calls: calls of this server's tools; rounds: rounds of calls and answers; tool_timeout: seconds of one call
     stops: strings that end the answer, once `min_tokens` tokens have been generated
-    one_call: a turn may leave the client one call to answer, not several
+    one_call: a turn may have at most one call that the client must answer
     """
 
     output_tokens: int | None = None

@@ -132,9 +132,9 @@ class Listener:
         return self._read(turn, turn.parser.feed(heard))
 
     def tell(self, turn: Turn, live: Live, token_ids: Sequence[int]) -> bytes | None:
-        """For `live`, what tokens add that can only add to a message's text; None, and nothing heard, for others.
+        """The bytes for `live` of tokens that only add text to a message; None, with nothing read, for other tokens.
 
-        Of one token that goes on with a message, the usual case, it costs a third of `hear`.
+        For one token of an open message, the usual case, this costs a third of `hear`.
         """
         message = turn.said
         deltas = message.writer.text_deltas if message and len(token_ids) == 1 else None

@@ -70,10 +70,10 @@ class ConversationStore:
     async def append(self, identifier: str, items: Items, tenant: str = "") -> None:
         """Adds items at the end; without effect if the conversation was deleted.
 
-        `tenant`: the owner, for its quota; empty for items of a response that has run, which are never refused.
+        `tenant`: the owner, for its quota. It is empty for items of a finished response, which are always stored.
 
         Raises:
-            QuotaError: the tenant may store no more.
+            QuotaError: the tenant's quota is used up.
         """
         rows = rows_of(identifier, items)
         if tenant:
@@ -105,14 +105,14 @@ class ConversationStore:
             return (await db.execute(query)).all()
 
     async def position(self, identifier: str, item: str) -> int | None:
-        """Where in the conversation an item is; None if it is not there."""
+        """The position of an item in the conversation; None if the conversation does not have it."""
         c = conversation_items.c
         query = sa.select(c.position).where(c.conversation == identifier, c.id == item)
         async with self._begin() as db:
             return await db.scalar(query)
 
     async def has_items(self, identifier: str, items: Sequence[str]) -> set[str]:
-        """Those of these item ids that the conversation has."""
+        """The ids of `items` that are in the conversation."""
         c = conversation_items.c
         query = sa.select(c.id).where(c.conversation == identifier, c.id.in_(items))
         async with self._begin() as db:

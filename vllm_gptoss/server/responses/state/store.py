@@ -114,7 +114,7 @@ class Store:
             raise StoreError(f"The response store failed: {error.__class__.__name__}: {cause_of(error)}") from error
 
     async def setting(self, name: str, fresh: str | None = None) -> str | None:
-        """The value of `name`; where there is none, `fresh` is stored, if given. Safe with several servers."""
+        """The value of `name`. If it is unset, stores and returns `fresh`, if given. Safe with several servers."""
         query = sa.select(settings.c.value).where(settings.c.name == name)
         async with self._begin() as db:
             if (value := await db.scalar(query)) is not None:

@@ -1,8 +1,8 @@
-"""From the tables of earlier versions to today's, while servers of both versions run on them.
+"""Upgrades the tables of earlier versions while servers of both versions run on them.
 
-Steps only add: tables, columns that may be left out, rows. A server of before a step knows nothing of it and goes on.
-All steps that are missing are one transaction under a lock of the database's, so that of several servers that start
-together one takes them, and one that is killed in the middle leaves nothing.
+Steps only add tables, rows, and columns with defaults, so an older server continues to work after a step. All missing
+steps run in one transaction under a database lock: of several servers that start together one applies them, and a
+server that is killed in the middle changes nothing.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def page_of(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[s
 
 
 def listed(found: Sequence[dict[str, Any]], page: Page) -> dict[str, Any]:
-    """The answer with the first of `found`, which are in the page's order and one more than fit if there are more."""
+    """The answer with the first `page.limit` of `found`, which has one more entry if there is a next page."""
     data = found[: page.limit]
     return {
         "object": "list",

@@ -29,7 +29,7 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """What is searched for. `location` has any of `country` (ISO 3166-1, two letters), `region`, `city`, `timezone`."""
+    """A search request. `location` has any of `country` (ISO 3166-1, two letters), `region`, `city`, `timezone`."""
 
     text: str
     topn: int
@@ -38,7 +38,7 @@ class Query:
 
 
 class Backend(Protocol):
-    """Where search results come from, and, for some, pages."""
+    """A source of search results and, for some backends, of pages."""
 
     @property
     def name(self) -> str: ...
@@ -147,7 +147,7 @@ class ApiBackend:
         return answer
 
     def refusal_hint(self) -> str:
-        """What to check when the backend refuses."""
+        """The hint for an error when the backend refuses a request."""
         return f": check {self.key_variable}" if self.key_variable else ""
 
 

@@ -149,8 +149,8 @@ __device__ __forceinline__ int clear(void* what, int bytes, const Block& b) {
     __stcg((int4*)what + i, make_int4(0, 0, 0, 0));
   return done;
 }
-// What all blocks have read by now, for the layer after the next; before whatever this block writes
-// from here on.
+// Zeroes the buffers that all blocks have read by now, for the layer after the next. The zeros
+// become visible before the later writes of this block.
 __device__ __forceinline__ void clear_read(const Args& a, const Block& b, int layer) {
   Zeros& z = zeros(a);
   int done = clear(z.early + (layer & 1), sizeof(Early), b);

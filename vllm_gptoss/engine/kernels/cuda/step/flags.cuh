@@ -1,5 +1,5 @@
-// Values as flags in global memory: +0 is "not there yet", so whoever needs a value looks until it
-// is none. Sums of all blocks count their contributors.
+// Values as flags in global memory: +0 means "not yet written". A reader polls until the value is
+// not +0. Sums of all blocks count their contributors.
 //
 // Offers: flagged (what is written), look16, whole and settle (16 bytes of bf16 or floats),
 // add_fixed and settle_fixed (fixed-point sums), count_look (gives up with a trap after SPIN_LIMIT

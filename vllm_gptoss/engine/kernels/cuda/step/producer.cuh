@@ -45,8 +45,8 @@ __device__ __forceinline__ void produce_experts(
     const Block& b, Producer& p, const u8* values, const u8* scales) {
   constexpr int UNITS = ROWS / 16, BYTES = 4 * K * 128;
   for (int choice = 0; choice < ACTIVE; ++choice) {
-    // Stays until this block has consumed all that is produced here; read by the lane whose
-    // arrivals say so.
+    // Remains valid until this block has consumed everything produced here. Lane 0 reads it, since
+    // that lane's arrivals signal consumption.
     const long long expert = __shfl_sync(~0u, b.lane == 0 ? b.s->ids[choice] : 0, 0);
     const int last = first_unit<UNITS>(choice, 1);
     for (int unit = first_unit<UNITS>(choice, 0); unit < last; ++unit) {

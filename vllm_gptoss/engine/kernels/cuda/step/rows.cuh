@@ -33,9 +33,9 @@ __device__ __forceinline__ void load_rows(Rows& r, const u8* low, const u8* high
     if (both) r.high[h] = *(const int4*)(high + h * 16);
   }
 }
-// Plus the rows times the token's fragments; two sums, so that fewer mma wait for one another. Of
-// the product's eight columns the first is the token's and the second what its rounding leaves,
-// where it is kept: lanes of groups 0 and 1 hold them as operands, lanes with j = 0 as results.
+// Adds the rows times the token's fragments. Two sums, so that fewer mma depend on each other. Of
+// the product's eight columns, the first is the token's and the second its rounding error, if used.
+// Lanes of groups 0 and 1 hold these columns as operands, lanes with j = 0 as results.
 __device__ __forceinline__ void multiply_add(
     float (&c)[4], float (&odd)[4], const Rows& r, const u32 (&frag)[8]) {
 #pragma unroll

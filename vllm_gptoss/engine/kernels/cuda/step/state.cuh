@@ -1,7 +1,7 @@
 // What the step's phases share: sizes, the host's records, buffers between blocks, a thread's
 // place.
 //
-// Offers: constants (elements unless they say bytes or rows), Layer, Group and Args
+// Offers: constants (in elements unless named bytes or rows), Layer, Group and Args
 // (engine/kernels/step.py has their mirrors), Early, Late and Zeros (in global memory, zero between
 // steps), Shared, Block, Cursor and take (where the next chunk lies in the ring), sync_consumers,
 // mark (clock marks: TRACE). Barriers: named barrier 1, the consumers.
