@@ -179,13 +179,14 @@ def _parse_part(part: Any, where: str, kinds: Mapping[str, Callable[[Part, str],
 
 
 def _tool_part(part: Any, where: str) -> Part:
-    """A part of a tool's answer. A part that the model cannot read becomes a description."""
+    """A part of a tool's answer. Text is read whatever the part's type; other unreadable parts are described."""
     try:
         return _parse_part(part, where, _USER_PARTS)
     except ApiError:
         if not isinstance(part, dict) or part.get("type") in (None, "input_text"):
             raise
-        return {"type": "input_text", "text": describe(part)}
+        text = part.get("text")
+        return {"type": "input_text", "text": text if isinstance(text, str) else describe(part)}
 
 
 def part_text(part: Any, where: str) -> str:
