@@ -79,3 +79,20 @@ def test_a_tools_image_does_not_end_the_conversation(start: Start, kind: str) ->
         assert create(http, input=[*items, {"role": "user", "content": "More"}])["status"] == "completed"
         output[0] = {"type": "input_text"}
         assert http.post("/responses", json={"input": items}).json()["error"]["param"] == "input[2].output[0].text"
+
+
+@pytest.mark.parametrize("kind", ["text", "output_text"])
+def test_a_tools_text_is_read_whatever_its_type(start: Start, kind: str) -> None:
+    """MCP's content blocks are of type `text`, and gateways send `output_text`; OpenAI's type is `input_text`."""
+    server = start(HELLO)
+    items = [
+        {"role": "user", "content": "hi"},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": kind, "text": "sunny"}]},
+    ]
+    with server.http() as http:
+        create(http, input=items)
+        assert "<|message|>sunny<|end|>" in server.prompt()
+        items[2]["output"] = [{"type": kind, "text": None}]
+        create(http, input=items)
+        assert f"[content of type {kind}: not shown" in server.prompt()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
+from pydantic import BaseModel
 
 from tests.support.responses.server import MODEL, Running, Start
-from tests.support.responses.turns import HELLO, WEATHER
+from tests.support.responses.turns import CALL, HELLO, WEATHER
 from vllm_gptoss.server.harmony.messages import Effort
 from vllm_gptoss.server.harmony.metrics import UNENFORCED
 from vllm_gptoss.server.responses.errors import ApiError
@@ -105,6 +107,25 @@ def test_errors_have_the_api_shape_over_http(start: Start) -> None:
         assert http.post("/responses", json={"input": dangling}).json()["error"]["code"] == "missing_tool_output"
         tool = {"input": "x", "tools": [{"type": "web_search"}]}
         assert http.post("/responses", json=tool).json()["error"]["param"] == "tools[0]"
+
+
+class City(BaseModel):
+    city: str
+
+
+def test_parsed_items_of_openai_python_can_be_sent_back(start: Start) -> None:
+    """`model_dump` keeps what `responses.parse` added to an item."""
+    server = start(CALL, '<|channel|>final<|message|>{"city":"Rome"}<|return|>')
+    given: list[Any] = [{"role": "user", "content": "hi"}]
+    tool: Any = {**WEATHER, "strict": True, "parameters": {**WEATHER["parameters"], "additionalProperties": False}}
+    parse = partial(server.client().responses.parse, model=MODEL, input=given, tools=[tool], text_format=City)
+    call = parse().output[-1].model_dump()
+    assert call["parsed_arguments"] == {"city": "Rome"}
+    given += [call, {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"}]
+    message = parse().output[-1].model_dump()
+    assert message["content"][0]["parsed"] == {"city": "Rome"}
+    given += [message, {"role": "user", "content": "And now?"}]
+    assert parse().output_parsed == City(city="Rome")
 
 
 def test_a_text_file_is_read(start: Start) -> None:

@@ -82,7 +82,7 @@ def parse_item(raw: Any, where: str) -> Item:
     """One checked item with an id. Raises `ApiError` naming the place under `where`."""
     if not isinstance(raw, dict):
         raise ApiError(f"'{where}' must be an object.", param=where, code="invalid_type")
-    item = {key: value for key, value in raw.items() if value is not None}
+    item = _given(raw)
     _check_id(item, where)
     kind = item.get("type") or ("message" if "role" in item else "item_reference")
     if kind == "message":
@@ -104,6 +104,11 @@ def parse_item(raw: Any, where: str) -> Item:
     return item
 
 
+def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`fields` without nulls, and without the copies that openai-python's `parse` adds to an item."""
+    return {key: value for key, value in fields.items() if value is not None and key not in _PARSED}
+
+
 def _check_id(item: Item, where: str) -> None:
     """Removes an empty id; refuses an id that the store could not hold, before anything is generated."""
     given = item.get("id")
@@ -120,6 +125,8 @@ _DEFAULTS: Mapping[str, Item] = {
     "web_search_call": {"status": "completed"},
 }
 
+
+_PARSED = ("parsed", "parsed_arguments")
 
 _UNTYPED: Mapping[str, tuple[str, ...]] = {"custom_tool_call": ("status", "created_by")}
 """Fields of output items that openai-python's input types lack."""
@@ -179,13 +186,14 @@ def _parse_part(part: Any, where: str, kinds: Mapping[str, Callable[[Part, str],
 
 
 def _tool_part(part: Any, where: str) -> Part:
-    """A part of a tool's answer. A part that the model cannot read becomes a description."""
+    """A part of a tool's answer. Text is read whatever the part's type; other unreadable parts are described."""
     try:
         return _parse_part(part, where, _USER_PARTS)
     except ApiError:
         if not isinstance(part, dict) or part.get("type") in (None, "input_text"):
             raise
-        return {"type": "input_text", "text": describe(part)}
+        text = part.get("text")
+        return {"type": "input_text", "text": text if isinstance(text, str) else describe(part)}
 
 
 def part_text(part: Any, where: str) -> str:
@@ -216,7 +224,7 @@ def _input_file(part: Part, where: str) -> Part:
 
 
 def _output_text(part: Part, where: str) -> Part:
-    part = {"annotations": [], "logprobs": []} | {k: v for k, v in part.items() if v is not None}
+    part = {"annotations": [], "logprobs": []} | _given(part)
     if not isinstance(part["annotations"], list):
         raise ApiError(f"'{where}.annotations' must be a list.", param=f"{where}.annotations", code="invalid_type")
     validate(ResponseOutputText, _as_sent(part), where)
