@@ -25,6 +25,7 @@ from vllm_gptoss.server.http.callers import tenant_of
 from vllm_gptoss.server.responses.options import ResponsesOptions
 from vllm_gptoss.server.responses.run.background import QUIET, STOPPED
 from vllm_gptoss.server.responses.run.engine import HAS_ENDED, NOT_BEGUN
+from vllm_gptoss.server.responses.state.event_store import EventStore
 from vllm_gptoss.server.responses.state.stored import Stored
 from vllm_gptoss.tools.protocol import Text, ToolCall, ToolResult
 
@@ -113,6 +114,24 @@ def test_another_server_can_follow_and_cancel(start: Start) -> None:
         assert cancelled["status"] == "cancelled"
         assert follow(other, made["id"])[-1]["response"]["status"] == "cancelled"
     assert first.engine.running == 0
+
+
+def test_events_that_are_stored_after_the_response_has_ended_are_not_skipped(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another server stores the end of a short response first, and its events while a follower reads."""
+    first, second = start(HELLO), start(HELLO)
+    with first.http() as http, second.http() as other:
+        made = http.post("/responses", json={"model": MODEL, "input": "hi", "background": True}).json()
+        events = follow(http, made["id"])
+        since, hidden = EventStore.since, [[], []]
+
+        async def late(*given: Any) -> list[tuple[int, str]]:
+            return hidden.pop() if hidden else await since(*given)
+
+        monkeypatch.setattr(EventStore, "since", late)
+        assert follow(other, made["id"], 2) == events[3:]
+        assert not hidden
 
 
 def test_foreground_responses_cannot_be_cancelled_or_streamed_again(start: Start) -> None:

@@ -317,11 +317,13 @@ class Background:
                 if stored is None:
                     raise not_found("Response", identifier)
                 stored = await self.checked(stored)
-                if stored.status not in UNFINISHED and not await self._store.background.since(key, after, 1):
+                if stored.status not in UNFINISHED:
                     last = await self._store.background.last(key)
                     number = last[0] if last else -1
+                    if number > after:
+                        continue  # another server has stored events after the query above
                     is_whole = last is not None and json.loads(last[1])["type"] in TERMINAL
-                    if is_whole and after <= number:
+                    if is_whole and after == number:
                         return
                     if is_whole or self._is_silent(stored):  # its server died before it stored its last event
                         yield [_last_event(stored, max(after, number) + 1)]
