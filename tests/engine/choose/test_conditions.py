@@ -174,7 +174,7 @@ EXPERTS = [
     ({"lora": True}, "has no LoRA path"),
     ({"dtype": "float16"}, "activations are float16, not bfloat16"),
     ({"micro_batches": True}, "two streams at once"),
-    ({"mps": True}, "MPS lets other processes"),
+    ({"mps": True}, "MPS runs other processes"),
     ({"built_experts": "MARLIN"}, "the backend is MARLIN, not TRITON"),
     ({"monolithic": False}, "routes tokens between ranks"),
     ({"weighs_input": True}, "the router's weight is applied on the input"),
