@@ -213,7 +213,7 @@ def upper(payload: bytes) -> str:
 async def test_a_fork_server_that_cannot_start_says_where_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = Pool(Nursery([]))
     monkeypatch.setattr(sys, "path", [])
-    with pytest.raises(ConfinedError, match="the log says why"):
+    with pytest.raises(ConfinedError, match="with the reason in the log"):
         await workers.start()
 
 
