@@ -254,11 +254,12 @@ class Background:
                     await run.wake.wait()
                     await _pause(run)
             run.wake.clear()
+            status = run.loop.body["status"]
+            if status != stored.status and not run.loop.is_ending:  # here: a short response needs no write for it
+                stored.body["status"] = status
+                await self._save(stored)
             if run.loop.is_ending:
                 continue  # the remaining events are written once `is_kept` is known
-            if run.loop.body["status"] != stored.status:  # here, so that a short response needs no write for it
-                stored.body["status"] = run.loop.body["status"]
-                await self._save(stored)
             if not await self._flush(stored.key, run) and not run.is_lost:
                 await asyncio.sleep(RETRY)
             if time.monotonic() - beaten > 1.0:
