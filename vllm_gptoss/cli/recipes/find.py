@@ -77,7 +77,7 @@ def _nearest(recipes: Sequence[Recipe], device: Device) -> Found:
     near = min({recipe.device.name for recipe in kin}, key=lambda each: abs(_memory(kin, each) - device.memory_gib))
     chosen = tuple(recipe for recipe in kin if recipe.device.name == near)
     why = f"no recipe is for {device}: these are for {near}, of the same family ({family.name})"
-    return Found(chosen, f"{why} ; `recipe plan` calculates what fits")
+    return Found(chosen, f"{why}; `recipe plan` calculates what fits")
 
 
 def _memory(recipes: Sequence[Recipe], name: str) -> float:
