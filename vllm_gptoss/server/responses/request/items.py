@@ -186,7 +186,7 @@ def _parse_part(part: Any, where: str, kinds: Mapping[str, Callable[[Part, str],
 
 
 def _tool_part(part: Any, where: str) -> Part:
-    """A part of a tool's answer. Text is read whatever the part's type; other unreadable parts are described."""
+    """A part of a tool's answer. The text of a part of any type is read; a part without text is described."""
     try:
         return _parse_part(part, where, _USER_PARTS)
     except ApiError:
