@@ -103,9 +103,7 @@ def _names(entries: Any) -> list[str]:
 
 def _name(tool: Any) -> str | None:
     kind = tool.get("type") if isinstance(tool, Mapping) else None
-    function = tool.get(kind) if kind in ("function", "custom") else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    return name if isinstance(name, str) else None
+    return custom_tools.name_of(tool, kind) if kind in ("function", "custom") else None
 
 
 def _invalid(what: str, field: str) -> Exception:

@@ -98,13 +98,12 @@ def as_functions(data: Mapping[str, Any]) -> Mapping[str, Any]:
     given: Sequence[Any] = tools if isinstance(tools, list) else ()
     made = [_function(tool, f"tools[{at}]") if _is_custom(tool) else tool for at, tool in enumerate(given)]
     customs = [tool["function"]["name"] for tool, before in zip(made, given, strict=True) if tool is not before]
-    names = Counter(map(_name, made))
+    names = Counter(name_of(tool, "function") for tool in made)
     if twice := next((name for name in customs if names[name] > 1), None):
         raise _invalid(f"The tool '{twice}' is given twice.", "tools")
     changed: dict[str, Any] = {"tools": made} if customs else {}
     if isinstance(choice, Mapping) and _is_custom(choice):
-        inner = choice.get("custom")
-        name = inner.get("name") if isinstance(inner, Mapping) else None
+        name = name_of(choice, "custom")
         if name not in customs:
             raise _invalid(f"`tool_choice` names {name!r}, which is no custom tool in `tools`.", "tool_choice")
         changed["tool_choice"] = {"type": "function", "function": {"name": name}}
@@ -115,16 +114,16 @@ def _is_custom(tool: Any) -> bool:
     return isinstance(tool, Mapping) and tool.get("type") == "custom"
 
 
-def _name(tool: Any) -> str | None:
-    function = tool.get("function") if isinstance(tool, Mapping) else None
-    name = function.get("name") if isinstance(function, Mapping) else None
+def name_of(tool: Any, kind: str) -> str | None:
+    """The name in `tool[kind]`, where a client sent one."""
+    inner = tool.get(kind) if isinstance(tool, Mapping) else None
+    name = inner.get("name") if isinstance(inner, Mapping) else None
     return name if isinstance(name, str) else None
 
 
 def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
-    inner = tool.get("custom")
-    name = inner.get("name") if isinstance(inner, Mapping) else None
-    if not isinstance(inner, Mapping) or not isinstance(name, str):
+    inner, name = tool.get("custom"), name_of(tool, "custom")
+    if not isinstance(inner, Mapping) or name is None:
         raise _invalid(f"`{where}.custom` needs a `name`.", f"{where}.custom.name")
     try:
         check_name(name, f"{where}.custom.name")
