@@ -28,6 +28,7 @@ import typer
 from benchmarks import served
 from vllm_gptoss.cli.bench import shapes
 from vllm_gptoss.cli.bench.streams import ServedError, post
+from vllm_gptoss.cli.recipes.model_config import model_config
 
 TOKENS = "GPTOSS_BENCH_TOKENS"
 """Variable of the executor: words of the answer, a token each; the control tokens around them come in addition."""
@@ -115,7 +116,7 @@ def main(
     }
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         model = Path(folder)
-        (model / "config.json").write_text(json.dumps(shapes.model_config(shapes.TINY)))
+        (model / "config.json").write_text(json.dumps(model_config(shapes.TINY)))
         served.write_tokenizer(model, tokenizer)
         running = {
             variant: stack.enter_context(_server(variant, model, tokens, step_ms, servers))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_gptoss.cli.bench import shapes
+from vllm_gptoss.cli.recipes.model_config import model_config
 
 if TYPE_CHECKING:
     import numpy as np
@@ -120,7 +121,7 @@ def measure(count: int, changing: bool, turns: int = 12, steps: int = 16) -> lis
     from vllm_gptoss.engine.runner.scheduler import GptOssScheduler
 
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(shapes.model_config(shapes.TINY)))
+        (Path(folder) / "config.json").write_text(json.dumps(model_config(shapes.TINY)))
         config = EngineArgs(
             model=folder, skip_tokenizer_init=True, load_format="dummy", max_model_len=LONGEST, max_num_seqs=count,
             max_num_batched_tokens=8192, enable_prefix_caching=False, enforce_eager=True,

@@ -22,10 +22,14 @@ def children(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_dir() and any(path.glob("*.py")))
 
 
+def modules(folder: Path) -> list[str]:
+    """Names of the modules of a package, without `__init__` and `__main__`."""
+    return sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("__"))
+
+
 def contents(folder: Path) -> str:
     """Names of subpackages and modules, as many as fit a line."""
-    modules = sorted(path.stem for path in folder.glob("*.py") if not path.stem.startswith("__"))
-    names, line = [f"{path.name}/" for path in children(folder)] + modules, ""
+    names, line = [f"{path.name}/" for path in children(folder)] + modules(folder), ""
     for position, name in enumerate(names):
         longer = f"{line}, {name}" if line else name
         if len(longer) > CHARACTERS - 3 * (position < len(names) - 1):
@@ -76,14 +80,11 @@ def draw() -> str:
     ]
     for number, (name, what, fill) in enumerate(COLUMNS):
         lines += column(20 + number * (WIDTH + 12), name, what, fill, height)
-    below = sorted(path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__")
+    below = modules(PACKAGE)
     lines += [box(20, height + 34, width - 40, 52, "#f4f4f4"), text(32, height + 56, f"shared: {', '.join(below)}")]
-    lines += [text(32, height + 74, f"_vllm/ (access to vLLM's internals): {', '.join(modules_of_vllm())}")]
+    inner = ", ".join(modules(PACKAGE / "_vllm"))
+    lines += [text(32, height + 74, f"_vllm/ (access to vLLM's internals): {inner}")]
     return "\n".join([*lines, "</svg>", ""])
-
-
-def modules_of_vllm() -> list[str]:
-    return sorted(path.stem for path in (PACKAGE / "_vllm").glob("*.py") if path.stem != "__init__")
 
 
 if __name__ == "__main__":

@@ -114,17 +114,17 @@ def register() -> None:
 
 def _why_inactive() -> str | None:
     """Why this process uses no part of the plugin, or None."""
-    return "GPTOSS=off" if _is_off() else _vllm.outside_range(_vllm.version())
+    return "GPTOSS=off" if _is_off("GPTOSS") else _vllm.outside_range(_vllm.version())
 
 
 def endpoint_is_off() -> bool:
     """Whether `GPTOSS_ENDPOINT` leaves `/v1/responses` to vLLM."""
-    return _is_off("endpoint")
+    return _is_off("GPTOSS_ENDPOINT")
 
 
-def _is_off(setting: str = "") -> bool:
-    """Whether a setting is off; "": the variable `GPTOSS`. Avoids `Settings`: its errors must not stop vLLM."""
-    return os.environ.get(f"GPTOSS_{setting.upper()}".rstrip("_"), "1").lower() in ("0", "false", "no", "off")
+def _is_off(variable: str) -> bool:
+    """Whether the environment variable has a value for off. Avoids `Settings`: its errors must not stop vLLM."""
+    return os.environ.get(variable, "1").lower() in ("0", "false", "no", "off")
 
 
 def _is_run_batch() -> bool:
@@ -134,7 +134,7 @@ def _is_run_batch() -> bool:
 
 def _read_batches() -> None:
     """Installs the parser where vLLM loads no endpoint plugin: `vllm run-batch` builds its handlers without an app."""
-    if not _is_run_batch() or _is_off("parser"):
+    if not _is_run_batch() or _is_off("GPTOSS_PARSER"):
         return
     from vllm_gptoss.server.chat.vllm_parser import install
 
@@ -150,7 +150,7 @@ def _allow_endpoint() -> None:
 
     The endpoint plugin also carries the parser of chat completions, so only both switches together leave it out.
     """
-    if "VLLM_PLUGINS" in os.environ or (endpoint_is_off() and _is_off("parser")):
+    if "VLLM_PLUGINS" in os.environ or (endpoint_is_off() and _is_off("GPTOSS_PARSER")):
         return
     others = {entry.name for group in OTHER_GROUPS for entry in importlib.metadata.entry_points(group=group)} | {NAME}
     foreign = {

@@ -59,11 +59,12 @@ def engine(blocks: int, caching: bool, tokenizer: str | None = None) -> Any:
 
     from benchmarks import served
     from vllm_gptoss.cli.bench import shapes
+    from vllm_gptoss.cli.recipes.model_config import model_config
     from vllm_gptoss.plugin import register
 
     register()
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(shapes.model_config(shapes.shape("20b:2"))))
+        (Path(directory) / "config.json").write_text(json.dumps(model_config(shapes.shape("20b:2"))))
         served.write_tokenizer(Path(directory), Path(tokenizer) if tokenizer else None)
         return LLM(
             model=directory, load_format="dummy", max_model_len=512, max_num_seqs=32, max_num_batched_tokens=256,

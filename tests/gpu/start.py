@@ -31,13 +31,14 @@ def main(where: str, settings: dict[str, str]) -> dict[str, Any]:
 
     from tests.support import planted
     from vllm_gptoss.cli.bench import shapes, worker
+    from vllm_gptoss.cli.recipes.model_config import model_config
     from vllm_gptoss.plugin import register
 
     register()
     if where:
         planted.plant(where)
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(shapes.model_config(shapes.shape("20b:2"))))
+        (Path(directory) / "config.json").write_text(json.dumps(model_config(shapes.shape("20b:2"))))
         engine = LLM(
             model=directory, load_format="dummy", skip_tokenizer_init=True, max_model_len=256, max_num_seqs=64,
             gpu_memory_utilization=0.05, kv_cache_memory_bytes=2**28, additional_config={"gptoss": settings},

@@ -18,6 +18,7 @@ from vllm_gptoss.cli.bench import decode, memory, results, shapes, traces, worke
 from vllm_gptoss.cli.bench.results import Results, ResultsError
 from vllm_gptoss.cli.bench.worker import EngineRun
 from vllm_gptoss.cli.main import app
+from vllm_gptoss.cli.recipes.model_config import model_config
 
 ROOT = Path(__file__).parents[3]
 JOB = EngineRun("20b", "plugin", (1, 8))
@@ -76,7 +77,7 @@ def test_skew_sends_every_token_to_the_same_experts() -> None:
 def test_a_cut_shape_is_the_same_shape_with_fewer_layers() -> None:
     assert shapes.shape("120b:2").layers == 2
     assert shapes.shape("120b:2").experts == 128
-    assert shapes.model_config(shapes.shape("20b:3"))["layer_types"].count("sliding_attention") == 2
+    assert model_config(shapes.shape("20b:3"))["layer_types"].count("sliding_attention") == 2
     with pytest.raises(ValueError, match="there are 20b, 120b"):
         shapes.shape("7b")
 

@@ -22,6 +22,7 @@ from tests.support.vllm_log import heard, lines
 from vllm_gptoss import fallback
 from vllm_gptoss.cli.bench import shapes
 from vllm_gptoss.cli.recipes import probe
+from vllm_gptoss.cli.recipes.model_config import model_config
 
 pytestmark = pytest.mark.vllm
 
@@ -33,7 +34,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
     folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(shapes.model_config(shapes.TINY)))
+    (folder / "config.json").write_text(json.dumps(model_config(shapes.TINY)))
     arguments = EngineArgs(
         model=str(folder), skip_tokenizer_init=True, load_format="dummy", max_model_len=512, max_num_seqs=12,
         max_num_batched_tokens=64, enable_prefix_caching=True, enforce_eager=True,

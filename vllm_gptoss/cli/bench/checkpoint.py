@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from vllm_gptoss.cli.bench import shapes
+from vllm_gptoss.cli.recipes.model_config import model_config
 from vllm_gptoss.engine import spec
 
 E2M1_RMS = math.sqrt(2 * sum(value**2 for value in (0.5, 1, 1.5, 2, 3, 4, 6)) / 16)
@@ -28,7 +28,7 @@ def write(model: spec.ModelSpec, directory: Path, seed: int = 0) -> None:
     for layer in range(model.layers):
         tensors = {f"model.layers.{layer}.{name}": tensor for name, tensor in _layer(model, generator).items()}
         save_file(tensors, directory / f"model-layer-{layer:03}.safetensors", metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(shapes.model_config(model), indent=1) + "\n")
+    (directory / "config.json").write_text(json.dumps(model_config(model), indent=1) + "\n")
 
 
 def _normal(generator: Any, *size: int, scale: float = 1.0) -> Any:

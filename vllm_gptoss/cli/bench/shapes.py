@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from vllm_gptoss.cli.recipes.model_config import model_config as model_config
 from vllm_gptoss.engine import spec
 
 BANDWIDTHS = {"H200": 4.3e12, "H100": 3.05e12}

@@ -23,6 +23,7 @@ from typing import Any
 import typer
 
 from vllm_gptoss.cli.bench import shapes, traces
+from vllm_gptoss.cli.recipes.model_config import model_config
 
 PLUGIN = "plugin"
 
@@ -87,7 +88,7 @@ def variant_options(variant: str) -> dict[str, Any]:
 def engine_options(job: EngineRun, directory: Path) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for a job; writes the configs that they name into `directory`."""
     model = shapes.shape(job.model)
-    (directory / "config.json").write_text(json.dumps(shapes.model_config(model)))
+    (directory / "config.json").write_text(json.dumps(model_config(model)))
     verified = 1 + job.eagle3
     sizes = sorted({*job.batches, 1})
     options: dict[str, Any] = {

@@ -16,7 +16,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_gptoss import _vllm
 from vllm_gptoss.cli.recipes import check as rules
 from vllm_gptoss.cli.recipes import command as typed
 from vllm_gptoss.cli.recipes import defaults, draw, find, flags, here, launch, load, plan, probe, render, verdicts
@@ -220,8 +219,7 @@ def _check_config(path: Path, device: Device, sources: Sequence[Path]) -> list[T
 
 
 def _check_recipes(recipes: Sequence[Recipe], sources: Sequence[Path], day: date | None) -> list[Trouble]:
-    roots = [*([None] if _vllm.version() else []), *sources]
-    releases = [probe.ask([recipe.config for recipe in recipes], root) for root in roots]
+    releases = [probe.ask([recipe.config for recipe in recipes], root) for root in probe.roots_of(sources)]
     found = []
     for index, recipe in enumerate(recipes):
         found += rules.recipe(recipe, [(each, each.parsed[index]) for each in releases], today=day)

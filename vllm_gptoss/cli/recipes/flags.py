@@ -123,10 +123,7 @@ def _value(key: str, text: str | None) -> Any:
         return _number(key, text)
     if text.lower() in ("true", "false") and SWITCHES.fullmatch(key):
         return text.lower() == "true"
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return text
+    found = _plain(text)
     return found if isinstance(found, dict | list) else text
 
 

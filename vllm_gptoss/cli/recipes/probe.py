@@ -82,6 +82,11 @@ def ask(questions: Sequence[Question], root: Path | None = None, environ: Mappin
         return _ask(questions, path, os.environ if environ is None else environ)
 
 
+def roots_of(sources: Sequence[Path]) -> list[Path | None]:
+    """None, the installed vLLM, where there is one, and the unpacked `sources`."""
+    return [*([None] if _vllm.version() else []), *sources]
+
+
 def of_line(
     words: Sequence[str], environ: Mapping[str, str], sources: Sequence[Path] = ()
 ) -> tuple[Mapping[str, Any], list[tuple[Release, Parsed]]]:
@@ -91,7 +96,7 @@ def of_line(
         ProbeError: a vLLM does not start.
         RecipeError: without vLLM, a value cannot be read.
     """
-    roots = [*([None] if _vllm.version() else []), *sources]
+    roots = roots_of(sources)
     if not roots:
         return flags.values(words), []
     releases = [ask([words], root, environ) for root in roots]
