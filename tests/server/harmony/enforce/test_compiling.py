@@ -126,7 +126,7 @@ def test_a_new_schema_compiles_only_what_is_new_in_it() -> None:
         began = time.process_time()
         compiler.compile_grammar(write(json.dumps(schema), 32)[0])
         times.append(time.process_time() - began)
-    assert min(times[1:]) < 0.9 * times[0], times
+    assert min(times[1:]) < 0.8 * times[0], times
 
 
 @pytest.mark.parametrize(
