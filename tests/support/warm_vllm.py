@@ -3,7 +3,7 @@
 A `vllm serve` takes some 43 s of processor until it is healthy, three fifths of it for imports in three processes; so
 started, about 7. It differs from a user's in nothing after the imports but that its processes fork where they would
 spawn; this package is imported after the fork. The start itself is tested with what a user starts
-(`served`, test_other_model.py, test_api_servers.py, test_recipes.py).
+(tests/demo/test_run.py, test_other_model.py; in `make soak` also `served` and test_api_servers.py).
 
 Run as a program, `python -m tests.support.warm_vllm SOCKET MODEL` is that process. It forks one that waits for every
 requested program, and ends it when the requester has exited. MODEL's tokenizer is read once too.
@@ -155,8 +155,10 @@ def main(path: str, model: str) -> None:
     """Serves until standard input, a pipe that each worker holds open, has no writer any more."""
     import importlib
 
+    import setproctitle
     import torch
 
+    setproctitle.getproctitle()  # finds the memory of the title, which a fork with another environment cannot
     torch.cpu._init_amx()  # which needs the kernel's permission; forked processes have it
     for name in PRELOADED:
         importlib.import_module(name)
@@ -181,8 +183,8 @@ def main(path: str, model: str) -> None:
 
 
 def read_tokenizer(model: str) -> None:
-    """Reads `model`'s tokenizer twice, as vLLM does (the second time for a chat template), and copies it for the pool of
-    vLLM's renderer: 12 s of processor in each start. vLLM caches what is read, but not the copies.
+    """Reads `model`'s tokenizer twice, as vLLM does (the second time for a chat template), and copies it for the pool
+    of vLLM's renderer: 12 s of processor in each start. vLLM caches what is read, but not the copies.
     """
     from transformers import ProcessorMixin, PythonBackend, TokenizersBackend
     from vllm.tokenizers.registry import cached_get_tokenizer
