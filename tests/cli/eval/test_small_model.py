@@ -33,7 +33,7 @@ STOCK += ["tests.server.harmony.forced:ForcedTokens"]
 
 def evaluate(server: Server, out: Path, *arguments: str) -> Mapping[str, Mapping[str, Any]]:
     """The lines of a run by effort and question."""
-    command = ["eval", "--base-url", server.api, "--out", str(out), "--max-tokens", "1000", "--concurrency", "8"]
+    command = ["eval", "--base-url", server.api, "--out", str(out), "--max-tokens", "250", "--concurrency", "8"]
     done = CliRunner().invoke(app, [*command, *arguments])
     assert done.exit_code == 0, done.output
     rows = map(json.loads, (out / "samples.jsonl").read_text().splitlines())
