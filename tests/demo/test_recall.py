@@ -30,5 +30,6 @@ def test_every_step_is_recalled_token_for_token(model_dir: Path, plugins: str) -
     counts = dict(re.findall(r"^(\w+) +(\d+) of", done.stdout, re.MULTILINE))
     assert done.returncode == 0, done.stdout[-5000:]
     assert int(counts["ours"]) == int(counts["vllm"]) > (150 if plugins else 30)
-    assert not plugins or int(counts["raw"]) == 2
+    if plugins:
+        assert int(counts["raw"]) == 2
     assert int(counts["unknown"]) >= 20
