@@ -30,10 +30,11 @@ class Case:
 
 
 def cases(fresh: int, seed: int = 7, every: int = 1) -> list[Case]:
-    """Each `every`th step with our renderer, with vLLM's and with `fresh` random prompts; unknown prompts too."""
+    """Each `every`th step with our renderer, with vLLM's and with `fresh` random prompts; all raw and unknown ones."""
     rng = random.Random(seed)  # noqa: S311 - not a secret
     out = []
-    for conversation, turn, step in dataset.steps()[::every]:
+    chosen = (each for number, each in enumerate(dataset.steps()) if number % every == 0 or each[0].raw)
+    for conversation, turn, step in chosen:
         wanted = conversation.turns[turn].steps[step]
         name = f"{conversation.id}/{turn}/{step}"
         if conversation.raw:

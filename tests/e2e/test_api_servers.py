@@ -29,6 +29,7 @@ from vllm_gptoss.cli.doctor.orphans import orphans
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.serve,
+    pytest.mark.soak,
     pytest.mark.namespaces,
     pytest.mark.timeout(600),
     pytest.mark.skipif(without_namespaces() is not None, reason=str(without_namespaces())),

@@ -30,6 +30,7 @@ def options_of(recipe: Recipe) -> list[str]:
     return [*(f"-D{k}={v}" for k, v in recipe.options), *compile_options(recipe.registers)]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_shape_compiles_and_has_the_shared_memory_it_takes(shape: tuple[int, int, int, int, int]) -> None:
     many = prepared(*shape)

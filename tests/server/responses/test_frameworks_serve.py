@@ -13,7 +13,7 @@ from demo.server import NAME, Server
 from tests.support.responses.frameworks import NAMES, check, play
 from tests.support.scale import SOAK
 
-pytestmark = [pytest.mark.namespaces, pytest.mark.vllm, pytest.mark.serve, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.namespaces, pytest.mark.vllm, pytest.mark.serve, pytest.mark.soak, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize("name", NAMES if SOAK else ["langchain", "litellm"])
