@@ -206,7 +206,8 @@ def test_a_fault_of_the_experts_leaves_upstreams_and_one_line(
     planted.plant(where, monkeypatch.setattr)
     backend, done, steps = load_and_run(monkeypatch, "auto")
     assert steps == ["upstream", "upstream"]
-    assert done == ["laid out"] or backend == "auto", "vLLM's own choice where the plugin's was never built"
+    if backend != "auto":  # vLLM's own choice, where the plugin's was never built
+        assert done == ["laid out"]
     assert lines(said) == [f"experts: upstream from here on (RuntimeError: {planted.MESSAGE})"]
 
 

@@ -48,7 +48,6 @@ def test_a_stream_that_ends_early_is_no_measurement() -> None:
 
 @pytest.mark.vllm
 def test_the_replay_says_its_answer_a_token_a_step_once_the_prompt_is_read() -> None:
-    pytest.importorskip("vllm")
     from benchmarks.replay import ReplayExecutor, answer
 
     executor: Any = object.__new__(ReplayExecutor)

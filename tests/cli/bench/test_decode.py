@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import warm_vllm
+from tests.support import warm, warm_vllm
 from vllm_gptoss.cli.bench import decode, memory, results, shapes, traces, worker
 from vllm_gptoss.cli.bench.results import Results, ResultsError
 from vllm_gptoss.cli.bench.worker import EngineRun
@@ -223,8 +221,8 @@ def test_the_command_measures_writes_and_continues(bench: Bench, tmp_path: Path)
 
 @pytest.mark.vllm
 def test_the_command_ends_with_its_budget(tmp_path: Path) -> None:
-    command = [str(Path(sys.executable).with_name("vllm-gptoss")), "bench", "decode", "--models", "tiny"]
+    command = ["-m", "vllm_gptoss.cli", "bench", "decode", "--models", "tiny"]
     command += ["--variants", "plugin", "--batches", "4", "--budget", "1", "--out", str(tmp_path / "r.json")]
-    nothing = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    nothing = warm.run(command)
     assert nothing.returncode == 1
     assert "not measured, 1 s are left of 1" in nothing.stdout
