@@ -29,16 +29,13 @@ def _tools() -> typer.Typer:
 
 
 def _bench() -> typer.Typer:
-    from vllm_gptoss.cli.bench import consistency, decode, streams
+    from vllm_gptoss.cli.bench import consistency, decode
 
     bench = typer.Typer(no_args_is_help=True, help=GROUPS["bench"][1])
     bench.command("decode", help="TPOT and GPU time per step, shapes of 20b and 120b with dummy weights.")(decode.main)
     bench.command("merge", help="Add up the measurements of several results files.")(decode.merge)
     bench.command("consistency", help="Log-probabilities of decode against those of prompts, also after a reload.")(
         consistency.main
-    )
-    bench.command("streams", help="Time between tokens of a running server, and its engine's processor time.")(
-        streams.main
     )
     return bench
 

@@ -12,7 +12,7 @@ launches count once. Dummy weights route about uniformly; `--skew` sends every t
 
 Writes `decode-<gpu>-<date>.json` after every process: medians over repeats and rounds, and the spread (largest -
 smallest) / median. The same command again measures only what the file lacks. A running server is measured by
-`vllm-gptoss bench streams` or `vllm bench serve`.
+`vllm bench serve`.
 """
 
 from __future__ import annotations
