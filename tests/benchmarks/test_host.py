@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import host
 from benchmarks.host import Load, Measured, Round
-from vllm_gptoss.cli.bench.streams import ServedError
+from benchmarks.served import ServedError
 
 
 def test_a_token_is_told_from_its_request() -> None:

@@ -8,8 +8,8 @@ import re
 import pytest
 from rich.console import Console
 
-from vllm_gptoss.cli.eval.answer import Fate
-from vllm_gptoss.cli.eval.progress import progress
+from vllm_gptoss.cli.eval.apis import Fate
+from vllm_gptoss.cli.eval.runner import progress
 
 
 def told(terminal: bool, there: int) -> str:

@@ -12,7 +12,7 @@ from tests.engine.kernels.cubins import compiled, judged
 from tests.engine.kernels.on_meta import SHAPES, prepared
 from tests.support.scale import SOAK
 from vllm_gptoss.engine.kernels import experts_many, experts_plan, nvrtc
-from vllm_gptoss.engine.kernels.experts import Recipe
+from vllm_gptoss.engine.kernels.experts import CompileJob
 from vllm_gptoss.engine.kernels.experts_many import (
     BY_PAIRS,
     COLUMNS,
@@ -26,7 +26,7 @@ from vllm_gptoss.engine.kernels.experts_many import (
 )
 
 
-def options_of(recipe: Recipe) -> list[str]:
+def options_of(recipe: CompileJob) -> list[str]:
     return [*(f"-D{k}={v}" for k, v in recipe.options), *compile_options(recipe.registers)]
 
 
