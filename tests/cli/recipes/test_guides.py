@@ -3,6 +3,7 @@ troubleshooting with its replacement."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ PHRASES = (
     "--tool-server ip-1:port-1,ip-2:port-2",
     "mcp run -t sse",
     "63 GB and 14 GB",
+    "as the best trade-off on H100 and H200",
     "uv pip install gpt-oss",
 )
 
@@ -115,6 +117,18 @@ def test_the_models_are_as_announced() -> None:
         assert (model.active_experts, model.query_heads, model.kv_heads, model.head_size) == (4, 64, 8, 64)
     sizes = [round(model.weight_gib * 1.0737) for model in (GPT_OSS_120B, GPT_OSS_20B)]
     assert "the files have {} and {} GB".format(*sizes) in PAGE
+
+
+def test_the_figures_against_two_gpus_are_those_of_the_recipes() -> None:
+    measured = [
+        f"{claim.tpot_ms:.2f}"
+        for device in ("H200", "2xH200")
+        for recipe in of("120b", device)
+        if recipe.id.endswith("latency")
+        for claim in recipe.claims
+    ]
+    (row,) = (line for line in PAGE.splitlines() if "as the best trade-off" in line)
+    assert re.findall(r"\d\.\d\d", row) == measured
 
 
 SCORES_120B = ("65.3", "72.4", "79.4", "51.2", "79.6", "93.0")

@@ -51,3 +51,9 @@ def test_our_commands_exist(path: Path) -> None:
         parts = [word for word in words[:2] if re.fullmatch(r"[a-z]+", word)]
         done = CliRunner().invoke(main.app, [*parts[: 2 if parts[0] in ("recipe", "tools", "bench") else 1], "--help"])
         assert done.exit_code == 0, line
+
+
+def test_the_chinese_page_of_deployment_has_the_same_commands() -> None:
+    english, chinese = (path.with_name("deploy.md") for path in GUIDES)
+    assert fences(chinese)
+    assert set(fences(chinese)) <= set(fences(english))
