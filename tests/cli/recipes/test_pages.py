@@ -1,9 +1,10 @@
-"""The guide's commands are recipes, and its Chinese twin has the same."""
+"""The guide's commands are recipes, and Chinese pages have the commands, figures and links of the English ones."""
 
 from __future__ import annotations
 
 import re
 import shlex
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,12 @@ from vllm_gptoss.cli.recipes import find, load, render
 ROOT = Path(__file__).resolve().parents[3]
 GUIDES = (ROOT / "docs" / "guide.md", ROOT / "docs" / "zh" / "guide.md")
 FENCE = re.compile(r"(?:<!-- recipe: (\S+) -->\n)?```\w*\n(.*?)```", re.DOTALL)
-PAGES = (*GUIDES, *(path.with_name("troubleshooting.md") for path in GUIDES), ROOT / "recipes" / "README.md")
+TWINS = ((ROOT / "recipes" / "README.md", ROOT / "docs" / "zh" / "recipes.md"),)
+PAGES = (
+    *GUIDES,
+    *(path.with_name("troubleshooting.md") for path in GUIDES),
+    *(path for pair in TWINS for path in pair),
+)
 
 
 def fences(path: Path) -> list[tuple[str, str]]:
@@ -57,3 +63,38 @@ def test_the_chinese_page_of_deployment_has_the_same_commands() -> None:
     english, chinese = (path.with_name("deploy.md") for path in GUIDES)
     assert fences(chinese)
     assert set(fences(chinese)) <= set(fences(english))
+
+
+GENERATED = re.compile(r"<!-- (table|recipes)\b.*?<!-- /\1 -->", re.DOTALL)
+
+
+def code(text: str) -> list[str]:
+    """The code blocks without their comments, which are translated."""
+    return [re.sub(r"\s+# .*$", "", block, flags=re.MULTILINE) for _, block in FENCE.findall(text)]
+
+
+def figures(text: str) -> Counter[str]:
+    """Every number outside generated tables: measurements, dates, versions, parts of names."""
+    return Counter(re.findall(r"\d+(?:\.\d+)*", GENERATED.sub("", text)))
+
+
+def spans(text: str) -> Counter[str]:
+    """Code in the prose: settings, commands, values."""
+    return Counter(re.findall(r"`([^`\n]+)`", FENCE.sub("", GENERATED.sub("", text))))
+
+
+def links(path: Path) -> set[str]:
+    """Addresses, and files as paths of the repository."""
+    targets = re.findall(r"\]\(([^)#\s]+)", GENERATED.sub("", path.read_text()))
+    return {to if "://" in to else str((path.parent / to).resolve().relative_to(ROOT)) for to in targets}
+
+
+@pytest.mark.parametrize(("english", "chinese"), TWINS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_chinese_page_says_what_the_english_one_says(english: Path, chinese: Path) -> None:
+    """Its generated tables may be a link to the English page instead."""
+    ours, theirs = english.read_text(), chinese.read_text()
+    assert code(ours) == code(theirs) != []
+    assert re.findall(r"^#+ ", ours, re.MULTILINE) == re.findall(r"^#+ ", theirs, re.MULTILINE)
+    assert figures(ours) == figures(theirs)
+    assert not spans(ours) - spans(theirs)
+    assert links(english) - {str(chinese.relative_to(ROOT))} <= links(chinese)
