@@ -16,7 +16,10 @@ from vllm_gptoss.cli.recipes import find, load, render
 ROOT = Path(__file__).resolve().parents[3]
 GUIDES = (ROOT / "docs" / "guide.md", ROOT / "docs" / "zh" / "guide.md")
 FENCE = re.compile(r"(?:<!-- recipe: (\S+) -->\n)?```\w*\n(.*?)```", re.DOTALL)
-TWINS = ((ROOT / "recipes" / "README.md", ROOT / "docs" / "zh" / "recipes.md"),)
+TWINS = (
+    (ROOT / "README.md", ROOT / "docs" / "zh" / "README.md"),
+    (ROOT / "recipes" / "README.md", ROOT / "docs" / "zh" / "recipes.md"),
+)
 PAGES = (
     *GUIDES,
     *(path.with_name("troubleshooting.md") for path in GUIDES),
