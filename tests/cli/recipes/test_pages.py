@@ -19,8 +19,8 @@ PAGES = (*GUIDES, *(path.with_name("troubleshooting.md") for path in GUIDES), RO
 
 
 def fences(path: Path) -> list[tuple[str, str]]:
-    """(recipe, code) of each block; an empty name where it is no recipe's."""
-    return [(name or "", code) for name, code in FENCE.findall(path.read_text())]
+    """(recipe, code without comments) of each block; an empty name where it is no recipe's."""
+    return [(name or "", re.sub(r" *# .*$", "", code, flags=re.M)) for name, code in FENCE.findall(path.read_text())]
 
 
 @pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.parent.name)
