@@ -28,8 +28,8 @@ PAGES = (
 
 
 def fences(path: Path) -> list[tuple[str, str]]:
-    """(recipe, code) of each block; an empty name where it is no recipe's."""
-    return [(name or "", code) for name, code in FENCE.findall(path.read_text())]
+    """(recipe, code without comments) of each block; an empty name where it is no recipe's."""
+    return [(name or "", re.sub(r" *# .*$", "", code, flags=re.M)) for name, code in FENCE.findall(path.read_text())]
 
 
 @pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.parent.name)
@@ -50,6 +50,18 @@ def test_both_languages_have_the_same_blocks_headings_and_numbers() -> None:
     assert headings[0] == headings[1]
     scores = [re.findall(r"\d\d\.\d", path.read_text()) for path in GUIDES]
     assert scores[0] == scores[1]
+
+
+def test_the_chinese_page_of_tools_has_the_same_blocks_tables_and_names() -> None:
+    english, chinese = (path.with_name("tools.md") for path in GUIDES)
+    assert fences(chinese) == fences(english) != []
+    prose = [re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL) for path in (english, chinese)]
+    headings = [re.findall(r"^#+ ", text, re.MULTILINE) for text in prose]
+    assert headings[0] == headings[1]
+    rows = [[sorted(re.findall(r"`[^`]+`", row)) for row in re.findall(r"^\|.*", text, re.M)] for text in prose]
+    assert rows[0] == rows[1]
+    names = [{" ".join(name.split()) for name in re.findall(r"`[^`]+`", text)} for text in prose]
+    assert names[0] == names[1]
 
 
 @pytest.mark.parametrize("path", PAGES)
