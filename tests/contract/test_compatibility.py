@@ -217,7 +217,7 @@ def next_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Re
 
 def test_known_bytes_are_not_parsed(next_release: Release, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parsing all of it takes most of a second, at each start."""
-    monkeypatch.setattr(compatibility, "Source", lambda content: pytest.fail("parsed"))
+    monkeypatch.setattr(compatibility, "VllmSource", lambda content: pytest.fail("parsed"))
     assert compatibility.why_not("runner") is compatibility.why_not("streams") is None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("pyseccomp", exc_type=(ImportError, RuntimeError), reason="needs libseccomp")
+pytestmark = pytest.mark.skipif(ctypes.util.find_library("seccomp") is None, reason="needs libseccomp")
 
 PROFILE = Path(__file__).resolve().parents[3] / "recipes" / "deploy" / "seccomp.json"
 FORK_ONLY = [{"index": 0, "value": 0x7E020000, "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ"}]
