@@ -92,7 +92,7 @@ def servers(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         "XDG_STATE_HOME": str(home),
         "GPTOSS_TOOLS_KEY": KEY,
         "GPTOSS_BROWSER_DOCUMENTS": str(ROOT / "demo" / "documents"),
-        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # a test knows a process by its connection
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # each client keeps its connection to one process
     }
     arguments = ["--api-server-count", "2", "--distributed-executor-backend", "mp"]
     arguments += ["--tool-server", f"browser,service:{node.url}"]

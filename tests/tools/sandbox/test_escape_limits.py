@@ -141,8 +141,7 @@ while not os.path.exists('/mnt/data/daemon'): time.sleep(0.01)
 print(time.monotonic())
 """
     await run(provider, code, "daemon")
-    size = "print(os.path.getsize('/mnt/data/daemon'))"
-    before = (await run(provider, size, "daemon")).text.split()[0]
+    before = (await run(provider, "print(os.path.getsize('/mnt/data/daemon'))", "daemon")).text.split()[0]
     await asyncio.sleep(0.5)  # what is measured: that nothing happens in this time
     after = """
 pauses = [b - a for a, b in zip(ticks, ticks[1:] + [time.monotonic()])]
