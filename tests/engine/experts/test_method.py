@@ -76,8 +76,8 @@ def test_the_start_compiles_what_is_needed_and_nothing_else(
 ) -> None:
     compiled: list[tuple[str, int]] = []
 
-    def kernel(recipe: experts.CompileJob) -> None:
-        compiled.append((recipe.name, int(dict(recipe.options)["TOKENS"])))
+    def kernel(job: experts.CompileJob) -> None:
+        compiled.append((job.name, int(dict(job.options)["TOKENS"])))
 
     monkeypatch.setattr(experts, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(experts, "_kernel", kernel)
@@ -127,9 +127,9 @@ def test_a_start_compiles_the_kernels_of_its_steps_and_no_larger_ones(
     """Decode steps are routed by ids, which no step of more than 512 tokens is."""
     monkeypatch.setattr(experts, "multiprocessors", lambda device: 132)
     ours = layer(experts.FewTokenExperts(*projections(), 4, routed, alpha=1.0, limit=7.0))
-    recipes = [recipe for _, recipe in ours.loads(torch.int32, most) if isinstance(recipe, experts.CompileJob)]
-    assert {dict(each.options)["TOKENS"] for each in recipes if each.name == experts_many.NAME} == many
-    assert sum(each.name == experts_prefill.EXPERTS for each in recipes) == prefill
+    jobs = [job for _, job in ours.loads(torch.int32, most) if isinstance(job, experts.CompileJob)]
+    assert {dict(each.options)["TOKENS"] for each in jobs if each.name == experts_many.NAME} == many
+    assert sum(each.name == experts_prefill.EXPERTS for each in jobs) == prefill
 
 
 def test_nothing_of_ours_is_taken_while_upstream_lays_weights_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,8 @@ from vllm_gptoss.engine.kernels.experts_many import (
 )
 
 
-def options_of(recipe: CompileJob) -> list[str]:
-    return [*(f"-D{k}={v}" for k, v in recipe.options), *compile_options(recipe.registers)]
+def options_of(job: CompileJob) -> list[str]:
+    return [*(f"-D{k}={v}" for k, v in job.options), *compile_options(job.registers)]
 
 
 @pytest.mark.soak
@@ -36,10 +36,10 @@ def test_every_shape_compiles_and_has_the_shared_memory_it_takes(shape: tuple[in
     many = prepared(*shape)
     all_tunings = SOAK or shape in SHAPES[:2]
     for most in many.tunings if all_tunings else (min(many.tunings), max(many.tunings)):
-        recipe = many.recipe(most, torch.bfloat16)
-        check = f"\nstatic_assert(X_BYTES + META_BYTES + RING_BYTES <= {recipe.shared});"
-        assert NAME.encode() in compiled(nvrtc.source(SOURCE) + check, "sm_90a", options_of(recipe))
-        assert recipe.shared <= experts_plan.SHARED_LIMIT
+        job = many.compile_job(most, torch.bfloat16)
+        check = f"\nstatic_assert(X_BYTES + META_BYTES + RING_BYTES <= {job.shared});"
+        assert NAME.encode() in compiled(nvrtc.source(SOURCE) + check, "sm_90a", options_of(job))
+        assert job.shared <= experts_plan.SHARED_LIMIT
 
 
 def test_products_that_the_compiler_serialises_are_a_warning_and_no_test_takes_them(
@@ -48,10 +48,10 @@ def test_products_that_the_compiler_serialises_are_a_warning_and_no_test_takes_t
     """It does where registers are short, or where a branch lies between products: right results, a quarter slower."""
     source, enough = nvrtc.source(SOURCE), "MULTIPLYING = GROUPS == 4 ? 104 : 152"
     assert enough in source
-    recipe = prepared(*SHAPES[0]).recipe(768, torch.bfloat16)
+    job = prepared(*SHAPES[0]).compile_job(768, torch.bfloat16)
     for _ in range(2):  # the result is not cached
         with pytest.raises(AssertionError, match=r"wgmma\.mma_async instructions are serialized"):
-            compiled(source.replace(enough, "MULTIPLYING = 112"), "sm_90a", options_of(recipe))
+            compiled(source.replace(enough, "MULTIPLYING = 112"), "sm_90a", options_of(job))
     assert caplog.text.count("makes a kernel slower than it was measured") == 2
 
 
@@ -97,7 +97,8 @@ def test_long_lists_of_pairs_cost_columns_and_not_the_kernel() -> None:
 
 def test_columns_without_products_do_not_compile() -> None:
     """The kernel would silently skip every chunk of so many tokens."""
-    options = {**dict(prepared(*SHAPES[0]).recipe(384, torch.bfloat16).options), "COLUMNS": 1 << 56 // 8 | 1 << 96 // 8}
+    options = dict(prepared(*SHAPES[0]).compile_job(384, torch.bfloat16).options)
+    options["COLUMNS"] = 1 << 56 // 8 | 1 << 96 // 8
     with pytest.raises(nvrtc.NvrtcError, match="columns without products"):
         judged(nvrtc.source(SOURCE), "sm_90a", [f"-D{k}={v}" for k, v in options.items()])
 
@@ -105,8 +106,8 @@ def test_columns_without_products_do_not_compile() -> None:
 @pytest.mark.parametrize("routing", [torch.int32, torch.int64, torch.float32])
 def test_every_routing_dtype_compiles(routing: torch.dtype) -> None:
     many = prepared(16, 384, 2880, 4, 32)
-    recipe = many.recipe(min(many.tunings), routing)
-    assert compiled(nvrtc.source(SOURCE), "sm_90a", options_of(recipe))
+    job = many.compile_job(min(many.tunings), routing)
+    assert compiled(nvrtc.source(SOURCE), "sm_90a", options_of(job))
 
 
 def test_more_tokens_than_it_was_compiled_for_are_refused() -> None:

@@ -25,17 +25,17 @@ def prefill(*shape: int) -> PrefillExperts:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_shape_compiles_and_has_the_shared_memory_it_takes(shape: tuple[int, int, int, int, int]) -> None:
-    recipe = prefill(*shape).recipe(torch.bfloat16)
-    options = [*(f"-D{k}={v}" for k, v in recipe.options), f"--maxrregcount={recipe.registers}"]
-    image = compiled(nvrtc.source(SOURCE) + CHECKS.format(shared=recipe.shared), "sm_90a", options)
+    job = prefill(*shape).compile_job(torch.bfloat16)
+    options = [*(f"-D{k}={v}" for k, v in job.options), f"--maxrregcount={job.registers}"]
+    image = compiled(nvrtc.source(SOURCE) + CHECKS.format(shared=job.shared), "sm_90a", options)
     assert all(name.encode() in image for name in NAMES)
-    assert recipe.shared <= experts_plan.SHARED_LIMIT
+    assert job.shared <= experts_plan.SHARED_LIMIT
 
 
 @pytest.mark.parametrize("routing", [torch.int32, torch.int64, torch.float32])
 def test_every_routing_dtype_compiles(routing: torch.dtype) -> None:
-    recipe = prefill(16, 384, 2880, 4, 32).recipe(routing)
-    options = [*(f"-D{k}={v}" for k, v in recipe.options), f"--maxrregcount={recipe.registers}"]
+    job = prefill(16, 384, 2880, 4, 32).compile_job(routing)
+    options = [*(f"-D{k}={v}" for k, v in job.options), f"--maxrregcount={job.registers}"]
     assert compiled(nvrtc.source(SOURCE), "sm_90a", options)
 
 

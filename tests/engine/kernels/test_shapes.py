@@ -102,7 +102,7 @@ def test_experts_that_are_taken_pass_the_launchers_checks_and_fit(
         assert shared <= experts_plan.SHARED_LIMIT
     many = experts_many.ManyTokenExperts(few)
     for most in many.tunings:
-        assert many.recipe(most, torch.bfloat16).shared <= experts_plan.SHARED_LIMIT
+        assert many.compile_job(most, torch.bfloat16).shared <= experts_plan.SHARED_LIMIT
 
 
 @settings(max_examples=100, deadline=None)
@@ -158,9 +158,9 @@ def test_experts_at_the_edges_compile(hidden: int, intermediate: int, count: int
     )
     source = nvrtc.source(experts.SOURCE)
     for which, tokens in itertools.product(experts.ONLY, (1, 32, 64)):
-        recipe = few._recipe(which, torch.bfloat16, tokens)
-        macros = {**dict(recipe.options), "ONLY": experts.ONLY[which]}
-        options = [*(f"-D{name}={value}" for name, value in macros.items()), f"--maxrregcount={recipe.registers}"]
+        job = few.compile_job(which, torch.bfloat16, tokens)
+        macros = {**dict(job.options), "ONLY": experts.ONLY[which]}
+        options = [*(f"-D{name}={value}" for name, value in macros.items()), f"--maxrregcount={job.registers}"]
         assert compiled(source, "sm_90", options)
 
 

@@ -121,10 +121,10 @@ def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
 
 
 @functools.cache
-def _kernel(recipe: CompileJob) -> nvrtc.Kernel:
-    macros = {**dict(recipe.options), "ONLY": ONLY[recipe.name]}
-    module = nvrtc.load(recipe.device, SOURCE, "sm_90", macros, [f"--maxrregcount={recipe.registers}"])
-    return module.kernel(recipe.name, recipe.shared)
+def _kernel(job: CompileJob) -> nvrtc.Kernel:
+    macros = {**dict(job.options), "ONLY": ONLY[job.name]}
+    module = nvrtc.load(job.device, SOURCE, "sm_90", macros, [f"--maxrregcount={job.registers}"])
+    return module.kernel(job.name, job.shared)
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,8 @@ class FewTokenExperts:
         projection, tuning = (self.up, up) if which == "experts_up" else (self.down, down)
         return projection, fitted(tuning, projection.tiles)
 
-    def _recipe(self, which: str, routing: torch.dtype, tokens: int) -> CompileJob:
+    def compile_job(self, which: str, routing: torch.dtype, tokens: int) -> CompileJob:
+        """What the kernel `which` is compiled from for a routing dtype and so many tokens."""
         projection, tuning = self._tuned(which, tokens)
         most = compiled_for(tokens)
         options = defines(
@@ -229,7 +230,7 @@ class FewTokenExperts:
     def _prepare(self, which: str, routing: torch.dtype, tokens: int) -> _Launch:
         key = (which, routing_mode(routing), tokens <= FEWEST_TOKENS, compiled_for(tokens))
         if key not in self._launches:
-            kernel = _kernel(self._recipe(which, routing, tokens))
+            kernel = _kernel(self.compile_job(which, routing, tokens))
             projection, tuning = self._tuned(which, tokens)
             self._launches[key] = _Launch(which, kernel, tuning, multiprocessors(self.device), projection)
         return self._launches[key]
@@ -244,7 +245,7 @@ class FewTokenExperts:
         """Calls, some alike, that load the kernels of 1 to `most` tokens for a routing dtype: see `nvrtc.at_once`."""
         for which in ONLY:
             for tokens in (FEWEST_TOKENS, FEWEST_TOKENS + 1, min(most, WIDE_TOKENS), most):
-                yield _kernel, self._recipe(which, routing, tokens)
+                yield _kernel, self.compile_job(which, routing, tokens)
 
     def compile(self, routing: torch.dtype, most: int) -> None:
         """Compiles and loads what 1 to `most` tokens need for a routing dtype; otherwise the first launch does."""

@@ -144,9 +144,9 @@ def compile_options(registers: int) -> list[str]:
 
 
 @functools.cache
-def _kernel(recipe: CompileJob) -> nvrtc.Kernel:
-    module = nvrtc.load(recipe.device, SOURCE, "sm_90a", dict(recipe.options), compile_options(recipe.registers))
-    return module.kernel(recipe.name, recipe.shared)
+def _kernel(job: CompileJob) -> nvrtc.Kernel:
+    module = nvrtc.load(job.device, SOURCE, "sm_90a", dict(job.options), compile_options(job.registers))
+    return module.kernel(job.name, job.shared)
 
 
 @scratch.keep
@@ -181,7 +181,7 @@ class ManyTokenExperts(SameLayer):
         self._launches: dict[tuple[int, tuple[int, int]], nvrtc.Kernel] = {}
         self._maps: dict[int, tuple[TensorMap, ...]] = {}
 
-    def recipe(self, most: int, routing: torch.dtype) -> CompileJob:
+    def compile_job(self, most: int, routing: torch.dtype) -> CompileJob:
         """What the kernel for up to `most` tokens, one of `tunings`, is compiled from for a routing dtype."""
         tuning = self.tunings[most]
         sizes = (tuning, most, self.active, self.up.experts)
@@ -202,7 +202,7 @@ class ManyTokenExperts(SameLayer):
         """Calls that load the kernels of 1 to `most` tokens for a routing dtype and what they keep: see
         `nvrtc.at_once`."""
         for largest, tuning in self.tunings.items():
-            yield _kernel, self.recipe(largest, routing)
+            yield _kernel, self.compile_job(largest, routing)
             yield self.maps, tuning.chunk
             if most <= largest:
                 break
@@ -215,7 +215,7 @@ class ManyTokenExperts(SameLayer):
         most = next(most for most in self.tunings if tokens <= most)
         key = (most, routing_mode(routing))
         if key not in self._launches:
-            self._launches[key] = _kernel(self.recipe(most, routing))
+            self._launches[key] = _kernel(self.compile_job(most, routing))
         return self._launches[key], self.tunings[most]
 
     def maps(self, chunk: int) -> tuple[TensorMap, ...]:

@@ -64,11 +64,11 @@ def slice_of(tokens: int) -> int:
 
 
 @functools.cache
-def _kernels(recipe: CompileJob) -> tuple[nvrtc.Kernel, ...]:
+def _kernels(job: CompileJob) -> tuple[nvrtc.Kernel, ...]:
     """The three, of one cubin."""
-    options = [f"--maxrregcount={recipe.registers}"]
-    module = nvrtc.load(recipe.device, SOURCE, "sm_90a", dict(recipe.options), options)
-    return tuple(module.kernel(name, recipe.shared if name == EXPERTS else 0) for name in NAMES)
+    options = [f"--maxrregcount={job.registers}"]
+    module = nvrtc.load(job.device, SOURCE, "sm_90a", dict(job.options), options)
+    return tuple(module.kernel(name, job.shared if name == EXPERTS else 0) for name in NAMES)
 
 
 @scratch.keep
@@ -94,7 +94,7 @@ class PrefillExperts(SameLayer):
             raise ValueError(f"{self.up.experts} experts do not fit into {SHARED_LIMIT} bytes of shared memory")
         self._launches: dict[tuple[int, int], tuple[nvrtc.Kernel, ...]] = {}
 
-    def recipe(self, routing: torch.dtype) -> CompileJob:
+    def compile_job(self, routing: torch.dtype) -> CompileJob:
         """What the three kernels are compiled from for a routing dtype."""
         options = {**self.macros(routing), "BLOCKS": SLICE_TOKENS // ROUTERS}
         return CompileJob(
@@ -103,7 +103,7 @@ class PrefillExperts(SameLayer):
 
     def loads(self, routing: torch.dtype) -> Iterator[tuple[Callable[..., object], Hashable]]:
         """Calls that load the kernels for a routing dtype and what they keep: see `nvrtc.at_once`."""
-        yield _kernels, self.recipe(routing)
+        yield _kernels, self.compile_job(routing)
         yield state, self.device
 
     def workspace_bytes(self, tokens: int) -> int:
@@ -120,7 +120,7 @@ class PrefillExperts(SameLayer):
             raise ValueError("no tokens")
         mode = routing_mode(routing.dtype)
         if mode not in self._launches:
-            self._launches[mode] = _kernels(self.recipe(routing.dtype))
+            self._launches[mode] = _kernels(self.compile_job(routing.dtype))
         workspace = torch.empty(self.workspace_bytes(tokens), dtype=torch.uint8, device=x.device)
         each = slice_of(tokens)
         for first in range(0, tokens, each):
