@@ -1,31 +1,19 @@
-"""The lists of `_vllm/replaced.py` match the source: imports of vLLM and replaced attributes."""
+"""The lists of `written.py` match the source: imports of vLLM, replaced and written attributes."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import pytest
 
 from tests.contract.source import ROOT
-from vllm_gptoss._vllm.replaced import FILLED, REPLACED, SUBCLASSES
+from tests.contract.written import FILLED, OURS, REPLACED, SUBCLASSES
 
 PACKAGE = ROOT / "vllm_gptoss"
 DOOR = "_vllm/"
 PROGRAMS = "cli/bench/"
 """Benchmarks run vLLM, with the plugin and without, as a user's program does: by its public `LLM`."""
-
-OURS: Mapping[str, frozenset[str]] = {
-    "_vllm/__init__.py": frozenset({"ours.handlers", "ours.propagate"}),
-    "_vllm/runner.py": frozenset({"WithClasses.worker"}),
-    "plugin.py": frozenset({"os.environ['VLLM_PLUGINS']", "os.environ[COPIED]"}),
-    "engine/runner/batch.py": frozenset({"self.sampler.sampling_states[name]"}),
-    "engine/runner/scheduler.py": frozenset({"ours.groups", "ours.size", "ours.quiet"}),
-    "engine/runner/captured_steps.py": frozenset({"tables._num_dirty_rows"}),
-    "server/chat/custom_tools.py": frozenset({"custom.written"}),
-    "server/chat/vllm_parser.py": frozenset({"calls[-1].arguments"}),
-}
-"""Attributes of objects that our own code made or copied, in files that also see vLLM's."""
 
 
 def of_vllm(node: ast.AST) -> list[str]:
@@ -76,7 +64,7 @@ def sees_vllm(tree: ast.Module) -> bool:
 
 
 TREES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
-NAMED = {*FILLED, *SUBCLASSES, *OURS, *(entry.file for entry in REPLACED)}
+NAMED = {*FILLED, *SUBCLASSES, *OURS, *REPLACED.values()}
 SEEING = [
     name
     for name, tree in TREES.items()
@@ -111,7 +99,7 @@ def test_what_is_said_to_be_a_base_is_one(file: str) -> None:
 
 @pytest.mark.parametrize("file", SEEING)
 def test_nothing_else_of_vllm_is_set(file: str) -> None:
-    said = {entry.attribute for entry in REPLACED if entry.file == file} | FILLED.get(file, set())
+    said = {attribute for attribute, where in REPLACED.items() if where == file} | FILLED.get(file, set())
     assert set(set_attributes(TREES[file])) == said | OURS.get(file, set())
 
 
@@ -123,8 +111,8 @@ def test_the_document_lists_every_replaced_attribute() -> None:
     document = (ROOT / "docs" / "harmony.md").read_text()
     rows = document.partition("| replaced | by | because |\n")[2].partition("\n\n")[0].splitlines()[1:]
     assert len(rows) == len(REPLACED)
-    for entry in REPLACED:
-        assert any(entry.attribute.rpartition(".")[2] in row for row in rows), entry.attribute
+    for attribute in REPLACED:
+        assert any(attribute.rpartition(".")[2] in row for row in rows), attribute
 
 
 def test_a_new_patch_would_be_seen() -> None:

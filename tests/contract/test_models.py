@@ -7,8 +7,8 @@ import ast
 import pytest
 
 from tests.contract.source import Release, releases, top_level
+from tests.contract.written import REPLACED
 from tests.support import warm
-from vllm_gptoss._vllm.replaced import REPLACED
 from vllm_gptoss.engine import spec
 from vllm_gptoss.server.chat.chat_prompt import conversation, effort_of
 from vllm_gptoss.server.harmony.prompt import render
@@ -42,7 +42,7 @@ def test_the_privacy_filter_takes_nothing_that_is_registered_or_replaced(release
     ]
     assert top_level(path)[FILTER]
     taken = {alias.name for alias in node.names}
-    assert taken & {entry.attribute.rpartition(".")[2] for entry in REPLACED} == set()
+    assert taken & {attribute.rpartition(".")[2] for attribute in REPLACED} == set()
     assert FILTER != spec.ARCHITECTURE
 
 

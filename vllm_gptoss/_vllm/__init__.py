@@ -2,8 +2,8 @@
 
 Everything the plugin uses of vLLM beyond its documented entry points is in this package, so that a moved name is one
 edit, and `tests/contract/` reports it. Comments name the version that needs a line. Imports are inside the functions,
-because vLLM loads the plugin in every process, also for other models. `replaced.py` lists the exceptions (bases of our
-subclasses) and the attributes that are replaced.
+because vLLM loads the plugin in every process, also for other models. `tests/contract/written.py` lists the exceptions
+(bases of our subclasses) and the attributes that are replaced.
 """
 
 from __future__ import annotations

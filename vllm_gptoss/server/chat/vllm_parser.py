@@ -253,7 +253,7 @@ def parser_class() -> type:
 def install() -> bool:
     """Makes vLLM use our parser for gpt-oss; False, with a warning, if this vLLM has no such class.
 
-    Idempotent. `_vllm/replaced.py` lists what is replaced and why.
+    Idempotent. docs/harmony.md lists what is replaced and why.
     """
     try:
         ours = parser_class()
