@@ -7,7 +7,6 @@ from collections.abc import Mapping
 REPLACED: Mapping[str, str] = {
     "module.HarmonyParser": "_vllm/replaced.py",
     "renderer._make_request_with_harmony": "_vllm/replaced.py",
-    "handler.engine_client": "_vllm/replaced.py",
     "state[name]": "_vllm/replaced.py",
     "request.make_request_output": "_vllm/replaced.py",
     "layer.attn_backend": "engine/attention/sm90.py",

@@ -73,16 +73,8 @@ def use_chat_prompt(renderer: Any, wrap: Callable[[Any], Any]) -> bool:
 
 CHAT_HANDLERS = ("openai_serving_chat", "openai_serving_chat_batch", "anthropic_serving_messages")
 """vLLM's handlers that read a model's output as chat does, by their names in the app's state."""
-CHANGED = (*CHAT_HANDLERS, "openai_serving_completion", "online_renderer", "structured_outputs_config")
+CHANGED = ("online_renderer", "structured_outputs_config")
 """Objects in the app's state and in the arguments, with attributes that the plugin sets."""
-
-
-def watch_generation(state: Any, wrap: Callable[[Any], Any]) -> None:
-    """Puts `wrap` around the engine client of the chat handlers that are in the app's `state`."""
-    for name in CHAT_HANDLERS:
-        handler = getattr(state, name, None)
-        if handler is not None:
-            handler.engine_client = wrap(handler.engine_client)
 
 
 def use_request_output(
@@ -113,15 +105,13 @@ def use_request_output(
     return restore
 
 
-def use_handler(state: Any, name: str, ours: type) -> None:
-    """Makes the handler `name` in the app's `state`, if it exists, an instance of a subclass of `ours`."""
+def use_handler(state: Any, name: str, *ours: type, **fields: Any) -> None:
+    """Replaces the handler `name` in the app's `state`, if it exists, by a copy with these `fields`.
+
+    The copy's class inherits from `ours` and from the class of the handler.
+    """
     if (handler := getattr(state, name, None)) is not None:
-        setattr(state, name, _under(ours, handler))
-
-
-def _under(ours: type, handler: Any) -> Any:
-    """A copy of `handler` with a class that inherits from `ours` and from the class of `handler`."""
-    theirs = type(handler)
-    streaming = object.__new__(type(theirs.__name__, (ours, theirs), {"__module__": ours.__module__}))
-    vars(streaming).update(vars(handler))
-    return streaming
+        theirs = type(handler)
+        copy = object.__new__(type(theirs.__name__, (*ours, theirs), {"__module__": __name__}))
+        vars(copy).update(vars(handler), **fields)
+        setattr(state, name, copy)

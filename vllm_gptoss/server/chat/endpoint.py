@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from argparse import Namespace
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from vllm_gptoss import _vllm
@@ -69,13 +68,14 @@ class ChatCompletions:
             )
 
     async def start(self, engine_client: Any, state: Any, args: Namespace) -> None:
-        """Installs our prompt in vLLM's renderer and our stop strings in its handlers; see `_vllm/replaced.py`."""
+        """Installs our prompt in vLLM's renderer, and copies of its handlers with our stop strings and streams."""
         if not self._is_on:
             return
         makes_text = not self._streams or getattr(args, "enable_log_outputs", False)
-        replaced.watch_generation(state, partial(AnswerStops, makes_text=makes_text))
-        for name in ("openai_serving_chat", "openai_serving_chat_batch"):
-            replaced.use_handler(state, name, AnswerLogprobs)
+        client = AnswerStops(engine_client, makes_text=makes_text)
+        parts = (AnswerLogprobs,), (AnswerLogprobs,), ()
+        for name, classes in zip(replaced.CHAT_HANDLERS, parts, strict=True):
+            replaced.use_handler(state, name, *classes, engine_client=client)
         if self._streams:
             replaced.use_handler(state, "openai_serving_chat", ChatStream)
         if _vllm.instructions_in_system():
