@@ -485,6 +485,47 @@ def experts_by_logits(module: Any, up: Weights, down: Weights, tokens: int, dtyp
     experts_close(run_experts(module, x, logits, None), experts_oracle(x, ids, top.softmax(-1), up, down))
 
 
+def experts_of_a_rank(
+    made: Callable[[FewTokenExperts], Any], up: Weights, down: Weights, tokens: int, active: int = ACTIVE
+) -> Any:
+    """A rank with the second half of the experts sums only its own. made: the kernels of the mapped layer; returned."""
+    count = up.blocks.shape[0]
+    mapping = torch.full((2 * count,), -1, dtype=torch.int32, device=DEVICE)
+    mapping[count:] = torch.arange(count, dtype=torch.int32, device=DEVICE)
+    mapped = FewTokenExperts(
+        up.projection, down.projection, active, 2 * count, alpha=ALPHA, limit=LIMIT, expert_map=mapping
+    )
+    x = draw(tokens, down.blocks.shape[1])
+    ids = torch.stack([torch.randperm(2 * count, device=DEVICE)[:active] for _ in range(tokens)])
+    ids[0] = torch.arange(active)  # a token with no expert here
+    weights = torch.rand(tokens, active, device=DEVICE)
+    module = made(mapped)
+    out = run_experts(module, x, ids.int(), weights)
+    experts_close(out, experts_oracle(x, mapping[ids].long(), weights, up, down))
+    assert not out[0].any()
+    return module
+
+
+def experts_in_a_graph(module: Any, up: Weights, down: Weights, tokens: int) -> None:
+    """A graph of three launches replays on new inputs."""
+    x = draw(tokens, down.blocks.shape[1])
+    logits = torch.randn(tokens, up.blocks.shape[0], device=DEVICE).bfloat16()
+    out = torch.empty_like(x)
+    module(x, logits, None, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            module(x, logits, None, out)
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        logits.copy_(torch.randn_like(logits))
+        wanted = run_experts(module, x, logits, None)
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same(out, wanted)
+
+
 def filled_cache(blocks: int, block: int = BLOCK, strided: bool = False) -> Tensor:
     cache = draw(blocks, block, 8, 2 * HEAD) if strided else draw(blocks, 8, block, 2 * HEAD)
     return cache.transpose(1, 2) if strided else cache

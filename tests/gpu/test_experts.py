@@ -67,37 +67,9 @@ def test_a_block_whose_slots_do_not_fit_stages_them_one_after_another(layer: Lay
 
 @pytest.mark.parametrize("tokens", [8, 64])
 def test_an_expert_parallel_rank_sums_only_its_own(layer: Layer, tokens: int) -> None:
-    count, up, down = layer
     taking(layer, tokens)
-    mapping = torch.full((2 * count,), -1, dtype=torch.int32, device="cuda")
-    mapping[count:] = torch.arange(count, dtype=torch.int32, device="cuda")
-    module = experts.FewTokenExperts(
-        up.projection, down.projection, ACTIVE, 2 * count, alpha=ALPHA, limit=LIMIT, expert_map=mapping
-    )
-    x = cases.draw(tokens, C)
-    ids = torch.stack([torch.randperm(2 * count, device="cuda")[:ACTIVE] for _ in range(tokens)])
-    ids[0] = torch.arange(ACTIVE)  # a token with no expert here
-    weights = torch.rand(tokens, ACTIVE, device="cuda")
-    out = cases.run_experts(module, x, ids.int(), weights)
-    cases.experts_close(out, cases.experts_oracle(x, mapping[ids].long(), weights, up, down))
-    assert not out[0].any()
+    cases.experts_of_a_rank(lambda mapped: mapped, layer[1], layer[2], tokens)
 
 
 def test_a_graph_replays_on_new_inputs(layer: Layer) -> None:
-    module = prepared(layer)
-    x = cases.draw(2, C)
-    logits = torch.randn(2, layer[0], device="cuda").bfloat16()
-    out = torch.empty_like(x)
-    module(x, logits, None, out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(3):
-            module(x, logits, None, out)
-    for _ in range(3):
-        x.copy_(torch.randn_like(x))
-        logits.copy_(torch.randn_like(logits))
-        wanted = cases.run_experts(module, x, logits, None)
-        out.fill_(float("nan"))
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(out, wanted)
+    cases.experts_in_a_graph(prepared(layer), layer[1], layer[2], 2)

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from tests.gpu import cases
-from tests.gpu.cases import ALPHA, LIMIT, Kernels
+from tests.gpu.cases import Kernels
 from tests.gpu.marks import SM90
-from vllm_gptoss.engine.kernels import experts
 from vllm_gptoss.engine.kernels.experts_many import ManyTokenExperts, counters
 
 pytestmark = SM90
@@ -44,39 +43,12 @@ def test_logits_of_both_dtypes_choose_as_topk(layer: Kernels, dtype: torch.dtype
 @pytest.mark.parametrize("tokens", [64, 256])
 def test_an_expert_parallel_rank_sums_only_its_own(layer: Kernels, tokens: int) -> None:
     few, up, down = layer
-    count = up.blocks.shape[0]
-    mapping = torch.full((2 * count,), -1, dtype=torch.int32, device="cuda")
-    mapping[count:] = torch.arange(count, dtype=torch.int32, device="cuda")
-    mapped = experts.FewTokenExperts(
-        up.projection, down.projection, few.active, 2 * count, alpha=ALPHA, limit=LIMIT, expert_map=mapping
-    )
-    x = cases.draw(tokens, down.blocks.shape[1])
-    ids = torch.stack([torch.randperm(2 * count, device="cuda")[: few.active] for _ in range(tokens)])
-    ids[0] = torch.arange(few.active)  # a token with no expert here
-    weights = torch.rand(tokens, few.active, device="cuda")
-    out = cases.run_experts(ManyTokenExperts(mapped), x, ids.int(), weights)
-    cases.experts_close(out, cases.experts_oracle(x, mapping[ids].long(), weights, up, down))
-    assert not out[0].any()
-    none = cases.run_experts(ManyTokenExperts(mapped), x, torch.zeros_like(ids).int(), weights)
+    many = cases.experts_of_a_rank(ManyTokenExperts, up, down, tokens, few.active)
+    nowhere = torch.zeros(tokens, few.active, dtype=torch.int32, device="cuda")
+    none = cases.run_experts(many, cases.draw(tokens, down.blocks.shape[1]), nowhere, torch.ones_like(nowhere).float())
     assert not none.any(), "a rank that has no token's expert"
 
 
 def test_a_graph_replays_on_new_inputs(layer: Kernels) -> None:
-    many = ManyTokenExperts(layer[0])
-    x = cases.draw(70, layer[2].blocks.shape[1])
-    logits = torch.randn(70, layer[1].blocks.shape[0], device="cuda").bfloat16()
-    out = torch.empty_like(x)
-    many(x, logits, None, out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(3):
-            many(x, logits, None, out)
-    for _ in range(3):
-        x.copy_(torch.randn_like(x))
-        logits.copy_(torch.randn_like(logits))
-        wanted = cases.run_experts(many, x, logits, None)
-        out.fill_(float("nan"))
-        graph.replay()
-        torch.cuda.synchronize()
-        assert cases.same(out, wanted)
+    cases.experts_in_a_graph(ManyTokenExperts(layer[0]), layer[1], layer[2], 70)
     assert not counters(0).any(), "a launch leaves its counters as they were"

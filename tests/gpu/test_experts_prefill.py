@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.gpu import cases
-from tests.gpu.cases import ALPHA, LIMIT, Kernels
+from tests.gpu.cases import Kernels
 from tests.gpu.marks import SM90
 from vllm_gptoss.engine.kernels import experts
 from vllm_gptoss.engine.kernels.experts_prefill import SLICE_TOKENS, PrefillExperts, state
@@ -58,42 +58,16 @@ def test_logits_of_both_dtypes_choose_as_topk(layer: Kernels, dtype: torch.dtype
 
 @pytest.mark.parametrize("tokens", [200, 1024])
 def test_an_expert_parallel_rank_sums_only_its_own(layer: Kernels, tokens: int) -> None:
-    few, up, down = layer
-    count = up.blocks.shape[0]
-    mapping = torch.full((2 * count,), -1, dtype=torch.int32, device="cuda")
-    mapping[count:] = torch.arange(count, dtype=torch.int32, device="cuda")
-    mapped = experts.FewTokenExperts(
-        up.projection, down.projection, few.active, 2 * count, alpha=ALPHA, limit=LIMIT, expert_map=mapping
-    )
-    x = cases.draw(tokens, down.blocks.shape[1])
-    ids = torch.stack([torch.randperm(2 * count, device="cuda")[: few.active] for _ in range(tokens)])
-    ids[0] = torch.arange(few.active)  # a token with no expert here
-    weights = torch.rand(tokens, few.active, device="cuda")
-    prefill = PrefillExperts(mapped)
-    poison_memory(prefill, tokens)
-    out = cases.run_experts(prefill, x, ids.int(), weights)
-    cases.experts_close(out, cases.experts_oracle(x, mapping[ids].long(), weights, up, down))
-    assert not out[0].any()
+    def made(mapped: experts.FewTokenExperts) -> PrefillExperts:
+        prefill = PrefillExperts(mapped)
+        poison_memory(prefill, tokens)
+        return prefill
+
+    cases.experts_of_a_rank(made, layer[1], layer[2], tokens, layer[0].active)
 
 
 def test_a_graph_replays_on_new_inputs(layer: Kernels) -> None:
-    prefill = PrefillExperts(layer[0])
-    x = cases.draw(600, layer[2].blocks.shape[1])
-    logits = torch.randn(600, layer[1].blocks.shape[0], device="cuda").bfloat16()
-    out = torch.empty_like(x)
-    prefill(x, logits, None, out)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(3):
-            prefill(x, logits, None, out)
-    for _ in range(3):
-        x.copy_(torch.randn_like(x))
-        logits.copy_(torch.randn_like(logits))
-        wanted = cases.run_experts(prefill, x, logits, None)
-        out.fill_(float("nan"))
-        graph.replay()
-        torch.cuda.synchronize()
-        assert cases.same(out, wanted)
+    cases.experts_in_a_graph(PrefillExperts(layer[0]), layer[1], layer[2], 600)
     assert not state(0)[:4].any(), "a launch leaves its counter of blocks as it was"
 
 
