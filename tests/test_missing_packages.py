@@ -244,25 +244,10 @@ def test_a_setting_that_cannot_be_met_is_an_error(apps: list[dict[str, Any]], at
     assert f"pip install '{requirement(module)}'" in error
 
 
-SITE = """
-import os, sys
-from importlib.abc import MetaPathFinder
-
-class Hidden(MetaPathFinder):
-    def find_spec(self, fullname, path=None, target=None):
-        if fullname.partition(".")[0] == os.environ["HIDDEN_MODULE"]:
-            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
-
-for name in [name for name in sys.modules if name.partition(".")[0] == os.environ["HIDDEN_MODULE"]]:
-    del sys.modules[name]
-sys.meta_path.insert(0, Hidden())
-"""
-
-
 def hiding(folder: Path, module: str) -> dict[str, str]:
     """The environment of a start of Python that does not find `module`."""
-    (folder / "sitecustomize.py").write_text(SITE)
-    return {"PYTHONPATH": str(folder), "HIDDEN_MODULE": module, "XDG_STATE_HOME": str(folder)}
+    (folder / "sitecustomize.py").write_text(f"from tests.support import hiding; hiding.hide({module!r})")
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "XDG_STATE_HOME": str(folder)}
 
 
 @pytest.mark.vllm
