@@ -9,9 +9,10 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -161,3 +162,17 @@ def forced(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     environment = {"PYTHONPATH": str(ROOT), "GPTOSS_STRICT_TOOLS": "0", "XDG_STATE_HOME": str(home), **SAME_EVERYWHERE}
     with serve(model_dir, home / "serve.log", arguments, environment, popen=warm_vllm.popen) as server:
         yield server
+
+
+@pytest.fixture
+def warm_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of `vllm_gptoss.cli.bench` start with vLLM imported, and compile nothing for logprobs."""
+    from vllm_gptoss.cli.bench import worker
+
+    def run(command: Sequence[str], env: Mapping[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
+        done = warm_vllm.run(command, env, 300)
+        print(done.stdout[-3000:])
+        return done
+
+    monkeypatch.setattr(worker, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")

@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 
 from demo.server import NAME
 from demo.server import serve as start
-from tests.support import warm
+from tests.support import warm, warm_vllm
 from tests.support.places import ROOT
 from vllm_gptoss.tools.missing import DISTRIBUTIONS, reason, requirement
 
@@ -117,8 +117,8 @@ RESPONSES = ("sqlalchemy", "aiosqlite", "cryptography", "jsonschema", "yaml", "h
 BROWSER = ("bs4", "lxml", "markdownify", "markdown_it", "protego", "pypdf", "webencodings", "charset_normalizer")
 PYTHON = ("jupyter_client", "fsspec")
 MCP = ("mcp",)
-UNUSED = ("ipykernel", "packaging", "psutil", "rich", "socksio", "typer")
-"""Used by the command line, inside the sandbox, or with a proxy alone."""
+UNUSED = "ipykernel packaging psutil rich socksio typer"
+"""Used by the command line, inside the sandbox, or with a proxy alone: hidden together."""
 EVERYTHING = ("msgspec", "openai_harmony", "prometheus_client")
 """vLLM needs these too; they are hidden from the plugin alone here. Without pydantic or safetensors vLLM is down."""
 
@@ -139,7 +139,7 @@ CASES = {
     **dict.fromkeys(BROWSER, TOOLS),
     **dict.fromkeys(PYTHON, "python"),
     **dict.fromkeys(MCP, TOOLS),
-    **dict.fromkeys(UNUSED, ""),
+    UNUSED: "",
     **dict.fromkeys(EVERYTHING, ""),
 }
 
@@ -173,7 +173,8 @@ def served(apps: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def test_each_dependency_is_hidden_once() -> None:
-    assert {distribution_of(module) for module in CASES} - {""} == DECLARED - {"pydantic", "safetensors"}
+    hidden = {distribution_of(module) for modules in CASES for module in modules.split()}
+    assert hidden == DECLARED - {"pydantic", "safetensors"}
 
 
 def serving(app: Mapping[str, Any]) -> dict[str, str]:
@@ -222,7 +223,7 @@ def test_without_mcp_only_its_servers_are_off(served: dict[str, dict[str, Any]],
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("module", ["", *UNUSED])
+@pytest.mark.parametrize("module", ["", UNUSED])
 def test_the_plugin_serves_everything(served: dict[str, dict[str, Any]], module: str) -> None:
     assert serving(served[module]) == OURS
     assert "is off; vLLM" not in served[module]["log"]
@@ -243,30 +244,16 @@ def test_a_setting_that_cannot_be_met_is_an_error(apps: list[dict[str, Any]], at
     assert f"pip install '{requirement(module)}'" in error
 
 
-SITE = """
-import os, sys
-from importlib.abc import MetaPathFinder
-
-class Hidden(MetaPathFinder):
-    def find_spec(self, fullname, path=None, target=None):
-        if fullname.partition(".")[0] == os.environ["HIDDEN_MODULE"]:
-            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
-
-sys.meta_path.insert(0, Hidden())
-"""
-
-
 def hiding(folder: Path, module: str) -> dict[str, str]:
-    """The environment of an ordinary start of Python that does not find `module`."""
-    (folder / "sitecustomize.py").write_text(SITE)
-    return {"PYTHONPATH": str(folder), "HIDDEN_MODULE": module, "XDG_STATE_HOME": str(folder)}
+    """The environment of a start of Python that does not find `module`."""
+    (folder / "sitecustomize.py").write_text(f"from tests.support import hiding; hiding.hide({module!r})")
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "XDG_STATE_HOME": str(folder)}
 
 
 @pytest.mark.vllm
 def test_doctor_names_the_part_and_the_package(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "vllm_gptoss.cli", "doctor", "--json"]
     environ = {**os.environ, **hiding(tmp_path, "sqlalchemy")}
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=ROOT, timeout=300)
+    done = warm.run(["-m", "vllm_gptoss.cli", "doctor", "--json"], environ)
     (found,) = (each for each in json.loads(done.stdout) if each["check"] == "plugin: Responses API")
     assert done.returncode == 1
     assert (found["status"], found["fix"]) == ("problem", f"pip install '{requirement('sqlalchemy')}'")
@@ -287,7 +274,7 @@ def test_a_command_that_cannot_run_names_the_package(tmp_path: Path, module: str
 @pytest.mark.serve
 def test_vllm_serve_with_its_tools_and_without_one_package(model_dir: Path, tmp_path: Path) -> None:
     environ = hiding(tmp_path, "webencodings")
-    with start(model_dir, tmp_path / "serve.log", ["--tool-server", "demo"], environ) as server:
+    with start(model_dir, tmp_path / "serve.log", ["--tool-server", "demo"], environ, popen=warm_vllm.popen) as server:
         body = {"model": NAME, "input": "Is it?", "max_output_tokens": 4, "store": True}
         answer = httpx.post(f"{server.api}/responses", json=body, timeout=120)
         assert answer.status_code == 200, answer.text

@@ -6,18 +6,13 @@ import dataclasses
 import json
 import random
 import shutil
-import subprocess
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from benchmarks import numerics
 from benchmarks.numerics import Reading, verdict
-from tests.support import warm_vllm
-from vllm_gptoss.cli.bench import checkpoint, shapes, worker
+from vllm_gptoss.cli.bench import checkpoint, shapes
 
 POSITIONS, TOKENS = 640, 12
 EAGER = {"enforce_eager": True, "kv_cache_memory_bytes": 2**28}
@@ -84,20 +79,7 @@ def test_random_weights_are_the_same_every_time(tmp_path: Path) -> None:
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
 
 
-@pytest.fixture
-def warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processes of engines start with vLLM imported, and compile nothing for logprobs."""
-
-    def run(command: Sequence[str], env: Mapping[str, str], **_: Any) -> subprocess.CompletedProcess[str]:
-        done = warm_vllm.run(command, env, 300)
-        print(done.stdout[-3000:])
-        return done
-
-    monkeypatch.setattr(worker, "subprocess", SimpleNamespace(run=run))
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-
-
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("warm_engines")
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_real_engines_within_and_outside(tmp_path: Path) -> None:
@@ -149,7 +131,7 @@ def test_what_was_decoded_is_compared_up_to_the_first_difference() -> None:
     assert all(one["likely"] == [0, 1, 2, 3] and one["top"] == ["a", "b", "c", "d"] for one in found.values())
 
 
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("warm_engines")
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_plain_decode_of_real_engines_is_compared_with_each_other_and_with_float64(tmp_path: Path) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 
 from tests.contract.source import ROOT, Release, find, parameters
 
 
-def overrides() -> Iterator[tuple[Path, str, ast.FunctionDef, str, str]]:
+@functools.cache
+def overrides() -> list[tuple[Path, str, ast.FunctionDef, str, str]]:
     """(file, class, method, module of the base, base) for every plugin class with a base imported from vLLM."""
+    found = []
     for path in sorted((ROOT / "vllm_gptoss").rglob("*.py")):
         tree = ast.parse(path.read_text())
         origin = {
@@ -26,10 +28,8 @@ def overrides() -> Iterator[tuple[Path, str, ast.FunctionDef, str, str]]:
                 if isinstance(base, ast.Name) and base.id in origin:
                     for method in node.body:
                         if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef):
-                            yield path, node.name, method, *origin[base.id]  # type: ignore[misc]
-
-
-OVERRIDES = list(overrides())
+                            found.append((path, node.name, method, *origin[base.id]))
+    return found  # type: ignore[return-value]
 
 
 def takes(ours: ast.FunctionDef, theirs: ast.stmt) -> list[str]:
@@ -43,7 +43,7 @@ def takes(ours: ast.FunctionDef, theirs: ast.stmt) -> list[str]:
 def narrow(release: Release) -> list[tuple[str, str]]:
     """(plugin file, problem) of each override that does not accept a parameter of `release`'s method."""
     problems = []
-    for path, name, method, module, base in OVERRIDES:
+    for path, name, method, module, base in overrides():
         upstream = find(release, module, f"{base}.{method.name}")
         if isinstance(upstream, ast.FunctionDef | ast.AsyncFunctionDef) and (lacking := takes(method, upstream)):
             where = f"{path.relative_to(ROOT)}:{method.lineno} {name}.{method.name}"

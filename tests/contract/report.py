@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,9 +81,18 @@ def _parameters(source: VllmSource, name: str) -> set[str]:
 
 def _found_again(release: Release, name: str) -> str:
     """Other files that define the last part of a missing name."""
-    pattern = re.compile(rf"^\s*(?:async def|def|class) {re.escape(name.rpartition('.')[2])}\b", re.MULTILINE)
-    files = [path for path in sorted((release.root / "vllm").rglob("*.py")) if pattern.search(path.read_text())]
-    return f" (now perhaps in {', '.join(str(path.relative_to(release.root)) for path in files[:3])})" if files else ""
+    files = _definers(release.root).get(name.rpartition(".")[2])
+    return f" (now perhaps in {', '.join(files[:3])})" if files else ""
+
+
+@functools.cache
+def _definers(root: Path) -> Mapping[str, list[str]]:
+    """The files of a release that define a function, method or class, by its name."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((root / "vllm").rglob("*.py")):
+        for name in set(re.findall(r"^\s*(?:async def|def|class) (\w+)", path.read_text(), re.MULTILINE)):
+            found.setdefault(name, []).append(str(path.relative_to(root)))
+    return found
 
 
 def _diff(name: str, before: VllmSource, now: VllmSource) -> str:

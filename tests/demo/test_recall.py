@@ -13,8 +13,8 @@ from tests.support import warm_vllm
 from tests.support.scale import count
 from vllm_gptoss.engine.choose.device import detect
 
-EVERY = count(1, 4)
-"""All steps in `make soak`, each fourth in `make test`."""
+EVERY = count(1, 8)
+"""All steps in `make soak`, each eighth in `make test`."""
 
 
 @pytest.mark.vllm

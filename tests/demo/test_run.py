@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.served import free_port
 from demo.run import port_number
 from tests.support.places import CACHE, ROOT
 from tests.support.waiting import soon
@@ -65,12 +66,6 @@ def fake_bin(tmp_path: Path) -> Callable[[str], Path]:
         return tmp_path
 
     return make
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Terminal:

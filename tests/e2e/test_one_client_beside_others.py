@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -56,11 +57,13 @@ def body(**fields: str) -> str:
     return "{" + ",".join(f'"{name}":{value}' for name, value in ({"model": f'"{MODEL}"'} | fields).items()) + "}"
 
 
+def lists_in(field: str) -> str:
+    return body(**{field: lists(MANY)})
+
+
 LONG = "a prompt that is rendered outside the event loop " * 500
 HI = '[{"role": "user", "content": "hi"}]'
-MILLION = lists(1_000_000)
-NUMBERS = f"[{','.join(['1'] * 1_000_000)}]"
-BIASES = json.dumps(dict.fromkeys(map(str, range(500_000)), "x"))
+MANY = 1_000_000
 ROUTES = {
     "/v1/responses": "input",
     "/v1/responses/compact": "input",
@@ -72,21 +75,22 @@ ROUTES = {
     "/v1/completions": "prompt",
     "/tokenize": "messages",
 }
-TOO_LARGE: dict[str, tuple[str, str]] = {
-    **{f"lists to {path}": (path, body(**{field: MILLION})) for path, field in ROUTES.items()},
-    "numbers as stop": ("/v1/responses", body(input='"hi"', stop=NUMBERS)),
-    "numbers as stop of chat": ("/v1/chat/completions", body(messages=HI, stop=NUMBERS)),
-    "biases": ("/v1/chat/completions", body(messages=HI, logit_bias=BIASES)),
-    "bytes": ("/v1/responses", body(input=json.dumps("a" * (33 << 20)))),
-    "digits": ("/v1/chat/completions", body(messages=HI, seed="1" * 1_000_000)),
-    "depth": ("/v1/chat/completions", body(messages="[" * 500 + "]" * 500)),
-    "no JSON": ("/v1/responses", '"' * (4 << 20)),
+TOO_LARGE: dict[str, tuple[str, Callable[[], str]]] = {
+    **{f"lists to {path}": (path, partial(lists_in, field)) for path, field in ROUTES.items()},
+    "numbers as stop": ("/v1/responses", lambda: body(input='"hi"', stop=f"[{'1,' * MANY}1]")),
+    "numbers as stop of chat": ("/v1/chat/completions", lambda: body(messages=HI, stop=f"[{'1,' * MANY}1]")),
+    "biases": ("/v1/chat/completions", lambda: body(messages=HI, logit_bias=json.dumps(dict.fromkeys(range(MANY), 1)))),
+    "bytes": ("/v1/responses", lambda: body(input=json.dumps("a" * (33 << 20)))),
+    "digits": ("/v1/chat/completions", lambda: body(messages=HI, seed="1" * 1_000_000)),
+    "depth": ("/v1/chat/completions", lambda: body(messages="[" * 500 + "]" * 500)),
+    "no JSON": ("/v1/responses", lambda: '"' * (4 << 20)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TOO_LARGE)
 async def test_a_body_over_the_limits_is_refused_unbuilt(server: tuple[str, int], name: str) -> None:
-    path, content = TOO_LARGE[name]
+    path, make = TOO_LARGE[name]
+    content = make()
 
     async def attack(http: httpx.AsyncClient) -> None:
         for _ in range(3):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -142,12 +141,12 @@ def bodies(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]
     for name, environment in SETTINGS.items():
         with pytest.MonkeyPatch.context() as patch:
             patch.delenv("VLLM_PLUGINS", raising=False)
-            popen = subprocess.Popen if name == "unset" else warm_vllm.popen  # "unset" starts as a user starts it
-            with serve(model, base / f"{name}.log", (), environment, base_arguments=ARGUMENTS, popen=popen) as server:
+            log, start = base / f"{name}.log", warm_vllm.popen
+            with serve(model, log, (), environment, base_arguments=ARGUMENTS, popen=start) as server:
                 out[name] = {label: ask(server.url, *request) for label, request in REQUESTS.items()}
                 metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
                 out[name]["metrics"] = "\n".join(sorted(set(re.findall(r"^# TYPE (\S+ \S+)", metrics, re.MULTILINE))))
-        out[name]["log"] = (base / f"{name}.log").read_text()
+        out[name]["log"] = log.read_text()
     return out
 
 

@@ -1,9 +1,9 @@
-"""`python -m tests.support.hiding MODEL CASE…`: vLLM's app of a gpt-oss server, each time without one module.
+"""`python -m tests.support.hiding MODEL CASE…`: vLLM's app of a gpt-oss server, each time without some modules.
 
 The app is built and its state filled by vLLM's own functions; the engine is a fake with one answer. A case is
-a JSON list: the module, the server's `--tool-server`, environment variables. Prints a JSON line for each case: the log,
-the module that serves each route, the class of vLLM's tool server, and the answers to three requests, or the error that
-ended the start. vLLM is imported before a module is hidden, so that a module that vLLM needs is hidden from the plugin.
+a JSON list: the modules, the server's `--tool-server`, environment variables. Prints a JSON line for each case: the
+log, the module that serves each route, the class of vLLM's tool server, and the answers to three requests, or the error
+that ended the start. vLLM is imported before a module is hidden, so that modules that vLLM needs too can be hidden.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ async def serve(args: Any, client: Engine, questions: Mapping[str, Any]) -> dict
 
 
 def without(module: str, args: Any, client: Engine) -> dict[str, Any]:
-    if module:
-        hide(module)
+    for each in module.split():
+        hide(each)
     said = io.StringIO()
     logging.getLogger("vllm").addHandler(logging.StreamHandler(said))  # our loggers get vLLM's handlers
     try:

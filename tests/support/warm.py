@@ -9,7 +9,6 @@ Run as a program, `python -m tests.support.warm FOLDER ARGUMENTS` is what is for
 from __future__ import annotations
 
 import atexit
-import functools
 import gc
 import os
 import runpy
@@ -19,22 +18,23 @@ import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-
-from prometheus_client import REGISTRY
 
 from demo.server import on_gpu
 from tests.support import warm_vllm
 
 LIMIT_S = 300
+_run = subprocess.run
 ASKING = ("vllm_gptoss.cli.doctor.probe", "vllm_gptoss.cli.recipes.probe")
 """Modules that the plugin's commands start as processes of vLLM."""
 
 
 def run(
-    arguments: Sequence[str], environ: Mapping[str, str] | None = None, limit_s: float = LIMIT_S
+    arguments: Sequence[str], environ: Mapping[str, str] | None = None, limit_s: float = LIMIT_S, said: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """Output of `python ARGUMENTS`, of the forms `-c CODE` and `-m MODULE …`. environ: all of it, or this process's.
+    """Output of `python ARGUMENTS`, of the forms `-c CODE` and `-m MODULE …`. environ: all of it, or this process's;
+    said: its standard input.
 
     Raises:
         subprocess.TimeoutExpired: it took more than `limit_s`; it is killed.
@@ -42,10 +42,13 @@ def run(
     environment = dict(os.environ if environ is None else environ)
     command = [sys.executable, *arguments]
     if "COVERAGE_PROCESS_CONFIG" in os.environ or on_gpu():
-        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=limit_s)
+        return _run(command, input=said, capture_output=True, text=True, env=environment, timeout=limit_s)
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "wb") as nothing:
         asked = [command[0], "-m", "tests.support.warm", folder, *command[1:]]
-        process = warm_vllm.Process(asked, stdout=nothing, env=environment)
+        process = warm_vllm.Process(asked, stdin=subprocess.PIPE, stdout=nothing, env=environment)
+        assert process.stdin is not None
+        with process.stdin:
+            process.stdin.write(said.encode())
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -53,6 +56,19 @@ def run(
             raise
         out, err = (Path(folder, name).read_text() for name in ("out", "err"))
         return subprocess.CompletedProcess(command, code, out, err)
+
+
+def probed(command: Sequence[str], **options: Any) -> Any:
+    """`subprocess.run`, but one of `ASKING` is forked unless it has another vLLM."""
+    environ = dict(options.get("env") or os.environ)
+    paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if command[3:4] not in [[name] for name in ASKING] or any(Path(path, "vllm").is_dir() for path in paths):
+        return _run(command, **options)
+    return run(command[2:], environ, options["timeout"], options["input"])
+
+
+PROBING = SimpleNamespace(run=probed, TimeoutExpired=subprocess.TimeoutExpired)
+"""In place of the module `subprocess` where probes are started."""
 
 
 def _redirect(folder: Path) -> None:
@@ -72,31 +88,6 @@ def _become(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
     else:
         sys.argv = ["-c", *rest]
         exec(what, {"__name__": "__main__"})
-
-
-class Forking(subprocess.Popen[Any]):
-    """A process. It is forked from this one, which has imported vLLM, if it is one of `ASKING`."""
-
-    def __init__(self, args: Any, *rest: Any, **options: Any) -> None:
-        environ = dict(options.get("env") or os.environ)
-        if list(args[:3]) == [sys.executable, "-P", "-m"] and args[3] in ASKING and not _has_another_vllm(environ):
-            options["preexec_fn"] = functools.partial(_instead, args[2:], environ)
-        super().__init__(args, *rest, **options)
-
-
-def _has_another_vllm(environ: Mapping[str, str]) -> bool:
-    return any(Path(path, "vllm").is_dir() for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path)
-
-
-def _instead(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Of the program that would be started after this."""
-    os.closerange(3, 1024)  # signals the parent that the program has started
-    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm_gptoss"]:
-        del sys.modules[name]
-    for metric in {metric for name, metric in REGISTRY._names_to_collectors.items() if name.startswith("gptoss_")}:
-        REGISTRY.unregister(metric)
-    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, "rw"[number > 0]) for number in range(3))
-    _run_to_its_end(arguments, environ)
 
 
 def _run_to_its_end(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -121,5 +112,5 @@ def _run_to_its_end(arguments: Sequence[str], environ: Mapping[str, str]) -> Non
 
 if __name__ == "__main__":
     _redirect(Path(sys.argv[1]))
-    subprocess.Popen = Forking  # type: ignore[misc]
+    subprocess.run = probed
     _run_to_its_end(sys.argv[2:], dict(os.environ))

@@ -3,7 +3,7 @@
 A `vllm serve` takes some 43 s of processor until it is healthy, three fifths of it for imports in three processes; so
 started, about 7. It differs from a user's in nothing after the imports but that its processes fork where they would
 spawn; this package is imported after the fork. The start itself is tested with what a user starts
-(tests/demo/test_run.py, test_other_model.py; in `make soak` also `served` and test_api_servers.py).
+(tests/demo/test_run.py; in `make soak` also `served` and test_api_servers.py).
 
 Run as a program, `python -m tests.support.warm_vllm SOCKET MODEL` is that process. It forks one that waits for every
 requested program, and ends it when the requester has exited. MODEL's tokenizer is read once too.
@@ -166,6 +166,8 @@ def main(path: str, model: str) -> None:
     get_quantization_config("mxfp4")  # imports a hundred modules
     read_tokenizer(model)
     assert "vllm_gptoss" not in sys.modules
+    sys.modules["tests.support.warm_vllm"] = sys.modules["__main__"]
+    globals()["_socket"] = lambda: path  # what is forked may ask for more
     gc.freeze()  # vLLM collects seven times in an engine's life: 1.9 s over what is imported here
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -247,6 +249,8 @@ def _become(job: dict[str, Any], reads: int, writes: int) -> None:
     tempfile.tempdir = None  # of the worker that started this; each has its own
     sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     contexts._concrete_contexts["spawn"] = contexts._concrete_contexts["fork"]  # type: ignore[attr-defined]
+    if Path(sys.path[0], "sitecustomize.py").exists():
+        runpy.run_path(str(Path(sys.path[0], "sitecustomize.py")))  # as where Python starts
     program, *rest = job["arguments"]
     if rest[0] == "-m":
         sys.argv = rest[1:]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -65,6 +63,7 @@ def test_what_cannot_be_measured_is_an_error(arguments: list[str], message: str)
     assert message in result.output
 
 
+@pytest.mark.usefixtures("warm_engines")
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(600)
@@ -74,9 +73,8 @@ def test_reloaded_experts_are_the_ones_that_the_cpu_computes_with(tmp_path: Path
     engine = json.dumps({"enforce_eager": True, "kv_cache_memory_bytes": 2**28})
     arguments = ["--shape", "tiny", "--after", ",".join(n for n in operations.NAMES if not n.startswith("sleep"))]
     arguments += ["--concurrency", "4", "--truth", "--engine", engine, "--out", str(out)]
-    command = [sys.executable, "-m", "vllm_gptoss.cli", "bench", "consistency", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = CliRunner().invoke(app, ["bench", "consistency", *arguments])
+    assert done.exit_code == 0, done.output[-3000:]
     rows = json.loads(out.read_text())["rows"]
     assert [row["after"] for row in rows] == ["none", "reload", "trainer", "partial"]
     assert len({Path(row["weights"]).name for row in rows}) == 2, "a reload of the same bytes would show nothing"

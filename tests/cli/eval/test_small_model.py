@@ -43,7 +43,7 @@ def evaluate(server: Server, out: Path, *arguments: str) -> Mapping[str, Mapping
 @pytest.mark.parametrize("api", ["responses", "chat"])
 @pytest.mark.parametrize("name", ["smoke", "toolcalls", "harmony"])
 def test_the_score_is_what_the_model_knows_by_heart(served: Server, tmp_path: Path, name: str, api: str) -> None:
-    efforts = ("low", "medium", "high") if (name, api) == ("smoke", "responses") else ("medium",)
+    efforts = ("low", "high") if (name, api) == ("smoke", "responses") else ("medium",)
     found = evaluate(served, tmp_path / "run", "--eval", name, "--api", api, "--effort", ",".join(efforts))
     expected = {
         f"{effort}/{question.id}": question.id.startswith("demo-")

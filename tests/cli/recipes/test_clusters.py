@@ -10,6 +10,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from tests.support import warm
 from vllm_gptoss.cli.recipes import find, load, probe, render
 
 DEPLOY = Path(__file__).resolve().parents[3] / "recipes" / "deploy"
@@ -51,7 +52,8 @@ def flags() -> dict[str, list[str]]:
 
 
 @pytest.mark.vllm
-def test_vllms_parser_reads_each_as_the_recipe() -> None:
+def test_vllms_parser_reads_each_as_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "subprocess", warm.PROBING)
     wanted, *found = probe.ask([render.words(RECIPE)[2:], *flags().values()]).parsed
     for name, each in zip(flags(), found, strict=True):
         assert not each.error, f"{name}: {each.error}"

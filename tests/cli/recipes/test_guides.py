@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.support import warm
 from vllm_gptoss.cli import main
 from vllm_gptoss.cli.recipes import defaults, find, flags, load, probe, render
 from vllm_gptoss.cli.recipes.schema import Recipe
@@ -228,7 +229,8 @@ def test_the_numbers_in_the_advice_are_the_defaults_and_the_recipes() -> None:
     assert {"full_cuda_graph", "enable_fi_allreduce_fusion", "enable_noop"} <= flags.RENAMED.keys()
 
 
-def test_vllm_reads_and_refuses_what_the_advice_has() -> None:
+def test_vllm_reads_and_refuses_what_the_advice_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "subprocess", warm.PROBING)
     fused = '{"pass_config": {"fuse_rope_kvcache": true}, "use_inductor_graph_partition": true}'
     accepted = [
         ["--quantization-config.moe.activation", "mxfp8"],

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import warm
 from vllm_gptoss.cli.recipes import check, flags, load, probe, render, variables
 from vllm_gptoss.cli.recipes.check import Case
 from vllm_gptoss.engine.choose import devices
@@ -98,7 +99,9 @@ def release(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     others = [["--config", str(mine)], ["/local/model", "--config", str(mine), "--max-num-seqs", "9"]]
     questions = [*(recipe.config for recipe in RECIPES), *broken, {**MODEL, **RESTATED}, *WORDS]
     engine = [[MODEL["model"], *line.split()] for line in (*REFUSED, *ACCEPTED)]
-    return probe.ask([*questions, *served, *typed, *engine, *others], request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probe, "subprocess", warm.PROBING)
+        return probe.ask([*questions, *served, *typed, *engine, *others], request.param)
 
 
 @pytest.mark.parametrize("line", [*REFUSED, *ACCEPTED])

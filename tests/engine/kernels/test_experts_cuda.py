@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.kernels.cubins import compiled, judged
+from tests.support.scale import SOAK
 from vllm_gptoss.engine.kernels import experts, experts_plan, nvrtc
 
 SOURCE = 'extern "C" __global__ void touch(int* p) { p[threadIdx.x] = N; }'
@@ -35,6 +36,7 @@ TUNINGS = [
 
 @pytest.mark.parametrize(("intermediate", "local", "routed"), RANKS)
 def test_both_projections_compile_for_every_rank(intermediate: int, local: int, routed: int) -> None:
+    """To the end for one rank and for the most tokens of the others; in `make soak` all."""
     for which, tuning, most in TUNINGS:
         rows, columns = (2 * intermediate, 2880) if which == "experts_up" else (2880, intermediate)
         tuning = experts_plan.fitted(tuning, columns // 64)
@@ -44,7 +46,10 @@ def test_both_projections_compile_for_every_rank(intermediate: int, local: int, 
         )
         macros["ONLY"] = experts.ONLY[which]
         options = [*(f"-D{k}={v}" for k, v in macros.items()), f"--maxrregcount={tuning.registers}"]
-        assert which.encode() in compiled(nvrtc.source(experts.SOURCE), "sm_90", options)
+        if SOAK or (intermediate, local) == (2880, 32) or most == experts_plan.MAX_TOKENS:
+            assert which.encode() in compiled(nvrtc.source(experts.SOURCE), "sm_90", options)
+        else:
+            judged(nvrtc.source(experts.SOURCE), "sm_90", options)
 
 
 @pytest.mark.parametrize("mode", [(0, 0), (0, 1), (1, 0), (2, 0)])

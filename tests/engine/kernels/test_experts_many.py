@@ -33,12 +33,15 @@ def options_of(job: CompileJob) -> list[str]:
 @pytest.mark.soak
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_shape_compiles_and_has_the_shared_memory_it_takes(shape: tuple[int, int, int, int, int]) -> None:
+    """To the end for one shape and for the largest step of the others; in `make soak` all."""
     many = prepared(*shape)
-    all_tunings = SOAK or shape in SHAPES[:2]
-    for most in many.tunings if all_tunings else (min(many.tunings), max(many.tunings)):
+    for most in many.tunings:
         job = many.compile_job(most, torch.bfloat16)
         check = f"\nstatic_assert(X_BYTES + META_BYTES + RING_BYTES <= {job.shared});"
-        assert NAME.encode() in compiled(nvrtc.source(SOURCE) + check, "sm_90a", options_of(job))
+        if SOAK or shape == SHAPES[0] or most == max(many.tunings):
+            assert NAME.encode() in compiled(nvrtc.source(SOURCE) + check, "sm_90a", options_of(job))
+        else:
+            judged(nvrtc.source(SOURCE) + check, "sm_90a", options_of(job))
         assert job.shared <= experts_plan.SHARED_LIMIT
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.served import free_port
 from tests.engine.model import ranks
 from tests.support import warm_vllm, whole_model
 from vllm_gptoss.cli.bench import checkpoint, shapes
@@ -48,9 +48,7 @@ def wanted(model: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def run(layout: str, model: Path, out: Path, world: int = 2) -> list[dict[str, Any]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     environment = {**os.environ, "VLLM_PLUGINS": "gptoss", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment["VLLM_DIST_IDENT"] = str(port)  # a launcher's part: what the ranks' shared memory is called
     logs = [Path(f"{out}-{rank}.log") for rank in range(world)]

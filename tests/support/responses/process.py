@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import httpx
 
+from benchmarks.served import free_port
 from tests.support.waiting import soon
 
 SERVER = """
@@ -31,9 +31,7 @@ asyncio.run(main())
 
 
 def killable(store: Path, text: str, rate: float) -> tuple[subprocess.Popen[bytes], httpx.Client]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen([sys.executable, "-c", SERVER, str(store), str(port), text, str(rate)])
     client = httpx.Client(base_url=f"http://127.0.0.1:{port}/v1", timeout=30)
 

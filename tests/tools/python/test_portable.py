@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import wasmtime
 
 from tests.support.notebooks import run_in, started
-from tests.support.places import CACHE
 from vllm_gptoss.tools.check import check_tools
 from vllm_gptoss.tools.protocol import File, Image
 from vllm_gptoss.tools.python import PythonOptions, PythonProvider
-from vllm_gptoss.tools.sandbox import interpreter, portable
+from vllm_gptoss.tools.sandbox import interpreter, portable, wasm
 from vllm_gptoss.tools.sandbox.launcher import SandboxError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -34,17 +34,16 @@ OPTIONS = {
     "warm": 1,
     "max_conversations": 3,
 }
+COMPILE = interpreter._compile
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def provider() -> AsyncIterator[PythonProvider]:
-    os.environ["GPTOSS_CACHE"] = str(CACHE)  # the interpreter is compiled once, into it
+async def provider(interpreter_cache: Path) -> AsyncIterator[PythonProvider]:
     provider = await started(**OPTIONS)
     yield provider
     await provider.aclose()
-    del os.environ["GPTOSS_CACHE"]
 
 
 async def test_state_is_kept_and_the_last_expression_echoed(provider: PythonProvider) -> None:
@@ -377,6 +376,17 @@ async def test_machine_code_that_another_user_could_have_put_there_is_not_run(tm
     (tmp_path / "link").symlink_to(tmp_path / "python.cwasm")
     with pytest.raises(SandboxError):
         interpreter._check_private(tmp_path / "link")
+
+
+async def test_the_interpreter_is_compiled_as_it_will_be_loaded_and_a_failure_is_told(tmp_path: Path) -> None:
+    source, target = tmp_path / "source.wasm", tmp_path / "target.cwasm"
+    source.write_bytes(wasmtime.wat2wasm("(module)"))
+    await COMPILE(source, target)
+    wasmtime.Module.deserialize_file(wasm.engine(), str(target))
+    source.write_bytes(b"none")
+    with pytest.raises(SandboxError, match="the interpreter could not be compiled: "):
+        await COMPILE(source, tmp_path / "other.cwasm")
+    assert {path.name for path in tmp_path.iterdir()} == {"source.wasm", "target.cwasm"}
 
 
 async def test_check_names_the_tier(provider: PythonProvider, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,19 +1,22 @@
-"""The escape suite once more, by an ordinary user: other privileges to give away, the same walls."""
+"""The escape suites once more, by an ordinary user: other privileges to give away, the same walls."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
 from tests.tools.sandbox import as_nobody
 from vllm_gptoss.tools.sandbox import bubblewrap
 
-SUITES = ("test_escape.py", "test_escape_limits.py")
+CAGED = ("test_escape.py", "test_escape_limits.py")
 """test_escape_messages.py is about the protocol, for which privileges do not matter."""
+SUITES = {"namespaces": CAGED, "bubblewrap": CAGED, "portable": ("test_portable_escape.py",)}
 
 
 def without_bubblewrap() -> str | None:
@@ -26,15 +29,21 @@ def without_bubblewrap() -> str | None:
     return None
 
 
-@pytest.mark.namespaces
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user; test_escape ran as an ordinary one")
-@pytest.mark.parametrize("launcher", ["namespaces", "bubblewrap"])
-def test_nothing_escapes_from_an_ordinary_users_server(launcher: str) -> None:
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user; the suites ran as an ordinary one")
+@pytest.mark.parametrize(
+    "launcher",
+    [pytest.param(name, marks=[pytest.mark.namespaces] * (suites is CAGED)) for name, suites in SUITES.items()],
+)
+def test_nothing_escapes_from_an_ordinary_users_server(launcher: str, request: pytest.FixtureRequest) -> None:
     if launcher == "bubblewrap" and (why := without_bubblewrap()):
         pytest.skip(why)
     with tempfile.TemporaryDirectory() as base:  # pytest's own is closed to others
-        os.chown(base, as_nobody.NOBODY, as_nobody.NOBODY)
-        done = as_nobody.run(SUITES, base, {"GPTOSS_TEST_LAUNCHER": launcher})
+        if launcher == "portable":  # another user's machine code would be refused
+            cache = request.getfixturevalue("interpreter_cache")
+            shutil.copytree(cache, Path(base, "portable", cache.name))
+        for path in [Path(base), *Path(base).rglob("*")]:
+            os.chown(path, as_nobody.NOBODY, as_nobody.NOBODY)
+        done = as_nobody.run(SUITES[launcher], base, {"GPTOSS_TEST_LAUNCHER": launcher, "GPTOSS_CACHE": base})
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert re.search(r"\d+ passed", done.stdout)
     assert "skipped" not in done.stdout

@@ -1,7 +1,7 @@
 """What a program in the portable tier must not be able to do: from inside WebAssembly, and had it broken out of that.
 
 Every attempt is bounded in size and time, and nothing is sent to an address off this machine. Runs as the current user;
-`test_portable_escape_as_user` does so as an ordinary user.
+`test_escape_as_user` does so as an ordinary user.
 """
 
 from __future__ import annotations
@@ -70,16 +70,12 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def provider(host: Host) -> AsyncIterator[PythonProvider]:
-    before = os.environ.get("GPTOSS_CACHE")
-    os.environ["GPTOSS_CACHE"] = before or str(ROOT / ".cache")
+async def provider(host: Host, interpreter_cache: Path) -> AsyncIterator[PythonProvider]:
     provider = PythonProvider(OPTIONS)
     await provider.start()
     assert provider.unavailable is None, provider.unavailable
     yield provider
     await provider.aclose()
-    if before is None:
-        del os.environ["GPTOSS_CACHE"]
 
 
 async def run(provider: PythonProvider, code: str, conversation: str = "") -> ToolResult:

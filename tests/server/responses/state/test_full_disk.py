@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import httpx
 import pytest
 from httpx_sse import connect_sse
 
+from benchmarks.served import free_port
 from tests.support.responses.events import read, stream
 from tests.support.responses.process import SERVER
 from tests.support.responses.server import MODEL
@@ -57,9 +57,7 @@ def can_mount() -> bool:
 
 @contextmanager
 def limited(folder: Path, text: str, rate: float, *, is_mounted: bool) -> Iterator[Limited]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-c", SERVER, str(folder / "store.sqlite"), str(port), text, str(rate)]
     if is_mounted:
         inner = MOUNT.format(size=DISK, disk=shlex.quote(str(folder)), command=shlex.join(command))
