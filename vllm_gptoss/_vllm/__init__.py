@@ -12,6 +12,7 @@ import functools
 import importlib.metadata
 import logging
 import re
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -153,6 +154,16 @@ def share_logging() -> None:
         ours.propagate = False
 
 
+def import_without_compiler() -> None:
+    """Imports vLLM without the 2 s of torch's lowering rules, which vLLM patches. For a process that compiles nothing."""
+    rules = "torch._inductor.lowering"
+    sys.modules[rules] = None  # type: ignore[assignment]  # importing it fails, and vLLM skips its patch
+    try:
+        import vllm  # noqa: F401
+    finally:
+        del sys.modules[rules]
+
+
 def load_plugins() -> None:
     """vLLM's own discovery of general plugins, as every vLLM process does it."""
     from vllm.plugins import load_general_plugins
@@ -169,10 +180,11 @@ def registered_model(architecture: str) -> str:
 
 
 def registered_quantization(name: str) -> str:
-    """The module of the class that is registered for `name`."""
-    from vllm.model_executor.layers.quantization import get_quantization_config
+    """The module of the class that is registered for `name`. `get_quantization_config` imports all classes, for 4 s."""
+    from vllm.model_executor.layers import quantization
 
-    return get_quantization_config(name).__module__
+    custom = getattr(quantization, "_CUSTOMIZED_METHOD_TO_QUANT_CONFIG", {}).get(name)
+    return str((custom or quantization.get_quantization_config(name)).__module__)
 
 
 def allowed_endpoint_plugins() -> list[str]:

@@ -68,13 +68,13 @@ def examine(model: Path | None = None, command: Sequence[str] = ()) -> list[Find
     """
     has_torch = importlib.util.find_spec("torch") is not None
     has_vllm = bool(_vllm.version())
-    with ThreadPoolExecutor(2) as pool:  # each starts a process that imports vLLM
-        probe = pool.submit(_probe if has_vllm and has_torch else dict)
+    with ThreadPoolExecutor(3) as pool:  # each starts a process that imports vLLM
+        probes = [pool.submit(_probe, each) for each in ("discovery", "parts") if has_vllm and has_torch]
         line = pool.submit(lambda: list(serve_line(command)) if command else [])
         here = [*_guarded(settings_and_choices), *_guarded(recipes_here)]
         checks = [clashes, *([toolkit] if has_torch else []), orphaned_engines, python_tool, browser_tool]
         others = [finding for check in checks for finding in _guarded(check)]
-        found = probe.result()
+        found = {**probes[1].result(), **probes[0].result()} if probes else {}
     return [
         *_guarded(packages),
         *(_guarded(lambda: versions(found)) if has_vllm else ()),
@@ -100,9 +100,9 @@ def _guarded(check: Callable[[], Iterable[Finding]]) -> Findings:
         )
 
 
-def _probe() -> dict[str, Any]:
+def _probe(question: str) -> dict[str, Any]:
     try:
-        return answer_of("vllm_gptoss.cli.doctor.probe", "vLLM's plugin discovery")
+        return answer_of("vllm_gptoss.cli.doctor.probe", "vLLM's plugin discovery", question)
     except ProbeError as error:
         return {"error": str(error)}
 
