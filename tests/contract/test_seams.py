@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+from pathlib import Path
 
 import pytest
 
@@ -131,3 +133,23 @@ def test_harmony_is_switched_on_by_the_model_type(release: Release) -> None:
     text = source(release, "vllm.renderers.online_renderer")
     assert '"gpt_oss"' in text
     assert any(isinstance(node, ast.Compare) for node in ast.walk(ast.parse(text)))
+
+
+AWAITED = re.compile(r"def (replace_route|classify_token_phases|supports_token_phase_classification)\b")
+"""Functions announced for a later vLLM. `server/http/routes.py` should use the first, the parser override the others."""
+
+
+def awaited(root: Path) -> list[str]:
+    files = (file for part in ("parser", "plugins", "entrypoints") for file in (root / "vllm" / part).rglob("*.py"))
+    return [f"{file.relative_to(root)}: {found[1]}" for file in files for found in AWAITED.finditer(file.read_text())]
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
+def test_no_awaited_hook_has_appeared_unused(release: Release) -> None:
+    assert awaited(release.root) == []
+
+
+def test_an_awaited_hook_would_be_seen(tmp_path: Path) -> None:
+    (tmp_path / "vllm" / "parser").mkdir(parents=True)
+    (tmp_path / "vllm" / "parser" / "harmony.py").write_text("class P:\n    def classify_token_phases(self): ...\n")
+    assert awaited(tmp_path) == ["vllm/parser/harmony.py: classify_token_phases"]
