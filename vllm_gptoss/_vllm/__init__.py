@@ -9,6 +9,7 @@ subclasses) and the attributes that are replaced.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import logging
 import re
@@ -155,13 +156,10 @@ def share_logging() -> None:
 
 
 def import_without_compiler() -> None:
-    """Imports vLLM without the 2 s of torch's lowering rules, which vLLM patches. For a process that compiles nothing."""
-    rules = "torch._inductor.lowering"
-    sys.modules[rules] = None  # type: ignore[assignment]  # importing it fails, and vLLM skips its patch
-    try:
-        import vllm  # noqa: F401
-    finally:
-        del sys.modules[rules]
+    """Imports vLLM without torch's lowering rules, which take 2 s, for a process that compiles nothing."""
+    sys.modules["torch._inductor.lowering"] = None  # type: ignore[assignment]  # vLLM skips its patch
+    importlib.import_module("vllm")
+    del sys.modules["torch._inductor.lowering"]
 
 
 def load_plugins() -> None:

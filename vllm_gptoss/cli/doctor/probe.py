@@ -10,8 +10,7 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any
 
 from vllm_gptoss import _vllm
 from vllm_gptoss.engine import spec
@@ -49,7 +48,7 @@ def imported() -> dict[str, Any]:
     return {"parts": parts.failures()}
 
 
-QUESTIONS: Final[Mapping[str, Callable[[], dict[str, Any]]]] = {"discovery": discovered, "parts": imported}
+QUESTIONS = {"discovery": discovered, "parts": imported}
 
 if __name__ == "__main__":
     main()
