@@ -14,7 +14,9 @@ import datetime
 import importlib.metadata
 import json
 import os
+import re
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -35,7 +37,7 @@ TOKENS = "GPTOSS_BENCH_TOKENS"
 STEP_MS = "GPTOSS_BENCH_STEP_MS"
 """Variable of the executor: how long a step lasts at least, as on a GPU. 0: as fast as the engine's loop goes."""
 
-STOCK, PLUGIN = "stock", "plugin"
+STOCK, PLUGIN, RUST = "stock", "plugin", "rust"
 CHAT, RESPONSES, COMPLETIONS = "chat completions", "responses", "completions"
 _PATHS = {CHAT: "/v1/chat/completions", RESPONSES: "/v1/responses", COMPLETIONS: "/v1/completions"}
 _ARGUMENTS = (
@@ -103,6 +105,7 @@ def main(
     step_ms: Annotated[float, typer.Option(help="How long an engine step lasts at least; 0: as it goes.")] = 20.0,
     servers: Annotated[int, typer.Option(help="API server processes (--api-server-count).")] = 1,
     tokenizer: Annotated[Path | None, typer.Option(help="Folder with gpt-oss's tokenizer.json.")] = None,
+    rust: Annotated[Path | None, typer.Option(help="vLLM's vllm-rs: measure stock vLLM with it as well.")] = None,
     out: Annotated[Path | None, typer.Option(help="Results, as JSON.")] = None,
 ) -> None:
     """CPU time of the API server for each streamed token, stock and plugin, without a GPU."""
@@ -119,8 +122,8 @@ def main(
         (model / "config.json").write_text(json.dumps(model_config(shapes.TINY)))
         served.write_tokenizer(model, tokenizer)
         running = {
-            variant: stack.enter_context(_server(variant, model, tokens, step_ms, servers))
-            for variant in (STOCK, PLUGIN)
+            variant: stack.enter_context(_server(variant, model, tokens, step_ms, servers, rust))
+            for variant in (STOCK, PLUGIN, *([RUST] if rust else []))
         }
         record["rows"] = measure(running, load)
     text = json.dumps(record, indent=2)
@@ -131,7 +134,8 @@ def main(
 
 def measure(running: dict[str, tuple[psutil.Process, int]], load: Load) -> list[dict[str, Any]]:
     """Rows of every server (its process and port) and endpoint, measured in turns."""
-    cases = [(variant, endpoint) for endpoint in _PATHS for variant in running]
+    has_all = {variant for variant in running if variant != RUST}  # vllm-rs answers /v1/responses with 404
+    cases = [(each, path) for path in _PATHS for each in running if path != RESPONSES or each in has_all]
     found = {case: Measured() for case in cases}
     for variant, endpoint in cases:  # warm up
         _round(running[variant], endpoint, load.streams, load.few)
@@ -160,7 +164,7 @@ def _cpu(process: psutil.Process) -> tuple[float, float]:
 
 
 def _api_servers(process: psutil.Process) -> list[psutil.Process]:
-    return [child for child in process.children() if "APIServer" in " ".join(child.cmdline())]
+    return [child for child in process.children() if re.search("APIServer|vllm-rs", " ".join(child.cmdline()))]
 
 
 def _request(endpoint: str, tokens: int) -> bytes:
@@ -209,7 +213,7 @@ async def _stream_all(port: int, request: bytes, streams: int) -> list[_Sink]:
 
 @contextlib.contextmanager
 def _server(
-    variant: str, model: Path, tokens: int, step_ms: float, servers: int
+    variant: str, model: Path, tokens: int, step_ms: float, servers: int, rust: Path | None
 ) -> Iterator[tuple[psutil.Process, int]]:
     environment = {
         **os.environ,
@@ -221,10 +225,26 @@ def _server(
         TOKENS: str(tokens),
         STEP_MS: str(step_ms),
     }
+    if rust and variant == RUST:
+        environment |= {"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": _with_parsers(rust, model)}
     arguments = [str(model), "--served-model-name", served.NAME, *_ARGUMENTS, "--api-server-count", str(servers)]
     arguments += _TOOLS if variant == STOCK else ()
     with served.server(arguments, environment, model / f"{variant}.log") as (process, port):
         yield psutil.Process(process.pid), port
+
+
+def _with_parsers(rust: Path, folder: Path) -> str:
+    """A script that starts `rust` with the parsers `auto`: vllm 0.32 passes no parser, and chat then answers 500."""
+    script = folder / "rust.py"
+    script.write_text(f"""#!{sys.executable}
+import json, os, sys
+at = sys.argv.index("--args-json") + 1
+parsers = dict.fromkeys(("tool_call_parser", "reasoning_parser"), "auto")
+sys.argv[at] = json.dumps(json.loads(sys.argv[at]) | parsers)
+os.execv({str(rust.resolve())!r}, ["vllm-rs", *sys.argv[1:]])
+""")
+    script.chmod(0o755)
+    return str(script)
 
 
 def _cpu_name() -> str:

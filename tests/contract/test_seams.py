@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 import pytest
 
@@ -131,3 +132,11 @@ def test_harmony_is_switched_on_by_the_model_type(release: Release) -> None:
     text = source(release, "vllm.renderers.online_renderer")
     assert '"gpt_oss"' in text
     assert any(isinstance(node, ast.Compare) for node in ast.walk(ast.parse(text)))
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
+@pytest.mark.parametrize("part", ["parser", "plugins", "entrypoints"])
+def test_no_announced_hook_has_appeared_unused(release: Release, part: str) -> None:
+    """The plugin's routes should use the first, its parser override the others."""
+    hook = re.compile(r"def (replace_route|classify_token_phases|supports_token_phase_classification)\b")
+    assert [file for file in (release.root / "vllm" / part).rglob("*.py") if hook.search(file.read_text())] == []

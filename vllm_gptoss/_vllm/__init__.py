@@ -9,9 +9,11 @@ because vLLM loads the plugin in every process, also for other models. `tests/co
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import logging
 import re
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -153,6 +155,13 @@ def share_logging() -> None:
         ours.propagate = False
 
 
+def import_without_compiler() -> None:
+    """Imports vLLM without torch's lowering rules, which take 2 s, for a process that compiles nothing."""
+    sys.modules["torch._inductor.lowering"] = None  # type: ignore[assignment]  # vLLM skips its patch
+    importlib.import_module("vllm")
+    del sys.modules["torch._inductor.lowering"]
+
+
 def load_plugins() -> None:
     """vLLM's own discovery of general plugins, as every vLLM process does it."""
     from vllm.plugins import load_general_plugins
@@ -169,10 +178,11 @@ def registered_model(architecture: str) -> str:
 
 
 def registered_quantization(name: str) -> str:
-    """The module of the class that is registered for `name`."""
-    from vllm.model_executor.layers.quantization import get_quantization_config
+    """The module of the class that is registered for `name`. `get_quantization_config` imports all classes, for 4 s."""
+    from vllm.model_executor.layers import quantization
 
-    return get_quantization_config(name).__module__
+    custom = getattr(quantization, "_CUSTOMIZED_METHOD_TO_QUANT_CONFIG", {}).get(name)
+    return str((custom or quantization.get_quantization_config(name)).__module__)
 
 
 def allowed_endpoint_plugins() -> list[str]:

@@ -68,13 +68,13 @@ def examine(model: Path | None = None, command: Sequence[str] = ()) -> list[Find
     """
     has_torch = importlib.util.find_spec("torch") is not None
     has_vllm = bool(_vllm.version())
-    with ThreadPoolExecutor(2) as pool:  # each starts a process that imports vLLM
-        probe = pool.submit(_probe if has_vllm and has_torch else dict)
+    with ThreadPoolExecutor(3) as pool:  # each starts a process that imports vLLM
+        probes = [pool.submit(_probe, each) for each in ("discovery", "parts") if has_vllm and has_torch]
         line = pool.submit(lambda: list(serve_line(command)) if command else [])
         here = [*_guarded(settings_and_choices), *_guarded(recipes_here)]
         checks = [clashes, *([toolkit] if has_torch else []), orphaned_engines, python_tool, browser_tool]
         others = [finding for check in checks for finding in _guarded(check)]
-        found = probe.result()
+        found = {**probes[1].result(), **probes[0].result()} if probes else {}
     return [
         *_guarded(packages),
         *(_guarded(lambda: versions(found)) if has_vllm else ()),
@@ -95,14 +95,13 @@ def _guarded(check: Callable[[], Iterable[Finding]]) -> Findings:
         if isinstance(error, ModuleNotFoundError | DeviceError) and any(packages()):  # they report what to install
             yield Finding(Status.INFO, "doctor", f"a check was left out: {error}")
             return
-        yield Finding(
-            Status.PROBLEM, "doctor", f"a check failed: {type(error).__name__}: {error}", "please report this"
-        )
+        what = f"a check failed: {type(error).__name__}: {error}"
+        yield Finding(Status.PROBLEM, "doctor", what, "please report this")
 
 
-def _probe() -> dict[str, Any]:
+def _probe(question: str) -> dict[str, Any]:
     try:
-        return answer_of("vllm_gptoss.cli.doctor.probe", "vLLM's plugin discovery")
+        return answer_of("vllm_gptoss.cli.doctor.probe", "vLLM's plugin discovery", question)
     except ProbeError as error:
         return {"error": str(error)}
 
@@ -165,7 +164,7 @@ def active(probe: dict[str, Any]) -> Findings:
         yield Finding(Status.PROBLEM, f"plugin: {part}", what, why.partition("; ")[2] or "reinstall vllm-gptoss")
     endpoint = "gptoss" in (probe.get("endpoint_plugins") or ())
     if probe.get("rust_frontend"):
-        what = "VLLM_USE_RUST_FRONTEND is set: no Python serves requests; /v1/responses, tools, Harmony are vLLM's"
+        what = "VLLM_USE_RUST_FRONTEND is set: vLLM's Rust program loads no plugin and has no /v1/responses or tools"
         yield Finding(Status.WARNING, "Rust front end", what, "unset VLLM_USE_RUST_FRONTEND; the kernels run anyway")
     if endpoint_is_off():
         yield Finding(Status.INFO, "plugin: endpoint", "/v1/responses is vLLM's own: GPTOSS_ENDPOINT is off")
@@ -231,23 +230,16 @@ def clashes() -> Findings:
     """Distributions that own the same files: the last installed one wins, without a warning of pip."""
     present = {str(d.metadata["Name"]).lower().replace("_", "-") for d in importlib.metadata.distributions()}
     if {"openai-harmony", "oss-harmony"} <= present:
-        yield Finding(
-            Status.PROBLEM,
-            "harmony",
-            "openai-harmony and oss-harmony both own the module openai_harmony; openai-harmony fetches its vocabulary"
-            " from the network at start",
-            "pip uninstall -y openai-harmony oss-harmony; pip install oss-harmony; install gpt-oss with --no-deps",
-        )
+        both = "openai-harmony and oss-harmony both own the module openai_harmony"
+        what = f"{both}; openai-harmony fetches its vocabulary from the network at start"
+        fix = "pip uninstall -y openai-harmony oss-harmony; pip install oss-harmony; install gpt-oss with --no-deps"
+        yield Finding(Status.PROBLEM, "harmony", what, fix)
     elif "oss-harmony" in present:
         yield Finding(Status.OK, "harmony", f"oss-harmony {_version('oss-harmony')} alone owns openai_harmony")
     tritons = sorted(present & TRITONS)
     if len(tritons) > 1:
-        yield Finding(
-            Status.PROBLEM,
-            "triton",
-            f"{' and '.join(tritons)} own the same module",
-            "keep the one that torch names in its metadata: pip uninstall -y the others, then reinstall it",
-        )
+        fix = "keep the one that torch names in its metadata: pip uninstall -y the others, then reinstall it"
+        yield Finding(Status.PROBLEM, "triton", f"{' and '.join(tritons)} own the same module", fix)
 
 
 def toolkit() -> Findings:
@@ -259,22 +251,14 @@ def toolkit() -> Findings:
     wanted = torch.version.cuda or "0"
     driver = cuda.driver_cuda()
     if driver and cuda.number(driver)[0] < cuda.number(wanted)[0]:
-        yield Finding(
-            Status.PROBLEM,
-            "CUDA",
-            f"torch was built for CUDA {wanted}, the driver speaks {driver}",
-            "update the driver",
-        )
+        what = f"torch was built for CUDA {wanted}, the driver supports {driver}"
+        yield Finding(Status.PROBLEM, "CUDA", what, "update the driver")
     else:
         yield Finding(Status.OK, "CUDA", f"torch {wanted}, driver {driver or 'unknown'}")
     home = os.environ.get("CUDA_HOME")
     if home and (found := cuda.nvcc(Path(home))) and cuda.number(found)[0] != cuda.number(wanted)[0]:
-        yield Finding(
-            Status.PROBLEM,
-            "CUDA_HOME",
-            f"{home} is CUDA {found}, torch is {wanted}: kernels compiled with it may give garbage",
-            f"point CUDA_HOME at a {wanted} toolkit or unset it",
-        )
+        what = f"{home} is CUDA {found}, torch is {wanted}: kernels compiled with it may give garbage"
+        yield Finding(Status.PROBLEM, "CUDA_HOME", what, f"point CUDA_HOME at a {wanted} toolkit or unset it")
 
 
 def orphaned_engines() -> Findings:
@@ -283,12 +267,9 @@ def orphaned_engines() -> Findings:
 
     found = list(orphans())
     for orphan in found:
-        yield Finding(
-            Status.PROBLEM if orphan.gpu_memory else Status.WARNING,
-            "engine without a server",
-            f"{orphan}, and the server that started it is gone",
-            f"kill {orphan.pid}; if it is still there after ten seconds, kill -9 {orphan.pid}",
-        )
+        status = Status.PROBLEM if orphan.gpu_memory else Status.WARNING
+        fix = f"kill {orphan.pid}; if it is still there after ten seconds, kill -9 {orphan.pid}"
+        yield Finding(status, "engine without a server", f"{orphan}, and the server that started it is gone", fix)
     if not found:
         yield Finding(Status.OK, "engines", "none runs on without its server")
 
@@ -322,24 +303,16 @@ def serve_command(command: Sequence[str]) -> Findings:
     text = list(command)
     if "--enable-auto-tool-choice" not in text or not any(word.startswith("--tool-call-parser") for word in text):
         parser = Settings.load().parser
-        yield Finding(
-            Status.INFO if parser else Status.PROBLEM,
-            "tool parser flags",
-            "--enable-auto-tool-choice --tool-call-parser openai are missing: "
-            + (
-                "the plugin reads tool calls without them"
-                if parser
-                else "chat completions drop every tool call silently"
-            ),
-            "" if parser else "add both flags, or set GPTOSS_PARSER=1",
-        )
+        missing = "--enable-auto-tool-choice --tool-call-parser openai are missing"
+        if parser:
+            what = f"{missing}: the plugin reads tool calls without them"
+            yield Finding(Status.INFO, "tool parser flags", what)
+        else:
+            what, fix = f"{missing}: chat completions drop every tool call", "add both flags, or set GPTOSS_PARSER=1"
+            yield Finding(Status.PROBLEM, "tool parser flags", what, fix)
     if not any(word.startswith("--api-server-count") or word == "-asc" for word in text):
-        yield Finding(
-            Status.INFO,
-            "API servers",
-            "one process streams about 40,000 tokens a second, what one core can; vLLM lets no plugin start more",
-            "for more: --api-server-count 4; docs/host.md",
-        )
+        what = "one process streams about 40,000 tokens a second, what one core can; vLLM lets no plugin start more"
+        yield Finding(Status.INFO, "API servers", what, "for more: --api-server-count 4; docs/host.md")
     for flag in ("--moe-backend", "--attention-backend", "--kv-cache-dtype"):
         if (word := next((w for w in text if w.startswith(flag)), None)) is not None:
             yield Finding(Status.INFO, flag, f"{word} decides instead of the plugin's tables")

@@ -59,6 +59,7 @@ MODELS: Final = (
 
 NEIGHBOURS: Final = (
     Model("H20", "nvidia", "sm90", 95.1),
+    Model("H20-3e", "nvidia", "sm90", 139.8),
     Model("H800", "nvidia", "sm90", 79.2),
     Model("H100-NVL", "nvidia", "sm90", 93.1),
     Model("GH200", "nvidia", "sm90", 94.5, most=4),
@@ -68,6 +69,9 @@ NEIGHBOURS: Final = (
     Model("A40", "nvidia", "sm86", 44.4),
     Model("RTX-A6000", "nvidia", "sm86", 47.4, also=("A6000",)),
     Model("RTX-3090", "nvidia", "sm86", 23.6, also=("3090",)),
+    Model("RTX-4090-D", "nvidia", "sm89", 23.5, also=("4090D", "4090-D")),
+    Model("RTX-5090-D", "nvidia", "sm120", 31.3, also=("5090D", "5090-D")),
+    Model("RTX-5090-D-V2", "nvidia", "sm120", 23.5, also=("5090D-V2", "5090-D-V2")),
     Model("L4", "nvidia", "sm89", 22.0),
     Model("RTX-A5000", "nvidia", "sm86", 23.6, also=("A5000",)),
     Model("A30", "nvidia", "sm80", 23.5),
