@@ -1,0 +1,54 @@
+// Creates DOM nodes. Text from the model, pages and programs only ever becomes text nodes.
+
+/**
+ * @param {string} tag
+ * @param {Record<string, string | boolean | EventListener>} [attributes] `on…` adds an event listener
+ * @param {...(Node | string)} children
+ * @returns {HTMLElement}
+ */
+export function el(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (typeof value === "function") node.addEventListener(name.slice(2), value);
+    else if (value !== false) node.setAttribute(name, value === true ? "" : value);
+  }
+  node.append(...children);
+  return node;
+}
+
+/**
+ * @param {string} id
+ * @returns {any}
+ */
+export const byId = (id) => document.getElementById(id);
+
+/**
+ * Replaces control characters that reorder text by their code, so that code and links read as they are.
+ * @param {string} text
+ */
+export const visible = (text) =>
+  text.replace(/[\u202a-\u202e\u2066-\u2069]/g, (c) => `[U+${c.charCodeAt(0).toString(16).toUpperCase()}]`);
+
+/**
+ * A button that copies text.
+ * @param {() => string} text
+ */
+export function copyButton(text) {
+  const button = el("button", { type: "button", class: "small", onclick: copy }, "Copy");
+  async function copy() {
+    await navigator.clipboard.writeText(text());
+    button.textContent = "Copied";
+    setTimeout(() => (button.textContent = "Copy"), 1500);
+  }
+  return button;
+}
+
+/**
+ * A link to another host, or plain text where the URL has another scheme than http and https.
+ * @param {string} url
+ * @param {string} label
+ */
+export function link(url, label) {
+  if (!/^https?:\/\//i.test(url)) return el("span", { class: "source" }, visible(label));
+  return el("a", { href: url, target: "_blank", rel: "noopener noreferrer nofollow", title: visible(url) }, visible(label));
+}
