@@ -63,7 +63,7 @@ class ConversationStore:
     ) -> Sequence[sa.Row[Any]]:
         """Up to `limit` of the tenant's conversations by time of creation, after the conversation `after`."""
         c = conversations.c
-        query: sa.Select[Any] = sa.select(c.id, c.created, c.metadata).where(c.tenant == tenant).limit(limit)
+        query = sa.select(conversations).where(c.tenant == tenant).limit(limit)
         order = (c.created, c.id) if ascending else (c.created.desc(), c.id.desc())
         if after is not None:
             key, last = sa.tuple_(c.created, c.id), sa.select(c.created, c.id).where(_mine(tenant, after))
