@@ -263,12 +263,17 @@ def queries() -> list[str]:
     return [query.replace("$__rate_interval", "1m") for query in asked]
 
 
+def alerts() -> list[str]:
+    (group,) = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"]
+    return [rule["expr"] for rule in group["rules"]]
+
+
 @pytest.mark.vllm
 @pytest.mark.parametrize("release", releases(), ids=lambda folder: folder.parent.name)
 def test_the_dashboard_asks_for_metrics_that_are_there(release: Path) -> None:
     known = metrics(release)
     assert len(known) > 50
-    for query in queries():
+    for query in (*queries(), *alerts()):
         for name in selectors(promql_parser.parse(query)):
             assert known & {name, re.sub(r"_(total|bucket|sum|count)$", "", name)}, name
 

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from vllm_gptoss.server.responses import ids
 from vllm_gptoss.server.responses.errors import ApiError, not_found
+from vllm_gptoss.server.responses.metrics import CONVERSATIONS
 from vllm_gptoss.server.responses.request.create import check_metadata
 from vllm_gptoss.server.responses.request.items import Item, parse_input
 from vllm_gptoss.server.responses.run.service import Service
@@ -68,6 +69,7 @@ class _Routes:
         _refuse_unknown(body, "items", "metadata")
         identifier, now = ids.new("conv"), time.time()
         await self._store().put(caller_of(request).tenant, identifier, labels, now, [(item, None) for item in items])
+        CONVERSATIONS.inc()
         return JSONResponse(_resource(identifier, now, labels))
 
     async def list_own(self, request: Request) -> Response:
