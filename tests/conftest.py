@@ -147,7 +147,7 @@ def served(model_dir: Path, mcp_servers: McpServers, tmp_path_factory: pytest.Te
     tools = home / "tools.yaml"
     requests = {"allowed_hosts": ["127.0.0.1"]}
     tools.write_text(yaml.safe_dump({"python": PYTHON, "mcp": mcp_servers.config, "requests": requests}))
-    documents = {"GPTOSS_BROWSER_DOCUMENTS": str(ROOT / "demo" / "documents"), "GPTOSS_UI": "1"}
+    documents = {"GPTOSS_BROWSER_DOCUMENTS": str(ROOT / "demo" / "documents")}
     environment = {"XDG_STATE_HOME": str(home), **documents, **SAME_EVERYWHERE}
     with serve(model_dir, home / "serve.log", ["--tool-server", f"demo,{tools}"], environment, popen=start) as server:
         yield server

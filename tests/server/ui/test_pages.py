@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from tests.support.responses import npm
 from tests.support.responses.replay import ReplayEngine
 from tests.support.responses.server import Running, Script, running
 from tests.support.responses.turns import HELLO
@@ -18,8 +21,6 @@ from vllm_gptoss.server.parts import Parts
 from vllm_gptoss.server.responses.options import ResponsesOptions
 from vllm_gptoss.server.ui.pages import FOLDER
 from vllm_gptoss.settings import Settings, SettingsError
-
-SECRET = "vendor/markdown-it.LICENSE"
 
 
 @pytest.fixture(params=[True, False])
@@ -32,7 +33,7 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Running]:
 @pytest.mark.parametrize("server", [True], indirect=True)
 def test_every_file_is_served_with_a_policy_against_foreign_code(server: Running) -> None:
     names = [path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.*")]
-    assert {"index.html", "chat.js", SECRET} <= set(names)
+    assert {"index.html", "chat.js", "vendor/katex.min.js"} <= set(names)
     with httpx.Client(base_url=server.url) as http:
         for name in names:
             answer = http.get("/ui/" + {"index.html": "", "server.html": "server"}.get(name, name))
@@ -76,6 +77,33 @@ def test_no_file_names_another_host_or_makes_nodes_from_strings() -> None:
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|DOMParser", text), path
         assert not re.search(r"https?://[a-z]", text), path
         assert not re.search(r"<script(?![^>]*\bsrc=)|\sstyle=|\son[a-z]+=\"", text), path
+
+
+def test_every_text_of_the_pages_has_a_chinese_one() -> None:
+    known = set(re.findall(r'^  (?:"(.+?)"|(\w+)): "', (FOLDER / "chinese.js").read_text(), re.MULTILINE))
+    chinese = {quoted or plain for quoted, plain in known}
+    texts = set()
+    for path in FOLDER.glob("*.js"):
+        texts |= set(re.findall(r'\b(?:t|button)\("([^"]+)"', path.read_text()))
+    for path in FOLDER.glob("*.html"):
+        text = re.sub(r"<option>.*?</option>|<title>.*?</title>", "", path.read_text())
+        texts |= {found.strip() for found in re.findall(r">([^<>]*[A-Za-z][^<>]*)<", text)} - {"gpt-oss", "English"}
+        texts |= set(re.findall(r'(?:aria-label|placeholder)="([^"]*)"', text))
+    assert len(texts) > 60
+    assert texts - chinese == set()
+
+
+@pytest.mark.skipif(npm.missing() is not None, reason=str(npm.missing()))
+def test_the_modules_have_the_types_that_they_declare(tmp_path: Path) -> None:
+    shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)
+    for library in (tmp_path / "vendor").glob("*.js"):
+        library.write_text("")
+    checks = ["--strict", "--noEmit", "--allowJs", "--checkJs", "--noUnusedLocals", "--types", ""]
+    target = ["--target", "es2023", "--lib", "es2023,dom,dom.iterable", "--module", "esnext"]
+    files = [path.name for path in tmp_path.glob("*.js")]
+    command = [npm.PACKAGES / ".bin" / "tsc", *checks, *target, "--moduleDetection", "force", *files]
+    checked = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert checked.returncode == 0, checked.stdout[:5000]
 
 
 def test_the_page_without_its_api_is_refused() -> None:

@@ -1,6 +1,8 @@
 // Requests to this server's API, with the API key of this tab.
 
-const BASE = new URL("../v1/", document.baseURI);
+import { t } from "./appearance.js";
+
+export const BASE = new URL("../v1/", document.baseURI);
 const KEY = "gptoss.key";
 
 export const key = {
@@ -41,7 +43,7 @@ export async function request(method, path, body, signal) {
   });
   if (answer.ok) return answer;
   const error = (await answer.json().catch(() => ({}))).error;
-  const wrongKey = answer.status === 401 ? " The API key is missing or wrong." : "";
+  const wrongKey = answer.status === 401 ? ` ${t("The API key is missing or wrong.")}` : "";
   throw new ApiError(answer.status, `${error?.message ?? error ?? "Error"} (HTTP ${answer.status}).${wrongKey}`);
 }
 

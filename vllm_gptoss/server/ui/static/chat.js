@@ -1,13 +1,16 @@
-// The chat: options, composer, the conversation on the screen and the list of conversations.
+// The chat: the conversation on the screen, the composer, and the response that runs.
 
-import { ApiError, getJson, key, request } from "./api.js";
-import { byId, el, visible } from "./dom.js";
+import { ApiError, BASE, getJson, key, request } from "./api.js";
+import { t } from "./appearance.js";
+import { attach, putFiles, takeFiles } from "./attachments.js";
+import { branch, create, itemsBefore, listConversations, removeLastTurn } from "./conversations.js";
+import { byId, copyButton, el, visible } from "./dom.js";
+import { chosen, readServer, saveOptions } from "./options.js";
+import { curl, python } from "./snippets.js";
 import { Turn } from "./turn.js";
 
-const OPTIONS = "gptoss.options";
 const RUNNING = "gptoss.running"; // {conversation, response, text} of the response that a reload continues
 const INCLUDE = ["code_interpreter_call.outputs", "web_search_call.action.sources"];
-const MOST_ITEMS = 2000;
 
 const log = byId("log");
 const prompt = byId("prompt");
@@ -17,9 +20,13 @@ let running = null;
 /** @type {Turn[]} */
 let turns = [];
 
+const chat = { current: () => conversation, open, fail: show };
 const actions = {
-  approve: (/** @type {string} */ id, /** @type {boolean} */ approve) =>
-    run("", { type: "mcp_approval_response", approval_request_id: id, approve }),
+  approve: (/** @type {string} */ id, /** @type {boolean} */ approve) => {
+    if (running) return false;
+    run([], { type: "mcp_approval_response", approval_request_id: id, approve });
+    return true;
+  },
   fail: show,
 };
 
@@ -32,53 +39,35 @@ function show(error) {
   }
 }
 
-/**
- * @param {string} text
- * @returns {Turn}
- */
-function addTurn(text) {
-  const turn = new Turn(text, actions);
-  turns.push(turn);
-  log.append(turn.node);
-  return turn;
-}
-
-/** The fields of a request that the options choose. */
-function chosen() {
-  /** @type {any} */
-  const fields = { reasoning: { effort: byId("effort").value }, tools: [] };
-  if (byId("instructions").value.trim()) fields.instructions = byId("instructions").value;
-  for (const box of document.querySelectorAll("#tools input:checked")) {
-    fields.tools.push(JSON.parse(/** @type {HTMLInputElement} */ (box).value));
-  }
-  return fields;
-}
+/** @param {any[]} content */
+const message = (content) => ({ type: "message", role: "user", content });
 
 /**
- * Sends a message, or another input item, and shows the response.
- * @param {string} text
+ * Sends a message, or the answer to a request for approval, and shows the response.
+ * @param {any[]} content parts of the message
  * @param {object} [item]
  */
-async function run(text, item) {
+async function run(content, item) {
   if (running) return;
   show(null);
-  const turn = (running = addTurn(text));
+  const turn = (running = new Turn(content, actions));
+  turns.push(turn);
+  log.append(turn.node);
   update();
   turn.node.scrollIntoView({ block: "end" });
   try {
     if (!conversation) {
-      const made = await request("POST", "conversations", { metadata: { title: [...text].slice(0, 100).join("") } });
-      conversation = (await made.json()).id;
+      conversation = await create(turn.text);
       history.replaceState(null, "", `#${conversation}`);
     }
-    const input = [item ?? { role: "user", content: text }];
+    const input = [item ?? message(content)];
     const body = { ...chosen(), input, conversation, include: INCLUDE, stream: true, background: true, store: true };
     await watch(turn, await request("POST", "responses", body));
   } catch (error) {
     failed(turn, error);
-    prompt.value ||= text;
+    if (!turn.response && !prompt.value) edit(content);
   }
-  finished();
+  await finished(turn);
 }
 
 /**
@@ -101,24 +90,40 @@ function failed(turn, error) {
   show(error);
 }
 
-function finished() {
+/** @param {Turn} turn */
+async function finished(turn) {
   running = null;
   sessionStorage.removeItem(RUNNING);
   update();
-  listConversations().catch(show);
+  try {
+    await listConversations(chat);
+    const stored = turn.response && (await itemsBefore(conversation, "")).items.findLast((item) => item.role === "user");
+    if (stored?.content?.at(-1)?.text !== turn.text) return; // the response ended before its input was stored
+    turn.item = stored.id;
+    turn.content = stored.content;
+    update();
+  } catch (error) {
+    show(error);
+  }
 }
 
 /** Shows which buttons have an effect now. */
 function update() {
   byId("stop").hidden = !running;
   byId("send").disabled = Boolean(running);
-  for (const turn of turns) turn.buttons.replaceChildren();
-  const last = turns.at(-1);
-  if (running || !last?.text) return;
-  last.buttons.append(
-    el("button", { type: "button", class: "small", onclick: () => again(true) }, "Regenerate"),
-    el("button", { type: "button", class: "small", onclick: () => again(false) }, "Edit"),
-  );
+  for (const turn of turns) turn.buttons.replaceChildren(...(running || !turn.text ? [] : buttonsOf(turn)));
+}
+
+/** @param {Turn} turn */
+function buttonsOf(turn) {
+  const url = BASE.href.replace(/\/$/, "");
+  const button = (/** @type {string} */ label, /** @type {() => void} */ onclick) =>
+    el("button", { type: "button", class: "small", onclick }, t(label));
+  const body = () => ({ model: byId("model").textContent, ...chosen(), input: [message(turn.content)] });
+  const nodes = [copyButton(() => curl(url, body()), "Copy as curl"), copyButton(() => python(url, body()), "Copy as Python")];
+  if (turn.item) nodes.unshift(button("Branch", () => branchAt(turn)));
+  if (turn !== turns.at(-1)) return nodes;
+  return [button("Regenerate", () => again(true)), button("Edit", () => again(false)), ...nodes];
 }
 
 /**
@@ -129,57 +134,92 @@ async function again(sends) {
   const last = turns.at(-1);
   if (!last || running) return;
   try {
-    if (last.response) {
-      const found = await getJson(`conversations/${conversation}/items?order=desc&limit=100`);
-      const at = found.data.findIndex((/** @type {any} */ item) => item.role === "user");
-      for (const item of found.data.slice(0, at + 1)) {
-        await request("DELETE", `conversations/${conversation}/items/${encodeURIComponent(item.id)}`);
-      }
-    }
+    if (last.item) await removeLastTurn(conversation);
   } catch (error) {
     return show(error);
   }
   last.node.remove();
   turns.pop();
-  if (sends) return run(last.text);
-  prompt.value = last.text;
-  prompt.focus();
+  if (sends) return run(last.content);
+  edit(last.content);
   update();
+}
+
+/**
+ * Continues in a new conversation, with the items before a turn, whose message can be edited.
+ * @param {Turn} turn
+ */
+async function branchAt(turn) {
+  try {
+    await open(await branch(conversation, turn.item, turn.text));
+    edit(turn.content);
+  } catch (error) {
+    show(error);
+  }
+}
+
+/** @param {any[]} content of a message, for the composer */
+function edit(content) {
+  putFiles(content.slice(0, -1));
+  prompt.value = content.at(-1)?.text ?? "";
+  prompt.focus();
 }
 
 async function stop() {
   if (running?.response) await request("POST", `responses/${running.response}/cancel`).catch(show);
 }
 
-/** Shows the stored items of the conversation. */
-async function load() {
-  turns = [];
-  log.replaceChildren();
-  let after = "";
-  for (let count = 0; conversation && count < MOST_ITEMS; count += 100) {
-    const page = await getJson(`conversations/${conversation}/items?order=asc&limit=100${after}`);
-    for (const item of page.data) {
-      const isUser = item.type === "message" && item.role !== "assistant";
-      if (isUser) addTurn((item.content ?? []).map((/** @type {any} */ part) => part.text ?? `[${part.type}]`).join(""));
-      else if (item.type !== "mcp_approval_response") (turns.at(-1) ?? addTurn("")).add(item);
-      if (turns.length) turns[turns.length - 1].response = "stored";
+/**
+ * The turns of stored items.
+ * @param {any[]} items oldest first
+ */
+function turnsOf(items) {
+  const answers = new Map(items.map((item) => [item.approval_request_id, item.approve]));
+  /** @type {Turn[]} */
+  const found = [];
+  for (const item of items) {
+    const isUser = item.type === "message" && item.role !== "assistant";
+    if (isUser || !found.length) {
+      const turn = new Turn(isUser ? (item.content ?? []) : [], actions);
+      turn.response = "stored";
+      turn.item = isUser ? item.id : "";
+      found.push(turn);
     }
-    if (!page.has_more) break;
-    after = `&after=${encodeURIComponent(page.last_id)}`;
+    if (isUser || item.type === "mcp_approval_response") continue;
+    found[found.length - 1].add({ ...item, answered: answers.get(item.id) });
   }
-  update();
+  return found;
 }
 
 /**
- * @param {string} id empty for a new conversation
+ * Shows the stored items of the conversation before the item `before`.
+ * @param {string} before empty for the newest
  */
+async function load(before = "") {
+  if (!before) {
+    turns = [];
+    log.replaceChildren();
+  }
+  byId("earlier").hidden = true;
+  if (!conversation) return update();
+  const { items, hasMore } = await itemsBefore(conversation, before);
+  const older = turnsOf(items);
+  turns = [...older, ...turns];
+  log.prepend(...older.map((turn) => turn.node));
+  byId("earlier").hidden = !hasMore;
+  byId("earlier").onclick = () => load(items[0].id).catch(show);
+  update();
+  if (!before) turns.at(-1)?.node.scrollIntoView({ block: "end" });
+}
+
+/** @param {string} id empty for a new conversation */
 async function open(id) {
-  if (running) return show("Stop the answer first.");
+  if (running) return show(t("Stop the answer first."));
   show(null);
   conversation = id;
   history.replaceState(null, "", id ? `#${id}` : location.pathname);
   await load().catch(show);
-  await listConversations().catch(show);
+  await listConversations(chat).catch(show);
   prompt.focus();
 }
 
@@ -192,71 +232,19 @@ async function resume() {
     sessionStorage.removeItem(RUNNING);
     return load(); // it may have ended after its conversation was read
   }
-  const turn = (running = addTurn(left.text));
+  const turn = (running = new Turn([{ type: "input_text", text: left.text }], actions));
+  turns.push(turn);
+  log.append(turn.node);
   turn.response = left.response;
   update();
   await watch(turn, null).catch((error) => failed(turn, error));
-  finished();
-}
-
-async function listConversations(after = "") {
-  const page = await getJson(`conversations?limit=50${after}`);
-  const list = byId("conversations");
-  if (!after) list.replaceChildren();
-  for (const each of page.data) list.append(entry(each));
-  byId("more").hidden = !page.has_more;
-  byId("more").onclick = () => listConversations(`&after=${page.last_id}`).catch(show);
-}
-
-/** @param {any} each */
-function entry(each) {
-  const title = visible(each.metadata?.title || new Date(each.created_at * 1000).toLocaleString());
-  const remove = async () => {
-    await request("DELETE", `conversations/${each.id}`).catch(show);
-    await (each.id === conversation ? open("") : listConversations().catch(show));
-  };
-  const current = each.id === conversation && { "aria-current": "true" };
-  return el(
-    "li",
-    {},
-    el("button", { type: "button", class: "title", onclick: () => open(each.id), ...current }, title),
-    el("button", { type: "button", class: "small", "aria-label": `Delete ${title}`, onclick: remove }, "✕"),
-  );
-}
-
-/** The tools that this server has, as check boxes. */
-async function listTools() {
-  const server = await getJson("ui/server");
-  byId("model").textContent = server.model;
-  /** @type {[string, object][]} */
-  const tools = [];
-  for (const provider of server.tools.filter((/** @type {any} */ each) => !each.unavailable)) {
-    for (const { name, kind } of provider.namespaces) {
-      if (kind === "python") tools.push(["Python", { type: "code_interpreter", container: { type: "auto" } }]);
-      else if (kind === "browser") tools.push(["Web", { type: "web_search" }]);
-      else tools.push([name, { type: "mcp", server_label: name }]);
-    }
-  }
-  const saved = JSON.parse(localStorage.getItem(OPTIONS) ?? "{}");
-  byId("effort").value = saved.effort ?? "medium";
-  byId("instructions").value = saved.instructions ?? "";
-  const boxes = tools.map(([label, tool]) => {
-    const checked = saved.tools ? saved.tools.includes(label) : label === "Python";
-    return el("label", {}, el("input", { type: "checkbox", name: label, value: JSON.stringify(tool), checked }), visible(label));
-  });
-  byId("tools").replaceChildren(el("legend", {}, "Tools"), ...boxes);
-}
-
-function saveOptions() {
-  const tools = [...document.querySelectorAll("#tools input:checked")].map((box) => box.getAttribute("name"));
-  const saved = { effort: byId("effort").value, instructions: byId("instructions").value, tools };
-  localStorage.setItem(OPTIONS, JSON.stringify(saved));
+  await finished(turn);
 }
 
 async function begin() {
-  await listTools();
+  await readServer();
   await load();
-  await listConversations();
+  await listConversations(chat);
   await resume();
 }
 
@@ -265,12 +253,16 @@ byId("composer").addEventListener("submit", (/** @type {Event} */ event) => {
   const text = prompt.value.trim();
   if (!text || running) return;
   prompt.value = "";
-  run(text);
+  run([...takeFiles(), { type: "input_text", text }]);
 });
 prompt.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
   byId("composer").requestSubmit();
+});
+byId("file").addEventListener("change", () => {
+  attach([...byId("file").files]).catch(show);
+  byId("file").value = "";
 });
 byId("stop").addEventListener("click", stop);
 byId("new").addEventListener("click", () => open(""));

@@ -1,5 +1,7 @@
 // Creates DOM nodes. Text from the model, pages and programs only ever becomes text nodes.
 
+import { t } from "./appearance.js";
+
 /**
  * @param {string} tag
  * @param {Record<string, string | boolean | EventListener>} [attributes] `on…` adds an event listener
@@ -32,15 +34,30 @@ export const visible = (text) =>
 /**
  * A button that copies text.
  * @param {() => string} text
+ * @param {string} label in English
  */
-export function copyButton(text) {
-  const button = el("button", { type: "button", class: "small", onclick: copy }, "Copy");
+export function copyButton(text, label = "Copy") {
+  const button = el("button", { type: "button", class: "small", onclick: copy }, t(label));
   async function copy() {
-    await navigator.clipboard.writeText(text());
-    button.textContent = "Copied";
-    setTimeout(() => (button.textContent = "Copy"), 1500);
+    if (navigator.clipboard) await navigator.clipboard.writeText(text());
+    else copySelected(text());
+    button.textContent = t("Copied");
+    setTimeout(() => (button.textContent = t(label)), 1500);
   }
   return button;
+}
+
+/**
+ * Copies without `navigator.clipboard`, which browsers give only to HTTPS and localhost.
+ * @param {string} text
+ */
+function copySelected(text) {
+  const area = /** @type {HTMLTextAreaElement} */ (el("textarea"));
+  area.value = text;
+  document.body.append(area);
+  area.select();
+  document.execCommand("copy");
+  area.remove();
 }
 
 /**

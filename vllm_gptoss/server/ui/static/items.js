@@ -1,6 +1,7 @@
 // One view per output item of a response: reasoning, answer, python call, web search, MCP call, approval.
 
 import { download } from "./api.js";
+import { t } from "./appearance.js";
 import { copyButton, el, link, visible } from "./dom.js";
 import { codeBlock, LIMIT, markdown } from "./markdown.js";
 
@@ -10,7 +11,7 @@ import { codeBlock, LIMIT, markdown } from "./markdown.js";
  * @property {(text: string) => void} delta adds streamed text
  * @property {(item: any) => void} done shows the finished item
  */
-/** @typedef {{approve: (id: string, approve: boolean) => void, fail: (error: unknown) => void}} Actions */
+/** @typedef {{approve: (id: string, approve: boolean) => boolean, fail: (error: unknown) => void}} Actions */
 
 /**
  * @param {any} item
@@ -36,7 +37,7 @@ const VIEWS = {
 const textOf = (parts) => (parts ?? []).map((part) => part.text ?? part.refusal ?? "").join("");
 
 function reasoningView() {
-  const label = el("summary", {}, "Thinking…");
+  const label = el("summary", {}, t("Thinking…"));
   const text = el("div", { class: "plain" });
   const began = performance.now();
   let streamed = false;
@@ -49,7 +50,7 @@ function reasoningView() {
     done(/** @type {any} */ item) {
       text.textContent = visible(textOf(item.content) || textOf(item.summary));
       const seconds = ((performance.now() - began) / 1000).toFixed(1);
-      label.textContent = streamed ? `Reasoning (${seconds} s)` : "Reasoning";
+      label.textContent = streamed ? t("Reasoning ({} s)", seconds) : t("Reasoning");
     },
   };
 }
@@ -98,16 +99,27 @@ function footer(text, notes, actions) {
   const nodes = [copyButton(() => text)];
   if (sources.length) {
     const entry = (/** @type {any} */ note) => {
-      const lines = note.lines ? ` (lines ${note.lines[0]}–${note.lines[1]})` : "";
-      return el("li", {}, link(String(note.url), String(note.title || note.url)), lines);
+      const lines = note.lines ? ` (${t("lines {} to {}", ...note.lines)})` : "";
+      return el("li", {}, link(placeOf(note), String(note.title || note.url)), lines);
     };
-    nodes.push(el("ol", { class: "sources", "aria-label": "Sources" }, ...sources.map(entry)));
+    nodes.push(el("ol", { class: "sources", "aria-label": t("Sources") }, ...sources.map(entry)));
   }
   for (const file of files) {
     const save = () => download(file).catch(actions.fail);
-    nodes.push(el("button", { type: "button", class: "small file", onclick: save }, `Download ${visible(file.filename)}`));
+    nodes.push(el("button", { type: "button", class: "small file", onclick: save }, t("Download {}", visible(file.filename))));
   }
   return nodes;
+}
+
+/**
+ * The cited page at its first cited line, by a text fragment of the URL, which browsers find and mark.
+ * @param {any} note
+ * @returns {string}
+ */
+function placeOf(note) {
+  const text = String(note.quote ?? "").replace(/【\d+†|†[^】]*】|[】#*`]/g, "").trim();
+  const fragment = encodeURIComponent(text).replaceAll("-", "%2D");
+  return text && !note.url.includes("#") ? `${note.url}#:~:text=${fragment}` : String(note.url);
 }
 
 function pythonView() {
@@ -131,26 +143,26 @@ function pythonView() {
 function outputNode(output) {
   if (output.type !== "image") return el("pre", { class: "output", tabindex: "0" }, visible(String(output.logs ?? "")));
   const isRaster = /^data:image\/(png|jpeg|gif|webp);base64,/.test(output.url);
-  return isRaster ? el("img", { src: output.url, alt: "Image made by the program" }) : el("p", {}, "[image]");
+  return isRaster ? el("img", { src: output.url, alt: t("Image made by the program") }) : el("p", {}, "[image]");
 }
 
 function searchView() {
-  const node = el("p", { class: "tool step" }, "Web…");
+  const node = el("p", { class: "tool step" }, t("Web…"));
   return {
     node,
     delta() {},
     done(/** @type {any} */ item) {
       const { type, query, url, pattern } = item.action ?? {};
       const failed = item.status === "completed" ? "" : ` (${item.status})`;
-      if (type === "search") node.textContent = visible(`Searched: ${query}${failed}`);
-      else if (type === "find_in_page") node.replaceChildren(visible(`Looked for “${pattern}” in `), link(url, url), failed);
-      else node.replaceChildren("Opened ", link(url ?? "", url ?? ""), failed);
+      if (type === "search") node.textContent = visible(t("Searched: {}", query)) + failed;
+      else if (type === "find_in_page") node.replaceChildren(visible(t("Looked for “{}” in ", pattern)), link(url, url), failed);
+      else node.replaceChildren(t("Opened "), link(url ?? "", url ?? ""), failed);
     },
   };
 }
 
 function mcpView() {
-  const label = el("summary", {}, "Tool…");
+  const label = el("summary", {}, t("Tool…"));
   const body = el("div");
   return {
     node: el("details", { class: "tool" }, label, body),
@@ -170,20 +182,21 @@ function mcpView() {
  */
 function approvalView(item, actions) {
   const buttons = [true, false].map((approve) =>
-    el("button", { type: "button", onclick: () => answer(approve) }, approve ? "Approve" : "Deny"),
+    el("button", { type: "button", onclick: () => answer(approve) }, t(approve ? "Approve" : "Deny")),
   );
   const row = el("div", {}, ...buttons);
   const body = el("div");
+  const settle = (/** @type {boolean} */ approve) => row.replaceChildren(t(approve ? "Approved" : "Denied"));
   function answer(/** @type {boolean} */ approve) {
-    row.replaceChildren(approve ? "Approved" : "Denied");
-    actions.approve(item.id, approve);
+    if (actions.approve(item.id, approve)) settle(approve);
   }
   return {
-    node: el("section", { class: "tool approval", "aria-label": "Approval" }, body, row),
+    node: el("section", { class: "tool approval", "aria-label": t("Approval") }, body, row),
     delta() {},
     done(/** @type {any} */ whole) {
-      const title = visible(`May the model call ${whole.server_label}.${whole.name}?`);
+      const title = visible(t("May the model call {}?", `${whole.server_label}.${whole.name}`));
       body.replaceChildren(el("p", {}, title), codeBlock(whole.arguments ?? "", "arguments"));
+      if (whole.answered !== undefined) settle(whole.answered);
     },
   };
 }

@@ -2,13 +2,15 @@
 
 import "./vendor/markdown-it.min.js";
 import { copyButton, el, link, visible } from "./dom.js";
+import { formula, formulaRule } from "./formulas.js";
 
 const parser = /** @type {any} */ (globalThis).markdownit({ html: false, linkify: false, maxNesting: 50 });
+parser.inline.ruler.before("escape", "formula", formulaRule);
 const TAGS = new Set(
   "p h1 h2 h3 h4 h5 h6 ul ol li blockquote table thead tbody tr th td em strong s".split(" "),
 );
-export const LIMIT = 200_000;
 /** Characters; longer text is shown unformatted. */
+export const LIMIT = 100_000;
 
 /**
  * @param {string} text
@@ -58,8 +60,10 @@ function leaf(token) {
     case "fence":
     case "code_block":
       return codeBlock(token.content, token.info);
+    case "formula":
+      return formula(token.content, token.block);
     case "image":
-      return link(token.attrGet("src") ?? "", token.content || "image"); // loading it would tell its host about the reader
+      return link(token.attrGet("src") ?? "", token.content || "image"); // loading it would reveal the reader's address
     default:
       return document.createTextNode(visible(token.content));
   }

@@ -1,19 +1,21 @@
 // One turn: the user's message and the items of its response, filled from the response's event stream.
 
 import { events, request } from "./api.js";
+import { t } from "./appearance.js";
+import { nameOf } from "./attachments.js";
 import { el, visible } from "./dom.js";
 import { viewOf } from "./items.js";
 
 const ENDS = ["response.completed", "response.incomplete", "response.failed", "response.cancelled", "error"];
-const RETRIES = 6;
+const RETRIES = 9; // the last after two minutes
 
 export class Turn {
   /**
-   * @param {string} text of the user; empty for an approval
+   * @param {any[]} content parts of the user's message: files, then its text; empty for an approval
    * @param {import("./items.js").Actions} actions
    */
-  constructor(text, actions) {
-    this.text = text;
+  constructor(content, actions) {
+    this.content = content;
     this.actions = actions;
     /** @type {Map<number, import("./items.js").View>} */
     this.views = new Map();
@@ -22,12 +24,18 @@ export class Turn {
     this.first = 0;
     this.ended = false;
     this.response = "";
+    this.item = ""; // the id of the stored message
     this.items = el("div", { class: "items" });
     this.note = el("p", { class: "note", role: "status" });
     this.buttons = el("div", { class: "buttons" });
     this.node = el("article", { class: "turn" });
-    if (text) this.node.append(el("div", { class: "user", dir: "auto" }, visible(text)));
+    if (content.length) this.node.append(el("div", { class: "user", dir: "auto" }, ...content.map(partNode)));
     this.node.append(this.items, this.note, this.buttons);
+  }
+
+  /** The text of the user's message. */
+  get text() {
+    return String(this.content.at(-1)?.text ?? "");
   }
 
   /**
@@ -60,8 +68,8 @@ export class Turn {
       } catch (error) {
         if (!(error instanceof TypeError) || !this.response) throw error; // fetch's error of a lost connection
       }
-      if (tries >= RETRIES || !this.response) throw new Error("The connection was lost.");
-      this.note.textContent = "The connection was lost. Reconnecting…";
+      if (tries >= RETRIES || !this.response) throw new Error(t("The connection was lost."));
+      this.note.textContent = t("The connection was lost. Reconnecting…");
       await new Promise((resolve) => setTimeout(resolve, delay));
       answer = null;
     }
@@ -100,10 +108,10 @@ export class Turn {
     if (response.status !== "completed") facts.push(response.incomplete_details?.reason ?? response.status);
     if (usage) {
       const { input_tokens: read, output_tokens: written } = usage;
-      facts.push(`${read} tokens in (${usage.input_tokens_details?.cached_tokens ?? 0} cached), ${written} out`);
-      if (this.first && seconds > 0) facts.push(`${(written / seconds).toFixed(0)} tokens/s`);
+      facts.push(t("{} tokens in ({} cached), {} out", read, usage.input_tokens_details?.cached_tokens ?? 0, written));
+      if (this.first && seconds > 0) facts.push(t("{} tokens/s", (written / seconds).toFixed(0)));
     }
-    if (this.first) facts.push(`first token after ${((this.first - this.began) / 1000).toFixed(2)} s`);
+    if (this.first) facts.push(t("first token after {} s", ((this.first - this.began) / 1000).toFixed(2)));
     this.note.textContent = facts.join(" · ");
   }
 
@@ -114,4 +122,16 @@ export class Turn {
     this.note.setAttribute("role", "alert");
     this.note.textContent = visible(error instanceof Error ? error.message : String(error));
   }
+}
+
+/**
+ * A part of the user's message. A stored file is a text that begins with its name.
+ * @param {any} part
+ * @param {number} at
+ * @param {any[]} all
+ */
+function partNode(part, at, all) {
+  const text = String(part.text ?? `[${part.type}]`);
+  if (at === all.length - 1) return el("div", {}, visible(text));
+  return el("div", { class: "step" }, `📄 ${visible(nameOf(part))}`);
 }
