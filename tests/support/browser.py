@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from selenium import webdriver
 from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
@@ -47,8 +49,11 @@ class Browser:
     def shows(self, selector: str, text: str) -> Callable[[], bool]:
         return lambda: any(text in each for each in self.texts(selector))
 
-    def wait(self, selector: str, text: str, seconds: float = 120) -> None:
-        soon(self.shows(selector, text), seconds)
+    def wait(self, selector: str, text: str, seconds: float = 60) -> None:
+        try:
+            soon(self.shows(selector, text), seconds)
+        except AssertionError:
+            pytest.fail(f"{selector} does not show {text!r}; the page: {self.texts('main')}")
 
     def click(self, text: str, within: str = "body") -> None:
         """The last button of this text."""
@@ -57,7 +62,7 @@ class Browser:
         button.click()
 
     def press(self, *keys: str) -> None:
-        self.driver.switch_to.active_element.send_keys(*keys)
+        ActionChains(self.driver).send_keys(*keys).perform()
 
     def run(self, script: str, *arguments: Any) -> Any:
         return self.driver.execute_script(script, *arguments)

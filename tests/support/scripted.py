@@ -22,7 +22,7 @@ HOSTILE = """
 |---|---|
 | 1 | **2** |
 """
-NUMBERS = " ".join(f"w{number}" for number in range(250))
+NUMBERS = " ".join(f"w{number}" for number in range(120))
 FINAL = "<|channel|>final<|message|>"
 
 SCRIPTS = {

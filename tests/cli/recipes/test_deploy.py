@@ -244,13 +244,13 @@ def releases() -> list[Path]:
 def metrics(release: Path) -> set[str]:
     """Names that vLLM's source and the plugin's define."""
     folders = (release / "v1", ROOT / "vllm_gptoss")
-    named = re.compile(r'"((?:vllm:|gptoss_)[a-z_]+)"')
+    named = re.compile(r'"((?:vllm:|gptoss_)[a-z0-9_]+)"')
     return {name for folder in folders for path in folder.rglob("*.py") for name in named.findall(path.read_text())}
 
 
 def selectors(expression: Any) -> list[str]:
     """Metrics that a query reads."""
-    return re.findall(r"(?:vllm:|gptoss_)[a-z_:]+", str(expression))
+    return re.findall(r"(?:vllm:|gptoss_)[a-z0-9_:]+", str(expression))
 
 
 def panels() -> list[dict[str, Any]]:

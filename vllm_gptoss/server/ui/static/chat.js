@@ -36,6 +36,7 @@ function show(error) {
   if (error instanceof ApiError && error.status === 401) {
     byId("options").open = true;
     byId("key").focus();
+    byId("key").select();
   }
 }
 
@@ -174,7 +175,8 @@ async function stop() {
  * @param {any[]} items oldest first
  */
 function turnsOf(items) {
-  const answers = new Map(items.map((item) => [item.approval_request_id, item.approve]));
+  const approvals = items.filter((item) => item.type === "mcp_approval_response");
+  const answers = new Map(approvals.map((item) => [item.approval_request_id, item.approve]));
   /** @type {Turn[]} */
   const found = [];
   for (const item of items) {

@@ -39,8 +39,8 @@ export const visible = (text) =>
 export function copyButton(text, label = "Copy") {
   const button = el("button", { type: "button", class: "small", onclick: copy }, t(label));
   async function copy() {
-    if (navigator.clipboard) await navigator.clipboard.writeText(text());
-    else copySelected(text());
+    await navigator.clipboard?.writeText(text()).catch(() => copySelected(text()));
+    if (!navigator.clipboard) copySelected(text());
     button.textContent = t("Copied");
     setTimeout(() => (button.textContent = t(label)), 1500);
   }
@@ -48,7 +48,7 @@ export function copyButton(text, label = "Copy") {
 }
 
 /**
- * Copies without `navigator.clipboard`, which browsers give only to HTTPS and localhost.
+ * Copies without `navigator.clipboard`, which browsers give only to HTTPS and localhost, and may deny.
  * @param {string} text
  */
 function copySelected(text) {

@@ -42,6 +42,7 @@ function build(root, tokens) {
 function opened(token) {
   if (token.type === "link_open") return link(token.attrGet("href") ?? "", "");
   if (token.type === "paragraph_open" && token.hidden) return el("span");
+  if (token.tag === "table") return el("table", { tabindex: "0" }); // it may scroll
   const start = token.tag === "ol" && token.attrGet("start");
   return el(TAGS.has(token.tag) ? token.tag : "div", start ? { start: String(start) } : {});
 }

@@ -5,6 +5,7 @@ import { t } from "./appearance.js";
 import { byId, el, visible } from "./dom.js";
 
 const OPTIONS = "gptoss.options";
+const APPROVAL = { always: { read_only: false }, never: { read_only: true } };
 
 /** The fields of a request that the options choose. */
 export function chosen() {
@@ -27,7 +28,7 @@ export async function readServer() {
     for (const { name, kind } of provider.namespaces) {
       if (kind === "python") tools.push(["Python", { type: "code_interpreter", container: { type: "auto" } }]);
       else if (kind === "browser") tools.push(["Web", { type: "web_search" }]);
-      else tools.push([name, { type: "mcp", server_label: name }]);
+      else tools.push([name, { type: "mcp", server_label: name, require_approval: APPROVAL }]);
     }
   }
   const saved = JSON.parse(localStorage.getItem(OPTIONS) ?? "{}");
