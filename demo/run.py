@@ -58,7 +58,7 @@ def main() -> int:
                         model,
                         log,
                         ["--tool-server", "demo"],
-                        {"GPTOSS_BROWSER_DOCUMENTS": str(ROOT / "demo" / "documents")},
+                        {"GPTOSS_BROWSER_DOCUMENTS": str(ROOT / "demo" / "documents"), "GPTOSS_UI": "1"},
                         port=options.port,
                         popen=supervise.popen,
                         progress=lambda s: status.update(f"vLLM is starting, {s:.0f} s (usually 30 to 60)"),
@@ -101,7 +101,7 @@ def _end_with_terminal() -> None:
 
 
 def _keep(console: Console, server: Server) -> None:
-    console.print(f"\nThe server keeps running at {server.api}. Ctrl-C stops it.")
+    console.print(f"\nThe server keeps running at {server.api}, its page at {server.url}/ui. Ctrl-C stops it.")
     while server.process.poll() is None:
         time.sleep(0.2)
 

@@ -29,7 +29,7 @@ UNDERWAY = VENV.with_name(VENV.name + ".underway")
 
 CLIENTS = ROOT / "tests" / "server" / "responses" / "js"
 """package.json and package-lock.json of the npm clients that tests run: Codex CLI, Claude Code, openai-node, OpenAI's
-Agents SDK, Vercel's AI SDK, tsc."""
+Agents SDK, Vercel's AI SDK, tsc, axe-core."""
 
 CACHE = Path(os.environ.get("GPTOSS_CACHE", ROOT / ".cache"))
 CLIENTS_CACHE = CACHE / "clients"

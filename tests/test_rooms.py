@@ -37,6 +37,7 @@ ORDER = (
     "server.http",
     "server.streaming",
     "server.chat",
+    "server.ui",
     "server.responses",
     "server.parts",
     "plugin",

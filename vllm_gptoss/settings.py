@@ -54,6 +54,7 @@ class Settings(BaseModel):
     )
     tools: str = Field("", description="tool servers; empty: the value of --tool-server")
     prompts: str = Field("", description="prompt templates of /v1/responses: a YAML file, or a folder of them")
+    ui: bool = Field(False, description="serve the web page at /ui")
     max_body_bytes: int = Field(32 << 20, gt=0, description="of one request body")
     max_body_values: int = Field(50_000, gt=0, description="JSON values of one request body")
     caller_body_bytes: int = Field(64 << 20, gt=0, description="of all bodies of one API key that are being received")

@@ -57,7 +57,7 @@ RESPONSES = PartKind(
     "Responses API",
     "vllm_gptoss.server.responses.endpoint",
     "ResponsesEndpoint",
-    ("endpoint", "tools", "store", "prompts"),
+    ("endpoint", "tools", "store", "prompts", "ui"),
     "GPTOSS_RESPONSES_",
     check="endpoint",
 )
@@ -100,6 +100,8 @@ class Parts:
         self._settings = settings
         self._before = list(app.router.routes)
         self.installed: list[_Installed] = []
+        if settings.ui and not settings.endpoint:
+            raise SettingsError("ui (GPTOSS_UI) needs the plugin's /v1/responses: remove endpoint=0 (GPTOSS_ENDPOINT)")
         for kind in KINDS:
             if kind is not RESPONSES or settings.endpoint:
                 self._attach(kind, args)

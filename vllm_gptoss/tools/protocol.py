@@ -119,6 +119,7 @@ class Source:
     cursor: int
     url: str
     title: str
+    quote: str = ""  # the first cited line, where the tool keeps it
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,10 +212,6 @@ class ToolSession(ABC):
 
     def source(self, cursor: int, line: int | None = None) -> Source | None:
         """The page behind a citation's cursor, if this session opened it; `line` distinguishes search results."""
-        return None
-
-    def excerpt(self, cursor: int, first: int, last: int | None = None) -> str | None:
-        """The lines `first` to `last` that a citation names, where the tool keeps them."""
         return None
 
     async def aclose(self) -> None:

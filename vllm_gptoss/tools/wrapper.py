@@ -36,9 +36,6 @@ class WrapperSession(ToolSession):
     def source(self, cursor: int, line: int | None = None) -> Source | None:
         return self.inner.source(cursor, line)
 
-    def excerpt(self, cursor: int, first: int, last: int | None = None) -> str | None:
-        return self.inner.excerpt(cursor, first, last)
-
     async def aclose(self) -> None:
         await self.inner.aclose()
 

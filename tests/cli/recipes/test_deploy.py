@@ -244,13 +244,13 @@ def releases() -> list[Path]:
 def metrics(release: Path) -> set[str]:
     """Names that vLLM's source and the plugin's define."""
     folders = (release / "v1", ROOT / "vllm_gptoss")
-    named = re.compile(r'"((?:vllm:|gptoss_)[a-z_]+)"')
+    named = re.compile(r'"((?:vllm:|gptoss_)[a-z0-9_]+)"')
     return {name for folder in folders for path in folder.rglob("*.py") for name in named.findall(path.read_text())}
 
 
 def selectors(expression: Any) -> list[str]:
     """Metrics that a query reads."""
-    return re.findall(r"(?:vllm:|gptoss_)[a-z_:]+", str(expression))
+    return re.findall(r"(?:vllm:|gptoss_)[a-z0-9_:]+", str(expression))
 
 
 def panels() -> list[dict[str, Any]]:
@@ -263,12 +263,17 @@ def queries() -> list[str]:
     return [query.replace("$__rate_interval", "1m") for query in asked]
 
 
+def alerts() -> list[str]:
+    (group,) = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"]
+    return [rule["expr"] for rule in group["rules"]]
+
+
 @pytest.mark.vllm
 @pytest.mark.parametrize("release", releases(), ids=lambda folder: folder.parent.name)
 def test_the_dashboard_asks_for_metrics_that_are_there(release: Path) -> None:
     known = metrics(release)
     assert len(known) > 50
-    for query in queries():
+    for query in (*queries(), *alerts()):
         for name in selectors(promql_parser.parse(query)):
             assert known & {name, re.sub(r"_(total|bucket|sum|count)$", "", name)}, name
 

@@ -17,7 +17,7 @@ from tests.support.responses.server import Start
 
 SOURCE = Path(__file__).parent / "js"
 needs_clients = pytest.mark.skipif(npm.missing() is not None, reason=str(npm.missing()))
-OURS = {"lines", "presence_penalty", "frequency_penalty", "store"}
+OURS = {"lines", "quote", "presence_penalty", "frequency_penalty", "store"}
 EXTRA = {
     "response.function_call_arguments.done": {"name"},
     "response.output_text.delta": {"bytes"},

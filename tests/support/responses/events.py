@@ -15,7 +15,7 @@ EVENT_TYPES: dict[str, type[BaseModel]] = {
     get_args(model.model_fields["type"].annotation)[0]: model for model in get_args(get_args(ResponseStreamEvent)[0])
 }
 
-OURS = {"lines", "presence_penalty", "frequency_penalty", "store", "name", "bytes", "status"}
+OURS = {"lines", "quote", "presence_penalty", "frequency_penalty", "store", "name", "bytes", "status"}
 """Additions to openai's types: line ranges of citations, three echoed parameters and the bytes of streamed logprobs
 (Open Responses), the function's name on `function_call_arguments.done` (OpenAI's API reference), and the status of a
 custom tool call (`ResponseCustomToolCallItem` has it, the union of output items does not)."""

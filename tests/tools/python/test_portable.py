@@ -293,6 +293,7 @@ async def test_deep_trees_are_removed_and_links_not_followed(tmp_path: Path) -> 
 
 WITHOUT_NAMESPACES = """
 import asyncio, logging, os, sys
+from prometheus_client import REGISTRY
 from vllm_gptoss.tools.sandbox import linux
 from vllm_gptoss.tools.python import PythonOptions, PythonProvider
 from tests.support.notebooks import run_in
@@ -307,6 +308,7 @@ async def main():
     await provider.start()
     print('off:', provider.unavailable)
     print('result:', (await run_in(provider, '6 * 7')).text)
+    print('tier:', REGISTRY.get_sample_value('gptoss_python_tier', {'tier': 'portable'}))
     await provider.aclose()
 asyncio.run(main())
 """
@@ -320,6 +322,7 @@ async def test_it_is_chosen_where_nobody_may_make_namespaces(provider: PythonPro
     )
     assert "off: None" in done.stdout, done
     assert "result: 42" in done.stdout
+    assert "tier: 1.0" in done.stdout
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("python: using")]
     assert "using portable (WebAssembly without namespaces: no programs" in line
     assert "namespaces: OSError: [Errno 28] unshare" in line

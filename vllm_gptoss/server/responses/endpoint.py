@@ -24,7 +24,13 @@ from vllm_gptoss.server.responses.run.service import Service
 from vllm_gptoss.server.responses.state.database import check_driver
 from vllm_gptoss.server.responses.state.sealing import KeyRing, new_key, parse_keys
 from vllm_gptoss.server.responses.state.store import Store
-from vllm_gptoss.server.responses.transport import container_routes, conversation_routes, response_routes
+from vllm_gptoss.server.responses.transport import (
+    container_routes,
+    conversation_routes,
+    response_routes,
+    server_route,
+)
+from vllm_gptoss.server.ui import pages
 from vllm_gptoss.settings import SettingsError
 from vllm_gptoss.tools.config import ToolConfigError
 from vllm_gptoss.tools.missing import reason
@@ -55,7 +61,7 @@ class ResponsesEndpoint:
         Raises:
             SettingsError: tool servers, a `GPTOSS_RESPONSES_*` variable or a file of prompt templates cannot be used.
         """
-        self.options = ResponsesOptions.load(settings.store, settings.strict_tools, settings.prompts)
+        self.options = ResponsesOptions.load(settings.store, settings.strict_tools, settings.prompts, settings.ui)
         self._templates = Templates.load(self.options.prompts)
         self.patience = float(getattr(args, "shutdown_timeout", None) or 0)
         self._is_direct = settings.host != "stock"
@@ -114,6 +120,9 @@ class ResponsesEndpoint:
         response_routes.add_routes(router, self)
         conversation_routes.add_routes(router, lambda: self.service)
         container_routes.add_routes(router, lambda: self.service)
+        if self.options.ui:
+            pages.add_routes(router)
+            server_route.add_routes(router, lambda: self.service)
         app.include_router(router)
 
     @asynccontextmanager

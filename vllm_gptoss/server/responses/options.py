@@ -16,7 +16,7 @@ PREFIX = "GPTOSS_RESPONSES_"
 
 class ResponsesOptions(BaseSettings):
     """Field names are the variables' names after `GPTOSS_RESPONSES_`; constructor arguments win over variables.
-    store, strict_tools and prompts are the plugin's settings (settings.py).
+    store, strict_tools, prompts and ui are the plugin's settings (settings.py).
 
     store: SQLAlchemy URL, a file path, or `off`; empty for SQLite in the user's state directory
     retention: seconds until a response is deleted; 0 for never
@@ -36,6 +36,7 @@ class ResponsesOptions(BaseSettings):
     total_sockets: the same, of all keys
     strict_tools: the engine keeps calls to the offered tools and their schemas
     prompts: a YAML file of prompt templates, or a folder of them; empty for none
+    ui: serve the web page
     """
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True)
@@ -63,16 +64,17 @@ class ResponsesOptions(BaseSettings):
     total_sockets: int = 1024
     strict_tools: bool = True
     prompts: str = ""
+    ui: bool = False
 
     @classmethod
-    def load(cls, store: str = "", strict_tools: bool = True, prompts: str = "") -> ResponsesOptions:
-        """Reads all options but the three arguments from the environment; the arguments are settings of the plugin.
+    def load(cls, store: str = "", strict_tools: bool = True, prompts: str = "", ui: bool = False) -> ResponsesOptions:
+        """Reads all options but the arguments from the environment; the arguments are settings of the plugin.
 
         Raises:
             SettingsError: a variable has an invalid value; the message names the variable.
         """
         try:
-            return cls(store=store, strict_tools=strict_tools, prompts=prompts)
+            return cls(store=store, strict_tools=strict_tools, prompts=prompts, ui=ui)
         except ValidationError as error:
             problem = error.errors()[0]
             name = f"{PREFIX}{str(problem['loc'][0]).upper()}"

@@ -108,7 +108,8 @@ class BrowserSession(ToolSession):
             return None
         page = self._state.pages[cursor]
         if page.source_url:
-            return Source(cursor, page.source_url, self._title(page))
+            quote = page.lines[line] if line is not None and line < len(page.lines) else ""
+            return Source(cursor, page.source_url, self._title(page), quote)
         if line is None:
             number = 0 if len(page.links) == 1 else None
         else:
@@ -119,14 +120,6 @@ class BrowserSession(ToolSession):
         if not page.listing:
             return page.title
         return next((p.title for p in self._state.pages if p.url == page.source_url), page.title)
-
-    def excerpt(self, cursor: int, first: int, last: int | None = None) -> str | None:
-        """The text that `【cursor†Lfirst-Llast】` cites, or None where there is none."""
-        if not 0 <= cursor < len(self._state.pages):
-            return None
-        lines = self._state.pages[cursor].lines
-        last = first if last is None else last
-        return "\n".join(lines[first : last + 1]) if 0 <= first <= last < len(lines) else None
 
     async def aclose(self) -> None:
         """Ends this view; the conversation's pages stay with the provider."""

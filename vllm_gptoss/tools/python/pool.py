@@ -15,7 +15,7 @@ from vllm_gptoss.tools.sandbox.portable import PortableProcess
 
 from .options import PythonOptions
 from .tasks import uninterrupted
-from .tiers import Client, TierChoice, choose
+from .tiers import TIER, Client, TierChoice, choose
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ class KernelPool:
             if self._choice is not None:
                 await self._retire(self._choice.launcher)
             self._choice = await choose(self._options)
+            TIER.labels(self._choice.tier.name).set(1)
             return self._choice.launcher
 
     async def _retire(self, launcher: Any) -> None:

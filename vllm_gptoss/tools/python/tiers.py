@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from prometheus_client import Gauge
+
 from vllm_gptoss.tools.sandbox import bubblewrap, interpreter
 from vllm_gptoss.tools.sandbox.launcher import IsolationError, SandboxError
 
@@ -15,6 +17,8 @@ from .messages import KernelMessage
 from .options import PythonOptions
 
 logger = logging.getLogger(__name__)
+
+TIER = Gauge("gptoss_python_tier", "1 for the python tool's tier of isolation", ["tier"], multiprocess_mode="livemax")
 
 
 class Client(Protocol):

@@ -66,3 +66,26 @@ def test_pages_follow_each_other_in_both_orders(start: Start) -> None:
             assert seen == names
         assert http.get(path, params={"after": "nobody"}).status_code == 404
         assert http.get(path, params={"limit": 101}).status_code == 400
+
+
+@ALSO_POSTGRES
+def test_a_key_lists_its_own_conversations_in_pages(start: Start) -> None:
+    server = start(HELLO)
+    with server.http("bob") as bob, server.http("alice") as alice:
+        foreign = bob.post("/conversations", json={}).json()["id"]
+        made = [alice.post("/conversations", json={"metadata": {"title": f"{n}"}}).json() for n in range(3)]
+        for order, expected in (("desc", made[::-1]), ("asc", made)):
+            first = alice.get("/conversations", params={"limit": 2, "order": order}).json()
+            query = {"limit": 2, "order": order, "after": first["last_id"]}
+            rest = alice.get("/conversations", params=query).json()
+            assert (first["data"] + rest["data"], first["has_more"], rest["has_more"]) == (expected, True, False)
+        assert [each["id"] for each in bob.get("/conversations").json()["data"]] == [foreign]
+        for wrong, status in (
+            ({"after": foreign}, 404),
+            ({"after": "\0"}, 404),
+            ({"limit": 0}, 400),
+            ({"limit": 101}, 400),
+        ):
+            assert alice.get("/conversations", params=wrong).status_code == status
+        alice.delete(f"/conversations/{made[0]['id']}").raise_for_status()
+        assert [each["id"] for each in alice.get("/conversations").json()["data"]] == [m["id"] for m in made[:0:-1]]

@@ -160,9 +160,9 @@ def _parse_message(item: Item, where: str) -> Item:
 
 
 def _as_sent(part: Part) -> Part:
-    """A part as in openai-python's type. `lines` of a citation is this server's field, and clients echo it."""
+    """A part as in openai-python's type. A citation's `lines` and `quote` are this server's, and clients echo them."""
     annotations = [
-        {key: value for key, value in annotation.items() if key != "lines"}
+        {key: value for key, value in annotation.items() if key not in ("lines", "quote")}
         if isinstance(annotation, dict)
         else annotation
         for annotation in part.get("annotations") or ()

@@ -22,6 +22,7 @@ from pydantic_core import to_json
 
 from vllm_gptoss.server.http.callers import FullError, Places
 from vllm_gptoss.server.responses.errors import ApiError, full, id_taken, not_found
+from vllm_gptoss.server.responses.metrics import BACKGROUND
 from vllm_gptoss.server.responses.request.create import CreateRequest
 from vllm_gptoss.server.responses.run.events import TERMINAL, Event, has_ended
 from vllm_gptoss.server.responses.run.loop import Loop
@@ -193,6 +194,7 @@ class Background:
                 raise id_taken(stored.id) from None
             raise
         run = self._runs[stored.key] = _BackgroundRun(loop)
+        BACKGROUND.labels("accepted").inc()
         return run, stored
 
     async def _work(self, run: _BackgroundRun, stored: Stored, turns: asyncio.Semaphore) -> None:
@@ -204,11 +206,12 @@ class Background:
                 pending += await anext(batches)
                 run.wake.set()
                 async with turns:
-                    async for batch in batches:
-                        pending += batch
-                        run.wake.set()
-                        if writer.done():
-                            break  # cancelled from elsewhere
+                    with BACKGROUND.labels("running").track_inprogress():
+                        async for batch in batches:
+                            pending += batch
+                            run.wake.set()
+                            if writer.done():
+                                break  # cancelled from elsewhere
             if writer.done() and not has_ended(pending):
                 pending += await loop.cancel()
         except asyncio.CancelledError:
@@ -225,6 +228,7 @@ class Background:
                 run.ended = True
                 run.tell()
                 self._runs.pop(stored.key, None)
+                BACKGROUND.labels("accepted").dec()
 
     async def _drain(self, key: str, run: _BackgroundRun) -> bool:
         """Writes the remaining events. Retries for `heartbeat` seconds; meanwhile followers read them from memory."""

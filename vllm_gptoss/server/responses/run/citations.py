@@ -18,6 +18,9 @@ _MARK = re.compile(r"【(\d{1,6})†(?:L(\d{1,7})(?:[-–‑]L?(\d{1,7}))?(?:†
 _LONGEST = 96
 """Characters of an open bracket's text that are held back; longer text is no citation."""
 
+_LONGEST_QUOTE = 200
+"""Characters."""
+
 Annotation = dict[str, Any]
 
 
@@ -82,4 +85,6 @@ class Citations:
         }
         if mark[2]:
             annotation["lines"] = [int(mark[2]), int(mark[3] or mark[2])]
+        if source.quote:
+            annotation["quote"] = source.quote[:_LONGEST_QUOTE]
         return link, annotation

@@ -21,6 +21,7 @@ from vllm_gptoss.server.harmony.prompt import render, render_message
 from vllm_gptoss.server.harmony.tokens import CALL, END, START, encode
 from vllm_gptoss.server.responses import ids
 from vllm_gptoss.server.responses.errors import ApiError, EngineError, id_taken
+from vllm_gptoss.server.responses.metrics import RESPONSES
 from vllm_gptoss.server.responses.prompt.conversation import characters_of, rendered
 from vllm_gptoss.server.responses.prompt.toolset import Kind, Route
 from vllm_gptoss.server.responses.request.items import Item
@@ -160,6 +161,7 @@ class Loop:
             self.body |= {"status": "failed", "completed_at": None}
             self.body["error"] = {"code": "server_error", "message": f"The response could not be stored: {error}"}
             kind = "response.failed"
+        RESPONSES.labels(self.body["status"]).inc()
         return [*events, self._out.event(kind, response=dict(self.body))]
 
     # Rounds

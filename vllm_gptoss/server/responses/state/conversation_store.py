@@ -58,6 +58,19 @@ class ConversationStore:
             row = (await db.execute(sa.select(conversations).where(_mine(tenant, identifier)))).first()
         return (row._mapping["created"], json.loads(row._mapping["metadata"])) if row else None
 
+    async def of_tenant(
+        self, tenant: str, limit: int, after: str | None = None, *, ascending: bool = False
+    ) -> Sequence[sa.Row[Any]]:
+        """Up to `limit` of the tenant's conversations by time of creation, after the conversation `after`."""
+        c = conversations.c
+        query = sa.select(conversations).where(c.tenant == tenant).limit(limit)
+        order = (c.created, c.id) if ascending else (c.created.desc(), c.id.desc())
+        if after is not None:
+            key, last = sa.tuple_(c.created, c.id), sa.select(c.created, c.id).where(_mine(tenant, after))
+            query = query.where(key > last.scalar_subquery() if ascending else key < last.scalar_subquery())
+        async with self._begin() as db:
+            return (await db.execute(query.order_by(*order))).all()
+
     async def delete(self, tenant: str, identifier: str) -> bool:
         """Removes a conversation with its items; False if it is not the tenant's."""
         async with self._begin() as db:

@@ -21,6 +21,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from vllm_gptoss.server.responses.metrics import STORE_ERRORS, STORE_SECONDS
 from vllm_gptoss.server.responses.options import ResponsesOptions
 from vllm_gptoss.server.responses.state import input_items
 from vllm_gptoss.server.responses.state.clock import now
@@ -106,11 +107,13 @@ class Store:
     @asynccontextmanager
     async def _begin(self) -> AsyncIterator[AsyncConnection]:
         try:
-            async with self._slots.one(CALLER.get()), self._db.begin() as connection:
-                yield connection
+            with STORE_SECONDS.time():
+                async with self._slots.one(CALLER.get()), self._db.begin() as connection:
+                    yield connection
         except IntegrityError as error:
             raise TakenError("There is a row of this id already.") from error
         except (SQLAlchemyError, OSError) as error:
+            STORE_ERRORS.inc()
             raise StoreError(f"The response store failed: {error.__class__.__name__}: {cause_of(error)}") from error
 
     async def setting(self, name: str, fresh: str | None = None) -> str | None:

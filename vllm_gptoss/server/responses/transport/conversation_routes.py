@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from vllm_gptoss.server.responses import ids
 from vllm_gptoss.server.responses.errors import ApiError, not_found
+from vllm_gptoss.server.responses.metrics import CONVERSATIONS
 from vllm_gptoss.server.responses.request.create import check_metadata
 from vllm_gptoss.server.responses.request.items import Item, parse_input
 from vllm_gptoss.server.responses.run.service import Service
@@ -32,6 +33,7 @@ def add_routes(router: APIRouter, service: Callable[[], Service]) -> None:
     one, items = "/v1/conversations/{conversation_id}", "/v1/conversations/{conversation_id}/items"
     table: list[tuple[str, str, Any, dict[str, Any] | None]] = [
         ("POST", "/v1/conversations", routes.create, object_body("items", "metadata")),
+        ("GET", "/v1/conversations", routes.list_own, None),
         ("GET", one, routes.retrieve, None),
         ("POST", one, routes.update, object_body("metadata")),
         ("DELETE", one, routes.delete, None),
@@ -67,7 +69,16 @@ class _Routes:
         _refuse_unknown(body, "items", "metadata")
         identifier, now = ids.new("conv"), time.time()
         await self._store().put(caller_of(request).tenant, identifier, labels, now, [(item, None) for item in items])
+        CONVERSATIONS.inc()
         return JSONResponse(_resource(identifier, now, labels))
+
+    async def list_own(self, request: Request) -> Response:
+        """The caller's own conversations, which OpenAI's API does not list."""
+        page, store, tenant = asked(request.query_params), self._store(), caller_of(request).tenant
+        if page.after is not None and not (ids.is_one(page.after) and await store.get(tenant, page.after)):
+            raise not_found("Conversation", page.after[:128], "after")
+        found = await store.of_tenant(tenant, page.limit + 1, page.after, ascending=page.ascending)
+        return JSONResponse(listed([_resource(row.id, row.created, json.loads(row.metadata)) for row in found], page))
 
     async def retrieve(self, conversation_id: str, request: Request) -> Response:
         return JSONResponse(_resource(conversation_id, *await self._find(conversation_id, request)))
