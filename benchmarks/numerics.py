@@ -33,6 +33,7 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.paths import paths
 from vllm_gptoss.cli.bench import checkpoint, shapes, truth, worker
 from vllm_gptoss.cli.bench.worker import is_plugin, variant_options
 
@@ -83,7 +84,7 @@ def read(job: dict[str, Any]) -> dict[str, Any]:
     arguments |= variant_options(variant)
     engine = LLM(**{**arguments, **options})
     if job["chunk"] == 1:
-        return {**decode(engine, job["stream"], job["prompt"]), "paths": engine.apply_model(worker.paths)[0]}
+        return {**decode(engine, job["stream"], job["prompt"]), "paths": engine.apply_model(paths)[0]}
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=TOP, detokenize=False)
     outputs = engine.generate([{"prompt_token_ids": tokens} for tokens in job["stream"]], params, use_tqdm=False)
     likely, top = [], []
@@ -93,7 +94,7 @@ def read(job: dict[str, Any]) -> dict[str, Any]:
                 raise RuntimeError(f"vLLM gave no log-probability of prompt token {token}, only of {sorted(found)}")
             likely.append(found[token].logprob)
             top.append({each: entry.logprob for each, entry in found.items()})
-    return {"likely": likely, "top": top, "paths": engine.apply_model(worker.paths)[0]}
+    return {"likely": likely, "top": top, "paths": engine.apply_model(paths)[0]}
 
 
 def decode(engine: Any, stream: Sequence[Sequence[int]], prompt: int) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.decode import floor
-from benchmarks.decode.worker import EngineRun
+from benchmarks.decode.worker import EngineRun, put
 from vllm_gptoss.cli.bench import shapes
-from vllm_gptoss.cli.bench.worker import is_plugin, put
+from vllm_gptoss.cli.bench.worker import is_plugin
 
 SETTING = ("prompt", "output", "tensor_parallel", "skew", "eagle3", "options")
 """Fields of a job that must be equal for two measurements to be compared."""

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.decode import traces
 from vllm_gptoss.cli.bench import shapes
-from vllm_gptoss.cli.bench.worker import environment, is_plugin, put, variant_options
+from vllm_gptoss.cli.bench.worker import environment, is_plugin, variant_options
 from vllm_gptoss.cli.recipes.model_config import model_config
 from vllm_gptoss.engine import spec
 
@@ -51,6 +51,13 @@ class EngineRun:
     @property
     def is_plugin(self) -> bool:
         return is_plugin(self.variant)
+
+
+def put(path: Path, text: str) -> None:
+    """Writes a temporary file and renames it: a reader of `path` always sees a complete text."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text)
+    os.replace(part, path)
 
 
 def draft_config(model: spec.ModelSpec) -> dict[str, Any]:

@@ -29,8 +29,9 @@ def main(where: str, settings: dict[str, str]) -> dict[str, Any]:
     }
     from vllm import LLM, SamplingParams
 
+    from benchmarks.paths import paths
     from tests.support import planted
-    from vllm_gptoss.cli.bench import shapes, worker
+    from vllm_gptoss.cli.bench import shapes
     from vllm_gptoss.cli.recipes.model_config import model_config
     from vllm_gptoss.plugin import register
 
@@ -49,7 +50,7 @@ def main(where: str, settings: dict[str, str]) -> dict[str, Any]:
     for count in BATCHES:
         prompts = [{"prompt_token_ids": [7 + at, 8, 9]} for at in range(count)]
         made.append([len(output.outputs[0].token_ids) for output in engine.generate(prompts, params, use_tqdm=False)])
-    return {"tokens": made, "paths": engine.apply_model(worker.paths)[0]}
+    return {"tokens": made, "paths": engine.apply_model(paths)[0]}
 
 
 if __name__ == "__main__":

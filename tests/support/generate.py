@@ -91,9 +91,9 @@ def facts(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
     """Active parts of the plugin, equal on every rank, and the number of preemptions."""
     found: dict[str, Any] = {}
     if job.get("paths"):
-        from vllm_gptoss.cli.bench import worker
+        from benchmarks.paths import paths
 
-        [found["paths"]] = [dict(each) for each in {tuple(rank.items()) for rank in llm.apply_model(worker.paths)}]
+        [found["paths"]] = [dict(each) for each in {tuple(rank.items()) for rank in llm.apply_model(paths)}]
     if not job.get("args", {}).get("disable_log_stats", True):
         values = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]
         found["preemptions"] = sum(values)

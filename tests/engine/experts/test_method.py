@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_gptoss.cli.bench import worker
+from benchmarks.paths import paths
 from vllm_gptoss.engine.choose import ChoiceError, Deployment
 from vllm_gptoss.engine.choose.device import Device
 from vllm_gptoss.engine.experts import method
@@ -244,7 +244,7 @@ def test_the_fused_layers_find_the_experts_that_a_method_holds(monkeypatch: pyte
         object.__setattr__(runner.routed_experts, "quant_method", quant_method)
         norm = SimpleNamespace(weight=torch.empty(hidden))
         own = addresses.own_experts(SimpleNamespace(mlp=SimpleNamespace(experts=runner), input_layernorm=norm))
-        return own and own.few, worker.paths(runner)["own_experts"]
+        return own and own.few, paths(runner)["own_experts"]
 
     assert found(prepared(layer(few))) == (few, 1)
     assert found(prepared(layer(few)), 128) == (None, 1), "activations are padded"

@@ -47,22 +47,6 @@ def environment(variant: str) -> dict[str, str]:
     }
 
 
-def paths(model: Any) -> dict[str, int]:
-    """The number of layers that run our fused kernels, one launch for all, kernels for many tokens, and our experts."""
-    from vllm_gptoss.engine.choose import bands
-    from vllm_gptoss.engine.experts import method
-
-    few = getattr(model, "fused_path", None)
-    layers = [module for module in model.modules() if method.own(getattr(module, "quant_method", None))]
-    fused = len(few.places) if few else 0
-    return {
-        "fused_layers": fused,
-        "one_launch": fused if few and few.one_token else 0,
-        "many_tokens": fused if few and few.most > bands.FUSED_TOKENS else 0,
-        "own_experts": len(layers),
-    }
-
-
 def in_process(module: str, job: dict[str, Any]) -> Any:
     """The result of `module` for a job of `variant`, in a new process: the module's `__main__` calls `answer`.
 
@@ -82,11 +66,4 @@ def in_process(module: str, job: dict[str, Any]) -> Any:
 def answer(run: Callable[[dict[str, Any]], Any]) -> None:
     """Writes what `run` returns for the job of `in_process`."""
     folder = Path(sys.argv[1])
-    put(folder / "result.json", json.dumps(run(json.loads((folder / "job.json").read_text()))))
-
-
-def put(path: Path, text: str) -> None:
-    """Writes a temporary file and renames it: a reader of `path` always sees a complete text."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text)
-    os.replace(part, path)
+    (folder / "result.json").write_text(json.dumps(run(json.loads((folder / "job.json").read_text()))))
