@@ -75,7 +75,7 @@ SUBCLASSES: Mapping[str, frozenset[str]] = {
 files only when they build a gpt-oss model."""
 
 OURS: Mapping[str, frozenset[str]] = {
-    "_vllm/__init__.py": _set("ours.handlers ours.propagate"),
+    "_vllm/__init__.py": _set("ours.handlers ours.propagate sys.modules['torch._inductor.lowering']"),
     "_vllm/runner.py": _set("WithClasses.worker"),
     "plugin.py": _set("os.environ['VLLM_PLUGINS'] os.environ[COPIED]"),
     "engine/runner/batch.py": _set("self.sampler.sampling_states[name]"),
