@@ -26,8 +26,8 @@ import psutil
 import typer
 
 from benchmarks import served
+from benchmarks.served import ServedError
 from vllm_gptoss.cli.bench import shapes
-from vllm_gptoss.cli.bench.streams import ServedError, post
 from vllm_gptoss.cli.recipes.model_config import model_config
 
 TOKENS = "GPTOSS_BENCH_TOKENS"
@@ -169,7 +169,9 @@ def _request(endpoint: str, tokens: int) -> bytes:
         RESPONSES: {"input": "hi", "max_output_tokens": tokens, "store": False},
         COMPLETIONS: {"prompt": "hi", "max_tokens": tokens},
     }
-    return post(_PATHS[endpoint], {"model": served.NAME, "stream": True, **bodies[endpoint]})
+    data = json.dumps({"model": served.NAME, "stream": True, **bodies[endpoint]}).encode()
+    head = f"POST {_PATHS[endpoint]} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
 class _Sink(asyncio.Protocol):

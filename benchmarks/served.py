@@ -15,11 +15,13 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from vllm_gptoss.cli.bench.streams import ServedError
-
 CHECKOUT = Path(__file__).resolve().parents[1]
 NAME = "gpt-oss"
 CAUSE = re.compile(r"^(?!.*WARNING).*\b[A-Z]\w*(Error|Exception): ")
+
+
+class ServedError(RuntimeError):
+    """The server or the client ended; the message holds the end of its output."""
 
 
 def write_tokenizer(directory: Path, tokenizer: Path | None) -> None:

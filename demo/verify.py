@@ -29,11 +29,12 @@ class Case:
     wanted: list[int]
 
 
-def cases(fresh: int, seed: int = 7) -> list[Case]:
-    """Every step with our renderer, with vLLM's and with `fresh` random prompts; unknown prompts too."""
+def cases(fresh: int, seed: int = 7, every: int = 1) -> list[Case]:
+    """Each `every`th step with our renderer, with vLLM's and with `fresh` random prompts; all raw and unknown ones."""
     rng = random.Random(seed)  # noqa: S311 - not a secret
     out = []
-    for conversation, turn, step in dataset.steps():
+    chosen = (each for number, each in enumerate(dataset.steps()) if number % every == 0 or each[0].raw)
+    for conversation, turn, step in chosen:
         wanted = conversation.turns[turn].steps[step]
         name = f"{conversation.id}/{turn}/{step}"
         if conversation.raw:
@@ -114,8 +115,9 @@ def main() -> None:
     parser.add_argument("model", type=Path, nargs="?")
     parser.add_argument("--fresh", type=int, default=1, help="random prompts per step")
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--every", type=int, default=1, help="verify each N-th step alone")
     args = parser.parse_args()
-    wanted = cases(args.fresh, args.seed)
+    wanted = cases(args.fresh, args.seed, args.every)
     outcomes = recall(engine(args.model or model_dir()), wanted)
     sys.exit(0 if report(outcomes) else 1)
 

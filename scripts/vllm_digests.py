@@ -15,10 +15,10 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from vllm_gptoss._vllm.compatibility import FOLDER, WHOLE, Files, Source, digest, releases
+from vllm_gptoss._vllm.compatibility import FOLDER, WHOLE, Files, VllmSource, digest, releases
 
 
-def names(source: Source, listed: Mapping[str, str]) -> list[str]:
+def names(source: VllmSource, listed: Mapping[str, str]) -> list[str]:
     """`listed` with the methods that its classes have now, in the order of the source."""
     classes = {name for name, value in listed.items() if not value.startswith(("(", "~"))}
     return [
@@ -32,7 +32,7 @@ def digests(root: Path, listed: Files) -> dict[str, dict[str, str]]:
     found = {}
     for file in sorted(listed):
         content = (root / file).read_bytes() if (root / file).is_file() else b""
-        source, have = Source(content), {}
+        source, have = VllmSource(content), {}
         for name in names(source, listed[file]):
             value = listed[file].get(name, "")
             have[name] = value if value.startswith(("(", "~")) else str(source.digest(name))

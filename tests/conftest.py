@@ -7,6 +7,7 @@ import gc
 import os
 import re
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Generator, Iterator
 from functools import cache
@@ -22,6 +23,7 @@ from tests.support import caged_lines, durations, warm_vllm
 from tests.support.machine import SAME_EVERYWHERE, without_namespaces
 from tests.support.mcp_servers import McpServers
 from tests.support.places import CACHE, PYTHON, ROOT
+from tests.support.scale import SOAK
 from tests.support.turns import turn
 
 if not on_gpu():
@@ -139,14 +141,15 @@ def mcp_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[McpServers
 
 @pytest.fixture(scope="session")
 def served(model_dir: Path, mcp_servers: McpServers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with the plugin and its own tools, started as a user would start it: `.url`, `.api`, `.log`."""
+    """A server with the plugin and its own tools: `.url`, `.api`, `.log`."""
+    start = subprocess.Popen if SOAK else warm_vllm.popen  # tests/demo/test_run.py starts one as a user would
     home = tmp_path_factory.mktemp("served")
     tools = home / "tools.yaml"
     requests = {"allowed_hosts": ["127.0.0.1"]}
     tools.write_text(yaml.safe_dump({"python": PYTHON, "mcp": mcp_servers.config, "requests": requests}))
     documents = {"GPTOSS_BROWSER_DOCUMENTS": str(ROOT / "demo" / "documents")}
     environment = {"XDG_STATE_HOME": str(home), **documents, **SAME_EVERYWHERE}
-    with serve(model_dir, home / "serve.log", ["--tool-server", f"demo,{tools}"], environment) as server:
+    with serve(model_dir, home / "serve.log", ["--tool-server", f"demo,{tools}"], environment, popen=start) as server:
         yield server
 
 

@@ -75,3 +75,14 @@ def test_the_picture_shows_the_packages_of_today() -> None:
     parts = [ROOT / "vllm_gptoss" / name for name in ("server", "tools", "engine", "cli")]
     packages = [path.parent for part in parts for path in part.glob("*/*.py")]
     assert sorted(drawn) == sorted({path.name for path in (*parts, *packages)}), "run scripts/structure_svg.py"
+
+
+def test_every_resource_of_a_caller_has_its_bounds_and_a_test() -> None:
+    text = (ROOT / "docs" / "security.md").read_text().partition("## Resources a caller can consume")[2]
+    text = text.partition("\n## ")[0]
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in re.findall(r"^\|.*\|$", text, re.MULTILINE)]
+    rows = rows[2:]  # the head and the line below it
+    assert len(rows) >= 20
+    assert [row[0] for row in rows if not row[-1].startswith("`tests/")] == []
+    assert [row[0] for row in rows if len(row) != 5 or not all(row)] == []
+    assert [row[0] for row in rows if "–" in row[1] and "–" in row[2]] == []

@@ -132,7 +132,7 @@ def test_layers_that_were_asked_for_by_name_end_in_an_error(
 def test_a_cache_that_the_kernels_do_not_read_is_one_line(
     vllm_model: None, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
 ) -> None:
-    strange = Deployment(GPT_OSS_20B, caches=(choose.Cache((2, 4, 16, 8, 64), "bfloat16", 1),))
+    strange = Deployment(GPT_OSS_20B, caches=(choose.KvCache((2, 4, 16, 8, 64), "bfloat16", 1),))
     monkeypatch.setattr(describe, "first_step", lambda *_: strange)
     assert serve("auto") == ["upstream", "upstream"]
     [line] = lines(said)
@@ -206,7 +206,8 @@ def test_a_fault_of_the_experts_leaves_upstreams_and_one_line(
     planted.plant(where, monkeypatch.setattr)
     backend, done, steps = load_and_run(monkeypatch, "auto")
     assert steps == ["upstream", "upstream"]
-    assert done == ["laid out"] or backend == "auto", "vLLM's own choice where the plugin's was never built"
+    if backend != "auto":  # vLLM's own choice, where the plugin's was never built
+        assert done == ["laid out"]
     assert lines(said) == [f"experts: upstream from here on (RuntimeError: {planted.MESSAGE})"]
 
 

@@ -161,7 +161,7 @@ def apps(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict
     home = str(tmp_path_factory.mktemp("hidden"))
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "XDG_STATE_HOME": home}
     arguments = ["-m", "tests.support.hiding", str(model_dir), *map(json.dumps, cases)]
-    done = warm.run(arguments, environ, 850, vllm=True)
+    done = warm.run(arguments, environ, 850)
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"module"')]
     assert len(found) == len(cases), done.stderr[-3000:]
     return found

@@ -32,7 +32,7 @@ Done = subprocess.CompletedProcess[str]
 
 
 def python(code: str, **environ: str | None) -> Done:
-    """Runs `code` in an interpreter without vLLM and the plugin; a variable set to None is unset."""
+    """Runs `code` in an interpreter without the plugin; a variable set to None is unset."""
     return warm.run(["-c", code], environment(environ))
 
 
@@ -118,7 +118,7 @@ def test_batches_are_read_by_our_parser(command: str) -> None:
     """`vllm run-batch` loads no endpoint plugin, so the general one installs the parser there, and only there."""
     code = f"import sys; sys.argv = ['vllm', '{command}'];" + DISCOVER
     code += "import vllm.parser.harmony as h; print(h.HarmonyParser.__module__)"
-    done = fresh(code, VLLM_PLUGINS=None)
+    done = python(code, VLLM_PLUGINS=None)
     is_ours = done.stdout.splitlines()[-1] == "vllm_gptoss.server.chat.vllm_parser"
     assert is_ours == (command == "run-batch"), done.stderr
     assert ("read by our parser" in done.stderr) == is_ours
@@ -234,8 +234,7 @@ def test_the_endpoint_is_active_where_the_other_parts_are(
     """With VLLM_PLUGINS set, vLLM loads the endpoint even where `register` registers nothing."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]}))
     environ = environment({"VLLM_PLUGINS": "gptoss", "GPTOSS_STORE": "off", "GPTOSS": switch})
-    command = ["-c", ATTACH, version, str(tmp_path)]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environ, timeout=300)
+    done = warm.run(["-c", ATTACH, version, str(tmp_path)], environ)
     assert json.loads(done.stdout.splitlines()[-1]) == [attached, attached], done.stderr[-3000:]
     assert ("vLLM serves gpt-oss without the plugin" in done.stderr) is not attached
 

@@ -53,3 +53,18 @@ def test_the_document_lists_every_setting_and_variable() -> None:
     assert {name for name in variables | {"GPTOSS"} if f"`{name}`" not in document} == set()
     options = ResponsesOptions.model_fields.keys() - Settings.model_fields.keys()
     assert [name for name in options if f"_{name.upper()}`" not in responses] == []
+
+
+def listed(document: str) -> list[tuple[list[str], str]]:
+    """(names, default) of each table row with a setting or variable."""
+    rows = [row.strip("|").split("|") for row in re.findall(r"^\| `.*\|$", document, re.MULTILINE)]
+    return [(re.findall(r"`[^`]+`", " ".join(row[:-2])), row[-2].strip()) for row in rows]
+
+
+def test_the_chinese_document_lists_the_same_settings_and_defaults() -> None:
+    english, chinese = ((ROOT / "docs" / name).read_text() for name in ("settings.md", "zh/settings.md"))
+    assert len(listed(english)) > len(Settings.model_fields)
+    assert listed(english) == [(names, default.replace("无", "none")) for names, default in listed(chinese)]
+    assert set(re.findall(r"`[^`]+`", " ".join(english.split()))) == set(
+        re.findall(r"`[^`]+`", " ".join(chinese.split()))
+    )

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import host
 from benchmarks.host import Load, Measured, Round
-from vllm_gptoss.cli.bench.streams import ServedError
+from benchmarks.served import ServedError
 
 
 def test_a_token_is_told_from_its_request() -> None:
@@ -48,7 +48,6 @@ def test_a_stream_that_ends_early_is_no_measurement() -> None:
 
 @pytest.mark.vllm
 def test_the_replay_says_its_answer_a_token_a_step_once_the_prompt_is_read() -> None:
-    pytest.importorskip("vllm")
     from benchmarks.replay import ReplayExecutor, answer
 
     executor: Any = object.__new__(ReplayExecutor)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import served
-from vllm_gptoss.cli.bench.streams import ServedError
+from benchmarks.served import ServedError
 
 
 def test_the_cause_far_above_the_end_is_told(tmp_path: Path) -> None:

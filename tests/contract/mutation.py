@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_gptoss._vllm.compatibility import Source
+from vllm_gptoss._vllm.compatibility import VllmSource
 
 
 def mutated(content: bytes, listed: Any) -> bytes:
     """The source with another statement in each of the listed functions and classes, another value in each constant."""
-    nodes, edits, starts = Source(content).nodes, [], [0]
+    nodes, edits, starts = VllmSource(content).nodes, [], [0]
     for row in content.splitlines(keepends=True):
         starts.append(starts[-1] + len(row))
     for name in listed:

@@ -19,7 +19,7 @@ from scripts.vllm_source import SourceError, unpacked
 from tests.contract import overrides, package_imports, seams
 from tests.contract.source import Release, releases
 from vllm_gptoss._vllm import compatibility
-from vllm_gptoss._vllm.compatibility import PARTS, WHOLE, Source, parameters
+from vllm_gptoss._vllm.compatibility import PARTS, WHOLE, VllmSource, parameters
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def _definitions(new: Release, old: Release) -> Iterator[Change]:
             for name, expected in names.items():
                 if name != WHOLE:
                     needed.setdefault((file, name), {})[part] = expected
-    sources: dict[str, tuple[Source, Source]] = {}
+    sources: dict[str, tuple[VllmSource, VllmSource]] = {}
     for (file, name), by_part in needed.items():
         if file not in sources:
             sources[file] = _source(new, file), _source(old, file)
@@ -55,12 +55,14 @@ def _definitions(new: Release, old: Release) -> Iterator[Change]:
             yield change
 
 
-def _source(release: Release, file: str) -> Source:
+def _source(release: Release, file: str) -> VllmSource:
     path = release.root / file
-    return Source(path.read_bytes() if path.is_file() else b"")
+    return VllmSource(path.read_bytes() if path.is_file() else b"")
 
 
-def _change(new: Release, where: str, name: str, now: Source, before: Source, parts: tuple[str, ...]) -> Change | None:
+def _change(
+    new: Release, where: str, name: str, now: VllmSource, before: VllmSource, parts: tuple[str, ...]
+) -> Change | None:
     if name not in now.nodes:
         return Change(parts, f"moved: {where}{_found_again(new, name)}") if parts else None
     had, has = _parameters(before, name), _parameters(now, name)
@@ -72,7 +74,7 @@ def _change(new: Release, where: str, name: str, now: Source, before: Source, pa
     return Change(parts, f"changed: {where}", _diff(name, before, now)) if parts else None
 
 
-def _parameters(source: Source, name: str) -> set[str]:
+def _parameters(source: VllmSource, name: str) -> set[str]:
     return set().union(*(parameters(node) for node in source.nodes.get(name, ())))
 
 
@@ -83,7 +85,7 @@ def _found_again(release: Release, name: str) -> str:
     return f" (now perhaps in {', '.join(str(path.relative_to(release.root)) for path in files[:3])})" if files else ""
 
 
-def _diff(name: str, before: Source, now: Source) -> str:
+def _diff(name: str, before: VllmSource, now: VllmSource) -> str:
     texts = ["\n".join(ast.unparse(node) for node in source.nodes.get(name, ())) for source in (before, now)]
     lines = difflib.unified_diff(*(text.splitlines() for text in texts), "tested", "new", lineterm="", n=2)
     return "\n".join(f"    {line}" for line in lines)

@@ -18,7 +18,7 @@ from tests.contract.source import ROOT, UNPACKED, Release, releases
 from tests.support.vllm_log import heard, lines
 from vllm_gptoss import _vllm, fallback, plugin
 from vllm_gptoss._vllm import compatibility
-from vllm_gptoss._vllm.compatibility import WHOLE, Source, changed, digest
+from vllm_gptoss._vllm.compatibility import WHOLE, VllmSource, changed, digest
 
 LISTED = compatibility.releases()
 TREES = {release.version: release for release in releases()}
@@ -50,7 +50,7 @@ def test_digests_are_those_of_the_release(version: str, part: str) -> None:
     """A changed list or digest: `python scripts/vllm_digests.py VERSION --tree TREE`."""
     for file, listed in LISTED[version][part].items():
         content = (TREES[version].root / file).read_bytes()
-        source = Source(content)
+        source = VllmSource(content)
         assert listed[WHOLE] == digest(content)
         assert [name for name, expected in listed.items() if name != WHOLE and not source.meets(name, expected)] == []
 
@@ -91,7 +91,7 @@ def test_what_our_classes_override_and_import_is_listed() -> None:
             if isinstance(node, ast.ClassDef) and (
                 base := imports.get(ast.unparse(node.bases[0]) if node.bases else "")
             ):
-                source = Source(TREES["0.33.0"].module(base.rpartition(".")[0]).read_bytes())  # type: ignore[union-attr]
+                source = VllmSource(TREES["0.33.0"].module(base.rpartition(".")[0]).read_bytes())  # type: ignore[union-attr]
                 own = (f"{base.rpartition('.')[2]}.{each.name}" for each in node.body if hasattr(each, "name"))
                 taken |= {f"{base.rpartition('.')[0]}.{name}" for name in own if name in source.nodes}
     assert {name for name in taken - listed if not any(each.startswith(f"{name}.") for each in listed)} == set()
@@ -155,7 +155,7 @@ DIFFERENT = [
 
 def differences(tmp_path: Path, old: str, new: str) -> list[str]:
     assert old in MADE_UP
-    source = Source(MADE_UP.encode())
+    source = VllmSource(MADE_UP.encode())
     listed = {WHOLE: digest(MADE_UP.encode())} | {name: str(source.digest(name)) for name in NAMES}
     (tmp_path / "a.py").write_text(MADE_UP.replace(old, new))
     return list(changed({"a.py": listed}, tmp_path))
@@ -188,7 +188,7 @@ def test_what_runs_may_not_change(tmp_path: Path, old: str, new: str, name: str)
     ],
 )
 def test_a_used_definition_needs_its_parameters_or_its_code(name: str, expected: str, is_met: bool) -> None:
-    assert Source(MADE_UP.encode()).meets(name, expected) is is_met
+    assert VllmSource(MADE_UP.encode()).meets(name, expected) is is_met
 
 
 @pytest.mark.parametrize("content", [None, b"def go(:", b"\x00"])
@@ -217,7 +217,7 @@ def next_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Re
 
 def test_known_bytes_are_not_parsed(next_release: Release, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parsing all of it takes most of a second, at each start."""
-    monkeypatch.setattr(compatibility, "Source", lambda content: pytest.fail("parsed"))
+    monkeypatch.setattr(compatibility, "VllmSource", lambda content: pytest.fail("parsed"))
     assert compatibility.why_not("runner") is compatibility.why_not("streams") is None
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 
 import pytest
 
 from tests.contract.source import Release, releases, top_level
+from tests.support import warm
 from vllm_gptoss._vllm.replaced import REPLACED
 from vllm_gptoss.engine import spec
 from vllm_gptoss.server.chat.chat_prompt import conversation, effort_of
@@ -55,7 +54,7 @@ def test_registering_leaves_the_privacy_filter_to_vllm() -> None:
         f"print(_vllm.registered_model({FILTER!r}), f.OAIAttention is gpt_oss.OAIAttention,"
         " gpt_oss.OAIAttention.__module__, f.GptOssModel.forward.__module__, gpt_oss.GptOssForCausalLM.__module__)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    done = warm.run(["-c", code])
     theirs = "vllm.model_executor.models"
     assert done.stdout.splitlines()[-1].split() == [
         f"{theirs}.openai_privacy_filter:{FILTER}", "True", *[f"{theirs}.gpt_oss"] * 3,

@@ -11,7 +11,6 @@ from tests.contract.source import ROOT, Release, releases, top_level
 from vllm_gptoss.server.chat import chat_options
 from vllm_gptoss.server.responses.request import create
 
-pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
 
 ENTRY = "vllm.entrypoints"

@@ -86,11 +86,12 @@ def test_the_weights_in_the_repository_are_small() -> None:
     assert (Path(__file__).parents[2] / "demo" / "weights.safetensors").stat().st_size < 3_000_000
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.text(st.characters(codec="utf-8")))
 def test_the_tokenizer_agrees_with_the_library(tokenizer: Any, text: str) -> None:
     ids = encoding().encode(text, disallowed_special=())
-    assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids or "<|" in text
+    if "<|" not in text:
+        assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids
     assert tokenizer.decode(ids) == text
 
 

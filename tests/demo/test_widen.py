@@ -57,9 +57,9 @@ def test_every_logit_is_the_small_models(tmp_path: Path, tensors: dict[str, Tens
 def test_nothing_that_is_read_is_zero(tensors: dict[str, Tensor]) -> None:
     """Zeros would hide a kernel that reads the wrong column. Added layers and routers of added experts aside."""
     for name, tensor in widen(SMALL, tensors, WIDE).items():
-        if name.endswith(("_proj.weight", "_scales", "sinks", "norm.weight", "lm_head.weight")) and ".3." not in name:
-            part = (tensor == 0).float().mean()
-            assert part < 0.01 or (".2." in name and "o_proj" in name), name
+        read = name.endswith(("_proj.weight", "_scales", "sinks", "norm.weight", "lm_head.weight"))
+        if read and ".3." not in name and not (".2." in name and "o_proj" in name):
+            assert (tensor == 0).float().mean() < 0.01, name
 
 
 @pytest.mark.parametrize("copies", [1, 2, 3, 7, 10, 16, 30])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import psutil
 import pytest
 
 from demo.server import NAME, Server, serve
+from tests.support import scale, warm_vllm
 from tests.support.machine import without_namespaces
 from tests.support.places import ROOT
 from tests.support.tools_nodes import ToolsNode
@@ -27,6 +29,7 @@ from vllm_gptoss.cli.doctor.orphans import orphans
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.serve,
+    pytest.mark.soak,
     pytest.mark.namespaces,
     pytest.mark.timeout(600),
     pytest.mark.skipif(without_namespaces() is not None, reason=str(without_namespaces())),
@@ -35,6 +38,8 @@ KEY = "key of these servers"
 PATIENCE_S = 120
 GONE_WITHIN_S = 60
 """Ten until an engine is killed, and what a busy machine takes to let go of it."""
+POPEN = subprocess.Popen if scale.SOAK else warm_vllm.popen
+"""Five processes that import vLLM take 170 s of processor; forked ones take 15."""
 PYTHON = [{"type": "code_interpreter", "container": {"type": "auto"}}]
 
 
@@ -87,11 +92,12 @@ def servers(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         "XDG_STATE_HOME": str(home),
         "GPTOSS_TOOLS_KEY": KEY,
         "GPTOSS_BROWSER_DOCUMENTS": str(ROOT / "demo" / "documents"),
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",  # each client keeps its connection to one process
     }
     arguments = ["--api-server-count", "2", "--distributed-executor-backend", "mp"]
     arguments += ["--tool-server", f"browser,service:{node.url}"]
     try:
-        with serve(model_dir, home / "serve.log", arguments, environment) as server:
+        with serve(model_dir, home / "serve.log", arguments, environment, popen=POPEN) as server:
             servers = Servers(server)
             servers.connect(2)
             yield servers
@@ -144,8 +150,7 @@ def test_a_background_response_is_followed_and_cancelled_at_the_other_api_server
 
 
 def test_everything_ends_with_the_killed_server(servers: Servers) -> None:
-    """Spawned, as vLLM does on a CPU for any VLLM_WORKER_MULTIPROC_METHOD; tests/engine/test_parent_death.py
-    forks."""
+    """In `make soak` spawned, as vLLM does on a CPU for any VLLM_WORKER_MULTIPROC_METHOD."""
     main, *started = servers.processes()
     names = {child.pid: " ".join(child.cmdline()).strip() for child in started}
     for name, count in (("EngineCore", 1), ("Worker", 1), ("APIServer", 2)):

@@ -183,7 +183,7 @@ print(json.dumps([told(stock), told(ours), lost, issubclass(ours, stock)]))
 
 def test_the_interfaces_are_upstreams() -> None:
     """LoRA, pipeline parallelism, EAGLE and EAGLE3 are class attributes and methods that vLLM reads."""
-    done = warm.run(["-c", INTERFACES], limit_s=120, vllm=True)
+    done = warm.run(["-c", INTERFACES], limit_s=120)
     assert done.returncode == 0, done.stderr
     stock, ours, lost, subclass = json.loads(done.stdout.strip().splitlines()[-1])
     assert ours == stock

@@ -31,6 +31,7 @@ ELSEWHERE = {
     "data-parallel-size",
     "enable-expert-parallel",
     "gpu-memory-utilization",
+    "kv-offloading-size",
     "speculative-config",
     "tensor-parallel-size",
 } | ({"kv-cache-dtype"} if detect().features.isdisjoint({"amx", "avx512"}) else set())

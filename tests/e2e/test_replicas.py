@@ -87,7 +87,7 @@ class Counting:
 @pytest.mark.timeout(1800)
 async def test_nothing_that_was_reported_complete_is_lost_whoever_is_killed(cluster: Cluster) -> None:
     seen, ledger = Counter[str](), Ledger()
-    count = scale.count(1000, 50)
+    count = scale.count(1000, 20)
     began = time.monotonic()
     async with httpx.AsyncClient(base_url=cluster.api, timeout=60) as http:
         over = asyncio.Event()

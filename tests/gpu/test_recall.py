@@ -20,12 +20,12 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from benchmarks.decode.worker import draft_config
 from demo import verify
 from demo.verify import Case
 from demo.widen import LIKE_20B
 from tests.gpu.marks import SM90
 from tests.support import jobs
-from vllm_gptoss.cli.bench import shapes
 from vllm_gptoss.engine.spec import GPT_OSS_20B
 
 pytestmark = [
@@ -169,7 +169,7 @@ def results(
     base = tmp_path_factory.mktemp("recall")
     draft = base / "draft"
     draft.mkdir()
-    config = shapes.draft_config(replace(GPT_OSS_20B, layers=LAYERS)) | {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}
+    config = draft_config(replace(GPT_OSS_20B, layers=LAYERS)) | {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}
     (draft / "config.json").write_text(json.dumps(config))
     gpus = torch.cuda.device_count()
     wanted = {name: each for name, each in SITUATIONS.items() if name in chosen and each.gpus <= gpus}

@@ -36,7 +36,8 @@ def test_the_same_tokens_either_way(job: dict[str, Any]) -> None:
     found = run(json.dumps({**job, "tokenizer": os.environ.get("GPTOSS_TEST_TOKENIZER")}))
     assert found["different"][:3] == []
     assert found["steps"]["short"] > 100, "hardly any step took the plugin's path"
-    assert found["steps"]["preempted"] > 0 or job["blocks"] > 250, "too many blocks for this test"
+    if job["blocks"] <= 250:
+        assert found["steps"]["preempted"] > 0, "too many blocks for this test"
     if "plants" in job:
         assert found["steps"]["with a grammar"] > 0, "no step with a grammar took the plugin's path"
         assert [name for name, changed in found["planted"].items() if not changed] == [], found["planted"]

@@ -76,7 +76,7 @@ def test_nothing_of_ours_is_left_where_every_part_fails(model_dir: Path, tmp_pat
 
 
 def run(model_dir: Path, broken: str, environ: dict[str, str]) -> list[dict[str, Any]]:
-    done = warm.run(["-c", RUN, str(model_dir), broken, "demo"], {**os.environ, **environ}, 500, vllm=True)
+    done = warm.run(["-c", RUN, str(model_dir), broken, "demo"], {**os.environ, **environ}, 500)
     assert done.returncode == 0, done.stderr[-3000:]
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found

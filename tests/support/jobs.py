@@ -32,6 +32,6 @@ def run(jobs: dict[str, dict[str, Any]], directory: Path, timeout: float = 400, 
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "jobs").write_text(json.dumps(jobs))
     module = ["-m", "tests.support.generate", str(directory / "jobs"), str(directory)]
-    done = warm.run(module, os.environ | environ, timeout, vllm=True)
+    done = warm.run(module, os.environ | environ, timeout)
     assert done.returncode == 0, done.stderr[-3000:]
     return Results(directory, done.stderr)

@@ -1,4 +1,4 @@
-"""Parts of transformers that vLLM uses and that transformers imports lazily; `warm.py` loads them beforehand."""
+"""Parts of transformers that vLLM uses and that transformers imports lazily; `warm_vllm.py` loads them beforehand."""
 
 import gc
 import os

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import gc
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
 _TICK_S = 0.002
@@ -47,3 +47,18 @@ async def watched() -> AsyncIterator[Watch]:
         await asyncio.sleep(2 * _TICK_S)
     finally:
         task.cancel()
+
+
+async def shortest_pause(run: Callable[[], Awaitable[object]], most: float) -> float:
+    """The longest pause in seconds of the best of three runs of `run`; the first run below `most` is the last.
+
+    Code that stops the loop stops it in every run; a machine that other programs use does not.
+    """
+    pauses = []
+    for _ in range(3):
+        async with watched() as loop:
+            await run()
+        pauses.append(loop.longest)
+        if loop.longest < most:
+            break
+    return min(pauses)

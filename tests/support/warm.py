@@ -1,9 +1,7 @@
-"""A fresh interpreter for a test that imports vLLM, forked from one that has torch and transformers already.
+"""A fresh interpreter for a test of commands, forked from `warm_vllm`, which has vLLM imported but not this package.
 
-They are two thirds of the 7 to 9 s of processor that `import vllm` takes; vLLM and this package are imported again each
-time. A command that is not about importing vLLM is forked from `warm_vllm`, which has all of it; so are the processes
-in which the plugin's commands query vLLM. Coverage does not follow a fork, so with coverage an ordinary process is
-started.
+So are the processes in which the plugin's commands query vLLM. Coverage does not follow a fork, so with coverage an
+ordinary process is started.
 
 Run as a program, `python -m tests.support.warm FOLDER ARGUMENTS` is what is forked so.
 """
@@ -13,7 +11,6 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
-import multiprocessing.context
 import os
 import runpy
 import subprocess
@@ -21,59 +18,31 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from prometheus_client import REGISTRY
 
-from demo.server import KEEP_MEMORY, on_gpu
+from demo.server import on_gpu
 from tests.support import warm_vllm
 
-PRELOADED = ("torch", "torch._dynamo", "torch._inductor", "transformers", "openai", "aiohttp", "tests.support.lazy")
 LIMIT_S = 300
 ASKING = ("vllm_gptoss.cli.doctor.probe", "vllm_gptoss.cli.recipes.probe")
 """Modules that the plugin's commands start as processes of vLLM."""
 
 
 def run(
-    arguments: Sequence[str], environ: Mapping[str, str] | None = None, limit_s: float = LIMIT_S, *, vllm: bool = False
+    arguments: Sequence[str], environ: Mapping[str, str] | None = None, limit_s: float = LIMIT_S
 ) -> subprocess.CompletedProcess[str]:
     """Output of `python ARGUMENTS`, of the forms `-c CODE` and `-m MODULE …`. environ: all of it, or this process's.
-    vllm: it and what it starts of `ASKING` may have vLLM imported from the beginning.
 
     Raises:
         subprocess.TimeoutExpired: it took more than `limit_s`; it is killed.
     """
     environment = dict(os.environ if environ is None else environ)
     command = [sys.executable, *arguments]
-    if "COVERAGE_PROCESS_CONFIG" in os.environ or (vllm and on_gpu()):
+    if "COVERAGE_PROCESS_CONFIG" in os.environ or on_gpu():
         return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=limit_s)
-    if vllm:
-        return _with_vllm(command, environment, limit_s)
-    with tempfile.TemporaryDirectory() as folder:
-        process = _forkserver().Process(target=_in_child, args=(list(arguments), environment, Path(folder)))
-        process.start()
-        process.join(limit_s)
-        if process.exitcode is None:
-            process.kill()
-            raise subprocess.TimeoutExpired(command, limit_s)
-        return _done(command, process.exitcode, folder)
-
-
-@functools.cache
-def _forkserver() -> multiprocessing.context.ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOADED))
-    with mock.patch.dict(os.environ, KEEP_MEMORY):  # read when a process starts: its forks have what it has
-        forkserver.ensure_running()
-    return context
-
-
-def _with_vllm(
-    command: Sequence[str], environment: Mapping[str, str], limit_s: float
-) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "wb") as nothing:
         asked = [command[0], "-m", "tests.support.warm", folder, *command[1:]]
         process = warm_vllm.Process(asked, stdout=nothing, env=environment)
@@ -82,17 +51,8 @@ def _with_vllm(
         except subprocess.TimeoutExpired:
             process.kill()
             raise
-        return _done(command, code, folder)
-
-
-def _done(command: Sequence[str], code: int, folder: str) -> subprocess.CompletedProcess[str]:
-    out, err = (Path(folder, name).read_text() for name in ("out", "err"))
-    return subprocess.CompletedProcess(command, code, out, err)
-
-
-def _in_child(arguments: Sequence[str], environ: Mapping[str, str], folder: Path) -> None:
-    _redirect(folder)
-    _become(arguments, environ)
+        out, err = (Path(folder, name).read_text() for name in ("out", "err"))
+        return subprocess.CompletedProcess(command, code, out, err)
 
 
 def _redirect(folder: Path) -> None:

@@ -1,17 +1,18 @@
 """Programs that start with vLLM imported: forked from a process that has it, as are their engines and workers.
 
 A `vllm serve` takes some 43 s of processor until it is healthy, three fifths of it for imports in three processes; so
-started, about 17. It differs from a user's in nothing after the imports but that its processes fork where they would
+started, about 7. It differs from a user's in nothing after the imports but that its processes fork where they would
 spawn; this package is imported after the fork. The start itself is tested with what a user starts
-(`served`, test_other_model.py, test_api_servers.py, test_recipes.py).
+(tests/demo/test_run.py, test_other_model.py; in `make soak` also `served` and test_api_servers.py).
 
 Run as a program, `python -m tests.support.warm_vllm SOCKET MODEL` is that process. It forks one that waits for every
-requested program, and ends it when the requester has exited. MODEL's tokenizer, 5 s of processor, is read once too.
+requested program, and ends it when the requester has exited. MODEL's tokenizer is read once too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import fcntl
 import gc
 import json
@@ -36,6 +37,8 @@ PRELOADED = (
     *("vllm.entrypoints.cli.main", "vllm.entrypoints.cli.serve", "vllm.entrypoints.openai.api_server"),
     *("vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.engine.async_llm"),
     *("vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.gpt_oss"),
+    *("sqlalchemy.ext.asyncio", "sqlalchemy.dialects.sqlite.aiosqlite", "sqlalchemy.dialects.postgresql", "pypdf"),
+    *("bs4", "markdown_it", "jsonschema", "loguru", "model_hosting_container_standards.sagemaker"),
 )
 _kept: list[int | subprocess.Popen[bytes]] = []
 """This worker's end of the pipe, and the process if it was started here."""
@@ -152,15 +155,16 @@ def main(path: str, model: str) -> None:
     """Serves until standard input, a pipe that each worker holds open, has no writer any more."""
     import importlib
 
+    import setproctitle
     import torch
 
+    setproctitle.getproctitle()  # finds the memory of the title, which a fork with another environment cannot
     torch.cpu._init_amx()  # which needs the kernel's permission; forked processes have it
     for name in PRELOADED:
         importlib.import_module(name)
-    from vllm.tokenizers.registry import cached_get_tokenizer
-
-    options = {"runner_type": "generate", "tokenizer_mode": "auto", "revision": None, "trust_remote_code": False}
-    cached_get_tokenizer(model, **options)  # imports of the server
+    get_quantization_config = importlib.import_module("vllm.model_executor.layers.quantization").get_quantization_config
+    get_quantization_config("mxfp4")  # imports a hundred modules
+    read_tokenizer(model)
     assert "vllm_gptoss" not in sys.modules
     gc.freeze()  # vLLM collects seven times in an engine's life: 1.9 s over what is imported here
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -176,6 +180,36 @@ def main(path: str, model: str) -> None:
                 _wait_for(line)
             line.close()
     shutil.rmtree(Path(path).parent)
+
+
+def read_tokenizer(model: str) -> None:
+    """Reads `model`'s tokenizer twice, as vLLM does (the second time for a chat template), and copies it for the pool
+    of vLLM's renderer: 12 s of processor in each start. vLLM caches what is read, but not the copies.
+    """
+    from transformers import ProcessorMixin, PythonBackend, TokenizersBackend
+    from vllm.tokenizers.registry import cached_get_tokenizer
+    from vllm.transformers_utils.processor import cached_get_processor
+
+    options = {"runner_type": "generate", "tokenizer_mode": "auto", "revision": None, "trust_remote_code": False}
+    tokenizer: Any = cached_get_tokenizer(model, **options)  # imports of the server
+    kinds: Any = (PythonBackend, TokenizersBackend, ProcessorMixin)
+    revisions: dict[str, Any] = {"revision": None, "code_revision": None}
+    cached_get_processor(tokenizer.name_or_path, processor_cls=kinds, **revisions, trust_remote_code=False)
+    prepared = [copy.deepcopy(tokenizer) for _ in range(2)]
+    cached = type(tokenizer)
+
+    def shallow(self: Any) -> Any:
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def deep(self: Any, memo: dict[int, Any]) -> Any:
+        if prepared and type(self) is cached:
+            return prepared.pop()
+        make, arguments, *_ = self.__reduce__()
+        return make(*copy.deepcopy(arguments, memo))
+
+    cached.__copy__, cached.__deepcopy__ = shallow, deep
 
 
 def _wait_for(line: socket.socket) -> None:

@@ -107,7 +107,7 @@ def changed(files: Files, root: Path) -> Iterator[str]:
         if digest(source) == listed[WHOLE]:
             continue
         try:
-            have = Source(source)
+            have = VllmSource(source)
         except (SyntaxError, ValueError):
             yield file
             continue
@@ -121,7 +121,7 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-class Source:
+class VllmSource:
     """The definitions of a module by qualified name, including those under `if` and `try`."""
 
     def __init__(self, content: bytes) -> None:

@@ -29,16 +29,11 @@ def _tools() -> typer.Typer:
 
 
 def _bench() -> typer.Typer:
-    from vllm_gptoss.cli.bench import consistency, decode, streams
+    from vllm_gptoss.cli.bench import consistency
 
     bench = typer.Typer(no_args_is_help=True, help=GROUPS["bench"][1])
-    bench.command("decode", help="TPOT and GPU time per step, shapes of 20b and 120b with dummy weights.")(decode.main)
-    bench.command("merge", help="Add up the measurements of several results files.")(decode.merge)
     bench.command("consistency", help="Log-probabilities of decode against those of prompts, also after a reload.")(
         consistency.main
-    )
-    bench.command("streams", help="Time between tokens of a running server, and its engine's processor time.")(
-        streams.main
     )
     return bench
 
@@ -57,7 +52,7 @@ def _eval() -> typer.Typer:
 
 GROUPS: Final[Mapping[str, tuple[Callable[[], typer.Typer], str]]] = {
     "tools": (_tools, "The tools that the model calls inside /v1/responses."),
-    "bench": (_bench, "Benchmarks of the plugin against stock vLLM on this machine."),
+    "bench": (_bench, "Checks of what an engine computes, with the plugin and without."),
     "recipe": (_recipe, "Which command for which machine, checked with vLLM's own parser."),
     "eval": (_eval, "GPQA, AIME and other evaluations of a running server."),
 }

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Kind:
+class PartKind:
     """A part before it is imported. `requested_by`: settings that a user gives only to have this part."""
 
     name: str
@@ -52,8 +52,8 @@ class Kind:
         return next((f"the setting {name!r} (GPTOSS_{name.upper()})" for name in named), next(iter(own), None))
 
 
-CHAT = Kind("chat completions", "vllm_gptoss.server.chat.endpoint", "ChatCompletions", ("parser",), check="parser")
-RESPONSES = Kind(
+CHAT = PartKind("chat completions", "vllm_gptoss.server.chat.endpoint", "ChatCompletions", ("parser",), check="parser")
+RESPONSES = PartKind(
     "Responses API",
     "vllm_gptoss.server.responses.endpoint",
     "ResponsesEndpoint",
@@ -62,10 +62,10 @@ RESPONSES = Kind(
     check="endpoint",
 )
 KINDS = (
-    Kind("completions", "vllm_gptoss.server.chat.completions", "Completions"),
+    PartKind("completions", "vllm_gptoss.server.chat.completions", "Completions"),
     CHAT,
     RESPONSES,
-    Kind("event loop watch", "vllm_gptoss.server.streaming.process_tuning", "Host"),
+    PartKind("event loop watch", "vllm_gptoss.server.streaming.process_tuning", "Host"),
 )
 
 
@@ -82,7 +82,7 @@ def failures() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Installed:
-    kind: Kind
+    kind: PartKind
     part: Any
     routes: Sequence[BaseRoute]
 
@@ -104,7 +104,7 @@ class Parts:
             if kind is not RESPONSES or settings.endpoint:
                 self._attach(kind, args)
 
-    def _attach(self, kind: Kind, args: Namespace) -> None:
+    def _attach(self, kind: PartKind, args: Namespace) -> None:
         there = self.app.router.routes
         before, restore = list(there), replaced.remember(self.app.router, args)
         try:
@@ -134,7 +134,7 @@ class Parts:
                 self.installed.remove(each)
                 self._left_out(each.kind, state, error)
 
-    def _left_out(self, kind: Kind, state: Any, error: Exception) -> None:
+    def _left_out(self, kind: PartKind, state: Any, error: Exception) -> None:
         if kind is CHAT:
             with contextlib.suppress(ImportError, AttributeError):  # vLLM has moved its parser: it was not replaced
                 replaced.use_own_parser(state)

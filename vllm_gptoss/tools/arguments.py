@@ -60,7 +60,7 @@ _PLAIN = {
 
 
 @dataclass
-class Verdict:
+class ArgumentsVerdict:
     """`problem` is for the model, `note` for the log: why a schema is not followed."""
 
     problem: str = ""
@@ -131,36 +131,36 @@ def _plain(schema: object) -> bool:
 
 
 @job
-def judge(payload: bytes, *, schema: str) -> Verdict:
+def judge(payload: bytes, *, schema: str) -> ArgumentsVerdict:
     return judged(payload, schema)
 
 
-def judged(payload: bytes, schema: str) -> Verdict:
+def judged(payload: bytes, schema: str) -> ArgumentsVerdict:
     """The problems of the arguments `payload` under `schema`, a schema in JSON, or empty for no schema."""
     if problem := json_problem(payload):
-        return Verdict(f"they cannot be read: {problem}.")
+        return ArgumentsVerdict(f"they cannot be read: {problem}.")
     arguments = payload.decode("utf-8", "surrogatepass")
     try:
         value = json.loads(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError) as error:
-        return Verdict(f"they are not valid JSON ({error}). Write one JSON object.")
+        return ArgumentsVerdict(f"they are not valid JSON ({error}). Write one JSON object.")
     if not isinstance(value, dict):
-        return Verdict(f"they must be a JSON object, not {type(value).__name__}.")
+        return ArgumentsVerdict(f"they must be a JSON object, not {type(value).__name__}.")
     validator, note = _validator(schema) if schema else (None, "")
     if validator is None:
-        return Verdict("", note)
+        return ArgumentsVerdict("", note)
     try:
         found = best_match(itertools.islice(validator.iter_errors(value), _MAX_FAULTS))
     except Exception as error:  # an unresolved reference, an endless one, a pattern that is none
         name = "" if isinstance(error, Unresolvable) else f"{type(error).__name__}: "
-        return Verdict(
+        return ArgumentsVerdict(
             "", f"a tool's schema cannot be followed, so its arguments go unchecked: {name}{_cut(str(error))}"
         )
     if found is None:
-        return Verdict()
+        return ArgumentsVerdict()
     where = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in found.absolute_path).lstrip(".")
     place = f"`{_cut(where, 200)}`: " if where else ""
-    return Verdict(f"{place}{_cut(found.message)}.{_expected(validator.schema)}")
+    return ArgumentsVerdict(f"{place}{_cut(found.message)}.{_expected(validator.schema)}")
 
 
 def _cut(message: str, limit: int = 500) -> str:

@@ -13,9 +13,8 @@ import pytest
 
 from tests.cli.eval.server import Plan, Raw, Reply, Words, completion, events, response, serving
 from vllm_gptoss.cli.eval import client as client_module
-from vllm_gptoss.cli.eval.answer import Answer, Fate, LostError
-from vllm_gptoss.cli.eval.apis import APIS, Sampling
-from vllm_gptoss.cli.eval.client import AskLimits, Client
+from vllm_gptoss.cli.eval.apis import APIS, Fate, LostSampleError, ModelAnswer, RequestSettings
+from vllm_gptoss.cli.eval.client import AskLimits, EvalClient
 
 SSE = {"content-type": "text/event-stream"}
 QUICK = AskLimits(timeout_s=2.0, idle_s=0.5, tries=3)
@@ -32,13 +31,13 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 def ask(plan: Plan, api: str = "responses", stream: bool = True, limits: AskLimits = QUICK) -> tuple[Any, int]:
     """(the answer or how it was lost, requests that the server got)."""
 
-    async def once(url: str) -> Answer | LostError:
+    async def once(url: str) -> ModelAnswer | LostSampleError:
         way = APIS[api]()
-        body = way.body([{"role": "user", "content": "hi"}], (), None, "low", Sampling("m", 100, stream=stream))
-        async with Client(url, way, limits, at_once=1) as client:
+        body = way.body([{"role": "user", "content": "hi"}], (), None, "low", RequestSettings("m", 100, stream=stream))
+        async with EvalClient(url, way, limits, at_once=1) as client:
             try:
                 return await client.ask(body)
-            except LostError as lost:
+            except LostSampleError as lost:
                 return lost
 
     with serving(plan) as served:
@@ -55,7 +54,7 @@ def test_a_whole_answer_is_read_with_all_its_parts(api: str, stream: bool) -> No
     answer, count = ask(lambda body, before: WORDS, api, stream)
     assert (answer.text, answer.reasoning, answer.cut, answer.tries, count) == (WORDS.text, "I greet.", False, 1, 1)
     assert [(call.name, call.arguments) for call in answer.calls] == [("f", '{"a": 1}'), ("g", "{}")]
-    assert (answer.usage.input, answer.usage.output, answer.usage.reasoning) == (7, 9, 3)
+    assert answer.tokens == (7, 9, 3)
     assert 0 < answer.first_s <= answer.seconds
 
 
@@ -112,7 +111,7 @@ def test_every_loss_has_its_name_and_a_bound(name: str) -> None:
     reply, fate, requests, words = LOST[name]
     began = time.monotonic()
     lost, count = ask(lambda body, before: reply)
-    assert isinstance(lost, LostError), lost
+    assert isinstance(lost, LostSampleError), lost
     assert (lost.fate, count, lost.tries) == (fate, requests, requests)
     assert words in lost.detail
     assert len(lost.detail) < 1000
@@ -134,7 +133,7 @@ CHAT_LOST: dict[str, tuple[bytes, Fate]] = {
 def test_a_chat_stream_that_is_none_is_lost(name: str) -> None:
     data, fate = CHAT_LOST[name]
     lost, _ = ask(lambda body, before: Raw([data], headers=SSE), "chat")
-    assert isinstance(lost, LostError), lost
+    assert isinstance(lost, LostSampleError), lost
     assert lost.fate is fate
 
 
@@ -148,7 +147,7 @@ def test_an_answer_without_an_end_is_given_up_at_its_bound(api: str, monkeypatch
     body = Raw([megabyte] * 3)
     for reply in (line, many, body):
         lost, count = ask(lambda body, before, reply=reply: reply, api, limits=PATIENT)  # type: ignore[misc]
-        assert isinstance(lost, LostError)
+        assert isinstance(lost, LostSampleError)
         assert (lost.fate, count) == (Fate.BROKEN, 1)
         assert "larger than" in lost.detail
 
@@ -158,7 +157,7 @@ def test_a_text_without_an_end_is_given_up_at_its_bound(monkeypatch: pytest.Monk
     long = Words("x" * 60_000)
     for api in APIS:
         lost, _ = ask(lambda body, before: long, api, limits=PATIENT)
-        assert isinstance(lost, LostError)
+        assert isinstance(lost, LostSampleError)
         assert "longer than" in lost.detail
 
 
@@ -190,12 +189,12 @@ def test_a_server_that_is_not_there_is_named() -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))  # bound, but not listening
 
-        async def once() -> LostError:
+        async def once() -> LostSampleError:
             url = f"http://127.0.0.1:{held.getsockname()[1]}/v1"
-            async with Client(url, APIS["chat"](), QUICK, at_once=1) as client:
-                with pytest.raises(LostError) as lost:
+            async with EvalClient(url, APIS["chat"](), QUICK, at_once=1) as client:
+                with pytest.raises(LostSampleError) as lost:
                     await client.ask({})
-                with pytest.raises(LostError, match="Connect"):
+                with pytest.raises(LostSampleError, match="Connect"):
                     await client.models()
                 return lost.value
 
@@ -208,4 +207,4 @@ def test_content_may_be_null_or_missing() -> None:
     silent = completion(Words())
     del silent["choices"][0]["message"]["content"], silent["usage"]
     answer, _ = ask(lambda body, before: Raw([json.dumps(silent).encode()]), "chat", stream=False)
-    assert (answer.text, answer.calls, answer.usage.output) == ("", (), 0)
+    assert (answer.text, answer.calls, answer.tokens[1]) == ("", (), 0)

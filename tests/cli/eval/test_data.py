@@ -82,13 +82,13 @@ BAD = {
     "no text": ("aime25", "a.jsonl", "\udce4", "utf-8"),
     "no list": ("smoke", "a.yaml", "questions: 3", "no list"),
     "no YAML": ("smoke", "a.yaml", "{", "expected"),
-    "no id": ("smoke", "a.yaml", "questions: [{user: a}]", "question 1: no id"),
+    "id: Field required": ("smoke", "a.yaml", "questions: [{user: a}]", "question 1: id: Field required"),
     "a field too many": ("smoke", "a.yaml", "questions: [{id: a, user: b, anser: c}]", "anser"),
     "a turn's field too many": ("smoke", "a.yaml", "questions: [{id: a, turns: [{user: b, anser: c}]}]", "anser"),
     "no question": ("smoke", "a.yaml", "questions: [a]", "question 1"),
     "no function": ("smoke", "a.yaml", "questions: [{id: a, user: b, tools: [f]}]", "no function 'f'"),
     "no schema": ("smoke", "a.yaml", "questions: [{id: a, user: b, schema: {type: thing}}]", "thing"),
-    "no call": ("smoke", "a.yaml", "questions: [{id: a, user: b, calls: [f]}]", "calls are objects"),
+    "no call": ("smoke", "a.yaml", "questions: [{id: a, user: b, calls: [f]}]", "calls.0: Input should be"),
     "number in words": ("smoke", "a.yaml", "questions: [{id: a, user: b, number: four}]", "'four' is no number"),
 }
 

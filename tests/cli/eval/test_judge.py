@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from vllm_gptoss.cli.eval.answer import Call, Fate, Said
-from vllm_gptoss.cli.eval.judge import choice_of, judge, number_of
-from vllm_gptoss.cli.eval.questions import Expected, Question, Turn
+from vllm_gptoss.cli.eval.apis import Fate, FunctionCall
+from vllm_gptoss.cli.eval.judge import Said, choice_of, judge, number_of
+from vllm_gptoss.cli.eval.questions import ExpectedCall, Question, QuestionTurn
 
 
 @pytest.mark.parametrize(
@@ -69,47 +69,47 @@ def test_no_text_makes_it_slow(text: str) -> None:
     began = time.monotonic()
     choice_of(text)
     number_of(text)
-    judge(Question("q", (Turn("?", number=Fraction(1)),)), [Said(text)])
+    judge(Question("q", (QuestionTurn("?", number=Fraction(1)),)), [Said(text)])
     assert time.monotonic() - began < 10
 
 
-def fate(turn: Turn, said: Said, **question: Any) -> tuple[Fate, str]:
+def fate(turn: QuestionTurn, said: Said, **question: Any) -> tuple[Fate, str]:
     verdict = judge(Question("q", (turn,), **question), [said])
     return verdict.fate, verdict.why
 
 
 CHECKS = [
-    (Turn("?", number=Fraction(4)), Said("4"), Fate.RIGHT),
-    (Turn("?", number=Fraction(4)), Said("5"), Fate.WRONG),
-    (Turn("?", number=Fraction(4)), Said("four"), Fate.UNPARSED),
-    (Turn("?", number=Fraction(4)), Said(" \n"), Fate.EMPTY),
-    (Turn("?", number=Fraction(4)), Said("4", cut=True), Fate.CUT),
-    (Turn("?", choice="B", among="ABCD"), Said("Answer: B"), Fate.RIGHT),
-    (Turn("?", choice="B", among="ABCD"), Said("Answer: C"), Fate.WRONG),
-    (Turn("?", says=("paris", "24")), Said("PARIS has 24"), Fate.RIGHT),
-    (Turn("?", says=("paris", "24")), Said("PARIS has 25"), Fate.WRONG),
-    (Turn("?", equals="first"), Said("first\n"), Fate.RIGHT),
-    (Turn("?", equals="first"), Said("First!"), Fate.WRONG),
-    (Turn("?", equals=""), Said(""), Fate.RIGHT),
-    (Turn("?", reasons=True), Said("a", reasoning="b"), Fate.RIGHT),
-    (Turn("?", reasons=True), Said("a"), Fate.WRONG),
-    (Turn("?", citations=2), Said("a", citations=1), Fate.WRONG),
-    (Turn("?", schema={"type": "object"}), Said('{"a": 1}'), Fate.RIGHT),
-    (Turn("?", schema={"type": "object"}), Said('{"a": 1'), Fate.UNPARSED),
-    (Turn("?", schema={"type": "object"}), Said("[]"), Fate.WRONG),
-    (Turn("?", schema={"type": "array"}), Said("[" * 100_000), Fate.UNPARSED),
-    (Turn("?"), Said("<|channel|>final<|message|>Hi"), Fate.WRONG),
-    (Turn("?"), Said("analysisThe user wants"), Fate.WRONG),
-    (Turn("?"), Said("assistantfinalHi"), Fate.WRONG),
-    (Turn("?"), Said("commentary to=functions.f {}"), Fate.WRONG),
-    (Turn("?"), Said("Final answers are final; analysis: none, commentary: none. a <|b|> c"), Fate.RIGHT),
-    (Turn("?"), Said("finally, commentary tool"), Fate.RIGHT),
-    (Turn("?"), Said("hi", calls=[(0, Call("1", "json", "{}"))]), Fate.WRONG),
+    (QuestionTurn("?", number=Fraction(4)), Said("4"), Fate.RIGHT),
+    (QuestionTurn("?", number=Fraction(4)), Said("5"), Fate.WRONG),
+    (QuestionTurn("?", number=Fraction(4)), Said("four"), Fate.UNPARSED),
+    (QuestionTurn("?", number=Fraction(4)), Said(" \n"), Fate.EMPTY),
+    (QuestionTurn("?", number=Fraction(4)), Said("4", cut=True), Fate.CUT),
+    (QuestionTurn("?", choice="B", among="ABCD"), Said("Answer: B"), Fate.RIGHT),
+    (QuestionTurn("?", choice="B", among="ABCD"), Said("Answer: C"), Fate.WRONG),
+    (QuestionTurn("?", says=("paris", "24")), Said("PARIS has 24"), Fate.RIGHT),
+    (QuestionTurn("?", says=("paris", "24")), Said("PARIS has 25"), Fate.WRONG),
+    (QuestionTurn("?", equals="first"), Said("first\n"), Fate.RIGHT),
+    (QuestionTurn("?", equals="first"), Said("First!"), Fate.WRONG),
+    (QuestionTurn("?", equals=""), Said(""), Fate.RIGHT),
+    (QuestionTurn("?", reasons=True), Said("a", reasoning="b"), Fate.RIGHT),
+    (QuestionTurn("?", reasons=True), Said("a"), Fate.WRONG),
+    (QuestionTurn("?", citations=2), Said("a", citations=1), Fate.WRONG),
+    (QuestionTurn("?", schema={"type": "object"}), Said('{"a": 1}'), Fate.RIGHT),
+    (QuestionTurn("?", schema={"type": "object"}), Said('{"a": 1'), Fate.UNPARSED),
+    (QuestionTurn("?", schema={"type": "object"}), Said("[]"), Fate.WRONG),
+    (QuestionTurn("?", schema={"type": "array"}), Said("[" * 100_000), Fate.UNPARSED),
+    (QuestionTurn("?"), Said("<|channel|>final<|message|>Hi"), Fate.WRONG),
+    (QuestionTurn("?"), Said("analysisThe user wants"), Fate.WRONG),
+    (QuestionTurn("?"), Said("assistantfinalHi"), Fate.WRONG),
+    (QuestionTurn("?"), Said("commentary to=functions.f {}"), Fate.WRONG),
+    (QuestionTurn("?"), Said("Final answers are final; analysis: none, commentary: none. a <|b|> c"), Fate.RIGHT),
+    (QuestionTurn("?"), Said("finally, commentary tool"), Fate.RIGHT),
+    (QuestionTurn("?"), Said("hi", calls=[(0, FunctionCall("1", "json", "{}"))]), Fate.WRONG),
 ]
 
 
 @pytest.mark.parametrize(("turn", "said", "expected"), CHECKS, ids=range(len(CHECKS)))
-def test_a_check_gives_its_fate(turn: Turn, said: Said, expected: Fate) -> None:
+def test_a_check_gives_its_fate(turn: QuestionTurn, said: Said, expected: Fate) -> None:
     assert fate(turn, said)[0] is expected
 
 
@@ -119,11 +119,14 @@ TOOLS = (
     {"type": "function", "name": "weather", "parameters": CITY},
     {"type": "function", "name": "now", "parameters": {}},
 )
-ROME, OSLO = Expected("weather", {"city": "Rome"}), Expected("weather", {"city": {"one_of": ["Oslo", "Oslo, Norway"]}})
+ROME, OSLO = (
+    ExpectedCall("weather", {"city": "Rome"}),
+    ExpectedCall("weather", {"city": {"one_of": ["Oslo", "Oslo, Norway"]}}),
+)
 
 
 def calls(*made: tuple[str, str], text: str = "done") -> Said:
-    return Said(text, calls=[(number, Call(str(number), *one)) for number, one in enumerate(made)])
+    return Said(text, calls=[(number, FunctionCall(str(number), *one)) for number, one in enumerate(made)])
 
 
 CALLS = [
@@ -140,16 +143,16 @@ CALLS = [
     ([ROME], calls(("weather", '{"city": "Rome"}'), ("weather", '{"city": "Rome"}')), Fate.WRONG, "not expected"),
     ([ROME, OSLO], calls(("weather", '{"city": "Oslo, Norway"}'), ("weather", '{"city": "Rome"}')), Fate.RIGHT, ""),
     ([ROME, OSLO], calls(("weather", '{"city": "Oslo"}')), Fate.WRONG, "Rome"),
-    ([Expected("now", {})], calls(("now", "")), Fate.RIGHT, ""),
+    ([ExpectedCall("now", {})], calls(("now", "")), Fate.RIGHT, ""),
     ([], calls(("now", "{}")), Fate.WRONG, "not expected"),
 ]
 
 
 @pytest.mark.parametrize(("expected", "said", "wanted", "word"), CALLS, ids=range(len(CALLS)))
 def test_calls_are_the_expected_ones_and_no_others(
-    expected: list[Expected], said: Said, wanted: Fate, word: str
+    expected: list[ExpectedCall], said: Said, wanted: Fate, word: str
 ) -> None:
-    found, why = fate(Turn("?", calls=tuple(expected)), said, tools=TOOLS)
+    found, why = fate(QuestionTurn("?", calls=tuple(expected)), said, tools=TOOLS)
     assert found is wanted
     assert word in why
 
@@ -158,14 +161,14 @@ def test_numbers_in_arguments_are_numbers_and_true_is_none() -> None:
     schema = {"type": "object", "properties": {"a": {}}}
     tools = ({"type": "function", "name": "f", "parameters": schema},)
     for value, right in (("1", True), ("1.0", True), ("true", False), ('"1"', False), ("null", False)):
-        turn = Turn("?", calls=(Expected("f", {"a": 1}),))
+        turn = QuestionTurn("?", calls=(ExpectedCall("f", {"a": 1}),))
         assert (fate(turn, calls(("f", f'{{"a": {value}}}')), tools=tools)[0] is Fate.RIGHT) is right
 
 
 def test_parts_count_functions_schemas_and_what_came_at_once() -> None:
-    turn = Turn("?", calls=(ROME, OSLO))
-    said = Said("x", calls=[(0, Call("1", "weather", '{"city": "Rome"}')), (0, Call("2", "weather", '{"days": 1}')),
-                            (1, Call("3", "storm", "{}"))])  # fmt: skip
+    turn = QuestionTurn("?", calls=(ROME, OSLO))
+    made = [("weather", '{"city": "Rome"}'), ("weather", '{"days": 1}'), ("storm", "{}")]
+    said = Said("x", calls=[(at // 2, FunctionCall(str(at), *one)) for at, one in enumerate(made)])
     verdict = judge(Question("q", (turn,), tools=TOOLS), [said])
     assert verdict.parts == {
         "offered function": (2, 3), "schema-valid arguments": (1, 3), "expected calls": (1, 2), "in parallel": (1, 1),
@@ -173,6 +176,8 @@ def test_parts_count_functions_schemas_and_what_came_at_once() -> None:
 
 
 def test_the_first_turn_that_is_not_right_decides() -> None:
-    question = Question("q", (Turn("1", says=("a",)), Turn("2", says=("b",)), Turn("3", says=("c",))))
+    question = Question(
+        "q", (QuestionTurn("1", says=("a",)), QuestionTurn("2", says=("b",)), QuestionTurn("3", says=("c",)))
+    )
     verdict = judge(question, [Said("a"), Said("x"), Said("")])
     assert (verdict.fate, verdict.why) == (Fate.WRONG, "does not say 'b'")

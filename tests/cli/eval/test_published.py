@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.places import ROOT
 from vllm_gptoss.cli.eval.data import load
-from vllm_gptoss.cli.eval.published import CARD, GUIDE, TABLE, published, size_of
+from vllm_gptoss.cli.eval.published import CARD, EFFORTS, GUIDE, TABLE, published, size_of
 
 DOCUMENT = (ROOT / "docs" / "eval.md").read_text()
 ROW = re.compile(r"^\| (120b|20b) \| ([\d./ -]+) \| ([\d./ -]+) \| .*(guide|card)", re.MULTILINE)
@@ -19,18 +19,20 @@ def test_the_document_has_the_same_values() -> None:
     found = set()
     for size, gpqa, aime, source in rows:
         for name, values in (("gpqa", gpqa), ("aime25", aime)):
-            for effort, value in zip(("low", "medium", "high"), values.split(" / "), strict=True):
+            for effort, value in zip(EFFORTS, values.split(" / "), strict=True):
                 if value != "-":
                     found.add((size, name, effort, float(value), source))
     table = {
-        (size, name, effort, one.percent, "guide" if one.source == GUIDE else "card")
-        for size, scores in TABLE.items()
-        for (name, effort), several in scores.items()
-        for one in several
+        (size, name, effort, percent, "guide" if source == GUIDE else "card")
+        for size, evals in TABLE.items()
+        for name, sources in evals.items()
+        for source, percents in sources.items()
+        for effort, percent in zip(EFFORTS, percents, strict=True)
+        if percent is not None
     }
     assert len(rows) == 4
     assert found == table
-    assert {CARD, GUIDE} == {one.source for scores in TABLE.values() for several in scores.values() for one in several}
+    assert {CARD, GUIDE} == {source for evals in TABLE.values() for sources in evals.values() for source in sources}
 
 
 @pytest.mark.parametrize(

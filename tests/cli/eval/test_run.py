@@ -45,7 +45,7 @@ def evaluate(api: str, data: Path, out: Path, *more: str) -> Result:
 
 def arguments(api: str, data: Path, out: Path) -> list[str]:
     where = ["--base-url", api, "--eval", "gsm8k", "--data", f"gsm8k={data}", "--out", str(out)]
-    return [*where, "--effort", "low", "--concurrency", "8", "--timeout", "15", "--idle-timeout", "5", "--tries", "2"]
+    return [*where, "--effort", "low", "--concurrency", "8", "--timeout", "9", "--idle-timeout", "3", "--tries", "2"]
 
 
 def lines(out: Path) -> list[dict[str, Any]]:

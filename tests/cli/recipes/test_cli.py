@@ -21,7 +21,7 @@ AITER = "20b-mi355x-agent"
 
 def recipe(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "GPTOSS_"))} | environ
-    return warm.run(["-m", "vllm_gptoss.cli", "recipe", *arguments], environment, vllm=True)
+    return warm.run(["-m", "vllm_gptoss.cli", "recipe", *arguments], environment)
 
 
 def test_every_form_says_the_same() -> None:

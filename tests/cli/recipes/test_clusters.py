@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,6 @@ from vllm_gptoss.cli.recipes import find, load, probe, render
 
 DEPLOY = Path(__file__).resolve().parents[3] / "recipes" / "deploy"
 RECIPE = find.by_id(load.shipped(), "120b-2xh100-agent")
-TOOLS = "browser,service:http://gptoss-tools:8001"
-"""In place of the recipe's `demo`: several replicas share their notebooks."""
-
 
 KUBERNETES_OWN = 30
 """Kubernetes' default seconds for a pod to end, as in the production-stack's chart."""
@@ -57,7 +55,7 @@ def test_vllms_parser_reads_each_as_the_recipe() -> None:
     wanted, *found = probe.ask([render.words(RECIPE)[2:], *flags().values()]).parsed
     for name, each in zip(flags(), found, strict=True):
         assert not each.error, f"{name}: {each.error}"
-        own: dict[str, Any] = {} if name == "ray" else {"tool-server": TOOLS}
+        own: dict[str, Any] = {} if name == "ray" else {"tool-server": render.TOOLS}
         own["shutdown-timeout"] = STOPS[name]
         assert dict(each.values) == {**{k: v for k, v in wanted.values.items() if k != "tool-server"}, **own}, name
 
@@ -65,7 +63,7 @@ def test_vllms_parser_reads_each_as_the_recipe() -> None:
 def test_ray_is_given_its_tools_where_it_reads_them() -> None:
     """As `--tool-server`, vLLM would search for an MCP server of that name before the plugin sees it."""
     config = llm_config()
-    assert config["runtime_env"]["env_vars"] == {"GPTOSS_TOOLS": TOOLS}
+    assert config["runtime_env"]["env_vars"] == {"GPTOSS_TOOLS": render.TOOLS}
     assert "tool_server" not in config["engine_kwargs"]
 
 
@@ -86,7 +84,8 @@ def test_rays_image_turns_on_what_our_endpoint_needs() -> None:
 
 
 def test_kuberay_serves_the_same_and_its_pods_are_kubernetes_own() -> None:
-    (service,) = read("kuberay.yaml")
+    claim, service = read("kuberay.yaml")
+    validate(claim)
     assert yaml.safe_load(service["spec"]["serveConfigV2"]) == read("ray_serve.yaml")[0]
     cluster = service["spec"]["rayClusterConfig"]
     (workers,) = cluster["workerGroupSpecs"]
@@ -115,8 +114,9 @@ def test_our_paths_are_those_that_the_endpoint_has() -> None:
 def test_beside_dynamo_our_paths_go_to_the_servers_of_the_manifest() -> None:
     (ingress,) = read("dynamo_ingress.yaml")
     validate(ingress)
-    (service,) = (each for each in read("kubernetes.yaml") if each["kind"] == "Service")
-    assert paths_to(ingress, service["metadata"]["name"]) == OURS
+    services = {each["metadata"]["name"] for each in read("kubernetes.yaml") if each["kind"] == "Service"}
+    assert "gptoss" in services
+    assert paths_to(ingress, "gptoss") == OURS
     assert paths_to(ingress, "NAME-frontend") == {"/"}
 
 
@@ -131,6 +131,47 @@ def test_the_ingress_sends_every_path_of_ours_past_the_router() -> None:
         service["spec"]["selector"]["model"]
         == read("production_stack.yaml")[0]["servingEngineSpec"]["modelSpec"][0]["name"]
     )
+
+
+def test_no_proxy_cuts_an_answer_after_a_minute() -> None:
+    values = yaml.safe_load((DEPLOY / "chart" / "values.yaml").read_text())["ingress"]["annotations"]
+    for name in ("dynamo_ingress.yaml", "responses_ingress.yaml"):
+        assert read(name)[-1]["metadata"]["annotations"] == values
+    assert int(values["nginx.ingress.kubernetes.io/proxy-read-timeout"]) >= 3600
+
+
+def test_workers_share_one_download() -> None:
+    """Ray's workers and the stack's replicas would otherwise download 65 GB each."""
+    claim, service = read("kuberay.yaml")
+    (workers,) = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    volumes = {each["name"]: each for each in workers["template"]["spec"]["volumes"]}
+    assert volumes["cache"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    (model,) = read("production_stack.yaml")[0]["servingEngineSpec"]["modelSpec"]
+    assert model["pvcAccessMode"] == ["ReadWriteMany"]
+
+
+def secrets(value: Any) -> set[tuple[str, str]]:
+    """(name, key) of every secret that a document refers to. An optional one is an error: SQLite would replace it."""
+    if isinstance(value, list):
+        return set().union(*map(secrets, value))
+    if not isinstance(value, dict):
+        return set()
+    found = {(value["name"], value["key"])} if value.keys() == {"name", "key"} else set()
+    assert "optional" not in value
+    return found.union(*map(secrets, value.values()))
+
+
+@pytest.mark.parametrize(
+    "name", ["kubernetes.yaml", "tools.yaml", "kuberay.yaml", "llm_d.yaml", "production_stack.yaml"]
+)
+def test_the_documented_secret_has_every_key_that_a_manifest_reads(name: str) -> None:
+    page = (DEPLOY.parents[1] / "docs" / "deploy.md").read_text()
+    (command,) = re.findall(r"kubectl create secret generic (\w+)((?:.|\n)+?)```", page)
+    created = {(command[0], key) for key in re.findall(r"--from-literal=([\w-]+)=", command[1])}
+    used = secrets(read(name))
+    assert used
+    assert used <= created
 
 
 def test_llm_ds_patch_is_of_a_deployment() -> None:

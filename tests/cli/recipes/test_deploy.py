@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,7 @@ import yaml
 
 from vllm_gptoss.cli.recipes import find, load, render
 from vllm_gptoss.cli.recipes.schema import Recipe
+from vllm_gptoss.version import __version__
 
 ROOT = Path(__file__).resolve().parents[3]
 DEPLOY = ROOT / "recipes" / "deploy"
@@ -51,12 +53,39 @@ def test_one_image_of_one_vllm_is_named_everywhere() -> None:
     assert f'"{render.IMAGE}"' in (DEPLOY / "modal_app.py").read_text()
 
 
+def test_every_image_of_ours_has_this_version_and_a_command_that_builds_it() -> None:
+    texts = [path.read_text() for path in DEPLOY.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    used = {name for text in texts for name in re.findall(r"\bimage: (\S*vllm-gptoss\S*)", text)}
+    built = {name for text in texts for name in re.findall(r"^# .*docker build .* -t (\S+)", text, re.MULTILINE)}
+    assert {name.split(":")[1] for name in used | built} == {__version__}
+    assert used - {render.TAG} == built
+
+
+def test_the_images_build_context_has_all_that_the_wheel_needs(tmp_path: Path) -> None:
+    allowed = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    for name in allowed:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    build = [sys.executable, "-c", "import setuptools.build_meta as b; b.build_wheel('dist')"]
+    done = subprocess.run(build, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (wheel,) = (tmp_path / "dist").iterdir()
+    assert {"vllm_gptoss/plugin.py", "vllm_gptoss/cli/recipes/data/deploy/seccomp.json"} <= set(
+        zipfile.ZipFile(wheel).namelist()
+    )
+
+
 def test_compose_is_of_the_specification_and_a_misspelt_key_is_not() -> None:
     text = (DEPLOY / "compose.yaml").read_text()
     compose_spec.PyCompose.from_yaml(text).validate()
     with pytest.raises(ValueError, match="shm_sise"):
         compose_spec.PyCompose.from_yaml(text.replace("shm_size", "shm_sise"))
     services = yaml.safe_load(text)["services"]
+    open_to = {
+        port.rpartition(":")[0].rpartition(":")[0] for each in services.values() for port in each.get("ports", ())
+    }
+    assert open_to == {"127.0.0.1"}
+    assert services["vllm"]["environment"]["VLLM_API_KEY"].startswith("${VLLM_API_KEY:?")
     assert services["vllm"]["command"] == [*render.words(recipe("20b-h100-agent"))[2:], *render.STOP]
     mounted = [line.split(":")[0] for each in services.values() for line in each.get("volumes", ()) if line[0] == "."]
     assert all((DEPLOY / name).is_file() for name in mounted)
@@ -69,9 +98,14 @@ def manifests(text: str) -> list[dict[str, Any]]:
     return documents
 
 
+def of_kind(text: str, kind: str) -> dict[str, Any]:
+    (document,) = (each for each in manifests(text) if each["kind"] == kind)
+    return document
+
+
 def test_kubernetes_takes_the_manifest_and_not_a_misspelt_one() -> None:
     text = (DEPLOY / "kubernetes.yaml").read_text()
-    assert [document["kind"] for document in manifests(text)][-2:] == ["Deployment", "Service"]
+    assert of_kind(text, "Deployment")["metadata"]["name"] == "gptoss"
     with pytest.raises(kubernetes_validate.ValidationError):
         manifests(text.replace("startupProbe", "startProbe"))
 
@@ -79,8 +113,11 @@ def test_kubernetes_takes_the_manifest_and_not_a_misspelt_one() -> None:
 @pytest.mark.parametrize("name", ["120b-2xh100-agent", "120b-8xmi300x-latency", "20b-cpu-latency"])
 def test_a_recipes_manifest_has_its_flags_and_gpus(name: str) -> None:
     one = recipe(name)
-    container = manifests(render.kubernetes(one))[2]["spec"]["template"]["spec"]["containers"][0]
-    assert container["args"] == [*render.words(one)[2:], *render.STOP]
+    text = render.kubernetes(one)
+    (container,) = of_kind(text, "Deployment")["spec"]["template"]["spec"]["containers"]
+    words = [render.TOOLS if word == "demo" else word for word in render.words(one)[2:]]
+    assert container["args"] == [*words, *render.STOP]
+    assert ("kind: StatefulSet" in text) is (render.TOOLS in words)
     limits = {"nvidia": {"nvidia.com/gpu": "2"}, "amd": {"amd.com/gpu": "8"}, "cpu": {}}
     assert container["resources"]["limits"] == limits[one.device.vendor]
     assert {(each["name"], each.get("value")) for each in container["env"]} >= set(one.env.items())
@@ -88,7 +125,7 @@ def test_a_recipes_manifest_has_its_flags_and_gpus(name: str) -> None:
 
 def test_the_manifest_itself_is_the_recipe_that_it_names() -> None:
     text = (DEPLOY / "kubernetes.yaml").read_text()
-    assert "recipe 120b-2xh100-agent;" in text
+    assert "recipe 120b-2xh100-agent;" in (DEPLOY / "chart" / "values.yaml").read_text()
     assert manifests(text) == manifests(render.kubernetes(recipe("120b-2xh100-agent")))
 
 
@@ -109,9 +146,7 @@ def test_systemd_takes_the_unit_and_not_a_misspelt_one(tmp_path: Path) -> None:
 def test_what_generates_may_end_before_a_server_is_killed() -> None:
     """After that time the plugin still reports why it fails the rest, and stores it."""
     (name, seconds), unit = render.STOP, (DEPLOY / "vllm-gptoss.service").read_text()
-    (deployment,) = (
-        each for each in manifests((DEPLOY / "kubernetes.yaml").read_text()) if each["kind"] == "Deployment"
-    )
+    deployment = of_kind((DEPLOY / "kubernetes.yaml").read_text(), "Deployment")
     service = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["vllm"]
     kills = {
         "kubernetes": deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"],
@@ -126,12 +161,12 @@ def test_what_generates_may_end_before_a_server_is_killed() -> None:
 def test_docker_stop_waits_as_well() -> None:
     """A Dockerfile cannot set the time: `docker run` does; its default is 10 s."""
     text = (DEPLOY / "Dockerfile").read_text()
-    (command,) = re.findall(r"^CMD (\[.*\])$", text, re.MULTILINE)
+    command = re.findall(r"^CMD (\[.*\])$", text, re.MULTILINE)[-1]
     assert tuple(json.loads(command)[1:]) == render.STOP
     assert f"--stop-timeout {render.KILL_S}" in text
     for each in RECIPES:
         words = shlex.split(render.docker(each).splitlines()[1])
-        image = words.index("vllm-gptoss")
+        image = words.index(render.TAG)
         assert words[words.index("--stop-timeout") + 1] == str(render.KILL_S)
         assert words.index("--stop-timeout") < image
         assert words[image + 1 :] == [*render.words(each)[2:], *render.STOP]
@@ -194,7 +229,8 @@ def test_docker_says_how_its_image_is_made(name: str) -> None:
     said = {"nvidia": [], "amd": bases[:1], "cpu": bases[1:]}
     assert re.findall(r"--build-arg (\S+)", built) == said[recipe(name).device.vendor]
     assert run.startswith("docker run ")
-    assert render.kubernetes(recipe(name)).startswith(f"{built}\n")
+    in_cluster = built.replace(render.TAG, f"registry.example.com/{render.TAG}")
+    assert render.kubernetes(recipe(name)).startswith(f"{in_cluster}\n")
 
 
 def releases() -> list[Path]:
@@ -234,7 +270,7 @@ def test_the_dashboard_asks_for_metrics_that_are_there(release: Path) -> None:
     assert len(known) > 50
     for query in queries():
         for name in selectors(promql_parser.parse(query)):
-            assert name in known or re.sub(r"_(total|bucket|sum|count)$", "", name) in known, name
+            assert known & {name, re.sub(r"_(total|bucket|sum|count)$", "", name)}, name
 
 
 def test_the_dashboard_is_whole() -> None:

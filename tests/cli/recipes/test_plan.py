@@ -307,5 +307,5 @@ def test_what_cannot_be_planned_ends_with_2() -> None:
         ([], "plan what?"),
     ):
         environ = {**os.environ, "COLUMNS": "120"}
-        done = warm.run(["-m", "vllm_gptoss.cli", "recipe", "plan", *arguments], environ, vllm=True)
+        done = warm.run(["-m", "vllm_gptoss.cli", "recipe", "plan", *arguments], environ)
         assert (done.returncode, said in done.stderr, "Traceback" in done.stderr) == (2, True, False), done.stderr

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vllm_gptoss.engine import choose
-from vllm_gptoss.engine.choose import Cache, Deployment, RankExperts
+from vllm_gptoss.engine.choose import Deployment, KvCache, RankExperts
 from vllm_gptoss.engine.choose.device import Device
 from vllm_gptoss.engine.spec import GPT_OSS_20B, GPT_OSS_120B
 
@@ -21,7 +21,7 @@ OTHERS = {
     "A100": (Device("nvidia", "NVIDIA A100", "sm80", 79.3), "made for sm_90, this GPU is sm_80"),
     "B200": (Device("nvidia", "NVIDIA B200", "sm100", 178.0), "made for sm_90, this GPU is sm_100"),
 }
-USUAL = Cache((4, 8, 16, 128), "bfloat16", 1)
+USUAL = KvCache((4, 8, 16, 128), "bfloat16", 1)
 
 
 def of(**changes: Any) -> Deployment:
@@ -65,11 +65,11 @@ LAYERS = [
     ({"hidden": 1088}, "1088 columns do not divide among 8 to 16 warps"),
     ({"experts": 24}, "24 experts are not a multiple of 32"),
     ({"active_experts": 33}, "33 of 32 experts a token"),
-    ({"caches": (Cache((2, 4, 16, 8, 64), "bfloat16", 1),)}, "shape [2, 4, 16, 8, 64]"),
-    ({"caches": (USUAL, Cache((4, 16, 8, 128), "bfloat16", 1))}, "shape [4, 16, 8, 128]"),
-    ({"caches": (Cache((4, 8, 16, 128), "uint8", 1),)}, "the KV cache is uint8"),
-    ({"caches": (Cache((4, 8, 16, 128), "bfloat16", 2),)}, "with stride 2 in its last axis"),
-    ({"caches": (Cache((4, 8, 24, 128), "bfloat16", 1),)}, "cache blocks of 24 tokens, not a power of two"),
+    ({"caches": (KvCache((2, 4, 16, 8, 64), "bfloat16", 1),)}, "shape [2, 4, 16, 8, 64]"),
+    ({"caches": (USUAL, KvCache((4, 16, 8, 128), "bfloat16", 1))}, "shape [4, 16, 8, 128]"),
+    ({"caches": (KvCache((4, 8, 16, 128), "uint8", 1),)}, "the KV cache is uint8"),
+    ({"caches": (KvCache((4, 8, 16, 128), "bfloat16", 2),)}, "with stride 2 in its last axis"),
+    ({"caches": (KvCache((4, 8, 24, 128), "bfloat16", 1),)}, "cache blocks of 24 tokens, not a power of two"),
 ]
 
 
@@ -126,7 +126,7 @@ ONE_TOKEN = [
     ({"own_experts": False}, "another backend runs the experts, or maps them"),
     ({"active_experts": 2}, "not 4 experts a token"),
     ({"one_rotary_cache": False}, "rotary caches of their own"),
-    ({"caches": (Cache((4, 8, 8, 128), "bfloat16", 1),)}, "cache blocks of fewer than 16 tokens"),
+    ({"caches": (KvCache((4, 8, 8, 128), "bfloat16", 1),)}, "cache blocks of fewer than 16 tokens"),
     ({"intermediate": 1440}, "intermediate size 1440"),
     ({"experts": 96}, "96 experts, not 32, 64 or 128"),
     ({"hidden": 4800, "intermediate": 4800}, "too large"),

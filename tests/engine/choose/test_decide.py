@@ -204,7 +204,7 @@ def test_no_architecture_belongs_to_two_families() -> None:
 def test_a_new_family_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     new = Device("nvidia", "NVIDIA R100", "sm110", 288.0)
     assert choose.experts(new, of()).value == "upstream"
-    entry = choose.Family("Rubin", ("sm110",), experts=(families.Row("marlin", "a guess"),))
+    entry = choose.GpuFamily("Rubin", ("sm110",), experts=(families.Row("marlin", "a guess"),))
     monkeypatch.setattr(families, "FAMILIES", (*choose.FAMILIES, entry))
     assert str(choose.experts(new, of())) == "marlin (a guess)"
     assert choose.layers(new, of()).value == "upstream"

@@ -22,7 +22,7 @@ from vllm.config import (
     VllmConfig,
 )
 
-from vllm_gptoss.engine.choose import Cache
+from vllm_gptoss.engine.choose import KvCache
 from vllm_gptoss.engine.choose import vllm_config as describe
 from vllm_gptoss.engine.spec import GPT_OSS_20B
 
@@ -163,5 +163,5 @@ def test_caches_of_each_kind_are_kept() -> None:
         for each in (cache, cache, cache.view(2, 16, 16, 128))
     ]
     found = describe.first_step(describe.Deployment(GPT_OSS_20B), places, (2,))
-    assert found.caches == (Cache((4, 8, 16, 128), "bfloat16", 1), Cache((2, 16, 16, 128), "bfloat16", 1))
+    assert found.caches == (KvCache((4, 8, 16, 128), "bfloat16", 1), KvCache((2, 16, 16, 128), "bfloat16", 1))
     assert (found.own_experts, found.one_rotary_cache, found.auxiliary_states) == (True, True, True)

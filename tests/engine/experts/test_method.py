@@ -76,7 +76,7 @@ def test_the_start_compiles_what_is_needed_and_nothing_else(
 ) -> None:
     compiled: list[tuple[str, int]] = []
 
-    def kernel(recipe: experts.Recipe) -> None:
+    def kernel(recipe: experts.CompileJob) -> None:
         compiled.append((recipe.name, int(dict(recipe.options)["TOKENS"])))
 
     monkeypatch.setattr(experts, "multiprocessors", lambda device: 132)
@@ -127,7 +127,7 @@ def test_a_start_compiles_the_kernels_of_its_steps_and_no_larger_ones(
     """Decode steps are routed by ids, which no step of more than 512 tokens is."""
     monkeypatch.setattr(experts, "multiprocessors", lambda device: 132)
     ours = layer(experts.FewTokenExperts(*projections(), 4, routed, alpha=1.0, limit=7.0))
-    recipes = [recipe for _, recipe in ours.loads(torch.int32, most) if isinstance(recipe, experts.Recipe)]
+    recipes = [recipe for _, recipe in ours.loads(torch.int32, most) if isinstance(recipe, experts.CompileJob)]
     assert {dict(each.options)["TOKENS"] for each in recipes if each.name == experts_many.NAME} == many
     assert sum(each.name == experts_prefill.EXPERTS for each in recipes) == prefill
 

@@ -40,7 +40,7 @@ def test_shapes_without_a_kernel_say_why() -> None:
 
 
 def test_the_kernels_arguments_are_the_hosts() -> None:
-    assert attention.Args._fields_ == declared(attention.SOURCE)
+    assert attention.AttentionArgs._fields_ == declared(attention.SOURCE)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8])

@@ -3,6 +3,9 @@ that differs between host and device, source that does not compile. That each ro
 
 from __future__ import annotations
 
+import ctypes
+from pathlib import Path
+
 import pytest
 
 from tests.engine.kernels.cubins import compiled
@@ -75,9 +78,13 @@ def test_shapes_without_a_plan_say_why() -> None:
         assert dense.unsupported(mode, rows, columns) is None
 
 
-@pytest.mark.parametrize("module", [dense, attention], ids=["dense", "attention"])
-def test_arguments_lie_on_the_host_as_on_the_device(module: object) -> None:
-    assert declared(module.SOURCE) == module.Args._fields_  # type: ignore[attr-defined]
+@pytest.mark.parametrize(
+    ("source", "arguments"),
+    [(dense.SOURCE, dense.DenseArgs), (attention.SOURCE, attention.AttentionArgs)],
+    ids=["dense", "attention"],
+)
+def test_arguments_lie_on_the_host_as_on_the_device(source: Path, arguments: type[ctypes.Structure]) -> None:
+    assert declared(source) == arguments._fields_
 
 
 @pytest.mark.parametrize("mode", list(Mode), ids=lambda mode: mode.name)

@@ -78,7 +78,7 @@ def test_shapes_without_a_plan_say_why() -> None:
 
 
 def test_arguments_lie_on_the_host_as_on_the_device() -> None:
-    assert declared(product_many.SOURCE) == product_many.Args._fields_
+    assert declared(product_many.SOURCE) == product_many.ProductArgs._fields_
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ SMS = {"H100 PCIe": 114, "H100 and H200": 132}
 @pytest.mark.parametrize("model", SHAPES)
 def test_it_compiles_and_host_and_device_agree(model: str, sms: int) -> None:
     made = step.plan(SHAPES[model], sms)
-    sizes = {"Layer": step.Layer, "Group": step.Group, "Args": step.Args}
+    sizes = {"Layer": step.Layer, "Group": step.Group, "Args": step.StepArgs}
     probe = nvrtc.source(step.SOURCE) + "".join(
         f'static_assert(sizeof({name}) == {ctypes.sizeof(kind)}, "{name}");' for name, kind in sizes.items()
     )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from benchmarks import plans
 
 pytestmark = pytest.mark.vllm

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("vllm")
-
 from vllm_gptoss.engine.runner import captured_steps
 from vllm_gptoss.engine.runner.batch import RING, Batch
 from vllm_gptoss.engine.runner.graphs import Graphs

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm")
-
 from benchmarks import plans as planning
 from tests.support.places import CACHE
 from tests.support.vllm_log import heard, lines
@@ -181,7 +179,8 @@ def test_plans_are_the_same(config: Any, blocks: int, caching: bool, seed: int) 
     assert ours.went_on > 50, "vLLM took nearly all tokens"
     kept = ("current_step", "num_executed_steps", "sched_step_seq", "prefill_capacity_bound", "last_prefill_step")
     assert [vars(ours).get(name) for name in kept] == [vars(theirs).get(name) for name in kept]
-    assert blocks > 60 or counts["preempted"], "too many blocks for this test"
+    if blocks <= 60:
+        assert counts["preempted"], "too many blocks for this test"
 
 
 @pytest.mark.parametrize("part", ["_is_plain", "_decoding"])

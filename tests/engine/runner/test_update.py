@@ -8,9 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("vllm")
-
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_gptoss.engine.runner.model_runner import ShortWay

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tests.support.chat_requests import ASK, NOW, THINK, WEATHER, chat_handlers, request_of
 from tests.support.harmony_streams import streams, tokens
 
-pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
 
 ANSWER = '<|channel|>final<|message|>It is 21 °C — schön, 「はい」 \\ "quoted"\n\t👍🏽.<|return|>'

@@ -28,7 +28,6 @@ from vllm_gptoss.settings import Settings
 from vllm_gptoss.tools.confined import BusyError
 from vllm_gptoss.tools.protocol import CALLER
 
-pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
 
 WEATHER = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}

@@ -17,7 +17,6 @@ from vllm_gptoss.server.chat.endpoint import ChatCompletions
 from vllm_gptoss.server.harmony.tokens import encoding
 from vllm_gptoss.settings import Settings
 
-pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
 
 

@@ -17,7 +17,6 @@ from vllm_gptoss.settings import Settings
 from vllm_gptoss.tools.confined import BusyError
 from vllm_gptoss.tools.protocol import CALLER
 
-pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
 
 

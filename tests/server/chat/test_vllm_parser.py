@@ -11,7 +11,6 @@ import pytest
 from tests.support.chat_requests import ASK, NOW, THINK, WEATHER, request_of
 from tests.support.harmony_streams import tokens
 
-pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
 
 

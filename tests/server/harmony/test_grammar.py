@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import xgrammar
 
 from tests.support.harmony_streams import tokens
 from vllm_gptoss.server.harmony.events import EndedBy, MessageEnded
@@ -14,8 +15,6 @@ from vllm_gptoss.server.harmony.held import Held
 from vllm_gptoss.server.harmony.offered import OfferedTools
 from vllm_gptoss.server.harmony.parser import HarmonyParser
 from vllm_gptoss.server.harmony.tokens import CALL, ENDOFTEXT, RETURN, VOCABULARY, encode, token_bytes
-
-xgrammar = pytest.importorskip("xgrammar")
 
 CITY = {
     "type": "object",

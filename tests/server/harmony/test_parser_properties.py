@@ -54,13 +54,15 @@ def test_messages_are_announced_grow_and_end_in_order(ids: list[int], cut: bool)
                 open_message, text, count = index, "", count + 1
             case ContentDelta(index=index):
                 assert index == open_message
-                assert event.first >= last_end or event.tokens == 0
+                if event.tokens:
+                    assert event.first >= last_end
                 assert all(token < FIRST_CONTROL for token in ids[event.first : event.first + event.tokens])
                 text, last_end = text + event.text, event.first + event.tokens
             case MessageEnded(index=index):
                 assert index == open_message
                 assert event.text == text
-                assert cut or event.ended_by is not EndedBy.CUT
+                if not cut:
+                    assert event.ended_by is not EndedBy.CUT
                 open_message = None
     assert open_message is None
 
@@ -93,7 +95,8 @@ def test_truncation_at_any_token_loses_nothing(cut: bool) -> None:
         events = parse(ids[:length], cut)
         assert transcript(events) == spelled(ids[:length])
         calls = [e for e in events if isinstance(e, MessageEnded) and e.ended_by is not EndedBy.CUT and e.index == 1]
-        assert not (cut and calls) or length == len(ids)
+        if cut and calls:
+            assert length == len(ids)
 
 
 @pytest.mark.parametrize("loop", ["<|start|>", "<|channel|>", "<|start|>assistant", "<|constrain|>json", "<|start|>a"])
@@ -120,7 +123,7 @@ def test_a_million_random_streams_never_raise() -> None:
     is the first of the million."""
     rng = random.Random(20251120)
     word_ids = [tokens(word) for word in WORDS]
-    for number in range(scale.count(1_000_000, 30_000)):
+    for number in range(scale.count(1_000_000, 10_000)):
         ids = _random_stream(rng, word_ids)
         parser = HarmonyParser(TOOLS)
         events = parser.feed(ids) + parser.finish(bool(number & 1))

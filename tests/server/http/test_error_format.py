@@ -12,7 +12,6 @@ from starlette.responses import JSONResponse, StreamingResponse
 
 from vllm_gptoss.server.http.error_format import ErrorFormat, overflow
 
-pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
 
 MESSAGE = {"id": "m", "type": "message", "role": "assistant", "content": [], "model": "m", "usage": None}

@@ -147,7 +147,7 @@ def test_a_slow_reader_gets_everything(start: Start) -> None:
         received = b""
         while data := raw.recv(65536):
             received += data
-    assert received.rstrip().endswith(b"[DONE]\n\n\r\n0") or b"data: [DONE]" in received
+    assert b"data: [DONE]" in received
     assert received.count(b"event: response.output_text.delta") == len(harmony("lorem ipsum " * 800))
 
 

@@ -82,8 +82,6 @@ def test_python_really_computes_and_keeps_its_state(http: httpx.Client) -> None:
     include = ["code_interpreter_call.outputs"]
     first = ask(http, "Set x to 20 in Python, then double it.", tools=[PYTHON], include=include)
     calls = [item for item in first["output"] if item["type"] == "code_interpreter_call"]
-    if calls and calls[0]["status"] == "failed":
-        pytest.skip(f"no sandbox on this machine: {calls[0]['outputs']}")
     assert calls[-1]["outputs"] == [{"type": "logs", "logs": "40\n"}]
     second = ask(http, "Add one to it.", tools=[PYTHON], include=include, previous_response_id=first["id"])
     (call,) = [item for item in second["output"] if item["type"] == "code_interpreter_call"]
@@ -92,9 +90,6 @@ def test_python_really_computes_and_keeps_its_state(http: httpx.Client) -> None:
 
 def test_a_file_is_downloaded_by_its_owner_only(http: httpx.Client) -> None:
     response = ask(http, "Write a file with the text hello.", tools=[PYTHON])
-    (call,) = [item for item in response["output"] if item["type"] == "code_interpreter_call"]
-    if call["status"] == "failed":
-        pytest.skip("no sandbox on this machine")
     notes = response["output"][-1]["content"][0]["annotations"]
     (note,) = [note for note in notes if note["type"] == "container_file_citation"]
     path = f"/containers/{note['container_id']}/files/{note['file_id']}/content"
@@ -118,7 +113,7 @@ def test_a_schema_holds_a_model_that_knows_better(http: httpx.Client) -> None:
 def test_a_required_call_is_made(http: httpx.Client) -> None:
     response = ask(http, "Hello.", tools=[WEATHER], tool_choice="required", max_output_tokens=400)
     calls = [item for item in response["output"] if item["type"] == "function_call"]
-    assert calls or response["status"] == "incomplete"
+    assert calls
     assert not [i for i in response["output"] if i["type"] == "message" and i["phase"] == "final_answer"]
 
 
@@ -204,4 +199,4 @@ def test_a_grammar_holds_the_engine(http: httpx.Client, syntax: str, definition:
     response = ask(http, "Hello.", tools=[tool], tool_choice=choice, max_output_tokens=600)
     calls = [item for item in response["output"] if item["type"] == "custom_tool_call"]
     assert {call["input"] for call in calls} <= words
-    assert calls or response["status"] == "incomplete"
+    assert calls

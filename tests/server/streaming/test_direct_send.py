@@ -38,7 +38,6 @@ from vllm_gptoss.server.chat.chat import ChatReader
 from vllm_gptoss.server.responses.endpoint import ResponsesEndpoint
 from vllm_gptoss.server.streaming import direct_send
 
-pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
 
 ANSWER = "<|channel|>final<|message|>It is 21 °C, 「はい」, 👍🏽 and more than that.<|return|>"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.support import warm
 
 
 @pytest.mark.vllm
 def test_the_collector_waits_and_variables_are_read_once() -> None:
     """In a separate process, because neither setting can be undone."""
-    pytest.importorskip("vllm")
     code = """
 import gc, os
 from vllm import envs
@@ -27,5 +25,5 @@ gc.set_threshold(50_000, *before[1:])
 front.settle()
 assert gc.get_threshold()[0] == 50_000, "what a user set higher stays"
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    done = warm.run(["-c", code])
     assert done.returncode == 0, done.stderr

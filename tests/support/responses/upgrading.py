@@ -17,7 +17,7 @@ import sqlalchemy as sa
 from vllm_gptoss.server.responses.state import store
 from vllm_gptoss.server.responses.state.database import connect
 from vllm_gptoss.server.responses.state.tables import responses
-from vllm_gptoss.server.responses.state.upgrade import STEPS, Step, add_column, upgrade
+from vllm_gptoss.server.responses.state.upgrade import STEPS, UpgradeStep, add_column, upgrade
 
 later = sa.MetaData()
 runs = sa.Table("gptoss_runs", later, sa.Column("id", sa.Integer, primary_key=True), sa.Column("by", sa.Integer))
@@ -41,11 +41,11 @@ def dies(connection: sa.Connection) -> None:
 
 def be_later() -> None:
     """Makes this process a server of the next release: it takes `adds` when it opens its store."""
-    store.upgrade = partial(upgrade, steps=(*STEPS, Step(NEXT, "adds", adds)))  # type: ignore[assignment]
+    store.upgrade = partial(upgrade, steps=(*STEPS, UpgradeStep(NEXT, "adds", adds)))  # type: ignore[assignment]
 
 
 async def main(url: str, kind: str) -> None:
-    step = Step(NEXT, kind, dies if kind == "dies" else adds, additive=kind != "breaks")
+    step = UpgradeStep(NEXT, kind, dies if kind == "dies" else adds, additive=kind != "breaks")
     database = connect(sa.make_url(url))
     async with database.begin() as connection:
         await connection.run_sync(upgrade, (*STEPS, step))

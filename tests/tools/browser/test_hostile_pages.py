@@ -97,7 +97,7 @@ async def test_runs_of_blanks_and_items_are_read_in_linear_time(site: Made, name
     body, kind = BLANKS[name]
     async with asyncio.timeout(25):
         page = await opened(site, body, {"content-type": kind})
-    assert "a" in page.text or name == "cells"
+    assert "a" in page.text
 
 
 @pytest.mark.parametrize("text", ["a" + " " * 200_000 + "b", "\n \n" * 60_000, " \t" * 100_000, "x \n" * 60_000])
@@ -292,7 +292,7 @@ async def test_many_hostile_pages_at_once_leave_the_loop_running(site: Made) -> 
         made.answers[f"/{name}"] = (body, {"content-type": kind})
     made.answers["/deep"] = (b"<div>" * 20_000, {})
     async with watched() as loop:
-        names = [*BLANKS, "deep"] * 2
+        names = [*BLANKS, "deep"]
         done = await asyncio.gather(*(fetcher.page(f"{url}/{name}") for name in names), return_exceptions=True)
     assert loop.longest < PAUSE_S, loop.longest
     assert all(isinstance(one, (Page, FetchError)) for one in done)

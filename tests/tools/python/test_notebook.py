@@ -20,7 +20,8 @@ pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
 
 
 async def test_prompt_says_what_the_model_was_trained_on(provider: PythonProvider) -> None:
-    harmony = pytest.importorskip("openai_harmony")
+    import openai_harmony as harmony
+
     (namespace,) = PythonProvider(PythonOptions()).namespaces()
     trained = harmony.ToolNamespaceConfig.python()
     assert (namespace.name, namespace.description) == (trained.name, trained.description)

@@ -141,6 +141,7 @@ while not os.path.exists('/mnt/data/daemon'): time.sleep(0.01)
 print(time.monotonic())
 """
     await run(provider, code, "daemon")
+    before = (await run(provider, "print(os.path.getsize('/mnt/data/daemon'))", "daemon")).text.split()[0]
     await asyncio.sleep(0.5)  # what is measured: that nothing happens in this time
     after = """
 pauses = [b - a for a, b in zip(ticks, ticks[1:] + [time.monotonic()])]
@@ -148,7 +149,7 @@ print(os.path.getsize('/mnt/data/daemon'), processes(), max(pauses))
 """
     size, processes, pause = (await run(provider, after, "daemon")).text.split()[:3]
     assert int(processes) == 2
-    assert int(size) < 20
+    assert size == before
     assert float(pause) > 0.4  # the thread was stopped between the calls
 
 
@@ -279,6 +280,7 @@ print('armed')
     await asyncio.sleep(0.3)  # a program that is woken is killed within the supervisor's next turn
     before = await ticks()
     assert before
-    await asyncio.sleep(0.5)  # what is measured: that nothing happens in this time
-    assert await ticks() == before
+    for _ in range(10):
+        await asyncio.sleep(0.05)
+        assert await ticks() == before
     assert "42" in (await run(provider, "print(42)", conversation)).text

@@ -68,6 +68,18 @@ async def test_a_session_is_its_keys_own(http: httpx.AsyncClient) -> None:
     assert not await lives(http, ALICE, session)
 
 
+async def test_a_refused_opening_request_leaves_no_session(http: httpx.AsyncClient) -> None:
+    """The 406 carries a session id. The `mcp` package ends that session, so it needs no place of the key's."""
+    kept = [await opened(http, ALICE) for _ in range(3)]
+    for _ in range(4):
+        answer = await http.post("/mcp", json=INITIALIZE, headers=headers(BOB) | {"accept": "text/plain"})
+        assert answer.status_code == 406
+        for key in (BOB, ALICE):
+            assert not await lives(http, key, answer.headers["mcp-session-id"])
+    assert [await lives(http, ALICE, each) for each in kept] == [True] * 3
+    await opened(http, BOB)
+
+
 async def test_a_stream_is_its_keys_own(http: httpx.AsyncClient) -> None:
     async with http.stream("GET", "/sse", headers=headers(ALICE)) as stream:
         lines = stream.aiter_lines()

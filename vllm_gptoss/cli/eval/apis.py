@@ -1,7 +1,7 @@
-"""The two APIs: requests of a dialogue, and parsing of answers, streamed or not.
+"""The two APIs of an OpenAI-compatible server: requests of a dialogue, and their answers, streamed or not.
 
-Only what both `/v1/responses` and `/v1/chat/completions` of any OpenAI-compatible server define is sent; what else a
-server should get comes from the user (`--extra-body`) or from the question.
+A request has the fields that `/v1/responses` and `/v1/chat/completions` of every such server define, those of
+`--extra-body`, and those of the question.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-from vllm_gptoss.cli.eval.answer import Answer, Call, Fate, LostError, Usage
+from enum import StrEnum
+from typing import Any
 
 MAX_TEXT = 8 << 20
 """Characters of one answer, reasoning included. 131,072 tokens are about half a million."""
@@ -19,8 +18,68 @@ MAX_TEXT = 8 << 20
 MAX_CALLS = 128
 
 
+class Fate(StrEnum):
+    """The end of one sample. The first five are answers, which count in the accuracy; the others were lost."""
+
+    RIGHT = "right"
+    WRONG = "wrong"
+    CUT = "cut"  # the server ended it at its token limit
+    EMPTY = "empty"  # neither text nor a call
+    UNPARSED = "unparsed"  # text without an answer of the expected kind
+    REFUSED = "refused"  # a 4xx, or 429 until the tries were used up
+    FAILED = "failed"  # a 5xx, or an error that the server reported inside its answer
+    TIMED_OUT = "timed_out"
+    BROKEN = "broken"  # no connection, a stream without its end, no JSON, or more bytes than allowed
+
+
+LOST = frozenset({Fate.REFUSED, Fate.FAILED, Fate.TIMED_OUT, Fate.BROKEN})
+"""No answer came: the next run sends it again; it is never scored as wrong."""
+
+
+class LostSampleError(Exception):
+    """No answer came. again: a retry may succeed; wait_s: the server's Retry-After."""
+
+    def __init__(self, fate: Fate, detail: str, *, again: bool = False, wait_s: float | None = None) -> None:
+        super().__init__(detail)
+        self.fate, self.detail, self.again, self.wait_s = fate, detail, again, wait_s
+        self.tries = 1
+
+
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class FunctionCall:
+    """A function call as the server reported it; `arguments` is the text, JSON or not."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(slots=True)
+class ModelAnswer:
+    """One whole answer, of one request.
+
+    tokens: input, output and reasoning tokens, 0 where the server does not report them. items: what the next request of
+    the same dialogue repeats, in the form of the API. cut: ended by the token limit.
+    """
+
+    text: str
+    reasoning: str
+    calls: tuple[FunctionCall, ...]
+    cut: bool
+    tokens: tuple[int, int, int]
+    items: tuple[Mapping[str, Any], ...]
+    citations: int = 0
+    tries: int = 1
+    seconds: float = 0.0
+    first_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.text) > MAX_TEXT or len(self.reasoning) > MAX_TEXT:
+            raise _too_long()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSettings:
     """What is the same in every request of a run."""
 
     model: str
@@ -31,239 +90,153 @@ class Sampling:
     seed: int | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
-
-class Reader(Protocol):
-    """Collects one answer."""
-
-    def wants(self, event: str) -> bool:
-        """Whether the data of an event of this name has to be read at all."""
-
-    def feed(self, data: Any) -> None:
-        """One event. Raises LostError for one that reports a failure."""
-
-    @property
-    def answer(self) -> Answer | None:
-        """The whole answer, or nothing where the stream has ended too early."""
-
-
-class Api(Protocol):
-    """One way of asking."""
-
-    name: str
-    path: str
-
-    def body(
-        self, history: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]],
-        schema: Mapping[str, Any] | None, effort: str | None, sampling: Sampling,
-    ) -> dict[str, Any]: ...  # fmt: skip
-
-    def reader(self) -> Reader: ...
-
-    def whole(self, data: Any) -> Answer: ...
-
-    def result(self, call: Call, text: str) -> dict[str, Any]: ...
-
-
-def _common(sampling: Sampling) -> dict[str, Any]:
-    known = {
-        "model": sampling.model,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "seed": sampling.seed,
-    }
-    return {key: value for key, value in known.items() if value is not None}
+    def fields(self) -> dict[str, Any]:
+        """The fields that both APIs name alike."""
+        known = {"model": self.model, "temperature": self.temperature, "top_p": self.top_p, "seed": self.seed}
+        known["stream"] = self.stream or None
+        return {key: value for key, value in known.items() if value is not None}
 
 
 class Responses:
     """`/v1/responses`. A stream's deltas are not read: its last event holds the whole response."""
 
-    name = "responses"
-    path = "/responses"
+    path, form = "/responses", "response object"
 
     def body(
         self, history: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]],
-        schema: Mapping[str, Any] | None, effort: str | None, sampling: Sampling,
+        schema: Mapping[str, Any] | None, effort: str | None, settings: RequestSettings,
     ) -> dict[str, Any]:  # fmt: skip
-        body = {**_common(sampling), "input": list(history), "max_output_tokens": sampling.max_tokens, "store": False}
-        if sampling.stream:
-            body["stream"] = True
+        """The request that continues `history`."""
+        body = {**settings.fields(), "input": list(history), "max_output_tokens": settings.max_tokens, "store": False}
         if effort:
             body["reasoning"] = {"effort": effort}
         if tools:
             body["tools"] = [{**tool} if tool["type"] != "function" else {"strict": False, **tool} for tool in tools]
         if schema is not None:
             body["text"] = {"format": {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}}
-        return {**body, **sampling.extra}
+        return {**body, **settings.extra}
 
-    def reader(self) -> Reader:
-        return _ResponseEvents(self)
-
-    def result(self, call: Call, text: str) -> dict[str, Any]:
+    def result(self, call: FunctionCall, text: str) -> dict[str, Any]:
+        """The history item of a function's result."""
         return {"type": "function_call_output", "call_id": call.id, "output": text}
 
-    def whole(self, data: Any) -> Answer:
-        """Raises LostError where `data` is no response, or one that failed."""
-        if not isinstance(data, dict) or not isinstance(data.get("output"), list):
-            raise LostError(Fate.BROKEN, "the answer is JSON, but no response object", again=False)
+    def add(self, whole: dict[str, Any], event: Any) -> None:
+        """Adds an event of a stream to `whole`, which is read when the stream has ended."""
+        if event.get("error") or event.get("type") == "error":
+            raise _reported(event.get("error") or event)
+        if isinstance(event.get("response"), dict) and event["type"] in LAST_EVENTS:
+            whole |= event["response"]
+
+    def whole(self, data: Any) -> ModelAnswer:
+        """Reads a response object. Raises LostSampleError where it failed, or is none."""
         if data.get("status") in ("failed", "cancelled"):
             raise _reported(data.get("error") or {"message": f"status {data['status']}"})
         why = (data.get("incomplete_details") or {}).get("reason") if data.get("status") == "incomplete" else None
-        items = [item for item in data["output"] if isinstance(item, dict)]
-        messages = [part for item in items if item.get("type") == "message" for part in _parts(item)]
-        calls = tuple(
-            Call(_text(item.get("call_id")), _text(item.get("name")), _text(item.get("arguments")))
-            for item in items
-            if item.get("type") in ("function_call", "mcp_call")
-        )
-        return Answer(
-            text=_bounded("".join(_text(part.get("text")) for part in messages if part.get("type") == "output_text")),
-            reasoning=_bounded(
-                "".join(_text(part.get("text")) for item in items if item.get("type") == "reasoning"
-                        for part in _parts(item))
-            ),
-            calls=calls[:MAX_CALLS],
+        items = [item for item in data["output"] if item.get("type")]
+        spoken = [part for item in items if item["type"] == "message" for part in _parts(item)]
+        thought = [part for item in items if item["type"] == "reasoning" for part in _parts(item)]
+        return ModelAnswer(
+            text="".join(part.get("text") or "" for part in spoken if part.get("type") == "output_text"),
+            reasoning="".join(part.get("text") or "" for part in thought),
+            calls=tuple(
+                FunctionCall(*(str(item.get(key) or "") for key in ("call_id", "name", "arguments")))
+                for item in items
+                if item["type"] in ("function_call", "mcp_call")
+            )[:MAX_CALLS],
             cut=why is not None and why != "content_filter",
-            usage=_usage(data.get("usage"), "input", "output"),
-            citations=sum(len(part.get("annotations") or ()) for part in messages),
+            tokens=_tokens(data, "input", "output"),
+            citations=sum(len(part.get("annotations") or ()) for part in spoken),
             items=tuple(items),
-        )  # fmt: skip
+        )
 
 
-class _ResponseEvents:
-    _LAST = ("response.completed", "response.incomplete", "response.failed")
-
-    def __init__(self, api: Responses) -> None:
-        self._api = api
-        self.answer: Answer | None = None
-
-    def wants(self, event: str) -> bool:
-        return event in (*self._LAST, "error", "")
-
-    def feed(self, data: Any) -> None:
-        kind = data.get("type") if isinstance(data, dict) else None
-        if kind == "error" or (kind is None and isinstance(data, dict) and "error" in data):
-            raise _reported(data.get("error") or data)
-        if kind in self._LAST:
-            self.answer = self._api.whole(data.get("response"))
+LAST_EVENTS = ("response.completed", "response.incomplete", "response.failed")
 
 
 class Chat:
     """`/v1/chat/completions`."""
 
-    name = "chat"
-    path = "/chat/completions"
+    path, form = "/chat/completions", "chat completion"
 
     def body(
         self, history: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]],
-        schema: Mapping[str, Any] | None, effort: str | None, sampling: Sampling,
+        schema: Mapping[str, Any] | None, effort: str | None, settings: RequestSettings,
     ) -> dict[str, Any]:  # fmt: skip
-        body = {**_common(sampling), "messages": list(history), "max_completion_tokens": sampling.max_tokens}
-        if sampling.stream:
-            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        """The request that continues `history`."""
+        body = {**settings.fields(), "messages": list(history), "max_completion_tokens": settings.max_tokens}
+        if settings.stream:
+            body["stream_options"] = {"include_usage": True}
         if effort:
             body["reasoning_effort"] = effort
         if tools:
-            body["tools"] = [_chat_tool(tool) for tool in tools]
+            functions = [{key: value for key, value in tool.items() if key != "type"} for tool in tools]
+            body["tools"] = [{"type": "function", "function": function} for function in functions]
         if schema is not None:
             wanted = {"name": "answer", "schema": schema, "strict": True}
             body["response_format"] = {"type": "json_schema", "json_schema": wanted}
-        return {**body, **sampling.extra}
+        return {**body, **settings.extra}
 
-    def reader(self) -> Reader:
-        return _Chunks()
-
-    def result(self, call: Call, text: str) -> dict[str, Any]:
+    def result(self, call: FunctionCall, text: str) -> dict[str, Any]:
+        """The history item of a function's result."""
         return {"role": "tool", "tool_call_id": call.id, "content": text}
 
-    def whole(self, data: Any) -> Answer:
-        """Raises LostError where `data` is no chat completion."""
-        try:
-            choice = data["choices"][0]
-            message = choice["message"]
-            calls = [
-                Call(_text(call.get("id")), _text(call["function"]["name"]), _text(call["function"].get("arguments")))
-                for call in message.get("tool_calls") or ()
-            ]
-            reasoning = _text(message.get("reasoning") or message.get("reasoning_content"))
-            return _chat_answer(
-                _text(message.get("content")), reasoning, calls, choice.get("finish_reason"), data.get("usage")
-            )
-        except (KeyError, IndexError, TypeError, AttributeError):
-            raise LostError(Fate.BROKEN, "the answer is JSON, but no chat completion", again=False) from None
+    def add(self, whole: dict[str, Any], chunk: Any) -> None:
+        """Adds a chunk of a stream to `whole`, a completion whose texts are lists of pieces."""
+        if chunk.get("error"):
+            raise _reported(chunk["error"])
+        whole["usage"] = chunk.get("usage") or whole.get("usage")
+        for choice in chunk["choices"]:
+            kept = whole.setdefault("choices", [{"message": {"content": [], "reasoning": [], "tool_calls": []}}])[0]
+            kept["finish_reason"] = choice.get("finish_reason") or kept.get("finish_reason")
+            message, delta = kept["message"], choice.get("delta") or {}
+            pieces = [(message["content"], delta.get("content"))]
+            pieces.append((message["reasoning"], delta.get("reasoning") or delta.get("reasoning_content")))
+            for call in delta.get("tool_calls") or ():
+                pieces += self._call(message["tool_calls"], call)
+            for texts, piece in pieces:
+                if piece:
+                    texts.append(str(piece))
+                    whole["size"] = whole.get("size", 0) + len(texts[-1])
+            if whole.get("size", 0) > MAX_TEXT:
+                raise _too_long()
 
-
-def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    if tool["type"] != "function":
-        raise ValueError(f"chat completions know functions only, no {tool['type']}: use --api responses")
-    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
-
-
-class _Chunks:
-    """Adds the chunks of a chat stream up."""
-
-    def __init__(self) -> None:
-        self._text: list[str] = []
-        self._reasoning: list[str] = []
-        self._size = 0
-        self._calls: dict[int, list[str]] = {}
-        self._finish: str | None = None
-        self._usage: Any = None
-
-    def wants(self, event: str) -> bool:
-        return True
-
-    def feed(self, data: Any) -> None:
-        try:
-            if data.get("error"):
-                raise _reported(data["error"])
-            self._usage = data.get("usage") or self._usage
-            for choice in data["choices"]:
-                self._delta(choice.get("delta") or {})
-                self._finish = choice.get("finish_reason") or self._finish
-        except (KeyError, TypeError, AttributeError):
-            raise LostError(Fate.BROKEN, "an event of the stream is no chat completion chunk", again=False) from None
-
-    def _delta(self, delta: Mapping[str, Any]) -> None:
-        self._add(self._text, delta.get("content"))
-        self._add(self._reasoning, delta.get("reasoning") or delta.get("reasoning_content"))
-        for call in delta.get("tool_calls") or ():
-            if len(self._calls) >= MAX_CALLS and call["index"] not in self._calls:
-                raise LostError(Fate.BROKEN, f"more than {MAX_CALLS} calls in one answer", again=False)
-            made = self._calls.setdefault(call["index"], ["", "", ""])
-            function = call.get("function") or {}
-            for place, piece in enumerate((call.get("id"), function.get("name"), function.get("arguments"))):
-                made[place] += _text(piece)
-                self._count(piece)
-
-    def _add(self, parts: list[str], piece: Any) -> None:
-        if piece:
-            parts.append(_text(piece))
-            self._count(piece)
-
-    def _count(self, piece: Any) -> None:
-        self._size += len(_text(piece))
-        if self._size > MAX_TEXT:
-            raise LostError(Fate.BROKEN, f"the answer is longer than {MAX_TEXT:,} characters", again=False)
-
-    @property
-    def answer(self) -> Answer | None:
-        if self._finish is None:
-            return None
-        calls = [Call(*made) for _, made in sorted(self._calls.items())]
-        return _chat_answer("".join(self._text), "".join(self._reasoning), calls, self._finish, self._usage)
-
-
-def _chat_answer(text: str, reasoning: str, calls: Sequence[Call], finish: Any, usage: Any) -> Answer:
-    message: dict[str, Any] = {"role": "assistant", "content": text or None}
-    if reasoning:
-        message["reasoning"] = reasoning
-    if calls:
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in calls
+    def _call(self, calls: list[dict[str, Any]], delta: Mapping[str, Any]) -> list[tuple[list[str], Any]]:
+        """The lists of a call's texts, with the pieces to append."""
+        kept = next((one for one in calls if one["index"] == delta["index"]), None)
+        if kept is None:
+            if len(calls) >= MAX_CALLS:
+                raise LostSampleError(Fate.BROKEN, f"more than {MAX_CALLS} calls in one answer")
+            kept = {"index": delta["index"], "id": [], "function": {"name": [], "arguments": []}}
+            calls.append(kept)
+        function = delta.get("function") or {}
+        return [
+            (kept["id"], delta.get("id")),
+            *((kept["function"][key], function.get(key)) for key in kept["function"]),
         ]
-    found = _usage(usage, "prompt", "completion")
-    return Answer(_bounded(text), _bounded(reasoning), tuple(calls), finish == "length", found, 0, (message,))
+
+    def whole(self, data: Any) -> ModelAnswer:
+        """Reads a chat completion, or what `add` made of a stream."""
+        choice = data["choices"][0]
+        message, finish = choice["message"], choice["finish_reason"]
+        if not finish:
+            raise LostSampleError(Fate.BROKEN, "the stream ended before its answer", again=True)
+        text = "".join(message.get("content") or ())
+        reasoning = "".join(message.get("reasoning") or message.get("reasoning_content") or ())
+        calls = tuple(
+            FunctionCall(*("".join(each or ()) for each in (call.get("id"), call["function"]["name"],
+                                                            call["function"].get("arguments"))))
+            for call in message.get("tool_calls") or ()
+        )  # fmt: skip
+        item: dict[str, Any] = {"role": "assistant", "content": text or None}
+        if reasoning:
+            item["reasoning"] = reasoning
+        if calls:
+            item["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
+            ]
+        tokens = _tokens(data, "prompt", "completion")
+        return ModelAnswer(text, reasoning, calls, finish == "length", tokens, (item,))
 
 
 def _parts(item: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -271,31 +244,24 @@ def _parts(item: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [part for part in item.get("content") or item.get("summary") or () if isinstance(part, dict)]
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else "" if value is None else str(value)
-
-
-def _bounded(text: str) -> str:
-    if len(text) > MAX_TEXT:
-        raise LostError(Fate.BROKEN, f"the answer is longer than {MAX_TEXT:,} characters", again=False)
-    return text
-
-
-def _usage(usage: Any, read: str, written: str) -> Usage:
-    if not isinstance(usage, dict):
-        return Usage()
+def _tokens(data: Mapping[str, Any], read: str, written: str) -> tuple[int, int, int]:
+    usage = data.get("usage") or {}
     details = usage.get(f"{written}_tokens_details") or {}
-    found = (usage.get(f"{read}_tokens"), usage.get(f"{written}_tokens"), details.get("reasoning_tokens"))
-    return Usage(*(value if isinstance(value, int) and 0 <= value < 1 << 32 else 0 for value in found))
+    counts = (usage.get(f"{read}_tokens"), usage.get(f"{written}_tokens"), details.get("reasoning_tokens"))
+    one, two, three = (value if isinstance(value, int) and 0 <= value < 1 << 32 else 0 for value in counts)
+    return one, two, three
 
 
-def _reported(error: Any) -> LostError:
+def _too_long() -> LostSampleError:
+    return LostSampleError(Fate.BROKEN, f"the answer is longer than {MAX_TEXT:,} characters")
+
+
+def _reported(error: Any) -> LostSampleError:
     """An error inside an answer: the request's fault where the server reports that."""
-    error = error if isinstance(error, dict) else {"message": error}
-    detail = json.dumps(error)[:500]
-    code = error.get("code")
+    code = error.get("code") if isinstance(error, dict) else None
     own = (isinstance(code, int) and 400 <= code < 500 and code != 429) or code == "invalid_prompt"
-    return LostError(Fate.REFUSED if own else Fate.FAILED, f"the server reports {detail}", again=not own)
+    detail = f"the server reports {json.dumps(error)[:500]}"
+    return LostSampleError(Fate.REFUSED if own else Fate.FAILED, detail, again=not own)
 
 
 APIS: Mapping[str, type[Responses] | type[Chat]] = {"responses": Responses, "chat": Chat}

@@ -9,7 +9,8 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -17,8 +18,7 @@ from typing import Any
 
 import httpx
 
-from vllm_gptoss.cli.eval.answer import Answer, Fate, LostError
-from vllm_gptoss.cli.eval.apis import Api, Reader
+from vllm_gptoss.cli.eval.apis import LAST_EVENTS, Chat, Fate, LostSampleError, ModelAnswer, Responses
 
 MAX_EVENT = 4 << 20
 """Bytes of one event, or of an answer that is not streamed. 131,072 tokens of text are below 1 MiB."""
@@ -39,15 +39,14 @@ class AskLimits:
     tries: int = 5
 
 
-class Client:
-    """A connection pool to one server: `async with Client(...) as client`."""
+class EvalClient:
+    """A connection pool to one server: `async with EvalClient(...) as client`."""
 
     def __init__(
-        self, base_url: str, api: Api, limits: AskLimits, *, at_once: int, api_key: str | None = None, seed: int = 0
+        self, base_url: str, api: Responses | Chat, limits: AskLimits, *, at_once: int, api_key: str | None = None
     ) -> None:
-        self._api = api
+        self.api = api
         self._limits = limits
-        self._jitter = random.Random(seed)  # noqa: S311  spreads retries, hides nothing
         self._http = httpx.AsyncClient(
             base_url=base_url.rstrip("/"),
             headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
@@ -55,7 +54,7 @@ class Client:
             limits=httpx.Limits(max_connections=at_once, max_keepalive_connections=at_once),
         )
 
-    async def __aenter__(self) -> Client:
+    async def __aenter__(self) -> EvalClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -65,120 +64,113 @@ class Client:
         """The names that the server answers to.
 
         Raises:
-            LostError: there is no such list.
+            LostSampleError: there is no such list.
         """
-        try:
-            async with asyncio.timeout(60), _lost_as_errors(), self._http.stream("GET", "/models") as response:
-                body = await self._body(response)
-        except TimeoutError:
-            raise LostError(Fate.TIMED_OUT, "/models does not answer within 60 s", again=False) from None
-        if response.status_code != 200:
-            raise _status(response, body)
-        try:
+        async with self._sent("GET", "/models", 60) as (response, _):
+            body = await _body(response, lambda: None)
+        with _shape("list of models"):
             return [str(model["id"]) for model in _json(body)["data"]]
-        except (KeyError, TypeError):
-            raise LostError(Fate.BROKEN, "/models holds no list of models", again=False) from None
 
-    async def ask(self, body: Mapping[str, Any]) -> Answer:
+    async def ask(self, body: Mapping[str, Any]) -> ModelAnswer:
         """One whole answer.
 
         Raises:
-            LostError: none came; `tries` is the number of requests.
+            LostSampleError: none came; `tries` is the number of requests.
         """
         for number in range(1, self._limits.tries + 1):
             try:
                 answer = await self._once(body)
-            except LostError as error:
+            except LostSampleError as error:
                 error.tries = number
                 if not error.again or number == self._limits.tries:
                     raise
-                await asyncio.sleep(self._pause(number, error.wait_s))
+                spread = 0.5 * 2**number * random.uniform(0.5, 1.0)  # noqa: S311  hides nothing
+                await asyncio.sleep(min(MAX_WAIT_S, spread if error.wait_s is None else error.wait_s))
             else:
                 answer.tries = number
                 return answer
         raise AssertionError("tries is at least 1")
 
-    def _pause(self, number: int, asked: float | None) -> float:
-        wait = asked if asked is not None else 0.5 * 2**number * self._jitter.uniform(0.5, 1.0)
-        return min(wait, MAX_WAIT_S)
+    async def _once(self, body: Mapping[str, Any]) -> ModelAnswer:
+        loop, began = asyncio.get_running_loop(), time.monotonic()
+        last, first = loop.time() + self._limits.timeout_s, 0.0
 
-    async def _once(self, body: Mapping[str, Any]) -> Answer:
-        began = time.monotonic()
-        try:
-            async with (
-                asyncio.timeout(self._limits.timeout_s) as limit,
-                _lost_as_errors(),
-                self._http.stream("POST", self._api.path, json=body) as response,
-            ):
-                watch = _Watch(limit, self._limits.idle_s)
-                answer = await self._answer(response, watch)
-        except TimeoutError:
-            # Not tried again in this run: it would cost as long once more.
-            raise LostError(Fate.TIMED_OUT, f"no answer after {time.monotonic() - began:.0f} s", again=False) from None
-        answer.seconds = time.monotonic() - began
-        answer.first_s = watch.first - began if watch.first else None
+        async with self._sent("POST", self.api.path, self._limits.timeout_s, json=body) as (response, limit):
+
+            def heard() -> None:
+                """Moves the end of the request's time: `idle_s` after every byte, not beyond its limit."""
+                nonlocal first
+                first = first or time.monotonic()
+                limit.reschedule(min(last, loop.time() + self._limits.idle_s))
+
+            if response.headers.get("content-type", "").startswith("text/event-stream"):
+                whole = await self._streamed(response, heard)
+            else:
+                whole = _json(await _body(response, heard))
+        with _shape(self.api.form):
+            answer = self.api.whole(whole)
+        answer.seconds, answer.first_s = time.monotonic() - began, first - began if first else None
         return answer
 
-    async def _answer(self, response: httpx.Response, watch: _Watch) -> Answer:
-        if response.status_code != 200:
-            raise _status(response, await self._body(response, watch))
-        if response.headers.get("content-type", "").startswith("text/event-stream"):
-            return await self._streamed(response, watch)
-        return self._api.whole(_json(await self._body(response, watch)))
-
-    async def _streamed(self, response: httpx.Response, watch: _Watch) -> Answer:
-        reader = self._api.reader()
-        async for event, data in _events(response, watch):
+    async def _streamed(self, response: httpx.Response, heard: Callable[[], None]) -> dict[str, Any]:
+        whole: dict[str, Any] = {}
+        async for name, data in _events(response, heard):
             if data == b"[DONE]":
                 break
-            if reader.wants(event):
-                reader.feed(_json(data))
-            if event.startswith("response.") and reader.answer is not None:
+            if not name.startswith("response.") or name in LAST_EVENTS:
+                with _shape(f"event of a {self.api.form}"):
+                    self.api.add(whole, _json(data))
+            if name in LAST_EVENTS:
                 break  # nothing follows; a server that goes on is not listened to
-        return _finished(reader)
+        if not whole:
+            raise LostSampleError(Fate.BROKEN, "the stream ended before its answer", again=True)
+        return whole
 
-    async def _body(self, response: httpx.Response, watch: _Watch | None = None) -> bytes:
-        body = bytearray()
-        async for part in _plain(response):
-            body += part
-            if watch:
-                watch.heard()
-            if len(body) > MAX_EVENT:
-                raise _too_large(MAX_EVENT)
-        return bytes(body)
-
-
-def _finished(reader: Reader) -> Answer:
-    answer = reader.answer
-    if answer is None:
-        raise LostError(Fate.BROKEN, "the stream ended before its answer", again=True)
-    return answer
-
-
-class _Watch:
-    """Moves the end of a request's time: not beyond its limit, and `idle_s` after every byte."""
-
-    def __init__(self, limit: asyncio.Timeout, idle_s: float) -> None:
-        self._limit = limit
-        self._last = limit.when()
-        self._idle_s = idle_s
-        self.first: float | None = None
-
-    def heard(self) -> None:
-        if self.first is None:
-            self.first = time.monotonic()
-        soon = asyncio.get_running_loop().time() + self._idle_s
-        self._limit.reschedule(soon if self._last is None else min(self._last, soon))
+    @asynccontextmanager
+    async def _sent(
+        self, method: str, path: str, seconds: float, **options: Any
+    ) -> AsyncIterator[tuple[httpx.Response, asyncio.Timeout]]:
+        """The response to a request, if its status is 200, and the timeout of all that is done with it."""
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(seconds) as limit, self._http.stream(method, path, **options) as response:
+                if response.status_code != 200:
+                    raise _status(response, await _body(response, lambda: None))
+                yield response, limit
+        except TimeoutError:
+            # Not tried again in this run: it would cost as long once more.
+            raise LostSampleError(Fate.TIMED_OUT, f"no answer after {time.monotonic() - began:.0f} s") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            what = f"{type(error).__name__}: {error}".rstrip(": ")
+            again = not isinstance(error, httpx.UnsupportedProtocol)
+            raise LostSampleError(Fate.BROKEN, what, again=again) from None
 
 
-async def _events(response: httpx.Response, watch: _Watch) -> AsyncIterator[tuple[str, bytes]]:
+async def _bytes(response: httpx.Response, heard: Callable[[], None]) -> AsyncIterator[bytes]:
+    """The parts of a body, which must not be compressed: its received bytes are counted."""
+    if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
+        raise LostSampleError(Fate.BROKEN, f"the answer is compressed ({encoding}), which no request accepts")
+    async for part in response.aiter_raw():
+        heard()
+        yield part
+
+
+async def _body(response: httpx.Response, heard: Callable[[], None]) -> bytes:
+    body = bytearray()
+    async for part in _bytes(response, heard):
+        body += part
+        if len(body) > MAX_EVENT:
+            raise _too_large(MAX_EVENT)
+    return bytes(body)
+
+
+async def _events(response: httpx.Response, heard: Callable[[], None]) -> AsyncIterator[tuple[str, bytes]]:
     """(name or "", data) of every event of a stream, line by line as the standard has them.
 
     Own code, because the libraries that read event streams put no bound on a line.
     """
     rest, size, name, data = b"", 0, "", bytearray()
-    async for part in _plain(response):
-        watch.heard()
+    async for part in _bytes(response, heard):
         size += len(part)
         if size > MAX_STREAM:
             raise _too_large(MAX_STREAM)
@@ -199,27 +191,17 @@ async def _events(response: httpx.Response, watch: _Watch) -> AsyncIterator[tupl
         yield name, bytes(data)
 
 
-def _plain(response: httpx.Response) -> AsyncIterator[bytes]:
-    """The body, which must not be compressed: its received bytes are counted."""
-    if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
-        raise LostError(Fate.BROKEN, f"the answer is compressed ({encoding}), which no request accepts", again=False)
-    return response.aiter_raw()
+def _too_large(limit: int) -> LostSampleError:
+    return LostSampleError(Fate.BROKEN, f"the answer is larger than {limit >> 20} MiB")
 
 
-class _lost_as_errors:  # noqa: N801  used as a context manager
-    """Turns what httpx raises into a LostError."""
-
-    async def __aenter__(self) -> None:
-        pass
-
-    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, httpx.HTTPError | httpx.InvalidURL):
-            what = f"{type(error).__name__}: {error}".rstrip(": ")
-            raise LostError(Fate.BROKEN, what, again=not isinstance(error, httpx.UnsupportedProtocol)) from None
-
-
-def _too_large(limit: int) -> LostError:
-    return LostError(Fate.BROKEN, f"the answer is larger than {limit >> 20} MiB", again=False)
+@contextmanager
+def _shape(form: str) -> Iterator[None]:
+    """Loses the sample where JSON has another form than the API defines."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError):
+        raise LostSampleError(Fate.BROKEN, f"the answer is JSON, but no {form}") from None
 
 
 def _json(data: bytes) -> Any:
@@ -227,18 +209,16 @@ def _json(data: bytes) -> Any:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
         detail = f"the answer is no JSON ({str(error)[:100]}): {data[:200].decode(errors='replace')!r}"
-        raise LostError(Fate.BROKEN, detail, again=True) from None
+        raise LostSampleError(Fate.BROKEN, detail, again=True) from None
 
 
-def _status(response: httpx.Response, body: bytes) -> LostError:
+def _status(response: httpx.Response, body: bytes) -> LostSampleError:
     """What a status other than 200 means."""
     status = response.status_code
+    again = status in (408, 409, 425, 429) or status >= 500
     detail = f"HTTP {status}: {body[:500].decode(errors='replace')}"
-    if status in (408, 409, 425, 429):
-        return LostError(Fate.REFUSED, detail, again=True, wait_s=_retry_after(response))
-    if status >= 500:
-        return LostError(Fate.FAILED, detail, again=True, wait_s=_retry_after(response))
-    return LostError(Fate.REFUSED, detail, again=False)
+    fate = Fate.FAILED if status >= 500 else Fate.REFUSED
+    return LostSampleError(fate, detail, again=again, wait_s=_retry_after(response))
 
 
 def _retry_after(response: httpx.Response) -> float | None:

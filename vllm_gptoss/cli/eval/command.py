@@ -17,14 +17,12 @@ import typer
 from rich.console import Console
 
 from vllm_gptoss.cli.eval import data, panel, record
-from vllm_gptoss.cli.eval.answer import LostError
-from vllm_gptoss.cli.eval.apis import APIS, Sampling
-from vllm_gptoss.cli.eval.client import AskLimits, Client
+from vllm_gptoss.cli.eval.apis import APIS, LostSampleError, RequestSettings
+from vllm_gptoss.cli.eval.client import AskLimits, EvalClient
 from vllm_gptoss.cli.eval.compare import CompareError, compare
-from vllm_gptoss.cli.eval.progress import progress
 from vllm_gptoss.cli.eval.published import TABLE, size_of
-from vllm_gptoss.cli.eval.questions import QuestionSet
-from vllm_gptoss.cli.eval.runner import Plan, Runner, StoppedError
+from vllm_gptoss.cli.eval.runner import SamplePlan, StoppedError, progress
+from vllm_gptoss.cli.eval.runner import run as run_samples
 from vllm_gptoss.cli.eval.summary import summarise
 from vllm_gptoss.version import __version__
 
@@ -47,22 +45,12 @@ class Request:
 
     base_url: str
     api: str
-    model: str | None
-    evals: Sequence[str]
-    efforts: Sequence[str | None]
-    files: Mapping[str, Sequence[Path]]
+    plan: SamplePlan
+    limits: AskLimits
+    settings: RequestSettings
     out: Path | None
     at_once: int
-    limits: AskLimits
-    max_tokens: int
-    temperature: float | None
-    top_p: float | None
-    send_seed: bool
-    seed: int
-    repeats: int | None
     limit: int | None
-    stream: bool
-    extra: Mapping[str, Any]
     keep_reasoning: bool
     published: str | None
     api_key: str | None
@@ -107,17 +95,24 @@ def run(
     """Run, score and save: samples.jsonl, summary.json and panel.html. The same command continues."""
     if context.invoked_subcommand:
         return
-    request = Request(
-        base_url=base_url, api=_one_of("--api", api, APIS), model=model, evals=_listed(evals),
-        efforts=[None if one == "none" else one for one in _listed(effort)], files=_files(files or []), out=out,
-        at_once=concurrency, limits=AskLimits(timeout, idle_timeout, tries), max_tokens=max_tokens,
-        temperature=None if temperature < 0 else temperature, top_p=None if top_p < 0 else top_p,
-        send_seed=send_seed, seed=seed, repeats=repeats, limit=limit, stream=stream, extra=_extra(extra_body),
-        keep_reasoning=keep_reasoning, published=published and _one_of("--published", published, TABLE),
-        api_key=api_key,
+    named, api = _files(files or []), _one_of("--api", api, APIS)
+    published = published and _one_of("--published", published, TABLE)
+    efforts = [None if one == "none" else one for one in _listed(effort)]
+    settings = RequestSettings(
+        model or "", max_tokens, None if temperature < 0 else temperature, None if top_p < 0 else top_p, stream,
+        seed if send_seed else None, _extra(extra_body),
     )  # fmt: skip
+
+    def evaluated() -> dict[str, Any]:
+        sets = [data.load(name, named.get(name, ()), limit, seed) for name in _listed(evals)]
+        plan, limits = SamplePlan(sets, efforts, seed, repeats), AskLimits(timeout, idle_timeout, tries)
+        request = Request(
+            base_url, api, plan, limits, settings, out, concurrency, limit, keep_reasoning, published, api_key
+        )
+        return asyncio.run(_evaluate(request, console))
+
     console = Console()
-    summary = _errors_told(lambda: asyncio.run(_evaluate(request, console)))
+    summary = _errors_told(evaluated)
     if fail_below is not None and (low := _below(summary, fail_below)):
         console.print(f"below {fail_below}: {low}", style="bold red", markup=False)
         raise typer.Exit(FAILED)
@@ -171,37 +166,25 @@ async def _evaluate(request: Request, console: Console) -> dict[str, Any]:
     """Runs the missing samples and writes the panel, also after a stop by the user or for a dead server."""
     if urllib.parse.urlsplit(request.base_url).scheme not in ("http", "https"):
         raise RequestError(f"--base-url {request.base_url!r}: http:// or https:// and what the server serves at")
-    sets = [data.load(name, request.files.get(name, ()), request.limit, request.seed) for name in request.evals]
-    plan = Plan(sets, request.efforts, request.seed, request.repeats)
-    api = APIS[request.api]()
-    _check_tools(request, sets)
-    async with Client(
-        request.base_url, api, request.limits, at_once=request.at_once, api_key=request.api_key, seed=request.seed
-    ) as client:
-        model = request.model or await _only_model(client, request.base_url)
+    _check_tools(request)
+    api, at_once = APIS[request.api](), request.at_once
+    async with EvalClient(request.base_url, api, request.limits, at_once=at_once, api_key=request.api_key) as client:
+        model = request.settings.model or await _only_model(client, request.base_url)
+        settings = dataclasses.replace(request.settings, model=model)
         folder = request.out or Path(f"eval-{re.sub(r'[^A-Za-z0-9._-]+', '-', model).strip('-.')[:80]}")
-        head = _head(request, plan, model)
-        with record.Recorder(folder, head) as recorder:
-            skip = record.done(folder)
-            sampling = Sampling(
-                model, request.max_tokens, request.temperature, request.top_p, request.stream,
-                request.seed if request.send_seed else None, request.extra,
-            )  # fmt: skip
-            runner = Runner(client, api, sampling, plan, recorder, request.at_once, request.keep_reasoning)
-            await _asked(runner, skip, console)
+        with record.Recorder(folder, _head(request, settings)) as recorder:
+            skip = record.done(folder) & {key for key, _ in request.plan.samples()}
+            with progress(len(request.plan), len(skip), console) as told:
+                try:
+                    await run_samples(
+                        client, settings, request.plan, recorder, skip, told,
+                        at_once=at_once, keep_reasoning=request.keep_reasoning,
+                    )  # fmt: skip
+                except StoppedError as stop:
+                    console.print(f"stopped: {stop}", style="bold red", markup=False)
+                except asyncio.CancelledError:  # Ctrl-C: completed samples are stored and shown
+                    console.print("stopped; the same command goes on", style="bold red")
     return _written(folder, console)
-
-
-async def _asked(runner: Runner, skip: set[record.Key], console: Console) -> None:
-    known = {key for key, _ in runner.plan.samples()}
-    with progress(len(runner.plan), len(skip & known), console) as told:
-        runner.told = told
-        try:
-            await runner.run(skip)
-        except StoppedError as stop:
-            console.print(f"stopped: {stop}", style="bold red", markup=False)
-        except asyncio.CancelledError:  # Ctrl-C: completed samples are stored and shown
-            console.print("stopped; the same command goes on", style="bold red")
 
 
 def _written(folder: Path, console: Console) -> dict[str, Any]:
@@ -213,17 +196,18 @@ def _written(folder: Path, console: Console) -> dict[str, Any]:
     return summary
 
 
-def _head(request: Request, plan: Plan, model: str) -> dict[str, Any]:
+def _head(request: Request, settings: RequestSettings) -> dict[str, Any]:
     """Settings that a later command must repeat to continue the run."""
+    plan = request.plan
     evals = {
         of.name: {"questions": len(of.questions), "repeats": plan.times(of), "sha256": of.digest} for of in plan.sets
     }
     return {
-        "model": model, "base_url": _without_user(request.base_url), "api": request.api, "evals": evals,
-        "efforts": [effort or "" for effort in request.efforts], "seed": request.seed, "limit": request.limit,
-        "temperature": request.temperature, "top_p": request.top_p, "max_tokens": request.max_tokens,
-        "sent_seed": request.send_seed, "stream": request.stream, "extra_body": dict(request.extra),
-        "published": request.published or size_of(model), "version": __version__,
+        "model": settings.model, "base_url": _without_user(request.base_url), "api": request.api, "evals": evals,
+        "efforts": [effort or "" for effort in plan.efforts], "seed": plan.seed, "limit": request.limit,
+        "temperature": settings.temperature, "top_p": settings.top_p, "max_tokens": settings.max_tokens,
+        "sent_seed": settings.seed is not None, "stream": settings.stream, "extra_body": dict(settings.extra),
+        "published": request.published or size_of(settings.model), "version": __version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }  # fmt: skip
 
@@ -234,18 +218,18 @@ def _below(summary: Mapping[str, Any], percent: float) -> str:
     return ", ".join(f"{row['eval']} {row['effort'] or ''} {panel.percent(row['worst'])}" for row in low)
 
 
-async def _only_model(client: Client, base_url: str) -> str:
+async def _only_model(client: EvalClient, base_url: str) -> str:
     try:
         names = await client.models()
-    except LostError as lost:
+    except LostSampleError as lost:
         raise RequestError(f"{base_url}/models: {lost.detail}. Is the server up? Else name --model") from None
     if len(names) != 1:
         raise RequestError(f"the server has {len(names)} models ({', '.join(names[:20])}): name one with --model")
     return names[0]
 
 
-def _check_tools(request: Request, sets: Sequence[QuestionSet]) -> None:
-    kinds = {str(tool["type"]) for of in sets for question in of.questions for tool in question.tools}
+def _check_tools(request: Request) -> None:
+    kinds = {str(tool["type"]) for of in request.plan.sets for question in of.questions for tool in question.tools}
     if request.api == "chat" and (others := kinds - {"function"}):
         raise RequestError(f"chat completions know functions only, no {', '.join(sorted(others))}: --api responses")
 

@@ -9,8 +9,8 @@ from statistics import fmean
 from typing import Any
 
 from vllm_gptoss.cli.eval import intervals, record
-from vllm_gptoss.cli.eval.answer import LOST, Fate
-from vllm_gptoss.cli.eval.summary import _rank
+from vllm_gptoss.cli.eval.apis import LOST, Fate
+from vllm_gptoss.cli.eval.summary import rank
 
 MAX_FLIPS = 1000
 """Flipped questions that are listed of one eval and effort."""
@@ -21,7 +21,7 @@ class CompareError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Row:
+class ComparedRow:
     """One eval at one effort. Accuracies and their difference are over the questions that both have answers to.
 
     `unpaired`: questions that only one run has; `lost`: those left out because a run lost all their samples.
@@ -54,7 +54,7 @@ class Row:
 class Comparison:
     """All rows, and the settings in which the runs differ."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[ComparedRow, ...]
     settings: Mapping[str, tuple[Any, Any]]
 
 
@@ -77,7 +77,7 @@ def compare(before: Path, after: Path, seed: int = 0) -> Comparison:
         if heads[0].get("seed") != heads[1].get("seed") and name == "gpqa":
             raise CompareError("the runs have different seeds: the options of GPQA were in another order")
     scores = [_scores(path) for path in (before, after)]
-    groups = sorted(set(scores[0]) & set(scores[1]), key=lambda group: (group[0], _rank(group[1])))
+    groups = sorted(set(scores[0]) & set(scores[1]), key=lambda group: (group[0], rank(group[1])))
     rows = [_row(group, scores[0][group], scores[1][group], seed) for group in groups]
     if not any(row.questions for row in rows):
         raise CompareError(f"{before} and {after} have no answered question in common")
@@ -97,13 +97,13 @@ def _scores(folder: Path) -> Scores:
     found: Scores = {}
     for (name, effort, question, _), one in record.kept(folder).items():
         scores = found.setdefault((name, effort), {}).setdefault(question, [])
-        if one.fate not in LOST:
-            scores.append(int(one.fate is Fate.RIGHT))
+        if one["fate"] not in LOST:
+            scores.append(int(one["fate"] is Fate.RIGHT))
     return found
 
 
 def _row(group: tuple[str, str], before: Mapping[str, Sequence[int]], after: Mapping[str, Sequence[int]],
-         seed: int) -> Row:  # fmt: skip
+         seed: int) -> ComparedRow:  # fmt: skip
     both = sorted(set(before) & set(after))
     pairs = {which: (fmean(before[which]), fmean(after[which])) for which in both if before[which] and after[which]}
     flips = sorted(
@@ -111,7 +111,7 @@ def _row(group: tuple[str, str], before: Mapping[str, Sequence[int]], after: Map
         key=lambda flip: (flip[2] - flip[1], flip[0]),
     )
     firsts, seconds = [pair[0] for pair in pairs.values()], [pair[1] for pair in pairs.values()]
-    return Row(
+    return ComparedRow(
         *group,
         questions=len(pairs),
         before=fmean(firsts) if firsts else 0.0,

@@ -6,26 +6,24 @@ GPQA and AIME may not be bundled; docs/eval.md has their sources.
 from __future__ import annotations
 
 import csv
+import dataclasses
 import hashlib
 import io
 import json
 import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import yaml
+from pydantic import TypeAdapter, ValidationError
 
-from vllm_gptoss.cli.eval.questions import LETTERS, Expected, Question, QuestionSet, Turn
+from vllm_gptoss.cli.eval.questions import LETTERS, Question, QuestionSet, QuestionTurn, checked_schema, number
 
 BUNDLED = Path(__file__).with_name("sets")
 MAX_FILE = 256 << 20
 MAX_QUESTIONS = 1_000_000
-MAX_NUMBER = 100
-"""Characters of a number that is compared."""
 
 
 class DataError(ValueError):
@@ -130,7 +128,7 @@ def _gpqa(path: Path, data: bytes) -> list[Question]:
             right = _field(where, row, "Correct Answer")
             options = [_field(where, row, f"Incorrect Answer {number}") for number in (1, 2, 3)]
         name = str(row.get("Record ID") or row.get("id") or _named(text))
-        found.append(Question(name, (Turn(text),), options=(right, *options)))
+        found.append(Question(name, (QuestionTurn(text),), options=(right, *options)))
     return found
 
 
@@ -146,96 +144,54 @@ def _numbers(path: Path, data: bytes) -> list[Question]:
         value = number(re.sub(r"[^\d./,+-].*", "", answer.strip(), flags=re.DOTALL))
         if value is None:
             raise DataError(f"{where}: answer is no number: {answer[:50]!r}")
-        found.append(Question(str(row.get("id") or _named(text)), (Turn(f"{text}\n\n{BOXED}", number=value),)))
+        found.append(Question(str(row.get("id") or _named(text)), (QuestionTurn(f"{text}\n\n{BOXED}", number=value),)))
     return found
-
-
-def number(text: str) -> Fraction | None:
-    """`1,024`, `-3.50`, `7/2`; nothing where it is none, or too long to be one."""
-    text = re.sub(r"[,\s_]", "", text).strip("$.")
-    if len(text) > MAX_NUMBER or not re.fullmatch(r"[+-]?(\d+/\d+|\d+(\.\d*)?|\.\d+)", text, re.ASCII):
-        return None
-    try:
-        return Fraction(text)
-    except ZeroDivisionError:
-        return None
-
-
-_TURN = {"user", "says", "equals", "number", "schema", "reasons", "citations", "calls", "ends_with_calls"}
-_QUESTION = {"id", "turns", "instructions", "tools", "request", *_TURN}
 
 
 def _own(path: Path, data: bytes) -> list[Question]:
     """Our own form, as in `sets/`: `{functions: {name: {description, parameters}}, questions: […]}`, or JSON Lines."""
-    if path.suffix.lower() in (".yaml", ".yml"):
-        content = yaml.safe_load(data)
-        if not isinstance(content, dict) or not isinstance(content.get("questions"), list):
-            raise DataError(f"{path}: no list of questions")
-        functions = content.get("functions") or {}
-        rows = ((f"{path}, question {number}", row) for number, row in enumerate(content["questions"], 1))
-    else:
-        functions, rows = {}, _rows(path, data)  # type: ignore[assignment]
-    return [_question(where, row, functions) for where, row in rows]
+    if path.suffix.lower() not in (".yaml", ".yml"):
+        return [_question(where, row, {}) for where, row in _rows(path, data)]
+    content = yaml.safe_load(data)
+    if not isinstance(content, dict) or not isinstance(content.get("questions"), list):
+        raise DataError(f"{path}: no list of questions")
+    rows = enumerate(content["questions"], 1)
+    return [_question(f"{path}, question {at}", row, content.get("functions") or {}) for at, row in rows]
 
 
-def _question(where: str, row: Mapping[str, Any], functions: Mapping[str, Any]) -> Question:
+_TURN = {each.name for each in dataclasses.fields(QuestionTurn)} - {"choice", "among"}
+_question_of = TypeAdapter(Question).validate_python
+
+
+def _question(where: str, row: Any, functions: Mapping[str, Any]) -> Question:
+    """A question of one turn has the turn's fields itself."""
     if not isinstance(row, Mapping):
         raise DataError(f"{where}: no object with an id and a question")
-    if unknown := set(row) - _QUESTION:
-        raise DataError(f"{where}: unknown fields {sorted(unknown)}")
-    turns = row.get("turns") or [{key: row[key] for key in _TURN & set(row)}]
-    tools = tuple(_tool(where, tool, functions) for tool in row.get("tools") or ())
-    made = tuple(_turn(where, turn) for turn in turns)
-    request = row.get("request") or {}
-    return Question(_field(where, row, "id"), made, str(row.get("instructions") or ""), tools, request=request)
-
-
-def _turn(where: str, row: Mapping[str, Any]) -> Turn:
-    if unknown := set(row) - _TURN:
-        raise DataError(f"{where}: unknown fields {sorted(unknown)}")
-    says, wanted = row.get("says") or (), row.get("number")
-    value = None if wanted is None else number(str(wanted))
-    if wanted is not None and value is None:
-        raise DataError(f"{where}: {wanted!r} is no number")
+    whole = {"turns": [{key: row[key] for key in row.keys() & _TURN}]}
+    whole |= {key: value for key, value in row.items() if value is not None and ("turns" in row or key not in _TURN)}
     try:
-        calls = tuple(Expected(call["name"], call.get("arguments") or {}, str(call.get("result", "")))
-                      for call in row.get("calls") or ())  # fmt: skip
-    except (KeyError, TypeError, AttributeError):
-        raise DataError(f"{where}: calls are objects with name, arguments and result") from None
-    return Turn(
-        _field(where, row, "user"),
-        (says,) if isinstance(says, str) else tuple(str(part) for part in says),
-        row.get("equals"),
-        value,
-        schema=_schema(where, row.get("schema")),
-        reasons=bool(row.get("reasons")),
-        citations=int(row.get("citations") or 0),
-        calls=calls,
-        ends_with_calls=bool(row.get("ends_with_calls")),
-    )
+        whole["tools"] = [_tool(tool, functions) for tool in row.get("tools") or ()]
+        return _question_of(whole)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise DataError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    except ValueError as error:
+        raise DataError(f"{where}: {error}") from None
 
 
-def _schema(where: str, schema: Any) -> Any:
-    if schema is not None:
-        try:
-            jsonschema.Draft202012Validator.check_schema(schema)
-        except jsonschema.SchemaError as error:
-            raise DataError(f"{where}: {error.message}") from None
-    return schema
-
-
-def _tool(where: str, tool: Any, functions: Mapping[str, Any]) -> Mapping[str, Any]:
+def _tool(tool: Any, functions: Mapping[str, Any]) -> dict[str, Any]:
     """A function by its name in the file, or a tool as the Responses API has it."""
     if isinstance(tool, str):
         if tool not in functions:
-            raise DataError(f"{where}: no function {tool!r} in the file")
+            raise ValueError(f"no function {tool!r} in the file")
         tool = {"type": "function", "name": tool, **functions[tool]}
     if not isinstance(tool, dict) or "type" not in tool:
-        raise DataError(f"{where}: a tool needs a type")
+        raise ValueError("a tool needs a type")
     if tool["type"] == "function":
         tool = {"parameters": {"type": "object", "properties": {}}, **tool}
-        _schema(where, tool["parameters"])
-        _field(where, tool, "name")
+        checked_schema(tool["parameters"])
+        if not tool.get("name"):
+            raise ValueError("no name")
     return dict(tool)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from statistics import NormalDist, fmean
 from typing import Any
 
@@ -85,9 +86,5 @@ def sign_test(worse: int, better: int) -> float:
     n, less = worse + better, min(worse, better)
     if n == 0:
         return 1.0
-    tail = sum(math.exp(_log_choose(n, k) - n * math.log(2)) for k in range(less + 1))
-    return min(1.0, 2 * tail)
-
-
-def _log_choose(n: int, k: int) -> float:
-    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+    tail: int = sum(math.comb(n, k) for k in range(less + 1))
+    return min(1.0, float(Fraction(2 * tail, 2**n)))

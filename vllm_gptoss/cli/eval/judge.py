@@ -13,15 +13,25 @@ from typing import Any
 
 import jsonschema
 
-from vllm_gptoss.cli.eval.answer import Call, Fate, Said
-from vllm_gptoss.cli.eval.data import number
-from vllm_gptoss.cli.eval.questions import Expected, Question, Turn
+from vllm_gptoss.cli.eval.apis import Fate, FunctionCall
+from vllm_gptoss.cli.eval.questions import ExpectedCall, Question, QuestionTurn, number
 
 TAIL = 8192
 
 
 @dataclass(slots=True)
-class Verdict:
+class Said:
+    """What came of one turn of a question: the calls in the order of the requests that made them, and the last text."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[tuple[int, FunctionCall]] = field(default_factory=list)  # (number of the request in its turn, call)
+    cut: bool = False
+    citations: int = 0
+
+
+@dataclass(slots=True)
+class Judgement:
     """`found`: the answer that was read. `parts`: (good, of how many) of what a set counts besides."""
 
     fate: Fate
@@ -30,9 +40,9 @@ class Verdict:
     parts: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-def judge(question: Question, said: Sequence[Said]) -> Verdict:
+def judge(question: Question, said: Sequence[Said]) -> Judgement:
     """The verdict over all turns; the first turn that is not right decides."""
-    verdict = Verdict(Fate.RIGHT)
+    verdict = Judgement(Fate.RIGHT)
     for turn, words in zip(question.turns, said, strict=False):
         one = _turn(question, turn, words)
         for name, (good, of) in one.parts.items():
@@ -43,15 +53,15 @@ def judge(question: Question, said: Sequence[Said]) -> Verdict:
     return verdict
 
 
-def _turn(question: Question, turn: Turn, said: Said) -> Verdict:
+def _turn(question: Question, turn: QuestionTurn, said: Said) -> Judgement:
     verdict = _calls(question, turn, said)
     if said.cut:
-        return Verdict(Fate.CUT, "the token limit ended it", parts=verdict.parts)
+        return Judgement(Fate.CUT, "the token limit ended it", parts=verdict.parts)
     if verdict.fate is not Fate.RIGHT:
         return verdict
     if not said.text.strip():
         empty = not turn.ends_with_calls and (turn.equals is None or turn.equals.strip() != "")
-        return Verdict(Fate.EMPTY, "no text", parts=verdict.parts) if empty else verdict
+        return Judgement(Fate.EMPTY, "no text", parts=verdict.parts) if empty else verdict
     for check in (_leaked, _text, _answer, _schema):
         if (one := check(turn, said)) is not None:
             verdict.fate, verdict.why, verdict.found = one.fate, one.why, one.found
@@ -64,30 +74,30 @@ _CONTROL = re.compile(r"<\|(?:start|end|message|channel|constrain|return|call|en
 _HEADER = re.compile(r"\s*(?:assistant)?(?:analysis|commentary|final)(?=[A-Z{\[]|\s+to=|\s*json\b)")
 
 
-def _leaked(turn: Turn, said: Said) -> Verdict | None:
+def _leaked(turn: QuestionTurn, said: Said) -> Judgement | None:
     """Harmony's own words are no part of an answer: they are there where a server has misread it."""
     for text in (said.text[:TAIL], said.text[-TAIL:]):
         if found := _CONTROL.search(text):
-            return Verdict(Fate.WRONG, f"the control token {found[0]} is in the answer")
+            return Judgement(Fate.WRONG, f"the control token {found[0]} is in the answer")
     if (found := _HEADER.match(said.text)) and not (turn.equals or "").startswith(found[0]):
-        return Verdict(Fate.WRONG, f"the header {found[0].strip()!r} is in the answer")
+        return Judgement(Fate.WRONG, f"the header {found[0].strip()!r} is in the answer")
     return None
 
 
-def _text(turn: Turn, said: Said) -> Verdict | None:
+def _text(turn: QuestionTurn, said: Said) -> Judgement | None:
     if turn.equals is not None and said.text.strip() != turn.equals.strip():
-        return Verdict(Fate.WRONG, "another text", said.text.strip()[:200])
+        return Judgement(Fate.WRONG, "another text", said.text.strip()[:200])
     lowered = said.text.casefold()
     if missing := [part for part in turn.says if part.casefold() not in lowered]:
-        return Verdict(Fate.WRONG, f"does not say {missing[0]!r}", said.text.strip()[:200])
+        return Judgement(Fate.WRONG, f"does not say {missing[0]!r}", said.text.strip()[:200])
     if turn.reasons and not said.reasoning.strip():
-        return Verdict(Fate.WRONG, "no reasoning came with it")
+        return Judgement(Fate.WRONG, "no reasoning came with it")
     if said.citations < turn.citations:
-        return Verdict(Fate.WRONG, f"{said.citations} citations of {turn.citations}")
+        return Judgement(Fate.WRONG, f"{said.citations} citations of {turn.citations}")
     return None
 
 
-def _answer(turn: Turn, said: Said) -> Verdict | None:
+def _answer(turn: QuestionTurn, said: Said) -> Judgement | None:
     if turn.choice is not None:
         letter = choice_of(said.text, turn.among)
         return _compared(letter, letter == turn.choice, "no letter")
@@ -97,21 +107,21 @@ def _answer(turn: Turn, said: Said) -> Verdict | None:
     return None
 
 
-def _compared(found: str | None, right: bool, missing: str) -> Verdict:
+def _compared(found: str | None, right: bool, missing: str) -> Judgement:
     if found is None:
-        return Verdict(Fate.UNPARSED, missing)
-    return Verdict(Fate.RIGHT if right else Fate.WRONG, "" if right else "another answer", found)
+        return Judgement(Fate.UNPARSED, missing)
+    return Judgement(Fate.RIGHT if right else Fate.WRONG, "" if right else "another answer", found)
 
 
-def _schema(turn: Turn, said: Said) -> Verdict | None:
+def _schema(turn: QuestionTurn, said: Said) -> Judgement | None:
     if turn.schema is None:
         return None
     try:
         value = json.loads(said.text)
     except (ValueError, RecursionError):
-        return Verdict(Fate.UNPARSED, "no JSON", said.text[:200])
+        return Judgement(Fate.UNPARSED, "no JSON", said.text[:200])
     why = misfit(value, turn.schema)
-    return Verdict(Fate.WRONG, why, said.text[:200]) if why else None
+    return Judgement(Fate.WRONG, why, said.text[:200]) if why else None
 
 
 def misfit(value: Any, schema: Mapping[str, Any]) -> str:
@@ -173,11 +183,11 @@ def _box(text: str) -> str | None:
     return text[start + 7 :]
 
 
-def _calls(question: Question, turn: Turn, said: Said) -> Verdict:
+def _calls(question: Question, turn: QuestionTurn, said: Said) -> Judgement:
     """Every expected call was made, none besides, all with arguments that fit the function's schema."""
     offered = {tool["name"]: tool["parameters"] for tool in question.tools if tool["type"] == "function"}
     if not offered and not said.calls:
-        return Verdict(Fate.RIGHT)
+        return Judgement(Fate.RIGHT)
     missing, wrong, unparsed = list(turn.calls), "", ""
     known = fits = 0
     for _, call in said.calls:
@@ -204,18 +214,18 @@ def _calls(question: Question, turn: Turn, said: Said) -> Verdict:
     if expected > 1:
         parts["in parallel"] = (int(_parallel(said.calls)), 1)
     if unparsed:
-        return Verdict(Fate.UNPARSED, unparsed, parts=parts)
+        return Judgement(Fate.UNPARSED, unparsed, parts=parts)
     if missing and not wrong:
         wrong = f"not called: {missing[0].name}({json.dumps(missing[0].arguments)})"
-    return Verdict(Fate.WRONG if wrong else Fate.RIGHT, wrong, parts=parts)
+    return Judgement(Fate.WRONG if wrong else Fate.RIGHT, wrong, parts=parts)
 
 
-def _parallel(calls: Sequence[tuple[int, Call]]) -> bool:
+def _parallel(calls: Sequence[tuple[int, FunctionCall]]) -> bool:
     """Whether one answer held several calls."""
     return len({request for request, _ in calls}) < len(calls)
 
 
-def same_call(expected: Expected, name: str, arguments: Any) -> bool:
+def same_call(expected: ExpectedCall, name: str, arguments: Any) -> bool:
     """The function, and the expected arguments; further ones may be there where the schema has allowed them."""
     if name != expected.name or not isinstance(arguments, dict):
         return False

@@ -1,8 +1,8 @@
-"""The panel to look at: a table in the terminal, and one HTML file that needs nothing else."""
+"""The panel: a table in the terminal, the same as an HTML file, and the table of a comparison."""
 
 from __future__ import annotations
 
-import html
+import io
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,43 +77,13 @@ def _title(summary: Mapping[str, Any]) -> str:
     return f"{run['model']} over {run['api']}, {run['date'][:10]}"
 
 
-_STYLE = """body{font:15px/1.5 system-ui,sans-serif;margin:2em;color:#222}table{border-collapse:collapse;margin:1em 0}
-td,th{padding:.35em .8em;border-bottom:1px solid #ddd;text-align:left}th{font-weight:600}
-.bar{position:relative;width:22em;height:1.2em;background:#f0f0f0}
-.bar i{position:absolute;top:0;bottom:0;left:0;background:#4c78a8}
-.bar b{position:absolute;top:40%;height:20%;background:#222}
-.bar u{position:absolute;top:-10%;bottom:-10%;width:2px;background:#e45756}
-.warn{color:#a40000}pre{background:#f7f7f7;padding:1em;overflow:auto}"""
-
-
 def page(summary: Mapping[str, Any]) -> str:
-    """The panel as HTML. Everything that came from a server or a file is escaped; there is no script in it."""
-    head = "".join(f"<th>{html.escape(column)}</th>" for column in ("", *COLUMNS))
-    body = "".join(
-        f"<tr><td>{_bar(row)}</td>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells(row))}</tr>"
-        for row in summary["rows"]
-    )
-    said = "".join(f"<li>{html.escape(note)}</li>" for note in notes(summary))
-    settings = html.escape("\n".join(f"{key}: {value}" for key, value in summary["run"].items()))
-    state = "" if summary["complete"] else '<p class="warn">This run is not complete: see the notes.</p>'
-    title = html.escape(_title(summary))
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
-        f"<h1>{title}</h1>{state}<table><tr>{head}</tr>{body}</table>"
-        f"<p>Blue: accuracy; black: its 95 % interval; red: published values.</p>"
-        f"<ul>{said}</ul><h2>How it was asked</h2><pre>{settings}</pre></html>\n"
-    )
-
-
-def _bar(row: Mapping[str, Any]) -> str:
-    if row["accuracy"] is None:
-        return ""
-    low, high = 100 * row["low"], 100 * row["high"]
-    marks = "".join(f'<u style="left:{one["percent"]:.1f}%"></u>' for one in row["published"])
-    return (
-        f'<div class="bar"><i style="width:{100 * row["accuracy"]:.1f}%"></i>'
-        f'<b style="left:{low:.1f}%;width:{high - low:.1f}%"></b>{marks}</div>'
-    )
+    """The panel and the run's settings as HTML, which needs nothing else and has no script."""
+    console = Console(record=True, file=io.StringIO(), width=160)
+    show(summary, console)
+    for key, value in summary["run"].items():
+        console.print(f"{key}: {value}", markup=False, highlight=False)
+    return console.export_html()
 
 
 def show_comparison(found: Comparison, console: Console) -> None:

@@ -6,18 +6,21 @@ Memory holds the questions, one dialogue a worker, and nothing of what was answe
 from __future__ import annotations
 
 import asyncio
-import time
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-from vllm_gptoss.cli.eval.answer import LOST, Fate
-from vllm_gptoss.cli.eval.apis import Api, Sampling
-from vllm_gptoss.cli.eval.client import Client
-from vllm_gptoss.cli.eval.dialogue import Dialogue, Sample
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from vllm_gptoss.cli.eval import dialogue
+from vllm_gptoss.cli.eval.apis import LOST, Fate, RequestSettings
+from vllm_gptoss.cli.eval.client import EvalClient
 from vllm_gptoss.cli.eval.questions import Question, QuestionSet
-from vllm_gptoss.cli.eval.record import MAX_TEXT, Key, Recorder
+from vllm_gptoss.cli.eval.record import Key, Recorder
+
+Told = Callable[[Key, Fate], None]
 
 
 class StoppedError(Exception):
@@ -25,7 +28,7 @@ class StoppedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SamplePlan:
     """Every question of every set, at every effort, `repeats` times (None: the set's number)."""
 
     sets: Sequence[QuestionSet]
@@ -34,9 +37,11 @@ class Plan:
     repeats: int | None = None
 
     def times(self, of: QuestionSet) -> int:
+        """How often each question of a set is sent at one effort."""
         return self.repeats or of.repeats
 
     def samples(self) -> Iterator[tuple[Key, Question]]:
+        """All samples, each with its key."""
         for of in self.sets:
             for effort in self.efforts:
                 for repeat in range(self.times(of)):
@@ -47,84 +52,68 @@ class Plan:
         return sum(len(of.questions) * self.times(of) for of in self.sets) * len(self.efforts)
 
 
-@dataclass(slots=True)
-class Runner:
-    """Runs a plan's missing samples. `told` is called after every sample with its key and fate."""
+async def run(
+    client: EvalClient, settings: RequestSettings, plan: SamplePlan, recorder: Recorder, skip: set[Key],
+    told: Told, *, at_once: int, keep_reasoning: bool,
+) -> None:  # fmt: skip
+    """Runs a plan's samples except `skip`; `told` is called after each.
 
-    client: Client
-    api: Api
-    sampling: Sampling
-    plan: Plan
-    recorder: Recorder
-    at_once: int
-    keep_reasoning: bool = False
-    told: Callable[[Key, Fate], None] = lambda key, fate: None
-    counts: Counter[Fate] = field(default_factory=Counter)
-    _in_a_row: int = 0
+    Raises:
+        StoppedError: the server has stopped answering: two rounds of the workers, and 20 samples more, were lost.
+    """
+    left = ((key, question) for key, question in plan.samples() if key not in skip)
+    in_a_row = 0
 
-    @property
-    def patience(self) -> int:
-        """Lost samples in a row after which there is no use in going on: two rounds of the workers, and some."""
-        return 2 * self.at_once + 20
-
-    async def run(self, skip: set[Key]) -> None:
-        """Raises StoppedError where the server has stopped answering."""
-        left = ((key, question) for key, question in self.plan.samples() if key not in skip)
-        workers = [asyncio.create_task(self._work(left)) for _ in range(self.at_once)]
-        try:
-            await asyncio.gather(*workers)
-        finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
-
-    async def _work(self, left: Iterator[tuple[Key, Question]]) -> None:
+    async def work() -> None:
+        nonlocal in_a_row
         for key, question in left:
-            asked = question.asked(self.plan.seed, key[3])
-            sample = await Dialogue(self.client, self.api, self.sampling, key[1] or None, asked).run()
-            self.recorder.add(self._line(key, asked, sample))
-            self.counts[sample.verdict.fate] += 1
-            self.told(key, sample.verdict.fate)
-            self._judge_server(sample)
+            name, effort, which, repeat = key
+            sample = await dialogue.run(client, settings, effort or None, question.asked(plan.seed, repeat))
+            head = {"eval": name, "effort": effort or None, "id": which, "repeat": repeat}
+            recorder.add(head | sample.line(keep_reasoning))
+            told(key, sample.verdict.fate)
+            in_a_row = in_a_row + 1 if sample.verdict.fate in LOST else 0
+            if in_a_row >= 2 * at_once + 20:
+                raise StoppedError(f"{in_a_row} samples in a row were lost, the last: {sample.verdict.why}")
 
-    def _judge_server(self, sample: Sample) -> None:
-        if sample.verdict.fate not in LOST:
-            self._in_a_row = 0
-            return
-        self._in_a_row += 1
-        if self._in_a_row >= self.patience:
-            raise StoppedError(f"{self._in_a_row} samples in a row were lost, the last: {sample.verdict.why}")
-
-    def _line(self, key: Key, question: Question, sample: Sample) -> dict[str, Any]:
-        name, effort, which, repeat = key
-        verdict, turns = sample.verdict, question.turns
-        row: dict[str, Any] = {
-            "eval": name, "effort": effort or None, "id": which, "repeat": repeat,
-            "fate": verdict.fate.value, "why": verdict.why[:1000], "found": verdict.found[:1000],
-            "expected": [_expected(turn) for turn in turns],
-            "answer": [_clipped(said.text) for said in sample.said],
-            "calls": [[call.name[:200], call.arguments[:4096]] for said in sample.said for _, call in said.calls][:100],
-            "usage": {"input": sample.usage.input, "output": sample.usage.output, "reasoning": sample.usage.reasoning},
-            "requests": sample.requests, "tries": sample.tries, "parts": verdict.parts,
-            "seconds": round(sample.seconds, 4),
-            "first_s": None if sample.first_s is None else round(sample.first_s, 4), "at": round(time.time(), 3),
-        }  # fmt: skip
-        if self.keep_reasoning:
-            row["thought"] = [_clipped(said.reasoning) for said in sample.said]
-        return row
+    workers = [asyncio.create_task(work()) for _ in range(at_once)]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
 
 
-def _expected(turn: Any) -> Mapping[str, Any]:
-    """The checks that the turn has."""
-    wanted = {
-        "choice": turn.choice, "number": None if turn.number is None else str(turn.number), "equals": turn.equals,
-        "says": list(turn.says), "calls": [[call.name, call.arguments] for call in turn.calls],
-    }  # fmt: skip
-    return {name: value for name, value in wanted.items() if value}
+@contextlib.contextmanager
+def progress(total: int, there: int, console: Console) -> Iterator[Told]:
+    """Yields the function to call after every sample: a bar in a terminal, a line every tenth elsewhere.
 
+    there: samples of an earlier command.
+    """
+    if there:
+        console.print(f"{there} of {total} samples are there already", highlight=False)
+    counts: Counter[Fate] = Counter()
+    columns = (
+        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
+        TextColumn("{task.fields[state]}", markup=False), TimeElapsedColumn(), TextColumn("left"),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=total, completed=there, state="")
 
-def _clipped(text: str) -> str:
-    """The end of a text holds its answer."""
-    if len(text) <= MAX_TEXT:
-        return text
-    return f"[{len(text) - MAX_TEXT} characters left out]{text[-MAX_TEXT:]}"
+        def told(key: Key, fate: Fate) -> None:
+            counts[fate] += 1
+            lost, right = sum(counts[one] for one in LOST), counts[Fate.RIGHT]
+            name, state = (
+                f"{key[0]} {key[1]}".strip(),
+                f"{right} right, {counts.total() - lost - right} not, {lost} lost",
+            )
+            bar.update(task, advance=1, description=name, state=state)
+            done = there + counts.total()
+            if not console.is_terminal and 10 * done // total > 10 * (done - 1) // total:
+                left = (bar.tasks[0].elapsed or 0) / counts.total() * (total - done)
+                line = f"{done} of {total}: {state} ({name}), {left:.0f} s left"
+                console.print(line, markup=False, highlight=False)
+
+        yield told

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm_gptoss.cli.eval import intervals, record
-from vllm_gptoss.cli.eval.answer import LOST, Fate
-from vllm_gptoss.cli.eval.published import published
-from vllm_gptoss.cli.eval.record import Kept, Key
-
-EFFORTS = ("low", "medium", "high")
+from vllm_gptoss.cli.eval.apis import LOST, Fate
+from vllm_gptoss.cli.eval.published import EFFORTS, published
+from vllm_gptoss.cli.eval.record import Key
 
 
 def summarise(folder: Path) -> dict[str, Any]:
@@ -23,40 +21,33 @@ def summarise(folder: Path) -> dict[str, Any]:
     and `best` are the bounds with them.
     """
     head = record.read_head(folder)
-    samples = record.kept(folder)
-    groups: dict[tuple[str, str], dict[Key, Kept]] = {}
-    for key, one in samples.items():
-        groups.setdefault(key[:2], {})[key] = one
+    groups: dict[tuple[str, str], dict[Key, dict[str, Any]]] = defaultdict(dict)
+    for key, one in record.kept(folder).items():
+        groups[key[:2]][key] = one
     plan: Mapping[str, Any] = head.get("evals", {})
     order = {name: place for place, name in enumerate(plan)}
-    names = sorted(groups, key=lambda group: (order.get(group[0], 99), _rank(group[1]), group[1]))
+    names = sorted(groups, key=lambda group: (order.get(group[0], 99), rank(group[1])))
     rows = [_row(head, name, effort, groups[name, effort]) for name, effort in names]
-    lost = sum(row["lost"] for row in rows)
-    asked = sum(row["samples"] for row in rows)
+    lost, asked = (sum(row[name] for row in rows) for name in ("lost", "samples"))
     planned = sum(int(one["questions"]) * int(one["repeats"]) for one in plan.values()) * len(head.get("efforts", [""]))
-    return {
-        "run": head,
-        "rows": rows,
-        "planned": planned,
-        "asked": asked,
-        "lost": lost,
-        "complete": asked == planned and not lost,
-    }
+    complete = asked == planned and not lost
+    return {"run": head, "rows": rows, "planned": planned, "asked": asked, "lost": lost, "complete": complete}
 
 
-def _rank(effort: str) -> int:
-    return EFFORTS.index(effort) if effort in EFFORTS else len(EFFORTS)
+def rank(effort: str) -> tuple[int, str]:
+    """Where an effort is listed: low, medium, high, others."""
+    return EFFORTS.index(effort) if effort in EFFORTS else len(EFFORTS), effort
 
 
-def _row(head: Mapping[str, Any], name: str, effort: str, samples: Mapping[Key, Kept]) -> dict[str, Any]:
-    scores: dict[str, list[int]] = {}
-    for key, one in samples.items():
-        if one.fate not in LOST:
-            scores.setdefault(key[2], []).append(int(one.fate is Fate.RIGHT))
-    fates = Counter(one.fate for one in samples.values())
-    n, lost = len(samples), sum(fates[fate] for fate in LOST)
+def _row(head: Mapping[str, Any], name: str, effort: str, samples: Mapping[Key, Mapping[str, Any]]) -> dict[str, Any]:
+    scores: dict[str, list[int]] = defaultdict(list)
+    answers = {key: one for key, one in samples.items() if one["fate"] not in LOST}
+    for key, one in answers.items():
+        scores[key[2]].append(int(one["fate"] is Fate.RIGHT))
+    fates = Counter(one["fate"] for one in samples.values())
+    n, lost = len(samples), len(samples) - len(answers)
     mean, low, high = intervals.accuracy(list(scores.values()))
-    answers = [one for one in samples.values() if one.fate not in LOST]
+    usage = [one.get("usage", {}) for one in answers.values()]
     return {
         "eval": name,
         "effort": effort or None,
@@ -66,17 +57,17 @@ def _row(head: Mapping[str, Any], name: str, effort: str, samples: Mapping[Key, 
         "accuracy": mean if answers else None,
         "low": low,
         "high": high,
-        "worst": fates[Fate.RIGHT] / n if n else None,
-        "best": (fates[Fate.RIGHT] + lost) / n if n else None,
+        "worst": fates[Fate.RIGHT] / n,
+        "best": (fates[Fate.RIGHT] + lost) / n,
         "fates": {fate.value: fates[fate] for fate in Fate},
-        "output_tokens": _spread([one.output for one in answers]),
-        "reasoning_tokens": _spread([one.reasoning for one in answers]),
-        "seconds": _spread([one.seconds for one in answers]),
-        "first_s": _spread([one.first_s for one in answers if one.first_s is not None]),
-        "tries_again": sum(max(0, one.tries - 1) for one in samples.values()),
-        "parts": _parts(samples.values()),
+        "output_tokens": _spread([one.get("output", 0) for one in usage]),
+        "reasoning_tokens": _spread([one.get("reasoning", 0) for one in usage]),
+        "seconds": _spread([one.get("seconds", 0.0) for one in answers.values()]),
+        "first_s": _spread([one["first_s"] for one in answers.values() if "first_s" in one]),
+        "tries_again": sum(max(0, one.get("tries", 1) - 1) for one in samples.values()),
+        "parts": _parts([one.get("parts", {}) for one in samples.values()]),
         "published": [
-            {"percent": one.percent, "source": one.source} for one in published(head.get("published"), name, effort)
+            {"percent": percent, "source": source} for percent, source in published(head.get("published"), name, effort)
         ],
     }
 
@@ -86,24 +77,18 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
     if not values:
         return None
     ordered = sorted(values)
-    return {
-        "mean": statistics.fmean(ordered),
-        "median": statistics.median(ordered),
-        "p95": ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))],
-        "total": float(sum(ordered)),
-    }
+    middle, p95 = statistics.median(ordered), ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+    return {"mean": statistics.fmean(ordered), "median": middle, "p95": p95, "total": float(sum(ordered))}
 
 
-def _parts(samples: Iterable[Kept]) -> dict[str, dict[str, float]]:
-    good: Counter[str] = Counter()
-    total: Counter[str] = Counter()
-    for one in samples:
-        for name, right, of in one.parts:
-            if of:
-                good[name] += right
-                total[name] += of
+def _parts(samples: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, dict[str, float]]:
+    sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for parts in samples:
+        for name, (good, of) in parts.items():
+            sums[name] = [sums[name][0] + good, sums[name][1] + of]
     found = {}
-    for name, of in total.items():
-        low, high = intervals.wilson(good[name], of)
-        found[name] = {"good": float(good[name]), "of": float(of), "low": low, "high": high}
+    for name, (good, of) in sums.items():
+        if of:
+            low, high = intervals.wilson(good, of)
+            found[name] = {"good": float(good), "of": float(of), "low": low, "high": high}
     return found

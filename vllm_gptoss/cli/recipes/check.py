@@ -282,7 +282,7 @@ _NOT_OPTIONS = {"model", "tensor-parallel-size", "speculative-config", "tool-ser
 
 
 def _engine_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What `vllm-gptoss bench decode --options` was given where it measured this very configuration."""
+    """What `python -m benchmarks.decode run --options` was given where it measured this very configuration."""
     return {key.replace("-", "_"): value for key, value in config.items() if key not in _NOT_OPTIONS}
 
 

@@ -14,6 +14,7 @@ from vllm_gptoss.cli.recipes.load import FOLDER
 from vllm_gptoss.cli.recipes.schema import Recipe
 from vllm_gptoss.engine.choose import devices
 from vllm_gptoss.engine.choose.device import Vendor
+from vllm_gptoss.version import __version__
 
 IMAGE = "vllm/vllm-openai:v0.33.0"
 """The official image that `recipes/deploy/Dockerfile` starts from."""
@@ -23,6 +24,22 @@ STOP = ("--shutdown-timeout", "120")
 
 KILL_S = 150
 """Seconds until the orchestrator kills the server: after `STOP`, failed responses are still reported and stored."""
+
+TAG = f"vllm-gptoss:{__version__}"
+"""The image of `docker run` and compose; a cluster needs one in a registry."""
+
+TOOLS = "browser,service:http://gptoss-tools:8001"
+"""In place of a recipe's `--tool-server demo` in a cluster: pods of their own run programs."""
+
+_SANDBOX = ("--security-opt", "seccomp=recipes/deploy/seccomp.json", "--security-opt", "apparmor=unconfined")
+"""Docker's own profiles deny the calls of the python tool's sandbox."""
+
+_DEVICES: Mapping[Vendor, Sequence[str]] = {
+    "nvidia": ("--gpus", "all"),
+    "amd": ("--device", "/dev/kfd", "--device", "/dev/dri", "--group-add", "video", "--user", "root"),
+    "cpu": (),
+}
+"""Arguments of `docker run`. AMD's devices belong to a group whose number differs between hosts, so root opens them."""
 
 BASES: Mapping[Vendor, str] = {
     "nvidia": "",
@@ -64,37 +81,36 @@ def line(env: Mapping[str, str], words: Sequence[str]) -> str:
 
 
 def docker(recipe: Recipe) -> str:
-    """`docker run` of the image that `recipes/deploy/Dockerfile` makes, and how it is made."""
-    gpus = ["--gpus", "all"] if recipe.device.vendor == "nvidia" else _amd_devices(recipe)
+    """`docker run` of the image of `recipes/deploy/Dockerfile`, with its port on the loopback, and how it is made."""
     variables = [word for name, value in recipe.env.items() for word in ("-e", f"{name}={value}")]
-    volumes = ["-v", "vllm-gptoss-cache:/root/.cache", "-v", "vllm-gptoss-state:/root/.local/state"]
-    begin = ["docker", "run", "--rm", "--stop-timeout", str(KILL_S), *gpus, "--ipc=host", "-p", "8000:8000"]
-    words = [*begin, *variables, *volumes, "vllm-gptoss", recipe.repository, *arguments(recipe), *STOP]
-    return _built(recipe) + shlex.join(words) + "\n"
+    options = [*_DEVICES[recipe.device.vendor], "--ipc=host", *(_SANDBOX if "tool-server" in recipe.config else ())]
+    begin = ["docker", "run", "--rm", "--stop-timeout", str(KILL_S), *options, "-p", "127.0.0.1:8000:8000"]
+    volumes = ["-v", "vllm-gptoss-cache:/home/vllm/.cache", "-v", "vllm-gptoss-state:/home/vllm/.local/state"]
+    words = [*begin, *variables, *volumes, TAG, recipe.repository, *arguments(recipe), *STOP]
+    return _built(recipe, TAG) + shlex.join(words) + "\n"
 
 
-def _built(recipe: Recipe) -> str:
-    """A comment."""
-    base = BASES[recipe.device.vendor]
-    return f"# image: docker build -f recipes/deploy/Dockerfile {base}-t vllm-gptoss . (see its first lines)\n"
-
-
-def _amd_devices(recipe: Recipe) -> list[str]:
-    if recipe.device.vendor != "amd":
-        return []
-    return ["--device", "/dev/kfd", "--device", "/dev/dri", "--group-add", "video"]
+def _built(recipe: Recipe, tag: str) -> str:
+    """A comment with the command that makes the image."""
+    return f"# image: docker build -f recipes/deploy/Dockerfile {BASES[recipe.device.vendor]}-t {tag} .\n"
 
 
 def kubernetes(recipe: Recipe) -> str:
     """`recipes/deploy/kubernetes.yaml` with this recipe's flags, variables and GPUs."""
     documents = list(yaml.safe_load_all((FOLDER / "deploy" / "kubernetes.yaml").read_text()))
-    (deployment,) = (each for each in documents if each["kind"] == "Deployment")
-    container = deployment["spec"]["template"]["spec"]["containers"][0]
-    container["args"] = [recipe.repository, *arguments(recipe), *STOP]
+    (pod,) = (each["spec"]["template"]["spec"] for each in documents if each["kind"] == "Deployment")
+    container = pod["containers"][0]
+    container["args"] = [recipe.repository, *(word if word != "demo" else TOOLS for word in arguments(recipe)), *STOP]
     container["env"] += [{"name": name, "value": value} for name, value in recipe.env.items()]
     resource = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu"}.get(recipe.device.vendor)
     container["resources"]["limits"] = {resource: str(recipe.device.count)} if resource else {}
-    return _built(recipe) + yaml.safe_dump_all(documents, sort_keys=False, width=120)
+    if "tool-server" not in recipe.config:
+        documents = [each for each in documents if each["metadata"]["name"] != "gptoss-tools"]
+        container["env"] = [each for each in container["env"] if each["name"] != "GPTOSS_TOOLS_KEY"]
+    if recipe.device.vendor == "amd":  # /dev/kfd belongs to a group whose number differs between hosts
+        pod["securityContext"] = {"fsGroup": 2000}
+        del container["securityContext"]["capabilities"]
+    return _built(recipe, container["image"]) + yaml.safe_dump_all(documents, sort_keys=False, width=120)
 
 
 def upstream(recipe: Recipe) -> str:

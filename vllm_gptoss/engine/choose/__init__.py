@@ -18,19 +18,19 @@ from vllm_gptoss.engine.choose.decide import (
     one_token,
     tensor_parallel,
 )
-from vllm_gptoss.engine.choose.deployment import Cache, Deployment, RankExperts
-from vllm_gptoss.engine.choose.families import FAMILIES, OTHER, Family, reads_sinks, unserved
+from vllm_gptoss.engine.choose.deployment import Deployment, KvCache, RankExperts
+from vllm_gptoss.engine.choose.families import FAMILIES, OTHER, GpuFamily, reads_sinks, unserved
 from vllm_gptoss.engine.choose.families import of as family
 from vllm_gptoss.settings import ChoiceError
 
 __all__ = [
     "FAMILIES",
     "OTHER",
-    "Cache",
     "Choice",
     "ChoiceError",
     "Deployment",
-    "Family",
+    "GpuFamily",
+    "KvCache",
     "RankExperts",
     "attention",
     "available",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from vllm_gptoss.engine.choose.deployment import Cache, Deployment
+from vllm_gptoss.engine.choose.deployment import Deployment, KvCache
 from vllm_gptoss.engine.choose.device import Device
 from vllm_gptoss.engine.choose.measured import Measured
 from vllm_gptoss.engine.kernels import attention, attention_many, dense, experts_plan, norm_rope_router, step
@@ -59,7 +59,7 @@ def paged_cache(device: Device, deployment: Deployment) -> str | None:
     return next(filter(None, (_unread(cache, deployment) for cache in deployment.caches)), None)
 
 
-def _unread(cache: Cache, deployment: Deployment) -> str | None:
+def _unread(cache: KvCache, deployment: Deployment) -> str | None:
     heads, kv_heads = deployment.heads
     if len(cache.shape) != 4 or cache.shape[1] != kv_heads or cache.shape[3] != 2 * attention.HEAD:
         return f"the KV cache has shape {list(cache.shape)}, not [blocks, heads, block size, {2 * attention.HEAD}]"

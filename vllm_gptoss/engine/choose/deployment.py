@@ -12,7 +12,7 @@ from vllm_gptoss.engine.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Cache:
+class KvCache:
     """The paged KV cache of one layer. shape: of the tensor; stride: of its last axis, in values."""
 
     shape: tuple[int, ...]
@@ -88,7 +88,7 @@ class Deployment:
     """Our kernels run the experts of every layer, without an expert map."""
 
     # Known at the first step.
-    caches: tuple[Cache, ...] = ()
+    caches: tuple[KvCache, ...] = ()
     """One of each kind."""
     one_rotary_cache: bool | None = None
     auxiliary_states: bool | None = None

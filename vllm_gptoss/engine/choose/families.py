@@ -65,7 +65,7 @@ _MANY_TOKENS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class GpuFamily:
     """One GPU generation. archs: `Device.arch`; kv_cache: dtypes of a KV cache other than BF16, and their readers;
     blind: attention backends of vLLM that read no sinks there, in addition to `BLIND`."""
 
@@ -84,7 +84,7 @@ class Family:
 
 
 FAMILIES: Final = (
-    Family(
+    GpuFamily(
         "Hopper",
         ("sm90",),
         experts=(
@@ -103,7 +103,7 @@ FAMILIES: Final = (
         attention=(Row("FLASH_ATTN", "FlashAttention 3 reads sinks on sm90"),),
         kv_cache={"fp8": "FlashAttention 3 reads it and quantises the queries too"},
     ),
-    Family(
+    GpuFamily(
         "Blackwell",
         ("sm100", "sm103"),
         experts=(
@@ -116,7 +116,7 @@ FAMILIES: Final = (
         attention=(Row("FLASHINFER", "TRT-LLM kernels read sinks on sm100; never run by us"),),
         kv_cache={"fp8": "TRT-LLM attention reads it"},
     ),
-    Family(
+    GpuFamily(
         "Blackwell RTX",
         ("sm120", "sm121"),
         experts=(
@@ -131,7 +131,7 @@ FAMILIES: Final = (
         kv_cache={"fp8": "FlashInfer reads it"},
         blind=("FLASH_ATTN",),  # FlashAttention 2
     ),
-    Family(
+    GpuFamily(
         "Ampere/Ada",
         ("sm80", "sm86", "sm87", "sm89"),
         experts=(
@@ -142,7 +142,7 @@ FAMILIES: Final = (
         kv_cache={"fp8": "Triton attention reads it"},
         blind=("FLASH_ATTN", "FLASHINFER"),
     ),
-    Family(
+    GpuFamily(
         "CDNA3",
         ("gfx942",),
         experts=(Row("aiter", "AITER MXFP4 with BF16 activations; never run by us", unless=_AITER), *_UPSTREAM),
@@ -151,13 +151,13 @@ FAMILIES: Final = (
         ),
         kv_cache={"fp8": "AITER or Triton attention reads it"},
     ),
-    Family(
+    GpuFamily(
         "CDNA4",
         ("gfx950",),
         experts=(Row("aiter", "AITER MXFP4, pre-shuffled; never run by us", unless=_AITER), *_UPSTREAM),
         kv_cache={"fp8": "AITER or Triton attention reads it"},
     ),
-    Family(
+    GpuFamily(
         "RDNA4",
         ("gfx1201",),
         experts=(
@@ -166,7 +166,7 @@ FAMILIES: Final = (
         ),
         kv_cache={"fp8": "Triton attention reads it"},
     ),
-    Family(
+    GpuFamily(
         "CPU",
         (),
         experts=(
@@ -182,11 +182,11 @@ FAMILIES: Final = (
     ),
 )
 
-OTHER: Final = Family("other", ())
+OTHER: Final = GpuFamily("other", ())
 """A GPU that no entry knows: vLLM decides everything."""
 
 
-def of(device: Device) -> Family:
+def of(device: Device) -> GpuFamily:
     """The entry of a device."""
     if device.vendor == "cpu":
         return next(family for family in FAMILIES if family.name == "CPU")

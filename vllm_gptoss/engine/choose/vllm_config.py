@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_gptoss import _vllm
-from vllm_gptoss.engine.choose import Cache, Deployment, RankExperts
+from vllm_gptoss.engine.choose import Deployment, KvCache, RankExperts
 from vllm_gptoss.engine.spec import ModelSpec
 
 
@@ -94,7 +94,7 @@ def built_experts(deployment: Deployment, method: Any, layer: Any) -> Deployment
 def first_step(deployment: Deployment, places: Sequence[Any], auxiliary: Sequence[int]) -> Deployment:
     """Adds what is known at the first step. places: `layer_binding.Place` of this rank; auxiliary: layers of EAGLE3."""
     caches = (place.attention.kv_cache for place in places)
-    kinds = dict.fromkeys(Cache(tuple(cache.shape), _name(cache.dtype), cache.stride(-1)) for cache in caches)
+    kinds = dict.fromkeys(KvCache(tuple(cache.shape), _name(cache.dtype), cache.stride(-1)) for cache in caches)
     tensors = [place.tensors for place in places]
     owned = (each.experts is not None and each.experts.expert_map is None for each in tensors)
     return replace(

@@ -84,7 +84,7 @@ def plan(tokens: int, kv_heads: int, window: int) -> AttentionPlan:
     return AttentionPlan(splits, 8, window, max(1, shared // splits // kv_heads))
 
 
-class Args(ctypes.Structure):
+class AttentionArgs(ctypes.Structure):
     """`struct Args` of attention_few.cu, field for field."""
 
     _fields_ = [
@@ -140,7 +140,7 @@ def described(
     out: Tensor,
     scale: float,
 ) -> dict[str, int | float]:
-    """The fields of both kernels' `Args` for the tensors of `attend`."""
+    """The fields of both kernels' structures for the tensors of `attend`."""
     return {
         "q": q.data_ptr(),
         **cache_described(kv_cache),
@@ -180,7 +180,7 @@ def attend(
     tokens, kv_heads = q.shape[0], kv_cache.shape[1]
     device = q.device.index or 0
     tuned = tuned or plan(tokens, kv_heads, window)
-    args = Args(
+    args = AttentionArgs(
         **described(q, kv_cache, sinks, block_table, seq_lens, query_start, out, scale),
         parts=parts(device, tuned.shares * kv_heads).data_ptr(),
         arrived=arrived(device, kv_heads).data_ptr(),

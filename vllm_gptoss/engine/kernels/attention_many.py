@@ -86,7 +86,7 @@ def plan(tokens: int, window: int) -> ManyPlan:
     return ManyPlan(4, 3, 4, window)
 
 
-class Args(ctypes.Structure):
+class AttentionManyArgs(ctypes.Structure):
     """`struct Args` of attention_many.cu, field for field."""
 
     _fields_ = [
@@ -146,7 +146,7 @@ def attend(
         raise ValueError(f"{tokens} tokens, more than {MAX_TOKENS}")
     tuned = tuned or plan(tokens, window)
     slots = tuned.slots(multiprocessors(device), kv_heads)
-    args = Args(
+    args = AttentionManyArgs(
         **attention.described(q, kv_cache, sinks, block_table, seq_lens, query_start, out, scale),
         parts=parts(device, slots).data_ptr(),
         arrived=arrived(device, kv_heads).data_ptr(),

@@ -149,7 +149,7 @@ def _plan(mode: Mode, rows: int, columns: int, tokens: int, sms: int, top_k: int
     return DensePlan(mode, columns, rows, token_groups, part, warps, stages, units, grid, min_ctas, top_k)
 
 
-class Args(ctypes.Structure):
+class DenseArgs(ctypes.Structure):
     """`struct Args` of dense_few.cu, field for field."""
 
     _fields_ = [
@@ -173,17 +173,17 @@ def kernel(device: int, plan: DensePlan) -> nvrtc.Kernel:
     return nvrtc.load(device, SOURCE, "sm_90", plan.macros).kernel("dense_few", plan.shared_bytes)
 
 
-def _launch(plan: DensePlan, args: Args, x: Tensor) -> None:
+def _launch(plan: DensePlan, args: DenseArgs, x: Tensor) -> None:
     kernel(x.device.index or 0, plan)(plan.grid, plan.block, [args])
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Where a tensor lies, as a field of an `Args` takes it."""
+    """Where a tensor lies, as a field of a kernel's arguments takes it."""
     return None if tensor is None else tensor.data_ptr()
 
 
 def cache_described(kv_cache: Tensor) -> dict[str, int]:
-    """The fields of an `Args` for a paged cache [blocks, K, block size, 128]."""
+    """The fields of a kernel's arguments for a paged cache [blocks, K, block size, 128]."""
     return {
         "kv": kv_cache.data_ptr(),
         "kv_block": kv_cache.stride(0),
@@ -198,7 +198,7 @@ ROPE_FIELDS = [
     *((name, ctypes.c_longlong) for name in ("kv_block", "kv_head", "kv_token")),
     *((name, ctypes.c_int) for name in ("q_heads", "kv_heads", "block_shift", "cos_sin_bf16")),
 ]
-"""What an `Args` has for RoPE and the cache write after a product."""
+"""The fields of a kernel's arguments for RoPE and the cache write after a product."""
 
 
 def rope_described(
@@ -211,7 +211,7 @@ def rope_described(
 
 
 def _rotation_described(positions: Tensor, cos_sin: Tensor, slots: Tensor, kv_cache: Tensor) -> dict[str, int | None]:
-    """The fields of an `Args` for RoPE and the cache write, except their heads."""
+    """The fields of a kernel's arguments for RoPE and the cache write, except their heads."""
     import torch
 
     return {
@@ -236,7 +236,7 @@ def router_described(
     residual_out: Tensor | None,
     logits: Tensor | None,
 ) -> dict[str, int | float | None]:
-    """The fields of both router kernels' `Args` for the arguments of `router`."""
+    """The fields of both router kernels' structures for the arguments of `router`."""
     return {
         "x": address(x),
         "r": address(residual),
@@ -278,7 +278,7 @@ def qkv_rope(
     tokens, rows = x.shape[0], weight.shape[0]
     kv_rows = kv_cache.shape[1] * HEAD
     tuned = tuned or plan(Mode.QKV, rows, x.shape[1], tokens, multiprocessors(x.device.index or 0))
-    args = Args(
+    args = DenseArgs(
         x=address(x),
         r=address(residual),
         r_out=address(residual_out),
@@ -311,7 +311,7 @@ def out_proj(
     """
     tokens, rows = x.shape[0], weight.shape[0]
     tuned = tuned or plan(Mode.OUT, rows, x.shape[1], tokens, multiprocessors(x.device.index or 0))
-    args = Args(
+    args = DenseArgs(
         x=address(x),
         r=address(residual),
         w=address(weight),
@@ -345,7 +345,7 @@ def router(
     """
     tokens, rows = x.shape[0], weight.shape[0]
     tuned = tuned or plan(Mode.ROUTER, rows, x.shape[1], tokens, multiprocessors(x.device.index or 0), ids.shape[1])
-    args = Args(
+    args = DenseArgs(
         **router_described(x, residual, norm, weight, bias, normed, weights, ids, eps, residual_out, logits),
         units=rows // UNIT,
         out_stride=normed.stride(0),

@@ -105,7 +105,7 @@ TWO_23 = ctypes.c_uint32(1 << 23)
 
 
 @dataclass(frozen=True)
-class Recipe:
+class CompileJob:
     """What one kernel is compiled from. shared: dynamic shared memory it is allowed, in bytes."""
 
     device: int
@@ -121,7 +121,7 @@ def pointer(tensor: Tensor | None) -> ctypes.c_void_p:
 
 
 @functools.cache
-def _kernel(recipe: Recipe) -> nvrtc.Kernel:
+def _kernel(recipe: CompileJob) -> nvrtc.Kernel:
     macros = {**dict(recipe.options), "ONLY": ONLY[recipe.name]}
     module = nvrtc.load(recipe.device, SOURCE, "sm_90", macros, [f"--maxrregcount={recipe.registers}"])
     return module.kernel(recipe.name, recipe.shared)
@@ -206,7 +206,7 @@ class FewTokenExperts:
         projection, tuning = (self.up, up) if which == "experts_up" else (self.down, down)
         return projection, fitted(tuning, projection.tiles)
 
-    def _recipe(self, which: str, routing: torch.dtype, tokens: int) -> Recipe:
+    def _recipe(self, which: str, routing: torch.dtype, tokens: int) -> CompileJob:
         projection, tuning = self._tuned(which, tokens)
         most = compiled_for(tokens)
         options = defines(
@@ -222,7 +222,9 @@ class FewTokenExperts:
             most,
         )
         shared = self._shared(tuning, projection, staged_rows(which, most)[0], most)
-        return Recipe(self.device, which, min(shared, SHARED_LIMIT), tuning.registers, tuple(sorted(options.items())))
+        return CompileJob(
+            self.device, which, min(shared, SHARED_LIMIT), tuning.registers, tuple(sorted(options.items()))
+        )
 
     def _prepare(self, which: str, routing: torch.dtype, tokens: int) -> _Launch:
         key = (which, routing_mode(routing), tokens <= FEWEST_TOKENS, compiled_for(tokens))
@@ -236,7 +238,9 @@ class FewTokenExperts:
         wide = projection.experts if most > NARROW_TOKENS else 0
         return shared_bytes(tuning, projection.tiles, rows, self.active, wide, most)
 
-    def loads(self, routing: torch.dtype, most: int) -> Iterator[tuple[Callable[[Recipe], nvrtc.Kernel], Recipe]]:
+    def loads(
+        self, routing: torch.dtype, most: int
+    ) -> Iterator[tuple[Callable[[CompileJob], nvrtc.Kernel], CompileJob]]:
         """Calls, some alike, that load the kernels of 1 to `most` tokens for a routing dtype: see `nvrtc.at_once`."""
         for which in ONLY:
             for tokens in (FEWEST_TOKENS, FEWEST_TOKENS + 1, min(most, WIDE_TOKENS), most):

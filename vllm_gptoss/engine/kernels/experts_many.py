@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from vllm_gptoss.engine.kernels import nvrtc, scratch
 from vllm_gptoss.engine.kernels.experts import (
+    CompileJob,
     FewTokenExperts,
     Projection,
-    Recipe,
     SameLayer,
     empty_sums,
     multiprocessors,
@@ -46,7 +46,7 @@ TWO_7 = ctypes.c_uint32(1 << 7)
 
 
 @dataclass(frozen=True)
-class Tuning:
+class ManyTuning:
     """groups: consuming warpgroups of a block; depth: stages of weights, of `chunk` x 64 columns for each group;
     unrolled: the loop over K is all of them, not one; columns: of products, multiples of 8: an expert's tokens are
     multiplied with the least that holds them."""
@@ -75,11 +75,11 @@ class Tuning:
 
 COLUMNS = (8, 16, 24, 32, 40, 48, 64, 72, 80, 88, 96, 112)
 """Of the products that experts_many.cu has."""
-STREAMING = Tuning(groups=4, depth=3, chunk=5, unrolled=True, columns=(16, 24, 32, 40, 48))
+STREAMING = ManyTuning(groups=4, depth=3, chunk=5, unrolled=True, columns=(16, 24, 32, 40, 48))
 NARROW = replace(STREAMING, columns=(8, 16, 24, 40))
-MIDDLE = Tuning(groups=3, depth=3, chunk=5, unrolled=False, columns=(32, 48, 64, 80, 96))
+MIDDLE = ManyTuning(groups=3, depth=3, chunk=5, unrolled=False, columns=(32, 48, 64, 80, 96))
 LARGE = replace(MIDDLE, columns=(40, 64, 72, 80, 96))
-WIDE = Tuning(groups=3, depth=3, chunk=3, unrolled=True, columns=(32, 48, 64, 80, 96, 112))
+WIDE = ManyTuning(groups=3, depth=3, chunk=3, unrolled=True, columns=(32, 48, 64, 80, 96, 112))
 """Four groups stream weights faster if an expert has few tokens. Three groups leave registers for more columns of
 products, and stages of three tiles leave memory for 112 columns. Products of 8 columns take as many cycles as products
 of 16 but less energy, which saves time where power limits the clock. Each number of columns compiles to a separate
@@ -92,14 +92,14 @@ tokens of the 20b, 320, 1,024, 1,536 and 2,048 of the 120b. At 896 tokens of the
 (docs/kernels/experiments.md)."""
 
 
-def tunings_for(routed: int, active: int) -> dict[int, Tuning]:
+def tunings_for(routed: int, active: int) -> dict[int, ManyTuning]:
     """The tunings, keyed by the most tokens that each is compiled for.
 
     A tuning that serves decode steps and larger steps is compiled once for each: with bookkeeping sized for 768 tokens,
     steps of 300 tokens of the 120b take 10 % longer.
     """
     limit, largest = min(MAX_TOKENS, MAX_PAIRS // active), max(BY_PAIRS)
-    tunings: dict[int, Tuning] = {}
+    tunings: dict[int, ManyTuning] = {}
     for pairs, tuning in BY_PAIRS.items():
         most = pairs * routed // active
         most = min(limit, max(most, PARTIAL_TOKENS) if pairs == largest else most)
@@ -109,20 +109,20 @@ def tunings_for(routed: int, active: int) -> dict[int, Tuning]:
     return tunings
 
 
-def meta_bytes(tuning: Tuning, most: int, active: int, experts: int) -> int:
+def meta_bytes(tuning: ManyTuning, most: int, active: int, experts: int) -> int:
     """Of `Meta` in experts_many.cu at most, rounded up."""
     pairs, chunks = most * active, experts + most * active // max(tuning.columns)
     lists = 5 * chunks + 2 * pairs + 5 * (most // 32 + 3) * active
     return -(-(16 * tuning.depth + 28 * 32 + 24 + 256 + lists + 16) // 128) * 128
 
 
-def x_bytes(tuning: Tuning, most: int, active: int, experts: int) -> int:
+def x_bytes(tuning: ManyTuning, most: int, active: int, experts: int) -> int:
     """What is left of shared memory for activations."""
     left = SHARED_LIMIT - tuning.ring_bytes - meta_bytes(tuning, most, active, experts)
     return left // 1024 * 1024
 
 
-def fitted(tuning: Tuning, most: int, active: int, experts: int) -> Tuning:
+def fitted(tuning: ManyTuning, most: int, active: int, experts: int) -> ManyTuning:
     """`tuning` with the most columns that leave memory for two stages of activations: long lists of pairs take some."""
     *fewer, largest = tuning.columns
     for columns in sorted((n for n in COLUMNS if fewer[-1] < n <= largest), reverse=True):
@@ -132,7 +132,7 @@ def fitted(tuning: Tuning, most: int, active: int, experts: int) -> Tuning:
     return tuning
 
 
-def shared_bytes(tuning: Tuning, most: int, active: int, experts: int) -> int:
+def shared_bytes(tuning: ManyTuning, most: int, active: int, experts: int) -> int:
     """Dynamic shared memory of one block."""
     sizes = (tuning, most, active, experts)
     return x_bytes(*sizes) + meta_bytes(*sizes) + tuning.ring_bytes
@@ -144,7 +144,7 @@ def compile_options(registers: int) -> list[str]:
 
 
 @functools.cache
-def _kernel(recipe: Recipe) -> nvrtc.Kernel:
+def _kernel(recipe: CompileJob) -> nvrtc.Kernel:
     module = nvrtc.load(recipe.device, SOURCE, "sm_90a", dict(recipe.options), compile_options(recipe.registers))
     return module.kernel(recipe.name, recipe.shared)
 
@@ -181,7 +181,7 @@ class ManyTokenExperts(SameLayer):
         self._launches: dict[tuple[int, tuple[int, int]], nvrtc.Kernel] = {}
         self._maps: dict[int, tuple[TensorMap, ...]] = {}
 
-    def recipe(self, most: int, routing: torch.dtype) -> Recipe:
+    def recipe(self, most: int, routing: torch.dtype) -> CompileJob:
         """What the kernel for up to `most` tokens, one of `tunings`, is compiled from for a routing dtype."""
         tuning = self.tunings[most]
         sizes = (tuning, most, self.active, self.up.experts)
@@ -196,7 +196,7 @@ class ManyTokenExperts(SameLayer):
             "X_BYTES": x_bytes(*sizes),
         }
         registers = REGISTERS[tuning.groups]
-        return Recipe(self.device, NAME, shared_bytes(*sizes), registers, tuple(sorted(options.items())))
+        return CompileJob(self.device, NAME, shared_bytes(*sizes), registers, tuple(sorted(options.items())))
 
     def loads(self, routing: torch.dtype, most: int) -> Iterator[tuple[Callable[..., object], Hashable]]:
         """Calls that load the kernels of 1 to `most` tokens for a routing dtype and what they keep: see
@@ -208,7 +208,7 @@ class ManyTokenExperts(SameLayer):
                 break
         yield counters, self.device
 
-    def _prepare(self, tokens: int, routing: torch.dtype) -> tuple[nvrtc.Kernel, Tuning]:
+    def _prepare(self, tokens: int, routing: torch.dtype) -> tuple[nvrtc.Kernel, ManyTuning]:
         """The kernel for so many tokens, and what it is tuned to."""
         if not 0 < tokens <= self.max_tokens:
             raise ValueError(f"1 to {self.max_tokens} tokens, got {tokens}")

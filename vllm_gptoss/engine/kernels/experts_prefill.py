@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from vllm_gptoss.engine.kernels import nvrtc, scratch
 from vllm_gptoss.engine.kernels.experts import (
+    CompileJob,
     FewTokenExperts,
-    Recipe,
     SameLayer,
     multiprocessors,
     pointer,
@@ -64,7 +64,7 @@ def slice_of(tokens: int) -> int:
 
 
 @functools.cache
-def _kernels(recipe: Recipe) -> tuple[nvrtc.Kernel, ...]:
+def _kernels(recipe: CompileJob) -> tuple[nvrtc.Kernel, ...]:
     """The three, of one cubin."""
     options = [f"--maxrregcount={recipe.registers}"]
     module = nvrtc.load(recipe.device, SOURCE, "sm_90a", dict(recipe.options), options)
@@ -94,10 +94,12 @@ class PrefillExperts(SameLayer):
             raise ValueError(f"{self.up.experts} experts do not fit into {SHARED_LIMIT} bytes of shared memory")
         self._launches: dict[tuple[int, int], tuple[nvrtc.Kernel, ...]] = {}
 
-    def recipe(self, routing: torch.dtype) -> Recipe:
+    def recipe(self, routing: torch.dtype) -> CompileJob:
         """What the three kernels are compiled from for a routing dtype."""
         options = {**self.macros(routing), "BLOCKS": SLICE_TOKENS // ROUTERS}
-        return Recipe(self.device, EXPERTS, shared_bytes(self.up.experts), REGISTERS, tuple(sorted(options.items())))
+        return CompileJob(
+            self.device, EXPERTS, shared_bytes(self.up.experts), REGISTERS, tuple(sorted(options.items()))
+        )
 
     def loads(self, routing: torch.dtype) -> Iterator[tuple[Callable[..., object], Hashable]]:
         """Calls that load the kernels for a routing dtype and what they keep: see `nvrtc.at_once`."""

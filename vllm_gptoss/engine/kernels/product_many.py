@@ -148,7 +148,7 @@ def tiled(x: Tensor, columns: int) -> Tensor:
     return x.new_empty((columns // BLOCK, -(-x.shape[0] // 8) * 8, BLOCK))
 
 
-class Args(ctypes.Structure):
+class ProductArgs(ctypes.Structure):
     """`struct Args` of product_many.cu, field for field."""
 
     _fields_ = [
@@ -211,7 +211,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, rope: dict[str
         raise ValueError(f"1 to {MAX_TOKENS} tokens, got {tokens}")
     device, (rows, columns) = x.device.index or 0, weight.shape
     tuned = plan(rows, columns, multiprocessors(device), rope is not None)
-    args = Args(
+    args = ProductArgs(
         x=address(x),
         w=address(weight),
         bias=address(bias),

@@ -138,7 +138,7 @@ def plan(shape: Shape, sms: int) -> StepPlan:
     return StepPlan(shape, sms, ring, sums, staged, max(1, sms // kv_heads))
 
 
-class Args(ctypes.Structure):
+class StepArgs(ctypes.Structure):
     """`struct Args` of step.cu, field for field."""
 
     _fields_ = [
@@ -231,7 +231,7 @@ class Step:
         out, hidden = torch.empty_like(x), torch.empty_like(x)
         pieces = shape.query_heads // GROUP * made.splits
         attn = torch.empty((pieces, 8, 66), dtype=torch.float32, device=x.device)
-        args = Args(
+        args = StepArgs(
             layers=table.data_ptr(),
             groups=(Group * MAX_GROUPS)(*(each.record() for each in requests)),
             x=x.data_ptr(),

@@ -33,7 +33,7 @@ _AUTHOR = re.compile(r"[a-z]\w*\.[\w.-]+\Z", re.ASCII)
 """A tool's name instead of a role: the model invented a tool's answer."""
 
 
-class Part(Enum):
+class HeaderPart(Enum):
     ROLE = auto()
     CHANNEL = auto()
     CONSTRAIN = auto()
@@ -47,7 +47,7 @@ class Section:
     """
 
     lead: str
-    part: Part
+    part: HeaderPart
     text: bytearray = field(default_factory=bytearray)
     sizes: list[int] = field(default_factory=list)
     end: int = 0
@@ -132,15 +132,15 @@ class _Words:
         self.offered = offered
         self.role_given = role_given
         self.roles: list[str] = []
-        self.channels: list[tuple[Part, Channel]] = []
+        self.channels: list[tuple[HeaderPart, Channel]] = []
         self.recipients: list[str] = []
         self.bare: str | None = None
         self.content_type: str | None = None
-        self.stray: list[tuple[Part, str]] = []
+        self.stray: list[tuple[HeaderPart, str]] = []
         self.has_fields = False
         self._expects_recipient = False
 
-    def take(self, part: Part, word: str) -> bool:
+    def take(self, part: HeaderPart, word: str) -> bool:
         """Whether `word` is part of a header."""
         if self._expects_recipient:
             self._expects_recipient = False
@@ -156,27 +156,27 @@ class _Words:
             return True
         return self._take_plain(part, word)
 
-    def _take_plain(self, part: Part, word: str) -> bool:
-        is_author = part is Part.ROLE and not self.role_given and not self.roles and bool(_AUTHOR.match(word))
-        if (part is Part.ROLE and word in ROLES) or is_author:
+    def _take_plain(self, part: HeaderPart, word: str) -> bool:
+        is_author = part is HeaderPart.ROLE and not self.role_given and not self.roles and bool(_AUTHOR.match(word))
+        if (part is HeaderPart.ROLE and word in ROLES) or is_author:
             self.roles.append(word)
-        elif part is not Part.CONSTRAIN and word in CHANNELS:
+        elif part is not HeaderPart.CONSTRAIN and word in CHANNELS:
             self.channels.append((part, Channel(word)))
         elif "." in word and self.offered.resolve(word):
             self.bare = word
-        elif self.content_type is None and (part is Part.CONSTRAIN or self._is_type(part, word)):
+        elif self.content_type is None and (part is HeaderPart.CONSTRAIN or self._is_type(part, word)):
             self.content_type = word
         else:
             return False
         return True
 
-    def _is_type(self, part: Part, word: str) -> bool:
-        return word in CONTENT_TYPES and bool(part is Part.CHANNEL or self.recipients)
+    def _is_type(self, part: HeaderPart, word: str) -> bool:
+        return word in CONTENT_TYPES and bool(part is HeaderPart.CHANNEL or self.recipients)
 
-    def may_begin(self, part: Part, word: str) -> bool:
+    def may_begin(self, part: HeaderPart, word: str) -> bool:
         """Whether `word` may be the first half of a header's word."""
         names: set[str] = {"to="}
-        if part is Part.ROLE:
+        if part is HeaderPart.ROLE:
             names |= ROLES
         elif not self.channels:
             names |= CHANNELS
@@ -221,7 +221,7 @@ class _Words:
         """The last channel; without one a call goes to commentary, where the format has calls, and text to final."""
         fallback = Channel.COMMENTARY if recipient else Channel.FINAL
         if not self.channels:
-            unknown = next((i for i, (part, _) in enumerate(self.stray) if part is Part.CHANNEL), None)
+            unknown = next((i for i, (part, _) in enumerate(self.stray) if part is HeaderPart.CHANNEL), None)
             if unknown is None:
                 repairs.append(Repaired(Repair.MISSING_CHANNEL, f"read as {fallback}"))
             else:
@@ -232,6 +232,6 @@ class _Words:
         if len(self.channels) > 1:
             repairs.append(Repaired(Repair.REPEATED_CHANNEL, f"read as {self.channels[-1][1]}"))
         part, channel = self.channels[-1]
-        if part is Part.ROLE:
+        if part is HeaderPart.ROLE:
             repairs.append(Repaired(Repair.MISSING_CHANNEL, f"<|channel|> before {channel} is missing"))
         return channel

@@ -25,7 +25,7 @@ from vllm_gptoss.server.harmony.events import (
     Repair,
     Repaired,
 )
-from vllm_gptoss.server.harmony.header import MAX_SECTIONS, Ending, Header, Part, Section, read
+from vllm_gptoss.server.harmony.header import MAX_SECTIONS, Ending, Header, HeaderPart, Section, read
 from vllm_gptoss.server.harmony.held import NOTHING, Held, OpenString
 from vllm_gptoss.server.harmony.offered import NO_TOOLS, OfferedTools
 from vllm_gptoss.server.harmony.tokens import (
@@ -44,7 +44,7 @@ from vllm_gptoss.server.harmony.tokens import (
 
 _ENDS = {END: EndedBy.END, CALL: EndedBy.CALL, RETURN: EndedBy.RETURN, ENDOFTEXT: EndedBy.RETURN}
 _STOPS = frozenset({CALL, RETURN, ENDOFTEXT})
-_PARTS = {START: Part.ROLE, CHANNEL: Part.CHANNEL, CONSTRAIN: Part.CONSTRAIN}
+_PARTS = {START: HeaderPart.ROLE, CHANNEL: HeaderPart.CHANNEL, CONSTRAIN: HeaderPart.CONSTRAIN}
 _LEADS = {"", "<|start|>", "<|channel|>", "<|constrain|>"}
 _Decoder = codecs.getincrementaldecoder("utf-8")
 
@@ -87,7 +87,7 @@ class HarmonyParser:
         # The header being read.
         self._has_start = True
         self._role_given = True
-        self._sections = [Section("", Part.ROLE)]
+        self._sections = [Section("", HeaderPart.ROLE)]
         self._state = _State.HEADER
         self._read(prefix)
 
@@ -249,9 +249,9 @@ class HarmonyParser:
         elif self._state is _State.CONTENT:
             self._control_in_content(token)
         elif token == START:
-            self._begin_header(Section("<|start|>", Part.ROLE), has_start=True)
+            self._begin_header(Section("<|start|>", HeaderPart.ROLE), has_start=True)
         elif token in (CHANNEL, MESSAGE, CONSTRAIN):
-            self._begin_header(Section("", Part.ROLE), has_start=False)
+            self._begin_header(Section("", HeaderPart.ROLE), has_start=False)
             self._control_in_header(token)
         else:
             self._repair(Repair.UNKNOWN_CONTROL_TOKEN, "between messages", control_name(token))
@@ -273,9 +273,9 @@ class HarmonyParser:
     def _control_in_content(self, token: int) -> None:
         self._flush()
         if token == START:
-            self._begin_header(Section("<|start|>", Part.ROLE), has_start=True)
+            self._begin_header(Section("<|start|>", HeaderPart.ROLE), has_start=True)
         elif token == CHANNEL:
-            self._begin_header(Section("<|channel|>", Part.CHANNEL), has_start=False)
+            self._begin_header(Section("<|channel|>", HeaderPart.CHANNEL), has_start=False)
         else:
             known = token in (MESSAGE, CONSTRAIN)
             kind = Repair.CONTROL_TOKEN_IN_CONTENT if known else Repair.UNKNOWN_CONTROL_TOKEN
@@ -292,7 +292,7 @@ class HarmonyParser:
 
     def _header_text(self, token: int) -> None:
         if self._state is _State.BETWEEN:
-            self._begin_header(Section("", Part.ROLE), has_start=False)
+            self._begin_header(Section("", HeaderPart.ROLE), has_start=False)
         section = self._sections[-1]
         section.add(_utf8(self._pieces[token]), self._position)
         if section.is_overlong:
@@ -318,7 +318,7 @@ class HarmonyParser:
             self._give_up_header(Ending.CONTROL)
             self._control(START)
         else:
-            self._sections.append(Section("<|start|>", Part.ROLE))
+            self._sections.append(Section("<|start|>", HeaderPart.ROLE))
             self._has_start = True
 
     def _read_header(self, ending: Ending) -> Header:

@@ -15,7 +15,7 @@ from vllm_gptoss.tools.browser.backends import API_BACKENDS, ApiBackend, Backend
 from vllm_gptoss.tools.browser.fetch import Fetcher, FetchLimits
 from vllm_gptoss.tools.browser.guard import Guard
 from vllm_gptoss.tools.browser.page import Viewer, estimate_tokens
-from vllm_gptoss.tools.browser.session import BrowserSession, Places
+from vllm_gptoss.tools.browser.session import BrowserSession, SessionPlaces
 from vllm_gptoss.tools.browser.settings import BrowserConfig
 from vllm_gptoss.tools.browser.state import State
 from vllm_gptoss.tools.confined import ConfinedError, pool
@@ -116,7 +116,7 @@ class BrowserProvider(ToolProvider):
     async def open(self, conversation_id: str, options: SessionOptions) -> BrowserSession:
         """The browser of `conversation_id`; an empty id gets a separate one that ends with the session."""
         viewer = Viewer(_VIEW_TOKENS.get(options.search_context_size, 1024), self._count)
-        places = Places(self._web, self._index, self._fetcher)
+        places = SessionPlaces(self._web, self._index, self._fetcher)
         past = [call["recall"] for call in options.past if _is_display(call)]
         state = self._state(conversation_id, past, options.owner)
         close = partial(self._closed, conversation_id) if conversation_id else (lambda: None)

@@ -18,7 +18,7 @@ _SITE_WIDE = ("sitemap", "sitemaps", "site-map", "host")
 
 
 @dataclass
-class Verdict:
+class RobotsVerdict:
     """Whether the URL may be fetched, the seconds between two fetches, and the reduced file for the next call."""
 
     allowed: bool
@@ -27,12 +27,12 @@ class Verdict:
 
 
 @job
-def verdict(payload: bytes, *, encoding: str, agent: str, url: str) -> Verdict:
+def verdict(payload: bytes, *, encoding: str, agent: str, url: str) -> RobotsVerdict:
     """`payload`: robots.txt as it came, or the `rules` of an earlier verdict."""
     content, _ = undone(payload, encoding, MAX_BYTES)
     rules = concerning(content.decode("utf-8-sig", "replace"), agent)
     parsed = Protego.parse(rules)
-    return Verdict(parsed.can_fetch(url, agent), float(parsed.crawl_delay(agent) or 0.0), rules)
+    return RobotsVerdict(parsed.can_fetch(url, agent), float(parsed.crawl_delay(agent) or 0.0), rules)
 
 
 def concerning(text: str, agent: str) -> str:

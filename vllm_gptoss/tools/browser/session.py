@@ -45,7 +45,7 @@ _LOOK_BACK = 4  # lines shown above the one that a `find` match links to
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class SessionPlaces:
     """The sources of a session: the web, unless the request forbids it, and the operator's documents."""
 
     web: Backend | None
@@ -57,7 +57,7 @@ class BrowserSession(ToolSession):
     def __init__(
         self,
         namespace: Namespace,
-        places: Places,
+        places: SessionPlaces,
         viewer: Viewer,
         state: State,
         options: SessionOptions,
@@ -70,7 +70,7 @@ class BrowserSession(ToolSession):
         self._on_close = on_close
         self._reader = Reader()
         web = options.external_web_access
-        self._places = places if web else Places(None, places.index, None)
+        self._places = places if web else SessionPlaces(None, places.index, None)
         self._calls: dict[str, Callable[[Mapping[str, Any]], Awaitable[ToolResult]]] = {
             "search": self._search,
             "open": self._open,

@@ -21,7 +21,7 @@ from prometheus_client import Counter, Histogram
 
 from vllm_gptoss.tools.confined import jobs
 from vllm_gptoss.tools.confined.nursery import Nursery
-from vllm_gptoss.tools.confined.wire import ANSWER, DONE, REFUSED, REQUEST, Header, Hello
+from vllm_gptoss.tools.confined.wire import ANSWER, DONE, REFUSED, REQUEST, Hello, JobHeader
 from vllm_gptoss.tools.protocol import CALLER
 from vllm_gptoss.tools.slots import BusyError, Slots
 
@@ -117,7 +117,7 @@ class Pool:
             raise ConfinedError(f"{len(payload)} bytes are more than {limit.payload}")
         name = jobs.name_of(job)
         nice = _LONG_NICE if limit.is_long else 0
-        header = msgspec.msgpack.encode(Header(name, dict(options), limit.cpu_s, limit.memory, nice))
+        header = msgspec.msgpack.encode(JobHeader(name, dict(options), limit.cpu_s, limit.memory, nice))
         async with (self._long if limit.is_long else self._short).one(CALLER.get()):
             return await self._read(job, name, header, payload, limit)  # type: ignore[no-any-return]
 

@@ -15,7 +15,7 @@ ANSWER = struct.Struct(">BI")  # status, bytes of what follows
 DONE, REFUSED, FAILED = 0, 1, 2
 
 
-class Header(msgspec.Struct):
+class JobHeader(msgspec.Struct):
     """The trusted half of a request. Sizes in bytes, times in seconds."""
 
     job: str

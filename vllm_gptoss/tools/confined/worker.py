@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from vllm_gptoss.tools.confined import jobs
-from vllm_gptoss.tools.confined.wire import ANSWER, DONE, FAILED, REFUSED, REQUEST, Header, Hello
+from vllm_gptoss.tools.confined.wire import ANSWER, DONE, FAILED, REFUSED, REQUEST, Hello, JobHeader
 from vllm_gptoss.tools.sandbox import cage, landlock, linux, seccomp, wire
 from vllm_gptoss.tools.sandbox.spec import View
 
@@ -139,7 +139,7 @@ def _work(connection: socket.socket, ready: _Ready) -> None:
         _rehearse(connection, ready.rehearsals)
         sizes = _read(connection.fileno(), REQUEST.size)
         header_size, payload_size = REQUEST.unpack(sizes)
-        header = msgspec.msgpack.decode(_read(connection.fileno(), header_size), type=Header)
+        header = msgspec.msgpack.decode(_read(connection.fileno(), header_size), type=JobHeader)
         run = jobs.REGISTERED[header.job]
         _limit(header, ready)
         status, answer = _run(run, _read(connection.fileno(), payload_size), header.options)
@@ -158,7 +158,7 @@ def _rehearse(connection: socket.socket, rehearsals: Sequence[Callable[[], None]
             rehearse()
 
 
-def _limit(header: Header, ready: _Ready) -> None:
+def _limit(header: JobHeader, ready: _Ready) -> None:
     """From here on there is no way back, and the payload has not been looked at."""
     for kind, value in (
         (resource.RLIMIT_CORE, 1),  # as in `cage`: 0 would still start the host's core_pattern program

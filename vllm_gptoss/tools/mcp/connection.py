@@ -37,11 +37,11 @@ _UNANSWERED = 2
 """Timeouts in a row after which a stdio process counts as stuck: unlike HTTP, one blocked pipe blocks every call."""
 
 
-class UnavailableError(Exception):
+class ServerUnavailableError(Exception):
     """There is no connection, and nothing was sent; the message has the reason."""
 
 
-class LostError(Exception):
+class ConnectionLostError(Exception):
     """The connection ended during a call, which may or may not have run."""
 
 
@@ -125,8 +125,8 @@ class Connection:
         """The server's `CallToolResult`.
 
         Raises:
-            UnavailableError: nothing was sent.
-            LostError: the connection ended during the call.
+            ServerUnavailableError: nothing was sent.
+            ConnectionLostError: the connection ended during the call.
             SlowError: no answer in `timeout_s`.
             MCPError: the server refused the call.
         """
@@ -139,7 +139,7 @@ class Connection:
             if not call.done():  # the transport ended and nothing else would end this call
                 await asyncio.wait([call], timeout=1.0)
             if not call.done():
-                raise LostError("the connection to the server ended")
+                raise ConnectionLostError("the connection to the server ended")
             answer = await call
             self._unanswered = 0
             return answer
@@ -147,11 +147,11 @@ class Connection:
             raise self._translated(error, timeout_s) from error
         except ValidationError as error:
             raise RuntimeError(f"{error.error_count()} parts of it break the protocol") from error
-        except (LostError, RuntimeError):
+        except (ConnectionLostError, RuntimeError):
             raise
         except Exception as error:
             self._end(describe(error))
-            raise LostError(describe(error)) from error
+            raise ConnectionLostError(describe(error)) from error
         finally:
             for task in (call, ended):
                 task.cancel()
@@ -165,7 +165,7 @@ class Connection:
             return SlowError(f"no answer within {timeout_s:.0f} s")
         if error.error.code == CONNECTION_CLOSED or error.error.message == "Session terminated":
             self._end(error.error.message)
-            return LostError(error.error.message)
+            return ConnectionLostError(error.error.message)
         other: Exception = error
         return other
 
@@ -177,7 +177,7 @@ class Connection:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._settled.wait(), self._dialer.config.connect_timeout_s + 1.0)
         if self._client is None:
-            raise UnavailableError(self.problem or "not connected")
+            raise ServerUnavailableError(self.problem or "not connected")
         return self._client
 
     def _end(self, reason: str) -> None:

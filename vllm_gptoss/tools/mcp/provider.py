@@ -17,10 +17,10 @@ from mcp import MCPError
 from vllm_gptoss.tools.mcp.answers import HTTP_ERROR
 from vllm_gptoss.tools.mcp.connection import (
     Connection,
+    ConnectionLostError,
     Listing,
-    LostError,
+    ServerUnavailableError,
     SlowError,
-    UnavailableError,
     describe,
     origin,
 )
@@ -242,9 +242,9 @@ class McpSession(ToolSession):
         try:
             connection = await self._connection()
             answer = await connection.call(self._provider.own_names.get(tool, tool), arguments, meta, config.timeout_s)
-        except UnavailableError as error:
+        except ServerUnavailableError as error:
             return failed("unavailable", f"The server of this tool cannot be reached: {error}. Nothing was run.")
-        except LostError as error:
+        except ConnectionLostError as error:
             return failed("tool_failed", f"The connection to the tool broke ({error}). The call may have run.")
         except SlowError as error:
             return failed("timeout", f"The tool gave {error} and the call was cancelled.")

@@ -17,7 +17,7 @@ from .files import FileStore
 from .messages import KernelMessage
 from .options import PythonOptions
 from .output import OutputCollector
-from .pool import Kernel, KernelPool
+from .pool import CagedKernel, KernelPool
 from .tasks import uninterrupted
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Container:
         self._pool = pool
         self._store = store
         self._options = options
-        self._kernel: Kernel | None = None
+        self._kernel: CagedKernel | None = None
         self._needs_kernel = False  # the cage is alive, its kernel is not
         self._known: dict[str, tuple[int, int, int]] = {}
 
@@ -107,7 +107,7 @@ class Container:
             finally:
                 self.last_used = time.monotonic()
 
-    async def _thawed(self) -> Kernel:
+    async def _thawed(self) -> CagedKernel:
         """A kernel that runs. Raises SandboxError."""
         kernel = await self._ensure()
         try:
@@ -124,7 +124,7 @@ class Container:
             await kernel.sandbox.thaw()
         return kernel
 
-    async def _ensure(self) -> Kernel:
+    async def _ensure(self) -> CagedKernel:
         if self._kernel is not None and self._kernel.sandbox.exited.done():
             await uninterrupted(self.discard(f"[The python sandbox died between calls. {_ALL_LOST}]"))
         if self._kernel is None:
@@ -146,7 +146,7 @@ class Container:
             self._needs_kernel = False
         return self._kernel
 
-    async def _call(self, kernel: Kernel, code: str) -> ToolResult:
+    async def _call(self, kernel: CagedKernel, code: str) -> ToolResult:
         o = self._options
         outputs = OutputCollector(
             max_chars=o.max_output_chars, max_images=o.max_images, max_image_bytes=o.max_message_mib << 20
@@ -169,7 +169,7 @@ class Container:
         return self._result(contents or [Text("(no output)")], error, self.last_call)
 
     async def _outcome(
-        self, kernel: Kernel, running: asyncio.Task[KernelMessage], outputs: OutputCollector
+        self, kernel: CagedKernel, running: asyncio.Task[KernelMessage], outputs: OutputCollector
     ) -> tuple[ToolError | None, str]:
         """Waits until the call ends by its result, the sandbox's death or the timeout: (error, note for the model)."""
         death = kernel.sandbox.death
@@ -193,19 +193,19 @@ class Container:
             return ToolError("tool_failed", f"{name}: {value}"), ""
         return None, ""
 
-    async def _timed_out(self, kernel: Kernel, running: asyncio.Task[KernelMessage]) -> tuple[ToolError, str]:
+    async def _timed_out(self, kernel: CagedKernel, running: asyncio.Task[KernelMessage]) -> tuple[ToolError, str]:
         message = f"Execution timed out after {self._options.timeout_s:g} seconds."
         if await self._interrupt(kernel, running):
             return ToolError("timeout", message), f"[{message} It was interrupted; variables are kept.]"
         await self._kill_kernel(kernel, "timeout")
         return ToolError("timeout", message), f"[{message} It did not stop and was killed. {_VARIABLES_LOST}]"
 
-    async def _interrupt(self, kernel: Kernel, running: asyncio.Task[KernelMessage]) -> bool:
+    async def _interrupt(self, kernel: CagedKernel, running: asyncio.Task[KernelMessage]) -> bool:
         await kernel.sandbox.interrupt()
         done = await _first(running, kernel.sandbox.death, self._options.interrupt_grace_s)
         return running in done and running.exception() is None
 
-    async def _kill_kernel(self, kernel: Kernel, reason: str) -> None:
+    async def _kill_kernel(self, kernel: CagedKernel, reason: str) -> None:
         self._needs_kernel = True
         if not kernel.sandbox.death.done():
             await kernel.sandbox.kill_payload(reason)
@@ -233,7 +233,7 @@ class Container:
         )
         return ToolError("tool_failed", message), f"[{message} {_VARIABLES_LOST}]"
 
-    async def _stop_cancelled(self, kernel: Kernel, running: asyncio.Task[KernelMessage]) -> None:
+    async def _stop_cancelled(self, kernel: CagedKernel, running: asyncio.Task[KernelMessage]) -> None:
         """After a cancelled call nothing runs any more; the next call reports it."""
         cancelled = "The previous python call was cancelled."
         try:
@@ -246,7 +246,7 @@ class Container:
         except SandboxError:
             await self.discard(f"[{cancelled} {_ALL_LOST}]")
 
-    async def _new_files(self, kernel: Kernel) -> list[Content]:
+    async def _new_files(self, kernel: CagedKernel) -> list[Content]:
         """Files in /mnt/data that this call made or changed, copied out for download."""
         found = {path: (size, mtime, inode) for path, size, mtime, inode in await kernel.sandbox.list_files()}
         changed = [path for path, facts in found.items() if self._known.get(path) != facts]
@@ -258,7 +258,7 @@ class Container:
             contents.append(Text(f"[{len(changed) - self._options.max_files_per_call} more files were not copied out]"))
         return contents
 
-    async def _copy_out(self, kernel: Kernel, path: str) -> File | Text:
+    async def _copy_out(self, kernel: CagedKernel, path: str) -> File | Text:
         name = path.encode(errors="replace").decode()
         try:
             fd = await kernel.sandbox.open_file(path)

@@ -22,7 +22,7 @@ from typing import IO
 from vllm_gptoss.tools.protocol import File, StoredFile
 
 from .kept import KeptFiles, copy_sparse
-from .quotas import Quotas, account
+from .quotas import PythonQuotas, account
 
 logger = logging.getLogger(__name__)
 
@@ -67,13 +67,13 @@ class FileStore:
         max_files: int,
         keep_s: float,
         kept: KeptFiles | None = None,
-        quotas: Quotas | None = None,
+        quotas: PythonQuotas | None = None,
     ) -> None:
         self._max_bytes = max_bytes
         self._max_files = max_files
         self._keep_s = keep_s
         self._kept = kept
-        self._quotas = quotas or Quotas()
+        self._quotas = quotas or PythonQuotas()
         self._failing_until = 0.0
         self._entries: dict[tuple[str, str], _Entry] = {}
 

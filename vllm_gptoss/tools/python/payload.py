@@ -86,7 +86,7 @@ class CagedKernelApp(IPKernelApp):
         self.iopub_socket = self.iopub_thread.background_socket
 
 
-class BoundedSession(Session):
+class BoundedKernelSession(Session):
     """Replaces a message that is too large to send by a short notice."""
 
     limit = 16 << 20
@@ -138,7 +138,7 @@ def run(options: dict[str, Any], argument: dict[str, Any], ready: Callable[[], N
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # the fork server's state is the same for every conversation
     BoundedStream.limit = options["max_output_chars"]
-    BoundedSession.limit = options["max_message_bytes"]
+    BoundedKernelSession.limit = options["max_message_bytes"]
     config = Config()
     config.Session.key = argument["key"].encode()
     config.HistoryManager.enabled = False
@@ -158,7 +158,7 @@ def run(options: dict[str, Any], argument: dict[str, Any], ready: Callable[[], N
         hb_port=HEARTBEAT,
         log_level=logging.CRITICAL,
     )
-    app.session = BoundedSession(parent=app, key=argument["key"].encode(), username="kernel")
+    app.session = BoundedKernelSession(parent=app, key=argument["key"].encode(), username="kernel")
     app.initialize([])
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):

@@ -15,7 +15,7 @@ from vllm_gptoss.tools.sandbox.portable import PortableProcess
 
 from .options import PythonOptions
 from .tasks import uninterrupted
-from .tiers import Choice, Client, choose
+from .tiers import Client, TierChoice, choose
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ AnySandbox = Sandbox | HostProcess | PortableProcess
 
 
 @dataclass(slots=True)
-class Kernel:
+class CagedKernel:
     """A cage and the client of the kernel in it."""
 
     sandbox: AnySandbox
@@ -40,9 +40,9 @@ class KernelPool:
     def __init__(self, options: PythonOptions, evict_idle: Callable[[], bool]) -> None:
         self._options = options
         self._evict_idle = evict_idle
-        self._choice: Choice | None = None
+        self._choice: TierChoice | None = None
         self._launcher_lock = asyncio.Lock()
-        self._warm: list[Kernel] = []
+        self._warm: list[CagedKernel] = []
         self._alive = 0  # handed out and not yet gone
         self._freed = asyncio.Condition()
         self._refill: asyncio.Task[None] | None = None
@@ -80,10 +80,10 @@ class KernelPool:
         await launcher.aclose()
 
     @property
-    def choice(self) -> Choice | None:
+    def choice(self) -> TierChoice | None:
         return self._choice
 
-    async def _new(self) -> Kernel:
+    async def _new(self) -> CagedKernel:
         sandbox: AnySandbox = await (await self._ensure_launcher()).spawn()
         client: Client | None = None
         try:
@@ -94,7 +94,7 @@ class KernelPool:
                 await uninterrupted(client.aclose())
             await uninterrupted(sandbox.aclose())
             raise
-        return Kernel(sandbox, client)
+        return CagedKernel(sandbox, client)
 
     async def start_kernel(self, sandbox: AnySandbox) -> Client:
         """Starts a kernel in a cage that has none (any more). Raises SandboxError."""
@@ -102,7 +102,7 @@ class KernelPool:
             raise SandboxError("the pool was not started")
         return await self._choice.tier.connect(self._options, sandbox)
 
-    async def acquire(self) -> Kernel:
+    async def acquire(self) -> CagedKernel:
         """A ready kernel, frozen. Raises SandboxError when all are busy or none can be made."""
         await self._reserve()
         try:
@@ -144,7 +144,7 @@ class KernelPool:
             self._leaving = max(0, self._leaving - 1)
             self._freed.notify()
 
-    async def release(self, kernel: Kernel) -> None:
+    async def release(self, kernel: CagedKernel) -> None:
         """Kills an acquired kernel and makes its place free once nothing of it is left."""
         try:
             await kernel.aclose()

@@ -31,7 +31,7 @@ from .files import FileStore
 from .kept import KeptFiles
 from .options import PythonOptions
 from .pool import KernelPool
-from .quotas import QuotaError, Quotas, account
+from .quotas import PythonQuotaError, PythonQuotas, account
 from .tasks import uninterrupted
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class PythonProvider(ToolProvider):
         self._name = name
         self._unavailable: str | None = "not started"
         o = self.options
-        self._quotas = Quotas(o.caller_containers, o.caller_runs_per_minute, o.caller_files_mib << 20)
+        self._quotas = PythonQuotas(o.caller_containers, o.caller_runs_per_minute, o.caller_files_mib << 20)
         self._store = FileStore(
             max_bytes=o.file_store_mib << 20,
             max_files=10_000,
@@ -147,7 +147,7 @@ class PythonProvider(ToolProvider):
         try:
             self._quotas.count_run(owner)
             self._check_containers(conversation_id, owner)
-        except QuotaError as error:
+        except PythonQuotaError as error:
             return failed("resource_limit", str(error), f"[not run: {error}]")
         container = self._containers.get(conversation_id)
         if container is None:
@@ -163,14 +163,14 @@ class PythonProvider(ToolProvider):
             self._keep_memory()
 
     def _check_containers(self, conversation_id: str, owner: str) -> None:
-        """Makes room for one container more of the caller's, among its own. Raises QuotaError."""
+        """Makes room for one container more of the caller's, among its own. Raises PythonQuotaError."""
         limit, mine = self._quotas.containers, account(owner)
         held = {k: c for k, c in self._containers.items() if account(c.owner) == mine and (c.alive or c.lock.locked())}
         if not limit or conversation_id in held or len(held) < limit:
             return
         idle = next((key for key in self._idle() if key in held), None)
         if idle is None:
-            raise QuotaError(f"this caller may run {limit} python sessions at once, and all of them are busy")
+            raise PythonQuotaError(f"this caller may run {limit} python sessions at once, and all of them are busy")
         self._evict(idle, _ROOM_LOST)
 
     async def forget(self, conversation_id: str) -> None:

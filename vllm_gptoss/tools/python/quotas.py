@@ -18,12 +18,12 @@ def account(owner: str) -> str:
     return owner.partition("/")[0]
 
 
-class QuotaError(ValueError):
+class PythonQuotaError(ValueError):
     """A caller has all that it may have; the message is for the model."""
 
 
 @dataclass
-class Quotas:
+class PythonQuotas:
     """Limits of each account: living containers, runs a minute, bytes of stored files. 0 means no limit."""
 
     containers: int = 0
@@ -32,7 +32,7 @@ class Quotas:
     _runs: dict[str, deque[float]] = field(default_factory=dict, repr=False)
 
     def count_run(self, owner: str) -> None:
-        """Counts a call that is about to run. Raises QuotaError."""
+        """Counts a call that is about to run. Raises PythonQuotaError."""
         if not self.runs:
             return
         now, who = time.monotonic(), account(owner)
@@ -43,10 +43,12 @@ class Quotas:
             times.popleft()
         if len(times) >= self.runs:
             wait = math.ceil(_MINUTE - (now - times[0]))
-            raise QuotaError(f"this caller may run {self.runs} python calls a minute; the next one in {wait} s")
+            raise PythonQuotaError(f"this caller may run {self.runs} python calls a minute; the next one in {wait} s")
         times.append(now)
 
     def check_kept(self, owner: str, held: int, size: int) -> None:
-        """Whether `size` bytes more may be stored in addition to the `held` ones. Raises QuotaError."""
+        """Whether `size` bytes more may be stored in addition to the `held` ones. Raises PythonQuotaError."""
         if self.kept and held + size > self.kept:
-            raise QuotaError(f"this caller may keep {self.kept} bytes of files and has {held}; this one has {size}")
+            raise PythonQuotaError(
+                f"this caller may keep {self.kept} bytes of files and has {held}; this one has {size}"
+            )

@@ -68,7 +68,7 @@ TIERS = (NAMESPACES, BUBBLEWRAP, PORTABLE)
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TierChoice:
     """The tier that works here, its launcher, and why none before it does."""
 
     tier: Tier
@@ -76,20 +76,20 @@ class Choice:
     reason: str
 
 
-async def choose(options: PythonOptions) -> Choice:
+async def choose(options: PythonOptions) -> TierChoice:
     """The tier that `options` name, or the first that this host allows. Raises SandboxError: no tier is allowed, with
     all reasons; or one is and fails for another reason, such as an option, which no weaker tier shall cover up."""
     if options.dangerously_run_python_on_host:
         logger.warning("python runs ON THE HOST without isolation, as dangerously_run_python_on_host requires")
-        return Choice(HOST, await HOST.make(options), "dangerously_run_python_on_host")
+        return TierChoice(HOST, await HOST.make(options), "dangerously_run_python_on_host")
     for tier in TIERS:
         if tier.name == options.launcher:
-            return Choice(tier, await tier.make(options), f"`launcher: {tier.name}`")
+            return TierChoice(tier, await tier.make(options), f"`launcher: {tier.name}`")
     reasons: list[str] = []
     for tier in TIERS:
         try:
             if (why := tier.missing()) is None:
-                choice = Choice(tier, await tier.make(options), "; ".join(reasons))
+                choice = TierChoice(tier, await tier.make(options), "; ".join(reasons))
                 if reasons:
                     logger.warning("python: using %s (%s), because %s", tier.name, tier.what, choice.reason)
                 return choice

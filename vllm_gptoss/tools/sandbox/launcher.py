@@ -60,7 +60,7 @@ class IsolationError(SandboxError):
     """The host does not allow this way of isolation; another may work."""
 
 
-class Channel:
+class SandboxChannel:
     """One end of a `wire` pair on the event loop: replies by id, everything else to `on_event`."""
 
     def __init__(self, sock: socket.socket, on_event: Callable[[dict[str, Any], list[int]], None]) -> None:
@@ -150,7 +150,7 @@ class Zygote:
         self._python = python
         self._cgroups = cgroups
         self._process: asyncio.subprocess.Process | None = None
-        self._channel: Channel | None = None
+        self._channel: SandboxChannel | None = None
         self._first: asyncio.Future[dict[str, Any]] | None = None
         self.hung = False  # it answers no more; the cages it made before live on
 
@@ -179,7 +179,7 @@ class Zygote:
         finally:
             theirs.close()
         self._first = asyncio.get_running_loop().create_future()
-        self._channel = Channel(ours, self._on_event)
+        self._channel = SandboxChannel(ours, self._on_event)
         with contextlib.suppress(SandboxError):  # then it is closed, which the next line detects
             self._channel.post(self._spec.to_json())
         self._channel.closed.add_done_callback(lambda _: self._on_event({"event": "failed", "error": "died"}, []))
@@ -251,7 +251,7 @@ class Sandbox:
         self._started: asyncio.Future[None] | None = None
         self._death: asyncio.Future[tuple[int, str]] = loop.create_future()
         self._leaf: Leaf | None = None
-        self._channel = Channel(sock, self._on_event)
+        self._channel = SandboxChannel(sock, self._on_event)
         self._channel.closed.add_done_callback(lambda _: self._on_closed())
 
     async def join(self, cgroups: Cgroups | None, spec: Spec) -> None:

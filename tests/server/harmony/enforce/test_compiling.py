@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import xgrammar
 
 from tests.support.confined_workers import kill_workers
 from vllm_gptoss.server.harmony.enforce import compiling
@@ -17,8 +18,6 @@ from vllm_gptoss.server.harmony.enforce.json_grammar import write
 from vllm_gptoss.server.harmony.tokens import CALL, ENDOFTEXT, RETURN, VOCABULARY, encode, token_bytes
 from vllm_gptoss.tools.confined import pool
 from vllm_gptoss.tools.confined.pool import nursery
-
-xgrammar = pytest.importorskip("xgrammar")
 
 
 def closed(schema: Any, count: int = 1) -> dict[str, Any]:

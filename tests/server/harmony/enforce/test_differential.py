@@ -11,13 +11,12 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import xgrammar
 from jsonschema import Draft202012Validator
 
 from tests.support.scale import count
 from vllm_gptoss.server.harmony.enforce.errors import NotEnforceableError
 from vllm_gptoss.server.harmony.enforce.json_grammar import write
-
-xgrammar = pytest.importorskip("xgrammar")
 
 PAIRS = count(10_000, 400)
 PER_SCHEMA = 8

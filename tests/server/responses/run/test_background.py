@@ -173,8 +173,9 @@ def test_a_response_deleted_by_another_server_stays_deleted(start: Start) -> Non
         soon(lambda: first.engine.running == 1)
         assert other.delete(f"/responses/{made['id']}").json()["deleted"] is True
         soon(lambda: first.engine.running == 0)
-        time.sleep(0.5)
-        assert http.get(f"/responses/{made['id']}").status_code == 404
+        for _ in range(10):
+            time.sleep(0.05)
+            assert http.get(f"/responses/{made['id']}").status_code == 404
         assert first.call(first.endpoint.service.context.store.background.since(made["id"], -1)) == []
 
 
@@ -187,8 +188,9 @@ def test_of_two_servers_that_end_a_response_one_wins(start: Start) -> None:
         soon(lambda: first.engine.running == 1)
         soon(lambda: other.get(f"/responses/{made['id']}").json()["status"] == "failed")
         soon(lambda: first.engine.running == 0)
-        time.sleep(0.5)
-        assert http.get(f"/responses/{made['id']}").json()["status"] == "failed"
+        for _ in range(10):
+            time.sleep(0.05)
+            assert http.get(f"/responses/{made['id']}").json()["status"] == "failed"
         events = follow(http, made["id"])
         assert [event["sequence_number"] for event in events] == list(range(len(events)))
         assert events[-1]["type"] == "response.failed"

@@ -6,9 +6,9 @@ Orders of events follow the "Streaming events" reference of the OpenAI API. An i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from vllm_gptoss.server.harmony.custom import InputUnwrapper
 from vllm_gptoss.server.harmony.events import Channel
@@ -20,7 +20,7 @@ from vllm_gptoss.tools.protocol import File, Source
 Logprobs = Sequence[dict[str, Any]] | None
 
 
-class Writer(Protocol):
+class Writer:
     """Writes the item of one message. `cut`: generation stopped inside the message.
 
     text_deltas: the events of plain text, where one event carries it; `adds` then replaces `delta`
@@ -35,11 +35,41 @@ class Writer(Protocol):
 
     def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
         """The events of more text; `logprobs` are those of its tokens, as the API shows them."""
-        ...
+        del text, logprobs
+        return []
 
     def end(self, text: str, *, cut: bool) -> list[Event]:
         """The events of the message's end; `text` is all of it."""
-        ...
+        del text, cut
+        return []
+
+
+class ItemWriter(Writer):
+    """A writer of an item, which `_start` places. `kind`: of its events; `prefix`: of its id."""
+
+    kind: str
+    prefix: str
+
+    def __init__(self, out: Output) -> None:
+        self._out = out
+        self.item_id = ids.new(self.prefix)
+        self._index = -1
+        self._where: dict[str, Any] = {}
+
+    def _start(self) -> list[Event]:
+        raise NotImplementedError
+
+    def _started(self) -> list[Event]:
+        """The events of the item's start, where it is not placed yet."""
+        return self._start() if self._index < 0 else []
+
+    def _place(self, item: Mapping[str, Any]) -> list[Event]:
+        self._index, added = self._out.add({"id": self.item_id, **item})
+        self._where = {"item_id": self.item_id, "output_index": self._index}
+        return [added]
+
+    def _event(self, name: str, /, **fields: Any) -> Event:
+        return self._out.event(f"response.{self.kind}{name}", **self._where, **fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,56 +93,40 @@ def status(cut: bool) -> str:
 class SilentWriter(Writer):
     """Writes nothing: reasoning that is not included, or a call above `max_tool_calls`."""
 
-    def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
-        del text, logprobs
-        return []
 
-    def end(self, text: str, *, cut: bool) -> list[Event]:
-        del text, cut
-        return []
-
-
-class ReasoningWriter(Writer):
+class ReasoningWriter(ItemWriter):
     """`reasoning`: its text, a summary, and its encrypted form, each if requested.
 
     The summary is the text itself, without another model: all of it for `auto` and `detailed`, its first sentence for
     `concise`.
     """
 
+    kind, prefix = "", "rs"
+
     def __init__(self, out: Output, style: Style) -> None:
-        self._out = out
+        super().__init__(out)
         self._style = style
-        self.item_id = ids.new("rs")
-        self._where: dict[str, Any] = {}
         self._where_text: dict[str, Any] = {}
         self._where_summary: dict[str, Any] = {}
-        self._index = -1
 
     def _start(self) -> list[Event]:
-        item = {"id": self.item_id, "type": "reasoning", "status": "in_progress", "summary": []}
-        if self._style.reasoning:
-            item["content"] = []
-        self._index, added = self._out.add(item)
-        self._where = {"item_id": item["id"], "output_index": self._index}
+        content: dict[str, Any] = {"content": []} if self._style.reasoning else {}
+        events = self._place({"type": "reasoning", "status": "in_progress", "summary": [], **content})
         self._where_text = {**self._where, "content_index": 0}
         self._where_summary = {**self._where, "summary_index": 0}
-        events = [added]
         if self._style.reasoning and self._style.summary not in ("auto", "detailed"):
             self.text_deltas = TextDeltas("response.reasoning_text.delta", self._where_text)
         if self._style.reasoning:
             part = {"type": "reasoning_text", "text": ""}
-            events.append(self._event("response.content_part.added", content_index=0, part=part))
+            events.append(self._event("content_part.added", content_index=0, part=part))
         if self._style.summary in ("auto", "detailed"):
             part = {"type": "summary_text", "text": ""}
-            events.append(self._event("response.reasoning_summary_part.added", summary_index=0, part=part))
+            events.append(self._event("reasoning_summary_part.added", summary_index=0, part=part))
         return events
-
-    def _event(self, kind: str, **fields: Any) -> Event:
-        return self._out.event(kind, **self._where, **fields)
 
     def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
         del logprobs
-        events = self._start() if self._index < 0 else []
+        events = self._started()
         if self._style.reasoning:
             events.append(self._out.delta("response.reasoning_text.delta", self._where_text, text))
         if self._style.summary in ("auto", "detailed"):
@@ -127,8 +141,8 @@ class ReasoningWriter(Writer):
         if self._style.reasoning:
             part = {"type": "reasoning_text", "text": text}
             changes["content"] = [part]
-            events.append(self._event("response.reasoning_text.done", content_index=0, text=text))
-            events.append(self._event("response.content_part.done", content_index=0, part=part))
+            events.append(self._event("reasoning_text.done", content_index=0, text=text))
+            events.append(self._event("content_part.done", content_index=0, part=part))
         if self._style.summary:
             events += self._summarise(text, changes)
         if self._style.seal:
@@ -140,12 +154,12 @@ class ReasoningWriter(Writer):
         if self._style.summary == "concise":
             text = first_sentence(text)
             part = {"type": "summary_text", "text": ""}
-            events.append(self._event("response.reasoning_summary_part.added", summary_index=0, part=part))
+            events.append(self._event("reasoning_summary_part.added", summary_index=0, part=part))
             events.append(self._out.delta("response.reasoning_summary_text.delta", self._where_summary, text))
         part = {"type": "summary_text", "text": text}
         changes["summary"] = [part]
-        events.append(self._event("response.reasoning_summary_text.done", summary_index=0, text=text))
-        events.append(self._event("response.reasoning_summary_part.done", summary_index=0, part=part))
+        events.append(self._event("reasoning_summary_text.done", summary_index=0, text=text))
+        events.append(self._event("reasoning_summary_part.done", summary_index=0, part=part))
         return events
 
 
@@ -157,36 +171,29 @@ def first_sentence(text: str) -> str:
     return text[:300].strip()
 
 
-class MessageWriter(Writer):
+class MessageWriter(ItemWriter):
     """`message`: the final answer, or on commentary the text before tool calls."""
 
+    kind, prefix = "", "msg"
+
     def __init__(self, out: Output, style: Style, channel: Channel, files: list[File]) -> None:
-        self._out = out
+        super().__init__(out)
         self._files = files
         self._keeps_logprobs = style.logprobs
         self._citations = Citations(style.source)
         self._phase = "final_answer" if channel is Channel.FINAL else "commentary"
-        self._index = -1
-        self._where: dict[str, Any] = {}
         self._annotations: list[dict[str, Any]] = []
         self._pieces: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
         self._pending: list[dict[str, Any]] = []
 
     def _start(self) -> list[Event]:
-        item = {
-            "id": ids.new("msg"),
-            "type": "message",
-            "role": "assistant",
-            "phase": self._phase,
-            "status": "in_progress",
-            "content": [],
-        }
-        self._index, added = self._out.add(item)
-        self._where = {"item_id": item["id"], "output_index": self._index, "content_index": 0}
+        item = {"type": "message", "role": "assistant", "phase": self._phase, "status": "in_progress", "content": []}
+        added = self._place(item)
+        self._where["content_index"] = 0
         self.text_deltas = TextDeltas("response.output_text.delta", self._where, {"logprobs": []})
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        return [added, self._out.event("response.content_part.added", **self._where, part=part)]
+        return [*added, self._event("content_part.added", part=part)]
 
     def adds(self, text: str) -> bool:
         if self._pending or not self._citations.passes(text):
@@ -195,7 +202,7 @@ class MessageWriter(Writer):
         return True
 
     def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
-        events = self._start() if self._index < 0 else []
+        events = self._started()
         if logprobs and self._keeps_logprobs:
             self._pending.extend(logprobs)
         for piece, annotation in self._citations.feed(text):
@@ -213,9 +220,9 @@ class MessageWriter(Writer):
             events.append(self._annotate(annotation))
 
     def _annotate(self, annotation: dict[str, Any]) -> Event:
-        kind, number = "response.output_text.annotation.added", len(self._annotations)
         self._annotations.append(annotation)
-        return self._out.event(kind, **self._where, annotation_index=number, annotation=annotation)
+        number = len(self._annotations) - 1
+        return self._event("output_text.annotation.added", annotation_index=number, annotation=annotation)
 
     def _cite_files(self, text: str) -> list[Event]:
         """Files that tools left since the last answer, at their first mention, else at the end of the text."""
@@ -229,15 +236,15 @@ class MessageWriter(Writer):
     def end(self, text: str, *, cut: bool) -> list[Event]:
         if self._index < 0 and (self._phase == "commentary" or cut):
             return []  # an empty message
-        events = self._start() if self._index < 0 else []
+        events = self._started()
         for piece, annotation in self._citations.flush():
             self._write(piece, annotation, events)
         text = "".join(self._pieces)
         events += self._cite_files(text)
         self._logprobs += self._pending
         part = {"type": "output_text", "text": text, "annotations": self._annotations, "logprobs": self._logprobs}
-        done = self._out.event("response.output_text.done", **self._where, text=text, logprobs=self._logprobs)
-        events += [done, self._out.event("response.content_part.done", **self._where, part=part)]
+        events.append(self._event("output_text.done", text=text, logprobs=self._logprobs))
+        events.append(self._event("content_part.done", part=part))
         events.append(self._out.done(self._index, content=[part], status=status(cut)))
         return events
 
@@ -259,38 +266,26 @@ def file_citation(file: File, text: str) -> dict[str, Any]:
     }
 
 
-class _CallWriter(Writer):
+class _CallWriter(ItemWriter):
     """The item of a call of one of the request's own tools. `namespace` is set for a tool inside one."""
 
-    _prefix: str
-    _type: str
-    _field: str
+    type: str
+    field: str
 
     def __init__(self, out: Output, name: str, namespace: str | None) -> None:
-        self._out = out
-        self._item: dict[str, Any] = {
-            "id": ids.new(self._prefix),
-            "type": self._type,
-            "call_id": ids.new("call"),
-            "name": name,
-            self._field: "",
-            "status": "in_progress",
-        }
-        if namespace:
-            self._item["namespace"] = namespace
-        self._index = -1
-        self._where: dict[str, Any] = {}
+        super().__init__(out)
+        self._name = name
+        self._namespace = {"namespace": namespace} if namespace else {}
 
     def _start(self) -> list[Event]:
-        self._index, added = self._out.add(self._item)
-        self._where = {"item_id": self._item["id"], "output_index": self._index}
-        return [added]
+        call = {"type": self.type, "call_id": ids.new("call"), "name": self._name, self.field: ""}
+        return self._place({**call, "status": "in_progress", **self._namespace})
 
 
 class FunctionCallWriter(_CallWriter):
     """`function_call`: JSON arguments for a function."""
 
-    _prefix, _type, _field = "fc", "function_call", "arguments"
+    kind, prefix, type, field = "function_call_arguments", "fc", "function_call", "arguments"
 
     def _start(self) -> list[Event]:
         events = super()._start()
@@ -299,22 +294,19 @@ class FunctionCallWriter(_CallWriter):
 
     def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
         del logprobs
-        events = self._start() if self._index < 0 else []
-        return [*events, self._out.delta("response.function_call_arguments.delta", self._where, text)]
+        return [*self._started(), self._event(".delta", delta=text)]
 
     def end(self, text: str, *, cut: bool) -> list[Event]:
         # A call without arguments generates nothing and means `{}`.
         events = self.delta(text) if self._index < 0 else []
-        kind, name = "response.function_call_arguments.done", self._item["name"]
-        events.append(self._out.event(kind, **self._where, name=name, arguments=text))
-        events.append(self._out.done(self._index, arguments=text, status=status(cut)))
-        return events
+        events.append(self._event(".done", name=self._name, arguments=text))
+        return [*events, self._out.done(self._index, arguments=text, status=status(cut))]
 
 
 class CustomCallWriter(_CallWriter):
     """`custom_tool_call`: free text for a tool; see `harmony/custom.py`. `raw`: no JSON around it."""
 
-    _prefix, _type, _field = "ctc", "custom_tool_call", "input"
+    kind, prefix, type, field = "custom_tool_call_input", "ctc", "custom_tool_call", "input"
 
     def __init__(self, out: Output, name: str, namespace: str | None, *, raw: bool) -> None:
         super().__init__(out, name, namespace)
@@ -323,19 +315,18 @@ class CustomCallWriter(_CallWriter):
 
     def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
         del logprobs
-        events = self._start() if self._index < 0 else []
-        return events + self._add(self._unwrap.feed(text) if self._unwrap else text)
+        return self._started() + self._add(self._unwrap.feed(text) if self._unwrap else text)
 
     def _add(self, piece: str) -> list[Event]:
         if not piece:
             return []
         self._pieces.append(piece)
-        return [self._out.delta("response.custom_tool_call_input.delta", self._where, piece)]
+        return [self._event(".delta", delta=piece)]
 
     def end(self, text: str, *, cut: bool) -> list[Event]:
-        events = self._start() if self._index < 0 else []
+        events = self._started()
         if self._unwrap:
             events += self._add(self._unwrap.end(text, cut=cut))
         value = "".join(self._pieces)
-        events.append(self._out.event("response.custom_tool_call_input.done", **self._where, input=value))
+        events.append(self._event(".done", input=value))
         return [*events, self._out.done(self._index, input=value, status=status(cut))]

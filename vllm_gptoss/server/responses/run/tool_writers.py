@@ -9,68 +9,55 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from vllm_gptoss.server.responses import ids
 from vllm_gptoss.server.responses.run.events import Event, Output
-from vllm_gptoss.server.responses.run.item_writers import Logprobs, Style, Writer
+from vllm_gptoss.server.responses.run.item_writers import ItemWriter, Logprobs, Style, Writer
 from vllm_gptoss.tools.protocol import BrowserAction, Image, Namespace, Text, ToolResult
 
 
-class ToolWriter(Writer, Protocol):
-    """A writer of an item that a tool completes. `item_id` is known before the item is placed."""
+class ToolWriter(ItemWriter):
+    """A writer of an item that a tool completes. `field`: of the call's text; `busy`: status while the tool runs."""
 
-    item_id: str
+    field: str
+    busy: str
+
+    def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
+        del logprobs
+        return [*self._started(), self._event(f"_{self.field}.delta", delta=text)]
+
+    def end(self, text: str, *, cut: bool) -> list[Event]:
+        events = [*self._started(), self._event(f"_{self.field}.done", **{self.field: text})]
+        self._out.items[self._index][self.field] = text
+        return events + self._cut(cut)
+
+    def _cut(self, cut: bool) -> list[Event]:
+        return [self._out.done(self._index, status="incomplete")] if cut else []
 
     def running(self) -> list[Event]:
         """The call is complete and the tool starts."""
-        ...
+        self._out.items[self._index]["status"] = self.busy
+        return [self._event(f".{self.busy}")]
 
     def result(self, result: ToolResult) -> list[Event]:
         """The tool has run."""
-        ...
+        raise NotImplementedError
 
 
 class PythonCallWriter(ToolWriter):
     """`code_interpreter_call`."""
 
-    def __init__(self, out: Output, style: Style, container_id: str) -> None:
-        self._out = out
-        self._style = style
-        self.item_id = ids.new("ci")
-        self._container = container_id
-        self._index = -1
+    kind, prefix, field, busy = "code_interpreter_call", "ci", "code", "interpreting"
 
-    def _event(self, kind: str, **fields: Any) -> Event:
-        kind = f"response.code_interpreter_call{kind}"
-        return self._out.event(kind, item_id=self.item_id, output_index=self._index, **fields)
+    def __init__(self, out: Output, style: Style, container_id: str) -> None:
+        super().__init__(out)
+        self._style = style
+        self._container = container_id
 
     def _start(self) -> list[Event]:
-        item = {
-            "id": self.item_id,
-            "type": "code_interpreter_call",
-            "status": "in_progress",
-            "code": "",
-            "container_id": self._container,
-            "outputs": None,
-        }
-        self._index, added = self._out.add(item)
-        return [added, self._event(".in_progress")]
-
-    def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
-        del logprobs
-        events = self._start() if self._index < 0 else []
-        return [*events, self._event("_code.delta", delta=text)]
-
-    def end(self, text: str, *, cut: bool) -> list[Event]:
-        events = self._start() if self._index < 0 else []
-        events.append(self._event("_code.done", code=text))
-        self._out.items[self._index]["code"] = text
-        return [*events, self._out.done(self._index, status="incomplete")] if cut else events
-
-    def running(self) -> list[Event]:
-        self._out.items[self._index]["status"] = "interpreting"
-        return [self._event(".interpreting")]
+        item = {"type": self.kind, "status": "in_progress", "code": "", "container_id": self._container}
+        return [*self._place({**item, "outputs": None}), self._event(".in_progress")]
 
     def result(self, result: ToolResult) -> list[Event]:
         outputs: list[dict[str, Any]] = []
@@ -92,36 +79,26 @@ class PythonCallWriter(ToolWriter):
 class BrowserCallWriter(ToolWriter):
     """`web_search_call`: placed when its arguments are complete, because an item must have its action."""
 
+    kind, prefix, busy = "web_search_call", "ws", "searching"
+
     def __init__(self, out: Output, style: Style, tool: str) -> None:
-        self._out = out
+        super().__init__(out)
         self._style = style
         self._tool = tool
-        self.item_id = ids.new("ws")
-        self._index = -1
-
-    def _event(self, kind: str) -> Event:
-        return self._out.event(f"response.web_search_call.{kind}", item_id=self.item_id, output_index=self._index)
 
     def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
         del text, logprobs
         return []
 
     def end(self, text: str, *, cut: bool) -> list[Event]:
-        action = guess_action(self._tool, text)
-        item = {"id": self.item_id, "type": "web_search_call", "status": "in_progress", "action": action}
-        self._index, added = self._out.add(item)
-        events = [added, self._event("in_progress")]
-        return [*events, self._out.done(self._index, status="incomplete")] if cut else events
-
-    def running(self) -> list[Event]:
-        self._out.items[self._index]["status"] = "searching"
-        return [self._event("searching")]
+        item = {"type": self.kind, "status": "in_progress", "action": guess_action(self._tool, text)}
+        return [*self._place(item), self._event(".in_progress"), *self._cut(cut)]
 
     def result(self, result: ToolResult) -> list[Event]:
         changes: dict[str, Any] = {"status": "failed" if result.error else "completed"}
         if result.action:
             changes["action"] = action_fields(result.action, with_sources=self._style.sources)
-        return [self._event("completed"), self._out.done(self._index, **changes)]
+        return [self._event(".completed"), self._out.done(self._index, **changes)]
 
 
 def guess_action(tool: str, arguments: str) -> dict[str, Any]:
@@ -153,47 +130,23 @@ def action_fields(action: BrowserAction, *, with_sources: bool) -> dict[str, Any
 class McpCallWriter(ToolWriter):
     """`mcp_call`."""
 
-    def __init__(self, out: Output, label: str, name: str, approval: str | None = None) -> None:
-        self._out = out
-        self._label = label
-        self._name = name
-        self._approval = approval
-        self.item_id = ids.new("mcp")
-        self._index = -1
+    kind, prefix, field = "mcp_call", "mcp", "arguments"
 
-    def _event(self, kind: str, **fields: Any) -> Event:
-        kind = f"response.mcp_call{kind}"
-        return self._out.event(kind, item_id=self.item_id, output_index=self._index, **fields)
+    def __init__(self, out: Output, label: str, name: str, approval: str | None = None) -> None:
+        super().__init__(out)
+        self._item = {"server_label": label, "name": name, "arguments": "", "output": None, "error": None}
+        self._item["approval_request_id"] = approval
 
     def _start(self) -> list[Event]:
-        item = {
-            "id": self.item_id,
-            "type": "mcp_call",
-            "status": "in_progress",
-            "server_label": self._label,
-            "name": self._name,
-            "arguments": "",
-            "output": None,
-            "error": None,
-            "approval_request_id": self._approval,
-        }
-        self._index, added = self._out.add(item)
-        return [added, self._event(".in_progress")]
-
-    def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
-        del logprobs
-        events = self._start() if self._index < 0 else []
-        return [*events, self._event("_arguments.delta", delta=text)]
+        return [*self._place({"type": self.kind, "status": "in_progress", **self._item}), self._event(".in_progress")]
 
     def end(self, text: str, *, cut: bool) -> list[Event]:
         events = self.delta(text) if self._index < 0 else []
-        events.append(self._event("_arguments.done", arguments=text))
-        self._out.items[self._index]["arguments"] = text
-        return [*events, self._out.done(self._index, status="incomplete")] if cut else events
+        return events + super().end(text, cut=cut)
 
     def running(self) -> list[Event]:
         self._out.items[self._index]["status"] = "calling"
-        return []
+        return []  # the API has no event for it
 
     def result(self, result: ToolResult) -> list[Event]:
         if result.error is None:
@@ -212,10 +165,6 @@ class ApprovalRequestWriter(Writer):
         self._out = out
         self._label = label
         self._name = name
-
-    def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
-        del text, logprobs
-        return []
 
     def end(self, text: str, *, cut: bool) -> list[Event]:
         if cut:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from vllm_gptoss.server.responses.errors import ApiError, not_found
-from vllm_gptoss.server.responses.state.quotas import Usage
+from vllm_gptoss.server.responses.state.quotas import StorageUsage
 from vllm_gptoss.server.responses.state.store import Store
 from vllm_gptoss.server.responses.state.stored import StoreError
 
@@ -31,7 +31,7 @@ class ConversationHold:
 
     async def take(self) -> None:
         """Raises `ApiError` when the conversation does not exist, or another response works on it; `QuotaError`."""
-        await self._quotas.make_room(self._tenant, Usage(items=1))
+        await self._quotas.make_room(self._tenant, StorageUsage(items=1))
         if await self._rows.hold(self._tenant, self._conversation, self._response, self._seconds):
             return
         if await self._rows.get(self._tenant, self._conversation) is None:

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from vllm_gptoss.server.responses.state.clock import now
-from vllm_gptoss.server.responses.state.quotas import Quotas, Usage
+from vllm_gptoss.server.responses.state.quotas import Quotas, StorageUsage
 from vllm_gptoss.server.responses.state.shielding import shield_methods
 from vllm_gptoss.server.responses.state.tables import conversation_items, conversations
 
@@ -47,7 +47,7 @@ class ConversationStore:
             changed = await db.execute(sa.update(conversations).where(mine).values(metadata=row["metadata"]))
         if not changed.rowcount:
             rows = rows_of(identifier, items)
-            await self._quotas.make_room(tenant, usage_of(rows) + Usage(conversations=1))
+            await self._quotas.make_room(tenant, usage_of(rows) + StorageUsage(conversations=1))
             async with self._begin() as db:
                 await db.execute(sa.insert(conversations).values(row))
                 await append(db, identifier, rows)
@@ -153,9 +153,9 @@ def rows_of(conversation: str, items: Items) -> list[dict[str, Any]]:
     return rows
 
 
-def usage_of(rows: Sequence[Mapping[str, Any]]) -> Usage:
+def usage_of(rows: Sequence[Mapping[str, Any]]) -> StorageUsage:
     """Storage that these items take of their tenant's quota."""
-    return Usage(items=len(rows), bytes=sum(row["bytes"] for row in rows))
+    return StorageUsage(items=len(rows), bytes=sum(row["bytes"] for row in rows))
 
 
 async def append(db: AsyncConnection, conversation: str, rows: Sequence[Mapping[str, Any]]) -> None:

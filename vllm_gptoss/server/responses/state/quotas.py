@@ -31,7 +31,7 @@ _BATCH = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class StorageUsage:
     """Amounts of stored data. `items`: of conversations, and distinct input items of responses."""
 
     responses: int = 0
@@ -39,10 +39,10 @@ class Usage:
     items: int = 0
     bytes: int = 0
 
-    def __add__(self, other: Usage) -> Usage:
-        return Usage(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, other: StorageUsage) -> StorageUsage:
+        return StorageUsage(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
-    def exceeded(self, limits: Usage) -> str:
+    def exceeded(self, limits: StorageUsage) -> str:
         """The first field that is more than its limit; empty where none is."""
         over = (f.name for f in fields(self) if getattr(self, f.name) > getattr(limits, f.name))
         return next(over, "")
@@ -59,12 +59,12 @@ class Quotas:
     ) -> None:
         self._begin = begin
         o = options
-        self._per_key = Usage(o.key_responses, o.key_conversations, o.key_items, o.bytes_of_key)
-        self._in_total = Usage(o.max_responses, o.max_conversations, o.max_items, o.max_bytes)
-        self._known: OrderedDict[str | None, tuple[Usage, float]] = OrderedDict()
+        self._per_key = StorageUsage(o.key_responses, o.key_conversations, o.key_items, o.bytes_of_key)
+        self._in_total = StorageUsage(o.max_responses, o.max_conversations, o.max_items, o.max_bytes)
+        self._known: OrderedDict[str | None, tuple[StorageUsage, float]] = OrderedDict()
         self._evicting = asyncio.Lock()
 
-    async def make_room(self, tenant: str, more: Usage) -> None:
+    async def make_room(self, tenant: str, more: StorageUsage) -> None:
         """Before a conversation grows: evicts responses of the tenant's where that helps.
 
         Raises:
@@ -77,7 +77,7 @@ class Quotas:
                 raise QuotaError(f"{whose} may store {getattr(limits, name)} {name} ({setting}): delete conversations.")
         self._add(tenant, more)
 
-    async def settle(self, tenant: str, more: Usage) -> None:
+    async def settle(self, tenant: str, more: StorageUsage) -> None:
         """After a response was stored: evicts the tenant's least recently used ones where it is over its quota."""
         self._add(tenant, more)
         if (await self._usage(tenant)).exceeded(self._per_key):
@@ -94,10 +94,10 @@ class Quotas:
         if (await self._recount(None)).exceeded(self._in_total):
             await self._evict(None)
 
-    async def _evict(self, tenant: str | None, more: Usage | None = None) -> str:
+    async def _evict(self, tenant: str | None, more: StorageUsage | None = None) -> str:
         """Evicts down to 95 % of the quota, or of the total for None; returns the field still exceeded, or ""."""
-        more, limits = more or Usage(), self._per_key if tenant else self._in_total
-        aim = Usage(*(limit - limit // 20 for limit in astuple(limits)))
+        more, limits = more or StorageUsage(), self._per_key if tenant else self._in_total
+        aim = StorageUsage(*(limit - limit // 20 for limit in astuple(limits)))
         batch = 1
         async with self._evicting:
             while name := (await self._recount(tenant) + more).exceeded(aim):
@@ -112,11 +112,11 @@ class Quotas:
                 batch = min(2 * batch, _BATCH)
             return (self._known[tenant][0] + more).exceeded(limits)
 
-    async def _usage(self, tenant: str | None) -> Usage:
+    async def _usage(self, tenant: str | None) -> StorageUsage:
         known = self._known.get(tenant)
         return known[0] if known and time.monotonic() - known[1] < _RECOUNT_S else await self._recount(tenant)
 
-    async def _recount(self, tenant: str | None) -> Usage:
+    async def _recount(self, tenant: str | None) -> StorageUsage:
         async with self._begin() as db:
             usage = await _counted(db, tenant)
         self._known[tenant] = usage, time.monotonic()
@@ -125,7 +125,7 @@ class Quotas:
             self._known.popitem(last=False)
         return usage
 
-    def _add(self, tenant: str, more: Usage) -> None:
+    def _add(self, tenant: str, more: StorageUsage) -> None:
         for each in (tenant, None):
             if known := self._known.get(each):
                 self._known[each] = known[0] + more, known[1]
@@ -133,7 +133,7 @@ class Quotas:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Rows that count for `fields` of `Usage`; `table` is where their tenant is, too."""
+    """Rows that count for `fields` of `StorageUsage`; `table` is where their tenant is, too."""
 
     table: sa.FromClause
     tenant: sa.ColumnElement[str]
@@ -150,18 +150,18 @@ _KINDS = (
 )
 
 
-async def _counted(db: AsyncConnection, tenant: str | None) -> Usage:
+async def _counted(db: AsyncConnection, tenant: str | None) -> StorageUsage:
     """Amounts that a tenant stores, or all tenants for None."""
-    usage = Usage()
+    usage = StorageUsage()
     for kind in _KINDS:
         query = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(kind.bytes), 0)).select_from(kind.table)
         number, size = (await db.execute(query if tenant is None else query.where(kind.tenant == tenant))).one()
-        usage += Usage(**{name: int(size) if name == "bytes" else number for name in kind.fields})
+        usage += StorageUsage(**{name: int(size) if name == "bytes" else number for name in kind.fields})
     return usage
 
 
 async def _largest(db: AsyncConnection, name: str) -> str:
-    """The tenant that has most of a field of `Usage`."""
+    """The tenant that has most of a field of `StorageUsage`."""
     parts = []
     for kind in (kind for kind in _KINDS if name in kind.fields):
         amount = sa.func.sum(kind.bytes) if name == "bytes" else sa.func.count()

@@ -28,7 +28,7 @@ from vllm_gptoss.server.responses.state.container_store import ContainerStore, f
 from vllm_gptoss.server.responses.state.conversation_store import ConversationStore, append, rows_of
 from vllm_gptoss.server.responses.state.database import cause_of, check_columns, connect, keep_private
 from vllm_gptoss.server.responses.state.event_store import EventStore, unfinished
-from vllm_gptoss.server.responses.state.quotas import Quotas, Usage, remove_responses
+from vllm_gptoss.server.responses.state.quotas import Quotas, StorageUsage, remove_responses
 from vllm_gptoss.server.responses.state.shielding import shield_methods
 from vllm_gptoss.server.responses.state.stored import (
     UNFINISHED,
@@ -151,7 +151,7 @@ class Store:
                 await _write_items(db, stored, conversation)
 
         await _retried(insert)
-        await self._settle(stored.tenant, Usage(responses=1, items=len(stored.input), bytes=row["bytes"]))
+        await self._settle(stored.tenant, StorageUsage(responses=1, items=len(stored.input), bytes=row["bytes"]))
 
     async def update(self, stored: Stored, conversation: str | None = None) -> None:
         """Writes a changed background response, while it is unfinished.
@@ -171,7 +171,7 @@ class Store:
                 await _write_items(db, stored, conversation)
         if not changed.rowcount:
             raise LostError("The response was deleted, or ended by another server.")
-        await self._settle(stored.tenant, Usage(bytes=row["bytes"]))
+        await self._settle(stored.tenant, StorageUsage(bytes=row["bytes"]))
 
     def _checked_row(self, stored: Stored) -> dict[str, Any]:
         row = stored.row()
@@ -288,7 +288,7 @@ class Store:
 
     # Limits
 
-    async def _settle(self, tenant: str, more: Usage) -> None:
+    async def _settle(self, tenant: str, more: StorageUsage) -> None:
         """Applies the key's quota now; retention and the total in a task, once a minute or when the store is full.
 
         Failures are logged only: the response is stored.

@@ -41,7 +41,7 @@ LOCK_WAIT = "10s"
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class UpgradeStep:
     """To schema `version`. Not `additive`: servers of earlier versions refuse to start afterwards."""
 
     version: int
@@ -71,13 +71,13 @@ def _usage(connection: sa.Connection) -> None:
 
 
 STEPS = (
-    Step(1, "input items stored once, response keys by tenant", _first, additive=False),
-    Step(2, "who used a container of the python tool", _containers),
-    Step(3, "how much each API key stores", _usage),
+    UpgradeStep(1, "input items stored once, response keys by tenant", _first, additive=False),
+    UpgradeStep(2, "who used a container of the python tool", _containers),
+    UpgradeStep(3, "how much each API key stores", _usage),
 )
 
 
-def upgrade(connection: sa.Connection, steps: Sequence[Step] = STEPS) -> None:
+def upgrade(connection: sa.Connection, steps: Sequence[UpgradeStep] = STEPS) -> None:
     """Takes the missing steps. Needs a separate transaction.
 
     Raises:

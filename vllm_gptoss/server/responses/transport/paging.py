@@ -10,7 +10,7 @@ from vllm_gptoss.server.responses.errors import ApiError, not_found
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class ListPage:
     """The query of a list: up to `limit` entries that follow the one with the id `after`."""
 
     ascending: bool
@@ -18,7 +18,7 @@ class Page:
     after: str | None
 
 
-def asked(query: Mapping[str, str]) -> Page:
+def asked(query: Mapping[str, str]) -> ListPage:
     """The page of a query. Newest first unless `order=asc`. Raises `ApiError`."""
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
@@ -29,7 +29,7 @@ def asked(query: Mapping[str, str]) -> Page:
         limit = 0
     if not 1 <= limit <= 100:
         raise ApiError("'limit' is a number from 1 to 100.", param="limit", code="invalid_value")
-    return Page(order == "asc", limit, query.get("after"))
+    return ListPage(order == "asc", limit, query.get("after"))
 
 
 def page_of(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def page_of(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> dict[s
     return listed(ordered, page)
 
 
-def listed(found: Sequence[dict[str, Any]], page: Page) -> dict[str, Any]:
+def listed(found: Sequence[dict[str, Any]], page: ListPage) -> dict[str, Any]:
     """The answer with the first `page.limit` of `found`, which has one more entry if there is a next page."""
     data = found[: page.limit]
     return {

@@ -29,7 +29,7 @@ LAST = 2**31 - 2
 """Sequence numbers are 32-bit integers in the store; no response has as many events."""
 
 
-class Backend(Protocol):
+class ResponseBackend(Protocol):
     """The parts that the routes use; they may be created after the routes."""
 
     @property
@@ -43,7 +43,7 @@ class Backend(Protocol):
         ...
 
 
-def add_routes(router: APIRouter, backend: Backend) -> None:
+def add_routes(router: APIRouter, backend: ResponseBackend) -> None:
     """Adds the routes under both prefixes: OpenAI's, and the Open Responses specification's."""
     routes = _Routes(backend)
     for prefix in ("/v1", OPEN_RESPONSES):
@@ -64,7 +64,7 @@ def add_routes(router: APIRouter, backend: Backend) -> None:
 
 
 class _Routes:
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: ResponseBackend) -> None:
         self._backend = backend
 
     @property

@@ -32,22 +32,22 @@ _IMAGES = (("_repr_png_", "image/png"), ("_repr_jpeg_", "image/jpeg"), ("_repr_s
 def send(kind: str, body: dict[str, Any]) -> None:
     """One frame, after what was printed before it."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, Output):
+        if isinstance(stream, CellOutput):
             stream.flush()
     _send(kind, body)
 
 
 def _send(kind: str, body: dict[str, Any]) -> None:
     text = json.dumps([kind, body])
-    if len(text) > Output.max_message:
-        size, limit = len(text), Output.max_message
+    if len(text) > CellOutput.max_message:
+        size, limit = len(text), CellOutput.max_message
         text = json.dumps(["stream", {"name": "stderr", "text": f"[output of {size} bytes dropped: limit {limit}]\n"}])
     data = f"\x1e{text}\n".encode("utf-8", "surrogatepass")
     while data:
         data = data[os.write(1, data) :]
 
 
-class Output(io.TextIOBase):
+class CellOutput(io.TextIOBase):
     """stdout or stderr as frames; swallows what one call prints beyond `limit` characters."""
 
     limit = 1 << 20
@@ -63,7 +63,7 @@ class Output(io.TextIOBase):
 
     def begin(self) -> None:
         """A cell: it may print as much, and its first line goes out at once."""
-        Output.written = 0
+        CellOutput.written = 0
         self._sent = -_FLUSH_S
 
     def writable(self) -> bool:
@@ -72,10 +72,10 @@ class Output(io.TextIOBase):
     def write(self, text: str) -> int:
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
-        left = Output.limit - Output.written
-        Output.written += len(text)
+        left = CellOutput.limit - CellOutput.written
+        CellOutput.written += len(text)
         if left >= 0:
-            self._parts.append(text if len(text) <= left else text[:left] + _NOTE.format(limit=Output.limit))
+            self._parts.append(text if len(text) <= left else text[:left] + _NOTE.format(limit=CellOutput.limit))
             if "\n" in text and time.monotonic() - self._sent > _FLUSH_S:
                 self.flush()
         return len(text)
@@ -185,7 +185,7 @@ def main() -> None:
     """Settings first, then a cell per line, until the input ends."""
     lines = _lines()
     settings = json.loads(next(lines))
-    Output.limit, Output.max_message = settings["max_output_chars"], settings["max_message_bytes"]
+    CellOutput.limit, CellOutput.max_message = settings["max_output_chars"], settings["max_message_bytes"]
     os.environ.update(HOME="/tmp", TMPDIR="/tmp", MPLCONFIGDIR="/tmp/.matplotlib", MPLBACKEND="module://inline")  # noqa: S108
     os.chdir("/mnt/data")
     cells = types.ModuleType("__main__")
@@ -195,7 +195,7 @@ def main() -> None:
     sys.displayhook = _show
     for module in settings["required"]:
         importlib.import_module(module)
-    outputs = Output("stdout"), Output("stderr")
+    outputs = CellOutput("stdout"), CellOutput("stderr")
     sys.stdout, sys.stderr = outputs
     _send("ready", {})
     for number, line in enumerate(lines, 1):

@@ -14,8 +14,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.decode import floor
+from benchmarks.decode.worker import EngineRun
 from vllm_gptoss.cli.bench import shapes
-from vllm_gptoss.cli.bench.worker import EngineRun, is_plugin, put
+from vllm_gptoss.cli.bench.worker import is_plugin, put
 
 SETTING = ("prompt", "output", "tensor_parallel", "skew", "eagle3", "options")
 """Fields of a job that must be equal for two measurements to be compared."""
@@ -175,13 +177,14 @@ def _figures(rounds: Sequence[dict[str, Any]], batch: int) -> dict[str, Any]:
 
 
 def _floor(model: str, of: dict[str, Any], batch: int, ours: dict[str, Any], gpu: str) -> dict[str, Any]:
-    speed = shapes.bandwidth(gpu)
+    speed = floor.bandwidth(gpu)
     if speed is None:
         return {"floor_ms": None, "share_of_floor": None}
     context = of["prompt"] + of["output"] // 2
     parallel, verified = of["tensor_parallel"], 1 + of["eagle3"]
-    floor = 1e3 * shapes.read_bytes(shapes.shape(model), batch, context, parallel, of["skew"], verified) / speed
-    return {"floor_ms": floor, "share_of_floor": floor / ours["gpu_ms"] if ours["gpu_ms"] else None}
+    read = floor.read_bytes(shapes.shape(model), batch, context, parallel, of["skew"], verified)
+    floor_ms = 1e3 * read / speed
+    return {"floor_ms": floor_ms, "share_of_floor": floor_ms / ours["gpu_ms"] if ours["gpu_ms"] else None}
 
 
 def _derived(of: dict[str, Any], batch: int, ours: dict[str, Any], stock: dict[str, Any] | None) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,14 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import warm_vllm
-from vllm_gptoss.cli.bench import decode, memory, results, shapes, traces, worker
-from vllm_gptoss.cli.bench.results import Results, ResultsError
-from vllm_gptoss.cli.bench.worker import EngineRun
-from vllm_gptoss.cli.main import app
+from benchmarks.decode import __main__ as decode
+from benchmarks.decode import floor, memory, results, traces, worker
+from benchmarks.decode.results import Results, ResultsError
+from benchmarks.decode.worker import EngineRun
+from tests.support import warm, warm_vllm
+from vllm_gptoss.cli.bench import shapes
 from vllm_gptoss.cli.recipes.model_config import model_config
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 JOB = EngineRun("20b", "plugin", (1, 8))
 Bench = Callable[..., tuple[int, str, str]]
 
@@ -32,14 +31,14 @@ def test_overlapping_kernels_count_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "batch", "floor"),
+    ("model", "batch", "floor_ms"),
     # bytes over 4.3 TB/s worked out by hand for 1,024 tokens of context, see docs/kernels/
     [("20b", 1, 0.87), ("20b", 8, 2.17), ("120b", 1, 1.17), ("120b", 8, 3.98)],
 )
-def test_the_floor_is_what_must_be_read(model: str, batch: int, floor: float) -> None:
-    speed = shapes.bandwidth("NVIDIA H200")
+def test_the_floor_is_what_must_be_read(model: str, batch: int, floor_ms: float) -> None:
+    speed = floor.bandwidth("NVIDIA H200")
     assert speed
-    assert 1e3 * shapes.read_bytes(shapes.SPECS[model], batch, 1024) / speed == pytest.approx(floor, abs=0.005)
+    assert 1e3 * floor.read_bytes(shapes.SPECS[model], batch, 1024) / speed == pytest.approx(floor_ms, abs=0.005)
 
 
 def test_the_floor_is_the_one_of_the_gpu_that_was_measured(tmp_path: Path) -> None:
@@ -56,14 +55,14 @@ def test_the_floor_is_the_one_of_the_gpu_that_was_measured(tmp_path: Path) -> No
 
 def test_skewed_routing_reads_four_experts_at_any_batch() -> None:
     model = shapes.SPECS["20b"]
-    uniform, skewed = (shapes.read_bytes(model, 16, 1, skew=skew) for skew in (False, True))
-    assert skewed == pytest.approx(shapes.read_bytes(model, 1, 16), rel=1e-3)
+    uniform, skewed = (floor.read_bytes(model, 16, 1, skew=skew) for skew in (False, True))
+    assert skewed == pytest.approx(floor.read_bytes(model, 1, 16), rel=1e-3)
     assert uniform > 2 * skewed
 
 
 def test_verifying_drafts_reads_the_experts_of_all_of_them() -> None:
     model = shapes.SPECS["20b"]
-    assert shapes.read_bytes(model, 1, 0, verified=4) == pytest.approx(shapes.read_bytes(model, 4, 0))
+    assert floor.read_bytes(model, 1, 0, verified=4) == pytest.approx(floor.read_bytes(model, 4, 0))
 
 
 def test_skew_sends_every_token_to_the_same_experts() -> None:
@@ -188,15 +187,15 @@ def test_lengths_are_read_as_people_write_them() -> None:
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Bench:
-    """Exit code and output of `vllm-gptoss bench decode`; its engines start with vLLM imported."""
+    """Exit code and output of `python -m benchmarks.decode run`; its engines start with vLLM imported."""
     monkeypatch.setattr(worker, "subprocess", SimpleNamespace(Popen=warm_vllm.popen))
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
 
     def run(*arguments: str) -> tuple[int, str, str]:
-        command = ["bench", "decode", "--models", "tiny", "--lengths", "16/8", "--repeats", "1"]
+        command = ["run", "--models", "tiny", "--lengths", "16/8", "--repeats", "1"]
         command += ["--options", '{"enforce_eager": true}', "--out", str(tmp_path / "r.json"), *arguments]
         with pytest.raises(SystemExit) as ended:
-            app(command)
+            decode.app(command)
         return int(ended.value.code or 0), *capfd.readouterr()
 
     return run
@@ -223,8 +222,8 @@ def test_the_command_measures_writes_and_continues(bench: Bench, tmp_path: Path)
 
 @pytest.mark.vllm
 def test_the_command_ends_with_its_budget(tmp_path: Path) -> None:
-    command = [str(Path(sys.executable).with_name("vllm-gptoss")), "bench", "decode", "--models", "tiny"]
+    command = ["-m", "benchmarks.decode", "run", "--models", "tiny"]
     command += ["--variants", "plugin", "--batches", "4", "--budget", "1", "--out", str(tmp_path / "r.json")]
-    nothing = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    nothing = warm.run(command)
     assert nothing.returncode == 1
     assert "not measured, 1 s are left of 1" in nothing.stdout

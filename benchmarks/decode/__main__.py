@@ -1,8 +1,8 @@
 """Decode speed of gpt-oss shapes: the plugin against vLLM's own backends on the same GPU.
 
-    vllm-gptoss bench decode --models 20b,120b --batches 1,2,4,8,16,32 --rounds 2
-    vllm-gptoss bench decode --models 20b --budget 560            # ends within 560 s, and stores what it measured
-    vllm-gptoss bench merge day1.json day2.json --out all.json
+    python -m benchmarks.decode run --models 20b,120b --batches 1,2,4,8,16,32 --rounds 2
+    python -m benchmarks.decode run --models 20b --budget 560   # ends within 560 s, and stores what it measured
+    python -m benchmarks.decode merge day1.json day2.json --out all.json
 
 Each variant runs in a separate process (vLLM's in-process engine, dummy weights, greedy, random prompts, no prefix
 cache); rounds interleave the variants, repeats are inside a process. TPOT = (time for the whole output - time for one
@@ -12,7 +12,7 @@ launches count once. Dummy weights route about uniformly; `--skew` sends every t
 
 Writes `decode-<gpu>-<date>.json` after every process: medians over repeats and rounds, and the spread (largest -
 smallest) / median. The same command again measures only what the file lacks. A running server is measured by
-`vllm-gptoss bench streams` or `vllm bench serve`.
+`vllm bench serve`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_gptoss.cli.bench import memory, shapes, worker
-from vllm_gptoss.cli.bench.results import Results, ResultsError
-from vllm_gptoss.cli.bench.worker import PLUGIN, EngineRun
+from benchmarks.decode import memory, worker
+from benchmarks.decode.results import Results, ResultsError
+from benchmarks.decode.worker import EngineRun
+from vllm_gptoss.cli.bench import shapes
+from vllm_gptoss.cli.bench.worker import PLUGIN
 
 STOCK = ("triton", "marlin", "humming")
 GRACE = 20.0
@@ -197,11 +199,18 @@ def _machine() -> dict[str, Any]:
     code += "print(device.detect().name, _vllm.version() or 'unknown', torch.__version__, sep='\\n')"
     said = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout
     gpu, vllm, torch = said.splitlines()[-3:]
-    arguments = " ".join(argument for argument in sys.argv[1:] if argument not in ("bench", "decode"))
-    command = f"vllm-gptoss bench decode {arguments}".strip()
+    command = " ".join(("python -m benchmarks.decode", *sys.argv[1:]))
     return {"gpu": gpu, "vllm": vllm, "torch": torch, "date": str(date.today()), "command": command}
 
 
 def _finish(found: Results, path: Path) -> None:
     found.write(path)
     typer.echo(f"written: {path}")
+
+
+app = typer.Typer(no_args_is_help=True, help="Decode speed of the plugin and of vLLM's own backends on this machine.")
+app.command("run", help="TPOT and GPU time per step, shapes of 20b and 120b with dummy weights.")(main)
+app.command("merge", help="Add up the measurements of several results files.")(merge)
+
+if __name__ == "__main__":
+    app()
