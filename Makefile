@@ -20,7 +20,7 @@ ifneq ($(DURATIONS),)
 export GPTOSS_DURATIONS := 1
 endif
 
-.PHONY: demo serve test contract test-gpu check soak lint environment environment-test environment-soak model clean
+.PHONY: demo serve test contract test-gpu check soak mutants lint environment environment-test environment-soak model clean
 
 demo: environment       ## serve the bundled small gpt-oss with real vLLM and ask it a question
 	@exec "$(BIN)/python" -m demo.run --end-with-parent
@@ -45,6 +45,9 @@ check: lint             ## what needs no engine: lint, types, and the tests of l
 
 soak: environment-soak  ## the long tests in full: a million streams, thousands of conversations
 	@GPTOSS_SOAK=1 "$(BIN)/python" -m pytest -m soak $(ARGS)
+
+mutants: environment-test  ## which single changes of risky code no test notices; continues where it stopped
+	@"$(BIN)/python" -m scripts.mutants run $(ARGS)
 
 lint: environment-test
 	@"$(BIN)/ruff" check . && "$(BIN)/ruff" format --check . && "$(BIN)/mypy"

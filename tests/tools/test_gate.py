@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import socket
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 
-from vllm_gptoss.tools.arguments import argument_problem
+from vllm_gptoss.tools.arguments import argument_problem, judged
 from vllm_gptoss.tools.gate import gated
 from vllm_gptoss.tools.protocol import (
     Namespace,
@@ -298,9 +301,26 @@ async def test_cancelling_frees_the_slot() -> None:
 
 async def test_schemas_that_are_broken_or_point_elsewhere_do_not_stop_calls() -> None:
     assert await argument_problem('{"a": 1}', {"type": "nonsense"}) is None
-    assert await argument_problem('{"a": 1}', {"properties": {"a": {"$ref": "http://127.0.0.1:1/schema"}}}) is None
     nested = {"properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "object", "required": ["x"]}}}
     assert "'x' is a required property" in str(await argument_problem('{"a": {}}', nested))
+
+
+def test_a_reference_to_another_host_is_not_fetched() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        connections: list[object] = []
+
+        def accept() -> None:
+            connection, _ = listener.accept()
+            connections.append(connection)
+            connection.close()
+
+        accepting = pool.submit(accept)
+        reference = f"http://127.0.0.1:{listener.getsockname()[1]}/schema"
+        found = judged(b'{"a": 1}', json.dumps({"properties": {"a": {"$ref": reference}}}))
+        listener.shutdown(socket.SHUT_RDWR)
+        assert isinstance(accepting.exception(10), OSError)
+    assert connections == []
+    assert (found.problem, "cannot be followed" in found.note) == ("", True)
 
 
 @given(st.text(max_size=50))

@@ -278,6 +278,13 @@ def test_what_then_fails_is_never_promised(device: str, config: dict[str, Any], 
         plan(GPT_OSS_20B, devices.named(device), config, {})
 
 
+def test_weights_that_are_larger_than_the_gpu_do_not_fit_whatever_the_cache() -> None:
+    roomy = {"kv-cache-memory-bytes": 8 << 30}
+    for gib, fits in ((80.0, True), (40.0, False)):
+        device = dataclasses.replace(devices.named("H100"), memory_gib=gib)
+        assert plan(GPT_OSS_120B, device, roomy, {}).fits is fits
+
+
 def test_a_rule_finds_what_does_not_fit() -> None:
     case = check.Case("here", GPT_OSS_120B, devices.named("L40S"), {}, {})
     (found,) = check.fits(case)

@@ -68,8 +68,11 @@ def test_engine_death_is_a_failed_response(start: Start) -> None:
     server = start(LONG)
     server.engine.fail_after = 7
     with server.http() as http:
-        events = stream(http, {"model": MODEL, "input": "hi"})
-        assert events[-1]["type"] == "response.failed"
+        conversation = http.post("/conversations", json={}).json()["id"]
+        for stores in (True, False):
+            events = stream(http, {"model": MODEL, "input": "hi", "conversation": conversation, "store": stores})
+            assert events[-1]["type"] == "response.failed"
+            assert http.get(f"/conversations/{conversation}/items").json()["data"] == [], "a failed turn is no history"
         assert events[-1]["response"]["error"]["code"] == "server_error"
         plain = http.post("/responses", json={"model": MODEL, "input": "hi"})
         assert plain.status_code == 500

@@ -15,10 +15,12 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.confined_workers import kill_workers
 from tests.support.loop_watch import shortest_pause, watched
+from tests.support.waiting import soon
 from tests.tools.confined import hostile_jobs as jobs
 from vllm_gptoss.tools.confined import BusyError, ConfinedError, FaultError, Limit, Pool, Refused, Sizes, content, pool
 from vllm_gptoss.tools.confined import jobs as registered
@@ -79,6 +81,22 @@ async def test_a_hostile_payload_costs_its_own_process(workers: Pool, job: objec
         await workers.run(job, b"", SHORT, **options)
     assert time.monotonic() - began < 20
     assert await workers.run(jobs.echo, b"after") == b"after"
+
+
+async def test_a_worker_beyond_its_time_is_killed(hostile: Nursery) -> None:
+    def alive() -> set[int]:
+        return {child.pid for child in psutil.Process(hostile.pid).children(recursive=True)}
+
+    workers = Pool(hostile)
+    assert await workers.run(jobs.echo, b"before") == b"before"
+    running = asyncio.create_task(workers.run(jobs.sleep, b"", Limit(seconds=0.5), seconds=20.0))
+    seen: set[int] = set()
+    while not running.done():
+        seen = alive()
+        await asyncio.sleep(0.05)
+    with pytest.raises(ConfinedError, match="within"):
+        await running
+    await asyncio.to_thread(soon, lambda: bool(seen - alive()))
 
 
 async def test_processor_time_is_limited_by_the_kernel_too(workers: Pool) -> None:

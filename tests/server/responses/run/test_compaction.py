@@ -23,11 +23,12 @@ def test_a_compaction_takes_nothing_from_max_output_tokens(start: Start) -> None
 
 def test_a_history_beyond_the_window_is_summarised_part_by_part(start: Start) -> None:
     prompts: list[str] = []
+    summary = "<|channel|>final<|message|>Summary {}.<|return|>"
 
     def model(prompt: Sequence[int]) -> list[int]:
         text = text_of_prompt(prompt)
         prompts.append(text)
-        return harmony(f"<|channel|>final<|message|>Summary {len(prompts)}.<|return|>")
+        return harmony(summary.format(len(prompts)))
 
     window = 800
     server = start(model, max_model_len=window)
@@ -37,6 +38,9 @@ def test_a_history_beyond_the_window_is_summarised_part_by_part(start: Start) ->
     with server.http() as http:
         made = http.post("/responses/compact", json={"model": MODEL, "input": items}).raise_for_status().json()
         create(http, input=[made["output"][-1], {"role": "user", "content": "go on"}])
+    parts = server.engine.prompts[:-1]
+    assert made["usage"]["input_tokens"] == sum(map(len, parts))
+    assert made["usage"]["output_tokens"] == len(parts) * len(harmony(summary.format(1)))
     assert all(len(prompt) < window for prompt in server.engine.prompts)
     for item in items:
         assert any(item["content"][:11] in prompt for prompt in prompts[:-1]), "every message was read"
@@ -61,11 +65,11 @@ def test_a_message_beyond_the_window_loses_its_middle_only(start: Start) -> None
 
 def test_words_of_users_that_do_not_fit_are_left_to_the_summary(start: Start) -> None:
     server = start(SUMMARY, max_model_len=800)
-    items = [{"role": "user", "content": f"user {n} " + "word " * 200} for n in range(6)]
+    items = [{"role": "user", "content": f"user {n} " + "word " * (200 if n > 2 else 1)} for n in range(6)]
     with server.http() as http:
         made = create(http, input=items, context_management=COMPACTS)
     assert made["status"] == "completed"
-    assert "user 5" in server.prompt()
+    assert [n for n in range(6) if f"user {n}" in server.prompt()] == [4, 5], "the newest stay"
     assert "They spoke at length." in server.prompt()
 
 

@@ -133,6 +133,8 @@ def test_mcp_approval_is_asked_and_then_runs_the_call(start: Start) -> None:
         assert tool.calls == []
         answer = {"type": "mcp_approval_response", "approval_request_id": request["id"], "approve": True}
         again = {"model": MODEL, "previous_response_id": first["id"], "input": [answer], "tools": tools}
+        twice = http.post("/responses", json={**again, "input": [answer, answer]})
+        assert twice.json()["error"]["code"] == "approval_request_not_found"
         second = stream(http, again)[-1]["response"]
         assert [item["type"] for item in second["output"]] == ["mcp_call", "reasoning", "message"]
         assert second["output"][0]["approval_request_id"] == request["id"]
@@ -243,6 +245,15 @@ def test_a_dying_tool_fails_its_item_not_the_stream(start: Start) -> None:
     assert response["output"][1]["status"] == "failed"
     assert "The tool failed: ConnectionError" in server.prompt()
     assert "gone" not in server.prompt()  # an exception's text may be confidential
+
+
+def test_a_request_that_is_refused_closes_the_tools_that_it_opened(start: Start) -> None:
+    tool = fakes.mcp()
+    server = start(HELLO, providers=[tool], max_model_len=100)
+    with server.http() as http:
+        body = {"model": MODEL, "input": "word " * 200, "tools": [{"type": "mcp", "server_label": "weather"}]}
+        assert http.post("/responses", json=body).status_code == 400
+    assert (len(tool.opened), tool.closed) == (1, 1)
 
 
 def test_tool_choice_none_leaves_the_tools_out_of_the_prompt(start: Start) -> None:

@@ -253,6 +253,7 @@ def test_a_conversation_of_a_dead_server_is_free_after_a_while(start: Start) -> 
         rows = server.endpoint.service.context.store.conversations  # type: ignore[union-attr]
         tenant = tenant_of("Bearer alice")
         assert server.call(rows.hold(tenant, conversation, "resp_dead", 0.3))
+        server.call(rows.release(conversation, "resp_other"))
         ask = {"model": MODEL, "input": "hi", "conversation": conversation}
         assert http.post("/responses", json=ask).json()["error"]["code"] == "conversation_locked"
         soon(lambda: http.post("/responses", json=ask).status_code == 200)
@@ -268,6 +269,11 @@ def test_a_long_response_keeps_its_conversation(start: Start) -> None:
             for _ in range(10):
                 time.sleep(0.1)
                 assert http.post("/responses", json=ask).json()["error"]["code"] == "conversation_locked"
+        brief = {**ask, "max_output_tokens": 16}
+        soon(lambda: http.post("/responses", json=brief).status_code == 200)
+        for _ in range(4):
+            time.sleep(0.1)
+            assert http.post("/responses", json=brief).status_code == 200, "an ended response renews nothing"
 
 
 def test_a_conversation_that_is_deleted_meanwhile_leaves_nothing(start: Start) -> None:
