@@ -29,12 +29,13 @@ def _tools() -> typer.Typer:
 
 
 def _bench() -> typer.Typer:
-    from vllm_gptoss.cli.bench import consistency
+    from vllm_gptoss.cli.bench import consistency, start
 
     bench = typer.Typer(no_args_is_help=True, help=GROUPS["bench"][1])
     bench.command("consistency", help="Log-probabilities of decode against those of prompts, also after a reload.")(
         consistency.main
     )
+    bench.command("start", help="The phases of a start of vllm serve.")(start.main)
     return bench
 
 

@@ -9,6 +9,8 @@ vLLM's FULL CUDA graphs.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -24,6 +26,8 @@ from vllm_gptoss.engine.kernels import attention, dense, nvrtc
 from vllm_gptoss.engine.model import addresses, layer_upto16, many_tokens, one_token
 from vllm_gptoss.engine.model.layer_binding import Place, transferred
 from vllm_gptoss.fallback import UnavailableError
+
+logger = logging.getLogger(__name__)
 
 MAX_TOKENS = bands.FUSED_TOKENS
 
@@ -98,11 +102,13 @@ class FusedPath:
         choice = choose.layers(device.detect(), self.deployment, wish)
         if choice.value != "gptoss":
             raise UnavailableError(choice.reason)
+        began = time.monotonic()
         with ThreadPoolExecutor(2) as beside:  # the one launch's kernel takes as long as five of the others
             path = beside.submit(one_token.build, places, self.deployment)
             most = beside.submit(many_tokens.prepared, places, self.deployment)
             nvrtc.at_once(load for place in places for load in loads(place))
         self.places, self.one_token, self.most = places, path.result(), most.result()
+        logger.info("kernels of the fused layers: ready after %.1f s", time.monotonic() - began)
         return choice
 
     def __call__(
