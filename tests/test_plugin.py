@@ -293,7 +293,41 @@ def test_a_configuration_that_vllm_changed_does_not_stop_the_start(
     monkeypatch.setattr(fallback, "_said", set())
     with heard(caplog, logging.WARNING):
         assert plugin._wants_runner(SimpleNamespace(additional_config={})) is False
-    assert ["AttributeError" in line for line in lines(caplog)] == [True]
+    assert ["AttributeError" in line for line in lines(caplog)] == [True, True], "the start and the runner"
+
+
+CONFIGURED = """
+import asyncio, json, multiprocessing, sys, time
+from vllm.engine.arg_utils import EngineArgs
+from vllm.renderers import hf
+from vllm.tokenizers import cached_tokenizer_from_config
+
+ENDPOINT = "vllm_gptoss.server.responses.endpoint"
+
+async def main():
+    config = EngineArgs(model=sys.argv[1]).create_engine_config().model_config
+    imported, loads = [ENDPOINT in sys.modules], []
+    engine = multiprocessing.get_context("fork").Process(target=time.sleep, args=(300,), daemon=True)
+    engine.start()
+    until = time.monotonic() + float(sys.argv[2])
+    while ENDPOINT not in sys.modules and time.monotonic() < until:
+        await asyncio.sleep(0.1)
+    hf.cached_get_processor = lambda *_, **__: loads.append(1)
+    hf.resolve_chat_template(cached_tokenizer_from_config(config), None, None, model_config=config)
+    print(json.dumps([*imported, ENDPOINT in sys.modules, len(loads)]))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(("host", "expected"), [("auto", [False, True, 0]), ("stock", [False, False, 1])])
+def test_a_server_imports_the_endpoint_beside_its_engine_and_loads_the_tokenizer_once(
+    model_dir: Path, host: str, expected: list[object]
+) -> None:
+    patience = "60" if host == "auto" else "1"
+    done = warm.run(["-c", CONFIGURED, str(model_dir), patience], environment({"GPTOSS_HOST": host}))
+    assert json.loads(done.stdout.splitlines()[-1]) == expected, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize("ours_first", [False, True])

@@ -7,10 +7,13 @@ the start-up line prove which parts are active.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import multiprocessing
 import os
 import sys
+import threading
+import time
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -68,8 +71,31 @@ def _wants_runner(config: Any) -> bool:
         chosen = getattr(settings, name)
         if chosen not in ("auto", "upstream") and (why := compatibility.why_off("engine")):
             raise ChoiceError(f"{name}={chosen} needs the plugin's model, which is off: {why}; use {name}=auto")
-    suits = settings.host != "stock" and fallback.attempt("host", "auto", lambda: runner.suits(config))
+    if settings.host == "stock":
+        return False
+    fallback.attempt("start", "auto", lambda: _shorten_start(config))
+    suits = fallback.attempt("host", "auto", lambda: runner.suits(config))
     return bool(suits and fallback.fits("host", "runner"))
+
+
+def _shorten_start(config: Any) -> None:
+    """Saves vLLM a second load of the tokenizer, and imports the endpoint while the API server waits for its engine."""
+    _vllm.skip_processor(config.model_config)
+    is_server = asyncio._get_running_loop() is not None and multiprocessing.parent_process() is None
+    # Of several engines, those after the first would be started, perhaps forked, during the imports.
+    if is_server and config.parallel_config.data_parallel_size == 1 and not endpoint_is_off():
+        threading.Thread(target=_import_endpoint, name="gptoss-import", daemon=True).start()
+
+
+def _import_endpoint() -> None:
+    """Imports the endpoint once the engine's process exists; after five minutes without one, it returns."""
+    for _ in range(1500):
+        if multiprocessing.active_children():
+            from vllm_gptoss.server import parts
+
+            parts.failures()  # logged where the parts are attached
+            return
+        time.sleep(0.2)
 
 
 RUST = (
@@ -127,14 +153,10 @@ def _is_off(variable: str) -> bool:
     return os.environ.get(variable, "1").lower() in ("0", "false", "no", "off")
 
 
-def _is_run_batch() -> bool:
-    is_command = sys.argv[1:2] == ["run-batch"] or os.path.basename(sys.argv[0]) == "run_batch.py"
-    return is_command and multiprocessing.parent_process() is None
-
-
 def _read_batches() -> None:
     """Installs the parser where vLLM loads no endpoint plugin: `vllm run-batch` builds its handlers without an app."""
-    if not _is_run_batch() or _is_off("GPTOSS_PARSER"):
+    is_command = sys.argv[1:2] == ["run-batch"] or os.path.basename(sys.argv[0]) == "run_batch.py"
+    if not is_command or multiprocessing.parent_process() is not None or _is_off("GPTOSS_PARSER"):
         return
     from vllm_gptoss.server.chat.vllm_parser import install
 

@@ -121,6 +121,18 @@ def model_type(args: Namespace) -> str | None:
     return getattr(config, "model_type", None)
 
 
+def skip_processor(model_config: Any) -> None:
+    """Enters into vLLM's cache that gpt-oss has no multimodal processor with a chat template.
+
+    Otherwise the warm-up of the chat template loads the tokenizer once more to find that out (6 s of processor time).
+    """
+    from vllm.renderers import hf
+
+    code = model_config.code_revision if model_config.tokenizer == model_config.model else None
+    key = (model_config.tokenizer, model_config.tokenizer_revision, code, model_config.trust_remote_code)
+    hf._PROCESSOR_CHAT_TEMPLATES.setdefault(key, None)
+
+
 def checks_keys(args: Namespace) -> bool:
     """Whether the API server refuses requests without one of its API keys: `--api-key`, or `VLLM_API_KEY`."""
     import vllm.envs as envs
