@@ -62,7 +62,8 @@ CORE = re.compile(r"\(EngineCore\w* pid=(\d+)\)")
 
 def phases(lines: Iterable[tuple[float, str]]) -> dict[str, float]:
     """Seconds of each phase of a log. lines: time of arrival after the start in seconds, and text."""
-    found, before, following = {}, 0.0, 0
+    found: dict[str, float] = {}
+    before, following = 0.0, 0
     for at, text in lines:
         for place, (name, pattern, is_always_logged) in enumerate(PHASES[following:], following + 1):
             if re.search(pattern, text):
