@@ -229,9 +229,10 @@ def edit(release: Release, file: str, old: str, new: str) -> None:
 
 
 STATES = "vllm/v1/worker/gpu/sample/states.py"
+MODEL = {"tokenizer": "m", "model": "m", "tokenizer_revision": None, "code_revision": None, "trust_remote_code": False}
 CONFIG = SimpleNamespace(
     parallel_config=SimpleNamespace(world_size=1, data_parallel_size=1),
-    model_config=SimpleNamespace(runner_type="generate"),
+    model_config=SimpleNamespace(runner_type="generate", **MODEL),
     use_v2_model_runner=True,
     additional_config={},
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import vllm_gptoss.server.responses
 
 PACKAGE = Path(vllm_gptoss.server.responses.__file__).parent
-BASE = {"errors", "ids", "options"}
+BASE = {"errors", "ids", "metrics", "options"}
 ROOMS: dict[str, set[str]] = {
     "endpoint": {"transport", "run", "prompt", "state", "request", *BASE},
     "transport": {"run", "state", "request", *BASE},
@@ -20,6 +20,7 @@ ROOMS: dict[str, set[str]] = {
     "options": set(),
     "errors": set(),
     "ids": set(),
+    "metrics": set(),
 }
 """Each room and what it may import besides itself."""
 

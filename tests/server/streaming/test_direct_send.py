@@ -315,6 +315,6 @@ async def test_a_request_that_ends_leaves_nothing_behind(path: str) -> None:
 @pytest.mark.parametrize(("host", "is_direct"), [("auto", True), ("stock", False)])
 def test_the_setting_that_leaves_all_to_vllm_does(host: str, is_direct: bool) -> None:
     endpoint = ResponsesEndpoint()
-    settings = SimpleNamespace(store="off", strict_tools=True, prompts="", tools=None, host=host)
+    settings = SimpleNamespace(store="off", strict_tools=True, prompts="", tools=None, host=host, ui=False)
     endpoint.attach(FastAPI(), Namespace(), settings)
     assert endpoint._is_direct == is_direct

@@ -166,7 +166,7 @@ def _stands(spelt: list[str], said: list[str]) -> bool:
 
 
 def of(device: Device) -> Model | None:
-    """The row of a detected device: its name is within the driver's (`NVIDIA H100 80GB HBM3`), or its only arch."""
+    """The row with recipes of a detected device: its name is within the driver's (`NVIDIA H100 80GB HBM3`)."""
     if device.vendor == "cpu":
         return next(
             model
@@ -176,11 +176,12 @@ def of(device: Device) -> Model | None:
     said = _words(device.name)
     named_so = [
         model
-        for model in MODELS
+        for model in (*MODELS, *NEIGHBOURS)
         if model.arch == device.arch and any(_stands(_words(each), said) for each in (model.name, *model.also))
     ]
     alike = [model for model in named_so if abs(model.memory_gib - device.memory_gib) < 0.1 * model.memory_gib]
-    return max(alike, key=lambda model: len(model.name), default=None)
+    nearest = max(alike, key=lambda model: len(model.name), default=None)
+    return nearest if nearest in MODELS else None  # an RTX 4090 D is no RTX 4090
 
 
 def label(device: Device) -> str:
