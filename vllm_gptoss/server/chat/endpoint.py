@@ -73,11 +73,9 @@ class ChatCompletions:
             return
         makes_text = not self._streams or getattr(args, "enable_log_outputs", False)
         client = AnswerStops(engine_client, makes_text=makes_text)
-        parts = (AnswerLogprobs,), (AnswerLogprobs,), ()
-        for name, classes in zip(replaced.CHAT_HANDLERS, parts, strict=True):
+        chat = (ChatStream, AnswerLogprobs) if self._streams else (AnswerLogprobs,)
+        for name, classes in zip(replaced.CHAT_HANDLERS, (chat, (AnswerLogprobs,), ()), strict=True):
             replaced.use_handler(state, name, *classes, engine_client=client)
-        if self._streams:
-            replaced.use_handler(state, "openai_serving_chat", ChatStream)
         if _vllm.instructions_in_system():
             logger.warning("vLLM's chat prompt is used, because VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS is set.")
             return
