@@ -7,13 +7,14 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+from vllm_gptoss.cli.bench.worker import free_port
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 NAME = "gpt-oss"
@@ -69,13 +70,6 @@ def server(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def free_port() -> int:
-    """A free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def vllm_command() -> list[str]:

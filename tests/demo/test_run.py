@@ -18,10 +18,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.served import free_port
 from demo.run import port_number
 from tests.support.places import CACHE, ROOT
 from tests.support.waiting import soon
+from vllm_gptoss.cli.bench.worker import free_port
 
 SERVER = """
 import http.server, multiprocessing, signal, sys, time

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.served import free_port
 from tests.support.waiting import soon
+from vllm_gptoss.cli.bench.worker import free_port
 
 SERVER = """
 import asyncio, sys

@@ -14,7 +14,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -96,9 +95,7 @@ def start(arguments: list[str], environment: dict[str, str], timeout: float) -> 
     Raises:
         typer.BadParameter: it ended, or took longer than `timeout` seconds; the message has the end of its log.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        where = ["--host", "127.0.0.1", "--port", str(probe.getsockname()[1])]
+    where = ["--host", "127.0.0.1", "--port", str(worker.free_port())]
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *arguments, *where]
     began = time.monotonic()
     process = subprocess.Popen(

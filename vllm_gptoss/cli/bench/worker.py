@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -67,3 +68,10 @@ def answer(run: Callable[[dict[str, Any]], Any]) -> None:
     """Writes what `run` returns for the job of `in_process`."""
     folder = Path(sys.argv[1])
     (folder / "result.json").write_text(json.dumps(run(json.loads((folder / "job.json").read_text()))))
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that was free."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

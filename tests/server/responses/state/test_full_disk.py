@@ -18,11 +18,11 @@ import httpx
 import pytest
 from httpx_sse import connect_sse
 
-from benchmarks.served import free_port
 from tests.support.responses.events import read, stream
 from tests.support.responses.process import SERVER
 from tests.support.responses.server import MODEL
 from tests.support.waiting import soon
+from vllm_gptoss.cli.bench.worker import free_port
 
 DISK = 3 << 20
 MOUNT = "mount -t tmpfs -o size={size} none {disk} && exec {command}"
