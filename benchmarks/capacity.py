@@ -20,12 +20,13 @@ from benchmarks.tables import by_batch, prompt_speed, result
 from vllm_gptoss.cli.recipes.memory import MEASURED, Cache
 from vllm_gptoss.engine.choose import Deployment
 from vllm_gptoss.engine.spec import GPT_OSS_20B, GPT_OSS_120B, ModelSpec
+from vllm_gptoss.server.responses.state.database import AT_ONCE
 
 USERS = (10, 100, 1_000, 10_000)
 BLOCK = 16
 IN_FLIGHT = 2048  # tokens of a prompt that are read in one step
-POOL = 15
-"""Database connections of one API server at most: SQLAlchemy's pool of 5, and 10 more under load."""
+POOL = AT_ONCE[False]
+"""Database connections of one API server at most."""
 IDLE_NOTEBOOK_MIB = 31
 """Measured, docs/security.md."""
 

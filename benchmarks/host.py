@@ -27,9 +27,8 @@ from typing import Annotated, Any
 import psutil
 import typer
 
-from benchmarks import served
+from benchmarks import served, shapes
 from benchmarks.served import ServedError
-from vllm_gptoss.cli.bench import shapes
 from vllm_gptoss.cli.recipes.model_config import model_config
 
 TOKENS = "GPTOSS_BENCH_TOKENS"

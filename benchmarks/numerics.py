@@ -33,8 +33,9 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks import checkpoint, shapes, truth
 from benchmarks.paths import paths
-from vllm_gptoss.cli.bench import checkpoint, shapes, truth, worker
+from vllm_gptoss.cli.bench import worker
 from vllm_gptoss.cli.bench.worker import is_plugin, variant_options
 
 TOP = 20

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_gptoss.cli.bench import shapes
+from benchmarks import shapes
 from vllm_gptoss.cli.recipes.model_config import model_config
 
 if TYPE_CHECKING:

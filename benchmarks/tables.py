@@ -4,8 +4,8 @@
     python benchmarks/tables.py --check    # exit 1 and the names of documents that are not up to date
 
 A table is between two comments, `<!-- table: KIND [FILE ...] -->` and `<!-- /table -->`. FILE is in
-benchmarks/results/. KIND is a function of `KINDS`. `hardware`, `bands` and `capacity` need no file: they call
-`vllm_gptoss.engine.choose`. The rest of a document is unchanged.
+benchmarks/results/. KIND is a function of `KINDS`. `hardware`, `bands`, `features` and `capacity` need no file: they
+call `vllm_gptoss.engine.choose`. The rest of a document is unchanged.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- table: (\S+) ?([^>]*?) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
+H200 = Device("nvidia", "NVIDIA H200", "sm90", 139.8)
 Row = dict[str, Any]
 Cells = Sequence[str]
 
@@ -58,6 +59,10 @@ SIZES = ("kv_cache_memory_bytes", "max_num_batched_tokens")
 """Options of vLLM that fit an engine to its GPU's memory; tables leave them out."""
 
 
+def _accepted(row: Row) -> str:
+    return f"{row['accepted']} tokens a step" if row.get("accepted") else "none accepted"
+
+
 def _setting(row: Row) -> str:
     """The columns of a decode row besides the protocol: 512 + 128 tokens, one GPU."""
     lengths = f"{row.get('prompt', 512):,} + {row.get('output', 128):,} tokens"
@@ -65,7 +70,7 @@ def _setting(row: Row) -> str:
         lengths: lengths != "512 + 128 tokens",
         f"{row.get('tensor_parallel', 1)} GPUs": row.get("tensor_parallel", 1) > 1,
         "every token to the same four experts": row.get("skew"),
-        f"EAGLE3, {row.get('eagle3')} drafts, none accepted": row.get("eagle3"),
+        f"EAGLE3, {row.get('eagle3')} drafts, {_accepted(row)}": row.get("eagle3"),
     }
     names = [name for name, applies in said.items() if applies]
     options = {key: value for key, value in (row.get("options") or {}).items() if key not in SIZES}
@@ -279,6 +284,52 @@ def bands(files: Sequence[Row]) -> str:
     return markdown(["tokens in the step", "layers", "attention", "experts"], table)
 
 
+FEATURES: dict[str, Row] = {
+    "one GPU": {},
+    "two GPUs, tensor parallel": {"tensor_parallel": 2},
+    "four GPUs, tensor parallel": {"tensor_parallel": 4},
+    "pipeline parallel": {"pipeline_parallel": 2},
+    "data parallel": {"data_parallel": 2},
+    "expert parallel": {"tensor_parallel": 2, "expert_parallel": True},
+    "decode context parallel": {"tensor_parallel": 2, "decode_context_parallel": 2},
+    "LoRA": {"lora": True},
+    "fp8 KV cache": {"kv_cache_dtype": "fp8"},
+    "n-gram drafts": {"drafts": "ngram", "draft_tokens": 3},
+    "EAGLE3 drafts": {"drafts": "eagle3", "draft_tokens": 3},
+    "other drafts": {"drafts": "draft_model"},
+    "OffloadingConnector": {"kv_connectors": ("OffloadingConnector",)},
+    "NixlConnector": {"kv_connectors": ("NixlConnector",)},
+    "weights offloaded": {"offloaded": True},
+    "load balancing of experts": {"tensor_parallel": 2, "expert_parallel": True, "moves_experts": True},
+    "dual batch overlap": {"micro_batches": True},
+    "batch invariance": {"batch_invariant": True},
+    "`cudagraph_mode=PIECEWISE`": {"piecewise_graphs": True},
+    "`--enforce-eager`": {"graphs": False},
+    "another process through MPS": {"mps": True},
+    "`--moe-backend marlin`": {"moe_backend": "marlin"},
+}
+"""Options of a deployment of the 20b on H200: changes of `choose.Deployment`."""
+
+
+def features(files: Sequence[Row]) -> str:
+    """Which parts of the plugin run with a feature, and why vLLM's do, by `choose`."""
+    del files
+    table = []
+    for name, changes in FEATURES.items():
+        found = choose.Deployment(spec.GPT_OSS_20B, **changes)
+        layers, experts, runner = (ask(H200, found) for ask in (choose.layers, choose.experts, choose.runner))
+        # the layers' attention plans nothing on the host, which the runner requires
+        if runner.value == "gptoss" and layers.value != "gptoss":
+            runner = choose.Choice("upstream", "not gptoss: the layers are vLLM's")
+        table.append([name, _part(layers), _part(experts), _part(runner)])
+    return markdown(["feature", "layers", "experts", "runner"], table)
+
+
+def _part(choice: choose.Choice[str]) -> str:
+    why = choice.reason.rpartition("not gptoss: ")[2].partition(";")[0]
+    return choice.value if choice.value == "gptoss" else f"{choice.value}: {why}"
+
+
 def capacity(files: Sequence[Row]) -> str:
     """What numbers of users need, by `benchmarks/capacity.py` with its own assumptions."""
     del files
@@ -300,6 +351,7 @@ KINDS: dict[str, Callable[[Sequence[Row]], str]] = {
     "float64": float64,
     "hardware": hardware,
     "bands": bands,
+    "features": features,
     "capacity": capacity,
 }
 

@@ -30,10 +30,10 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks import shapes
 from benchmarks.decode import memory, worker
 from benchmarks.decode.results import Results, ResultsError
 from benchmarks.decode.worker import EngineRun
-from vllm_gptoss.cli.bench import shapes
 from vllm_gptoss.cli.bench.worker import PLUGIN
 
 STOCK = ("triton", "marlin", "humming")
@@ -137,7 +137,12 @@ def main(
     repeats: Annotated[int, typer.Option(help="measurements per batch in a process")] = 3,
     tensor_parallel: Annotated[int, typer.Option(help="GPUs that share the model")] = 1,
     skew: Annotated[bool, typer.Option(help="send every token to the same four experts")] = False,
-    eagle3: Annotated[int, typer.Option(help="EAGLE3 draft tokens a step; a dummy draft, so none is accepted")] = 0,
+    eagle3: Annotated[
+        int, typer.Option("--eagle3", "--drafts", help="EAGLE3 draft tokens a step; a dummy draft: none is accepted")
+    ] = 0,
+    accepted: Annotated[
+        float, typer.Option(help="tokens of a step, by vLLM's synthetic acceptance: 1 to drafts + 1")
+    ] = 0,
     profile: Annotated[bool, typer.Option(help="GPU time per step from torch.profiler")] = True,
     options: Annotated[str, typer.Option(help='further engine arguments, JSON: {"kv_cache_dtype": "fp8"}')] = "{}",
     budget: Annotated[float, typer.Option(help="end within so many seconds with what there is; 0: no limit")] = 0.0,
@@ -147,7 +152,7 @@ def main(
     path, found = _open(out)
     campaign = Campaign(found, path, budget)
     sizes = tuple(int(batch) for batch in batches.split(","))
-    shared = (repeats, tensor_parallel, skew, eagle3, profile, json.loads(options))
+    shared = (repeats, tensor_parallel, skew, eagle3, accepted, profile, json.loads(options))
     for model in models.split(","):
         shapes.shape(model)
     jobs = [

@@ -14,12 +14,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import shapes
 from benchmarks.decode import floor
 from benchmarks.decode.worker import EngineRun, put
-from vllm_gptoss.cli.bench import shapes
 from vllm_gptoss.cli.bench.worker import is_plugin
 
-SETTING = ("prompt", "output", "tensor_parallel", "skew", "eagle3", "options")
+SETTING = ("prompt", "output", "tensor_parallel", "skew", "eagle3", "accepted", "options")
 """Fields of a job that must be equal for two measurements to be compared."""
 _DEFAULTS = {field.name: field for field in dataclasses.fields(EngineRun)}
 
@@ -183,7 +183,7 @@ def _floor(model: str, of: dict[str, Any], batch: int, ours: dict[str, Any], gpu
     context = of["prompt"] + of["output"] // 2
     parallel, verified = of["tensor_parallel"], 1 + of["eagle3"]
     read = floor.read_bytes(shapes.shape(model), batch, context, parallel, of["skew"], verified)
-    floor_ms = 1e3 * read / speed
+    floor_ms = 1e3 * read / speed / (of["accepted"] or 1)  # of a token, as the times are
     return {"floor_ms": floor_ms, "share_of_floor": floor_ms / ours["gpu_ms"] if ours["gpu_ms"] else None}
 
 

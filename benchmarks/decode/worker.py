@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks import shapes
 from benchmarks.decode import traces
-from vllm_gptoss.cli.bench import shapes
 from vllm_gptoss.cli.bench.worker import environment, is_plugin, variant_options
 from vllm_gptoss.cli.recipes.model_config import model_config
 from vllm_gptoss.engine import spec
@@ -32,7 +32,8 @@ class EngineRun:
     """What one process measures.
 
     variant: `plugin`, `plugin:layers=upstream;experts=triton` (plugin settings), or a name of vLLM's `--moe-backend`.
-    eagle3: draft tokens per step, 0 for none; options: further engine arguments; seconds: stop after so many, 0: never.
+    eagle3: draft tokens per step, 0 for none; accepted: mean tokens of a request and step that vLLM's synthetic
+    acceptance gives, 0: what the draft earns; options: further engine arguments; seconds: stop after so many, 0: never.
     """
 
     model: str
@@ -44,6 +45,7 @@ class EngineRun:
     tensor_parallel: int = 1
     skew: bool = False
     eagle3: int = 0
+    accepted: float = 0.0
     profile: bool = True
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
@@ -102,12 +104,21 @@ def engine_options(job: EngineRun, directory: Path) -> dict[str, Any]:
         "max_model_len": job.prompt + job.output + 64,
         "max_num_seqs": max(sizes),
         "tensor_parallel_size": job.tensor_parallel,
-        "compilation_config": {"cudagraph_capture_sizes": [size * verified for size in sizes]},
+        # a request has `verified` tokens for the model and the draft's first pass, one for its others
+        "compilation_config": {
+            "cudagraph_capture_sizes": sorted({size * each for size in sizes for each in (1, verified)})
+        },
     }
     if job.eagle3:
         (directory / "draft").mkdir(exist_ok=True)
         (directory / "draft" / "config.json").write_text(json.dumps(draft_config(model)))
-        draft = {"method": "eagle3", "model": str(directory / "draft"), "num_speculative_tokens": job.eagle3}
+        draft: dict[str, Any] = {
+            "method": "eagle3",
+            "model": str(directory / "draft"),
+            "num_speculative_tokens": job.eagle3,
+        }
+        if job.accepted:
+            draft |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": job.accepted}
         options["speculative_config"] = draft
     options |= variant_options(job.variant)
     if "max_cudagraph_capture_size" in job.options:

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import numerics
+from benchmarks import checkpoint, numerics, shapes
 from benchmarks.numerics import Reading, verdict
-from vllm_gptoss.cli.bench import checkpoint, shapes
 
 POSITIONS, TOKENS = 640, 12
 EAGER = {"enforce_eager": True, "kv_cache_memory_bytes": 2**28}

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner, Result
 
 from demo.server import ARGUMENTS, CPU, CPU_ENVIRONMENT, ENVIRONMENT
+from tests.support import warm, warm_vllm
 from vllm_gptoss.cli.bench import start
+from vllm_gptoss.cli.main import app
 
 SERVER = (
     (3, "(APIServer pid=7) INFO non-default args: {'model': 'm'}"),
@@ -58,33 +62,48 @@ def test_each_second_belongs_to_one_phase(middle: tuple[tuple[int, str], ...], e
     assert sum(found.values()) == 51
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "vllm_gptoss.cli", "bench", "start", *arguments]
-    return subprocess.run(command, capture_output=True, text=True)
+def warm_popen(command: list[str], **options: Any) -> Any:
+    """`subprocess.Popen` with a pipe for the output, of a server that starts with vLLM imported."""
+    reads, writes = os.pipe()
+    with os.fdopen(writes, "w") as out:
+        process = warm_vllm.popen(command, **{**options, "stdout": out, "text": False, "errors": None})
+    process.stdout = os.fdopen(reads, errors="replace")
+    process.communicate = lambda: (process.stdout.read(), process.wait())
+    return process
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`vllm-gptoss bench start` in this process."""
+    warm.run(["-c", "pass"])  # the process from which servers are forked runs
+    for name, value in (ENVIRONMENT | CPU_ENVIRONMENT | {"COLUMNS": "400"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(start, "subprocess", SimpleNamespace(**{**vars(start.subprocess), "Popen": warm_popen}))
+
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(app, ["bench", "start", *arguments])
+
+    return run
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_a_start_on_a_cpu_is_divided_into_phases(
-    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in (ENVIRONMENT | CPU_ENVIRONMENT).items():
-        monkeypatch.setenv(name, value)
+def test_a_start_on_a_cpu_is_divided_into_phases(bench: Any, model_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "start.json"
     done = bench(str(model_dir), "--variant", "plugin", "--out", str(out), "--", *ARGUMENTS, *CPU)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.exit_code == 0, done.output[-3000:]
     (row,) = json.loads(out.read_text())["rows"]
     optional = {name for name, _, is_always_logged in start.PHASES if not is_always_logged}
     assert [name for name in row["phases"] if name not in optional] == [n for n, _, always in start.PHASES if always]
     assert row["phases"]["weights"] > 0
     assert sum(row["phases"].values()) == pytest.approx(row["seconds"])
-    assert min(row["phases"].values()) >= 0
-    assert min(row["processor_seconds"]) > 1
+    assert min(row["phases"].values()) > -0.5, "a process is dated at once, a line when it arrives"
+    assert min(row["processor_seconds"]) > 0.1
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_a_server_that_ends_is_an_error_with_its_log() -> None:
+def test_a_server_that_ends_is_an_error_with_its_log(bench: Any) -> None:
     done = bench("/nowhere", "--", "--no-such-flag")
-    assert done.returncode == 2
-    assert "--no-such-flag" in done.stderr.partition("vllm serve did not start")[2]
+    assert done.exit_code == 2
+    assert "--no-such-flag" in done.output.partition("vllm serve did not start")[2]

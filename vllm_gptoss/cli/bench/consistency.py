@@ -2,11 +2,10 @@
 
     vllm-gptoss bench consistency --url http://127.0.0.1:8000                      # a running server
     vllm-gptoss bench consistency --model DIR --after reload --reload-from OTHER   # offline, after an operation
-    vllm-gptoss bench consistency --shape 20b:2 --variant plugin --variant triton --truth
 
 Decode and prompts are computed by different kernels over the same weights. The mean difference is a few hundredths
 where both read the weights that were loaded, and above a tenth where one of them reads others: weights that were
-replaced, moved or discarded. `--truth` adds the distance of both from float64 (`truth.py`).
+replaced, moved or discarded.
 """
 
 from __future__ import annotations
@@ -16,24 +15,23 @@ import dataclasses
 import json
 import random
 import sys
-import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
 import typer
 
-from vllm_gptoss.cli.bench import checkpoint, operations, shapes, truth, worker
+from vllm_gptoss.cli.bench import operations, worker
 from vllm_gptoss.cli.bench.worker import is_plugin, variant_options
 
 VOCABULARY = 8192
-"""Of random checkpoints, so that the LM head is a small part of the file."""
+"""Token ids of the prompts to a server."""
 TIMEOUT_S = 600
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class Completion:
     """One request. prompt, tokens: token ids; decoded, read: log-probabilities of `tokens`, by decode and by prompt."""
 
     prompt: list[int]
@@ -57,15 +55,10 @@ class Load:
         return [[draw.randrange(10, self.vocabulary) for _ in range(self.prompt)] for _ in range(size)]
 
 
-def summary(answers: Sequence[Answer], exact: Sequence[float] = ()) -> dict[str, float]:
-    """Mean and largest absolute difference of decode and prompt; with `exact`, float64's log-probabilities of all
-    tokens in order, the mean distance of each from it."""
+def summary(answers: Sequence[Completion]) -> dict[str, float]:
+    """Mean, median and largest absolute difference of decode and prompt over all tokens."""
     decoded = [value for answer in answers for value in answer.decoded]
-    read = [value for answer in answers for value in answer.read]
-    found = _distance(decoded, read, "")
-    if exact:
-        found |= _distance(decoded, exact, "decode_float64_") | _distance(read, exact, "prompt_float64_")
-    return found
+    return distance(decoded, [value for answer in answers for value in answer.read])
 
 
 def is_consistent(row: dict[str, Any], limit: float) -> bool:
@@ -73,7 +66,8 @@ def is_consistent(row: dict[str, Any], limit: float) -> bool:
     return all(value <= limit for name, value in row.items() if name.endswith("mean"))
 
 
-def _distance(a: Sequence[float], b: Sequence[float], name: str) -> dict[str, float]:
+def distance(a: Sequence[float], b: Sequence[float], name: str = "") -> dict[str, float]:
+    """Absolute differences of `a` and `b`, each key prefixed with `name`."""
     gaps = sorted(abs(x - y) for x, y in zip(a, b, strict=True))
     middle = gaps[len(gaps) // 2]
     return {f"{name}mean": sum(gaps) / len(gaps), f"{name}median": middle, f"{name}max": gaps[-1]}
@@ -82,7 +76,7 @@ def _distance(a: Sequence[float], b: Sequence[float], name: str) -> dict[str, fl
 # Offline
 
 
-def offline(engine: Any, load: Load, size: int) -> list[Answer]:
+def offline(engine: Any, load: Load, size: int) -> list[Completion]:
     """Answers of a `vllm.LLM` to `size` requests at once."""
     from vllm import SamplingParams
 
@@ -97,7 +91,7 @@ def offline(engine: Any, load: Load, size: int) -> list[Answer]:
     whole = [{"prompt_token_ids": p + t} for p, t in zip(prompts, tokens, strict=True)]
     seen = engine.generate(whole, read, use_tqdm=False)
     return [
-        Answer(
+        Completion(
             p,
             t,
             [at[token].logprob for token, at in zip(t, one.outputs[0].logprobs, strict=True)],
@@ -107,8 +101,8 @@ def offline(engine: Any, load: Load, size: int) -> list[Answer]:
     ]
 
 
-def run(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of one engine in this process: each operation of the job in turn, each size after it."""
+def measure(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of one engine in this process, with their answers: each operation of the job in turn, each size after it."""
     if is_plugin(job["variant"]):
         from vllm_gptoss.plugin import register
 
@@ -131,22 +125,42 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
         for size in load.sizes:
             answers = offline(engine, load, size)
             rows.append({"after": name, "requests": size, "weights": weights, "answers": answers})
-    for row in rows:  # float64 takes the memory that the engine has left
-        exact = _exact(row["weights"], row["answers"]) if job["truth"] else ()
-        row |= summary(row.pop("answers"), exact)
     return rows
 
 
-def _exact(model: str, answers: Sequence[Answer]) -> list[float]:
-    whole = [[*one.prompt, *one.tokens] for one in answers]
-    none: list[tuple[int, ...]] = [()] * sum(len(one.tokens) for one in answers)
-    return list(truth.read(Path(model), whole, len(answers[0].prompt), none)["likely"])
+def _run(job: dict[str, Any]) -> list[dict[str, Any]]:
+    rows = measure(job)
+    for row in rows:
+        row |= summary(row.pop("answers"))
+    return rows
+
+
+def offline_rows(module: str, job: dict[str, Any], variants: Sequence[str], load: Load) -> Iterator[dict[str, Any]]:
+    """Rows of every variant, each in a new process. module: its `__main__` calls `worker.answer`; job: `job_of`."""
+    vocabulary = int(json.loads((Path(job["model"]) / "config.json").read_text())["vocab_size"])
+    sizes = dataclasses.asdict(dataclasses.replace(load, vocabulary=min(vocabulary, 190_000)))
+    for variant in variants:
+        for row in worker.in_process(module, {**job, "variant": variant, "load": sizes}):
+            yield {"variant": variant, **row}
+
+
+def job_of(model: Path, reload_from: Path | None, after: str, engine: str) -> dict[str, Any]:
+    """The part of a job that all variants share.
+
+    Raises:
+        typer.BadParameter: an unknown operation in `after`.
+    """
+    wanted = tuple(filter(None, after.split(",")))
+    if unknown := sorted(set(wanted) - set(operations.NAMES)):
+        raise typer.BadParameter(f"unknown operations {', '.join(unknown)}; there are {', '.join(operations.NAMES)}")
+    other = str(reload_from or model)
+    return {"model": str(model), "reload_from": other, "after": wanted, "engine": json.loads(engine)}
 
 
 # A running server
 
 
-async def served(url: str, model: str, load: Load, size: int, key: str | None = None) -> list[Answer]:
+async def served(url: str, model: str, load: Load, size: int, key: str | None = None) -> list[Completion]:
     """Answers of a server's `/v1/completions` to `size` requests at once.
 
     Raises:
@@ -158,13 +172,13 @@ async def served(url: str, model: str, load: Load, size: int, key: str | None = 
         return await asyncio.gather(*(_one(client, model, prompt, load.tokens) for prompt in load.prompts(size)))
 
 
-async def _one(client: httpx.AsyncClient, model: str, prompt: list[int], tokens: int) -> Answer:
+async def _one(client: httpx.AsyncClient, model: str, prompt: list[int], tokens: int) -> Completion:
     same = {"model": model, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     say = await _post(client, {**same, "prompt": prompt, "max_tokens": tokens, "logprobs": 1})
     said = list(say["token_ids"])
     read = await _post(client, {**same, "prompt": prompt + said, "max_tokens": 1, "prompt_logprobs": 1})
     seen = read["prompt_logprobs"][len(prompt) :]
-    return Answer(
+    return Completion(
         prompt,
         said,
         list(say["logprobs"]["token_logprobs"]),
@@ -197,7 +211,6 @@ def main(
     url: Annotated[str | None, typer.Option(help="a running server, for example http://127.0.0.1:8000")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="of that server")] = None,
     model: Annotated[Path | None, typer.Option(help="a checkpoint directory, measured offline")] = None,
-    shape: Annotated[str, typer.Option(help="random weights of this shape where neither is given")] = "20b:2",
     variants: Annotated[list[str] | None, typer.Option("--variant", help="plugin, or a --moe-backend of vLLM")] = None,
     engine: Annotated[str, typer.Option(help="engine arguments of vllm.LLM, as JSON")] = "{}",
     after: Annotated[str, typer.Option(help=f"operations in turn: {', '.join(operations.NAMES)}")] = "",
@@ -205,24 +218,29 @@ def main(
     concurrency: Annotated[str, typer.Option(help="requests at once, one size after the other")] = "1,8,40,200",
     prompt: Annotated[int, typer.Option(help="tokens of each prompt")] = 150,
     tokens: Annotated[int, typer.Option(help="tokens of each answer")] = 16,
-    truth_: Annotated[bool, typer.Option("--truth", help="also the distance from float64, offline only")] = False,
     limit: Annotated[float, typer.Option(help="the largest mean difference that is no error")] = 0.3,
     out: Annotated[Path | None, typer.Option(help="JSON file for the result")] = None,
 ) -> None:
     """Compares decode with prompt log-probabilities; exit status 1 where a mean difference is above --limit."""
-    wanted = tuple(filter(None, after.split(",")))
-    if unknown := sorted(set(wanted) - set(operations.NAMES)):
-        raise typer.BadParameter(f"unknown operations {', '.join(unknown)}; there are {', '.join(operations.NAMES)}")
-    if url and (model or wanted or truth_ or variants):
+    if bool(url) == bool(model) or (url and (after or variants)):
         raise typer.BadParameter(
-            "--url measures a server as it is; --model, --variant, --after and --truth are offline"
+            "either --url of a server, measured as it is, or --model with --variant and --after, offline"
         )
     load = Load(tuple(map(int, concurrency.split(","))), prompt, tokens, VOCABULARY)
-    if url:
-        rows = [{"variant": "server", **row} for row in _measure_server(url, load, api_key)]
+    if model:
+        job = job_of(model, reload_from, after, engine)
+        rows = list(offline_rows(__name__, job, variants or ["plugin"], load))
     else:
-        options = {"engine": json.loads(engine), "after": wanted, "truth": truth_}
-        rows = list(_offline_rows(model, shape, reload_from, variants or ["plugin"], load, options))
+        rows = [{"variant": "server", **row} for row in _measure_server(str(url), load, api_key)]
+    report(rows, load, limit, out)
+
+
+def report(rows: list[dict[str, Any]], load: Load, limit: float, out: Path | None) -> None:
+    """Prints the rows and writes them to `out`.
+
+    Raises:
+        typer.Exit: status 1 where a mean difference is above `limit`.
+    """
     record = {"command": sys.argv[1:], "load": dataclasses.asdict(load), "limit": limit, "rows": rows}
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -234,30 +252,5 @@ def main(
         raise typer.Exit(1)
 
 
-def _offline_rows(
-    model: Path | None,
-    shape: str,
-    reload_from: Path | None,
-    variants: Sequence[str],
-    load: Load,
-    options: dict[str, Any],
-) -> Iterable[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        directories = [model or Path(folder) / "first", reload_from or model or Path(folder) / "second"]
-        for seed, directory in enumerate(directories):
-            if not directory.exists():
-                spec = dataclasses.replace(shapes.shape(shape), vocabulary=VOCABULARY)
-                checkpoint.write(spec, directory, seed)
-        vocabulary = int(json.loads((directories[0] / "config.json").read_text())["vocab_size"])
-        sizes = dataclasses.replace(load, vocabulary=min(vocabulary, 190_000))
-        for variant in variants:
-            job: dict[str, Any] = {"variant": variant, "model": str(directories[0])}
-            job["reload_from"] = str(directories[1])
-            for row in worker.in_process(
-                "vllm_gptoss.cli.bench.consistency", job | options | {"load": dataclasses.asdict(sizes)}
-            ):
-                yield {"variant": variant, **row}
-
-
 if __name__ == "__main__":
-    worker.answer(run)
+    worker.answer(_run)

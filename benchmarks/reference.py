@@ -23,8 +23,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.model_config import ModelConfig, Yarn
 from vllm_gptoss.engine import spec
-from vllm_gptoss.engine.checkpoint.config import Config, Yarn
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Value of each 4-bit code; bit 3 is the sign."""
@@ -225,21 +225,21 @@ class ReferenceLayer:
     down_bias: Tensor
 
 
-def attention_block(x: Tensor, layer: ReferenceLayer, config: Config, positions: Tensor) -> Tensor:
+def attention_block(x: Tensor, layer: ReferenceLayer, config: ModelConfig, positions: Tensor) -> Tensor:
     """Norm, q/k/v, RoPE, sink attention, output projection, no residual. x: [T, C]; returns [T, C]."""
     t = rms_norm(x, layer.attention_norm, config.rms_norm_eps)
-    q = linear(t, layer.q, layer.q_bias).unflatten(-1, (config.query_heads, config.head_size))
-    k = linear(t, layer.k, layer.k_bias).unflatten(-1, (config.kv_heads, config.head_size))
-    v = linear(t, layer.v, layer.v_bias).unflatten(-1, (config.kv_heads, config.head_size))
+    q = linear(t, layer.q, layer.q_bias).unflatten(-1, (config.sizes.query_heads, config.sizes.head_size))
+    k = linear(t, layer.k, layer.k_bias).unflatten(-1, (config.sizes.kv_heads, config.sizes.head_size))
+    v = linear(t, layer.v, layer.v_bias).unflatten(-1, (config.sizes.kv_heads, config.sizes.head_size))
     q, k = rope(q, positions, config.yarn), rope(k, positions, config.yarn)
     out = sink_attention(q, k, v, layer.sinks, window=layer.window)
     return linear(out.flatten(-2), layer.o, layer.o_bias)
 
 
-def mlp_block(x: Tensor, layer: ReferenceLayer, config: Config) -> Tensor:
+def mlp_block(x: Tensor, layer: ReferenceLayer, config: ModelConfig) -> Tensor:
     """Norm, router, experts, no residual. x: [T, C]; returns [T, C]."""
     t = rms_norm(x, layer.mlp_norm, config.rms_norm_eps)
-    weights, experts = route(t, layer.router, layer.router_bias, config.active_experts)
+    weights, experts = route(t, layer.router, layer.router_bias, config.sizes.active_experts)
     return experts_forward(
         t,
         weights,
@@ -252,7 +252,7 @@ def mlp_block(x: Tensor, layer: ReferenceLayer, config: Config) -> Tensor:
     )
 
 
-def block(x: Tensor, layer: ReferenceLayer, config: Config) -> Tensor:
+def block(x: Tensor, layer: ReferenceLayer, config: ModelConfig) -> Tensor:
     """One layer with its residuals for one sequence from position 0. x: [T, C]; returns [T, C]."""
     x = x + attention_block(x, layer, config, torch.arange(len(x), device=x.device))
     return x + mlp_block(x, layer, config)
@@ -262,7 +262,7 @@ def block(x: Tensor, layer: ReferenceLayer, config: Config) -> Tensor:
 
 
 def hidden_states_of(
-    tensors: Mapping[str, Tensor], config: Config, sequences: Sequence[Sequence[int]], dtype: torch.dtype
+    tensors: Mapping[str, Tensor], config: ModelConfig, sequences: Sequence[Sequence[int]], dtype: torch.dtype
 ) -> list[Tensor]:
     """The normed last hidden states [T, C] of each sequence of token ids, with one layer at a time in `dtype`.
 
@@ -270,7 +270,7 @@ def hidden_states_of(
     """
     embedding = tensors["model.embed_tokens.weight"]
     xs = [embedding[torch.tensor(tokens, device=embedding.device)].to(dtype) for tokens in sequences]
-    for index in range(config.layers):
+    for index in range(config.sizes.layers):
         layer = layer_of(tensors, index, config, dtype)
         xs = [block(x, layer, config) for x in xs]
     return [rms_norm(x, tensors["model.norm.weight"].to(dtype), config.rms_norm_eps) for x in xs]
@@ -286,7 +286,7 @@ def read_tensors(directory: Path, device: str = "cpu") -> dict[str, Tensor]:
     return tensors
 
 
-def layer_of(tensors: Mapping[str, Tensor], index: int, config: Config, dtype: torch.dtype) -> ReferenceLayer:
+def layer_of(tensors: Mapping[str, Tensor], index: int, config: ModelConfig, dtype: torch.dtype) -> ReferenceLayer:
     """Layer `index` of `tensors` (`read_tensors`), every weight dequantised to `dtype`."""
     prefix = f"model.layers.{index}."
 

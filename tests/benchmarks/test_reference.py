@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import reference
+from benchmarks.model_config import Yarn
 from tests.support import mxfp4, tiny, whole_model
-from vllm_gptoss.engine import reference, spec
-from vllm_gptoss.engine.checkpoint.config import Yarn
+from vllm_gptoss.engine import spec
 
 E2M1 = [Fraction(n, 2) for n in (0, 1, 2, 3, 4, 6, 8, 12)]
 EPS32 = 2.0**-24  # float32 rounds by at most this, relatively

@@ -1,10 +1,11 @@
-"""Log-probabilities of a token stream in float64, computed by `engine/reference.py` layer by layer.
+"""Log-probabilities of a token stream in float64, computed by `benchmarks/reference.py` layer by layer.
 
 Two backends that share a rounding error are close to each other; the distance from float64 shows that error.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,16 @@ def read(
     likely: of each token; top: of the tokens `wanted` at each position. Runs on a GPU if there is one."""
     import torch
 
-    from vllm_gptoss.engine import reference
-    from vllm_gptoss.engine.checkpoint.check import read_config
+    from benchmarks import reference
+    from benchmarks.model_config import ModelConfig
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     likely: list[float] = []
     top: list[dict[int, float]] = []
     with torch.no_grad():
         tensors = reference.read_tensors(directory, device)
-        states = reference.hidden_states_of(tensors, read_config(directory), pieces, torch.float64)
+        config = ModelConfig.from_json(json.loads((directory / "config.json").read_text()))
+        states = reference.hidden_states_of(tensors, config, pieces, torch.float64)
         head = tensors["lm_head.weight"].double()
         for tokens, hidden in zip(pieces, states, strict=True):
             logs = torch.log_softmax(reference.linear(hidden[first - 1 : -1], head), -1).cpu()
