@@ -34,7 +34,7 @@ OTHER_GROUPS = (
 NAME = "gptoss"
 
 COPIED = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
-FOR_WORKERS = ("GPTOSS", "GPTOSS_EXPERTS", "GPTOSS_LAYERS")
+FOR_WORKERS = ("GPTOSS", "GPTOSS_EXPERTS", "GPTOSS_HOST", "GPTOSS_LAYERS")
 """The settings that a worker reads. Other settings may hold secrets."""
 
 
@@ -61,7 +61,7 @@ def _wants_runner(config: Any) -> bool:
         ChoiceError: a setting names kernels of a part that this vLLM disables.
         SettingsError: a setting is wrong.
     """
-    from vllm_gptoss import fallback
+    from vllm_gptoss import fallback, startup_line
     from vllm_gptoss._vllm import runner
 
     if _vllm.uses_rust_frontend():
@@ -71,11 +71,19 @@ def _wants_runner(config: Any) -> bool:
         chosen = getattr(settings, name)
         if chosen not in ("auto", "upstream") and (why := compatibility.why_off("engine")):
             raise ChoiceError(f"{name}={chosen} needs the plugin's model, which is off: {why}; use {name}=auto")
+    if settings.ui:
+        fallback.attempt("choices on the page", "auto", lambda: runner.extend_worker(config, startup_line.EXTENSION))
     if settings.host == "stock":
         return False
     fallback.attempt("start", "auto", lambda: _shorten_start(config))
-    suits = fallback.attempt("host", "auto", lambda: runner.suits(config))
-    return bool(suits and fallback.fits("host", "runner"))
+    wanted = fallback.attempt("host", "auto", lambda: runner.suits(config)) and fallback.fits("host", "runner")
+    why = None if wanted else "no vLLM 0.33 with Model Runner V2 on one CUDA GPU"
+    if wanted and config.parallel_config.worker_cls not in ("auto", WORKER):
+        why = "--worker-cls names another worker"
+        fallback.log("host", fallback.UnavailableError(why))
+    if settings.host == "gptoss" and why:
+        raise ChoiceError(f"host=gptoss cannot run here: {why}; use host=auto")
+    return bool(wanted)
 
 
 def _shorten_start(config: Any) -> None:

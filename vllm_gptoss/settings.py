@@ -45,8 +45,10 @@ class Settings(BaseModel):
     layers: Literal["auto", "upstream", "gptoss"] = Field("auto", description="fused decode layer kernels")
     endpoint: bool = Field(True, description="serve /v1/responses with the plugin's handler")
     parser: bool = Field(True, description="read Harmony with the plugin's parser in chat completions")
-    host: Literal["auto", "stock"] = Field(
-        "auto", description="`stock` leaves vLLM's own way to stream completions and to run a decode step"
+    host: Literal["auto", "stock", "gptoss"] = Field(
+        "auto",
+        description="`stock` leaves vLLM's own way to stream completions and to run a decode step; `gptoss` runs the"
+        " plugin's runner, also with drafts",
     )
     strict_tools: bool = Field(True, description="constrain tool calls to the offered tools and schemas")
     store: str = Field(

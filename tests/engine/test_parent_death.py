@@ -63,7 +63,6 @@ def killed_server(folder: Path, arguments: Sequence[str], processes: int) -> Ite
     script.write_text(textwrap.dedent(SERVER))
     found: list[psutil.Process] = []
     with subprocess.Popen([sys.executable, str(script), *arguments], stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
         try:
             found += [psutil.Process(int(server.stdout.readline())) for _ in range(processes)]
             server.send_signal(signal.SIGKILL)
@@ -110,7 +109,6 @@ def test_a_worker_follows_its_engine_not_the_server(tmp_path: Path) -> None:
     script.write_text(textwrap.dedent(SERVER))
     command = [sys.executable, str(script), "gpt-oss", "willing", "fork", "in the server", "engine with a worker"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
         processes = [psutil.Process(int(server.stdout.readline())) for _ in range(2)]
         engine = next(process for process in processes if process.ppid() == server.pid)
         (worker,) = (process for process in processes if process != engine)

@@ -15,16 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_gptoss.engine import reference
+from benchmarks import reference
+from tests.support import fp8
 from vllm_gptoss.engine.experts import mxfp4
 from vllm_gptoss.engine.kernels import nvrtc
 from vllm_gptoss.engine.kernels import step as steps
+from vllm_gptoss.engine.kernels.cache import Fp8Cache, PagedCache, element
 from vllm_gptoss.engine.kernels.experts import FewTokenExperts, Projection
 from vllm_gptoss.engine.kernels.layer import LayerTensors, Requests
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDING = 1.7e-3
 ONCE = 2**-9 * 1.01
+CODED = 2**-5
+"""Bound of `error` after rounding to e4m3, 2^-4 of a normal value at most and 0.027 in norm, after bf16."""
 C, HEAD, BLOCK, BLOCKS = 2880, 64, 16, 64
 ACTIVE, ALPHA, LIMIT, EPS = 4, 1.702, 7.0, 1e-5
 PARALLEL = (1, 2, 4, 8)
@@ -84,7 +88,7 @@ def _rotate(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([low * cos[:, None] - high * sin[:, None], high * cos[:, None] + low * sin[:, None]], dim=-1)
 
 
-def _turning(tokens: int, cache_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def turning(tokens: int, cache_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Positions, 32 cosines and 32 sines of each, and slots of a cache of `BLOCKS`, of which one token has none."""
     cos_sin = torch.randn(4096, HEAD, device=DEVICE).to(cache_dtype)
     positions = torch.randint(0, 4096, (tokens,), device=DEVICE)
@@ -105,7 +109,7 @@ def qkv_rope(kernel: Callable[..., None], parallel: int, tokens: int, cache_dtyp
     rows = (heads + 2 * kv_heads) * HEAD
     x, residual, weight = draw(tokens, C), draw(tokens, C), draw(rows, C, scale=C**-0.5)
     norm_weight, bias = draw(C), draw(rows)
-    positions, cos_sin, slots = _turning(tokens, cache_dtype)
+    positions, cos_sin, slots = turning(tokens, cache_dtype)
 
     def run() -> tuple[Tensor, Tensor, Tensor]:
         q, summed, cache = poison(tokens, heads * HEAD), poison(tokens, C), poison(BLOCKS, kv_heads, BLOCK, 2 * HEAD)
@@ -175,7 +179,7 @@ def product(kernel: Callable[..., None], rows: int, columns: int, tokens: int) -
 def rope(kernel: Callable[..., None], parallel: int, tokens: int, cache_dtype: torch.dtype) -> None:
     heads, kv_heads = 64 // parallel, 8 // parallel
     qkv = draw(tokens, (heads + 2 * kv_heads) * HEAD)
-    positions, cos_sin, slots = _turning(tokens, cache_dtype)
+    positions, cos_sin, slots = turning(tokens, cache_dtype)
 
     def run() -> tuple[Tensor, Tensor]:
         mine, cache = qkv.clone(), poison(BLOCKS, kv_heads, BLOCK, 2 * HEAD)
@@ -209,7 +213,7 @@ def rotated(
     heads, kv_heads = 64 // parallel, 8 // parallel
     rows = (heads + 2 * kv_heads) * HEAD
     x, weight, bias = tile(draw(tokens, C)), draw(rows, C, scale=C**-0.5), draw(rows)
-    positions, cos_sin, slots = _turning(tokens, cache_dtype)
+    positions, cos_sin, slots = turning(tokens, cache_dtype)
 
     def outputs() -> tuple[Tensor, Tensor]:
         shape = (BLOCKS, BLOCK, kv_heads) if strided else (BLOCKS, kv_heads, BLOCK)
@@ -226,6 +230,22 @@ def rotated(
         assert same(out[:, : heads * HEAD], wanted[:, : heads * HEAD])
         assert same(cache, wanted_cache)
         _only_theirs(cache, slots)
+
+
+def coded(run: Callable[[PagedCache], Tensor], parallel: int, scales: tuple[float, float]) -> None:
+    """A kernel that writes the cache. run: gives it a cache and returns its queries.
+
+    Codes are those of what it writes in bf16; NaN, the poison of both, is NaN in both. Queries are equal to the bit.
+    """
+    kv_heads = 8 // parallel
+    plain = poison(BLOCKS, kv_heads, BLOCK, 2 * HEAD)
+    queries = run(plain)
+    k_scale, v_scale = (torch.tensor(scale, device=DEVICE) for scale in scales)
+    for _ in range(2):
+        cache = Fp8Cache(torch.full(plain.shape, fp8.NAN, dtype=torch.uint8, device=DEVICE), k_scale, v_scale)
+        assert same(run(cache), queries)
+        wrong = int((cache.tensor != fp8.codes(plain, k_scale, v_scale)).sum())
+        assert not wrong, f"{wrong} of {int((~plain.isnan()).sum())} codes"
 
 
 def out_proj(kernel: Callable[..., None], parallel: int, tokens: int) -> None:
@@ -266,6 +286,13 @@ def router(kernel: Callable[..., None], experts: int, tokens: int) -> None:
     assert all(map(same, run(), outputs))
 
 
+def _attended(q: Tensor, cached: Tensor, blocks: Tensor, keys: int, sinks: Tensor, window: int) -> Tensor:
+    """float64 attention of the last queries [T, H, 64] of a request over its `keys` in the cache [*, K, block, 128]."""
+    at, block = torch.arange(keys, device=DEVICE), cached.shape[2]
+    k, v = cached[blocks[at // block].long(), :, at % block].double().split(HEAD, dim=-1)
+    return reference.sink_attention(q.double(), k, v, sinks.double(), window=window or None)
+
+
 def attention(
     kernel: Callable[..., None],
     kv_heads: int,
@@ -274,14 +301,19 @@ def attention(
     queries: list[int],
     strided: bool,
     block: int = BLOCK,
+    scales: tuple[float, float] | None = None,
 ) -> None:
+    """scales: of keys and values of a cache of e4m3 codes. A query is divided by the scale, so that scores are as
+    usual; outputs are compared in units of it."""
     heads, requests, tokens = kv_heads * 8, len(lengths), sum(queries) + 1  # the last token is padding
     blocks = 512
-    cache = draw(blocks, block, kv_heads, 128).transpose(1, 2) if strided else draw(blocks, kv_heads, block, 128)
+    drawn = draw(blocks, block, kv_heads, 128).transpose(1, 2) if strided else draw(blocks, kv_heads, block, 128)
+    cache = fp8.cache_of(drawn, scales)
+    cached, by = fp8.values(cache), 1.0 if scales is None else 1 / scales[0]
     width = max(lengths) // block + 2
     table = torch.randint(0, blocks, (requests, width), device=DEVICE, dtype=torch.int32)
     starts = torch.tensor([0, *torch.tensor(queries).cumsum(0).tolist()], device=DEVICE, dtype=torch.int32)
-    q, sinks = draw(tokens, heads * HEAD, scale=2.0), draw(heads)
+    q, sinks = draw(tokens, heads * HEAD, scale=2.0 * by), draw(heads)
     lens = torch.tensor(lengths, device=DEVICE, dtype=torch.int32)
     out, again = poison(tokens, heads * HEAD), poison(tokens, heads * HEAD)
     for to in (out, again):
@@ -291,16 +323,8 @@ def attention(
     for request, (length, count) in enumerate(zip(lengths, queries, strict=True)):
         if not count:
             continue
-        position = torch.arange(length, device=DEVICE)
-        rows = cache[table[request, position // block].long(), :, position % block].double()
         mine = slice(int(starts[request]), int(starts[request]) + count)
-        wanted[mine] = reference.sink_attention(
-            q[mine].double().unflatten(-1, (heads, HEAD)),
-            rows[..., :HEAD],
-            rows[..., HEAD:],
-            sinks.double(),
-            window=window or None,
-        )
+        wanted[mine] = _attended(q[mine].unflatten(-1, (heads, HEAD)), cached, table[request], length, sinks, window)
     # probabilities and the output are rounded once each
     assert error(out, wanted.flatten(1)) < 2 * ROUNDING
     assert not out[-1].any()
@@ -308,15 +332,23 @@ def attention(
 
 
 def attention_in_a_graph(
-    kernel: Callable[..., None], kv_heads: int, window: int, steps: Sequence[Sequence[int]]
+    kernel: Callable[..., None],
+    kv_heads: int,
+    window: int,
+    steps: Sequence[Sequence[int]],
+    each: int = 1,
+    scales: tuple[float, float] | None = None,
 ) -> None:
-    """A graph captured with 576 keys a request, replayed with the lengths of each step; 0: no request."""
-    tokens, heads, blocks = len(steps[0]), kv_heads * 8, 4096
-    cache = draw(blocks, kv_heads, BLOCK, 2 * HEAD)
-    table = torch.randint(0, blocks, (tokens, 20_000 // BLOCK), device=DEVICE, dtype=torch.int32)
+    """A graph captured with 576 keys a request, replayed with the lengths of each step; 0: no request. each: tokens of
+    a request."""
+    requests, heads, blocks = len(steps[0]), kv_heads * 8, 4096
+    tokens = requests * each
+    cache = fp8.cache_of(draw(blocks, kv_heads, BLOCK, 2 * HEAD), scales)
+    cached = fp8.values(cache)
+    table = torch.randint(0, blocks, (requests, 20_000 // BLOCK), device=DEVICE, dtype=torch.int32)
     q, sinks, out = draw(tokens, heads * HEAD, scale=2.0), draw(heads), poison(tokens, heads * HEAD)
-    lens = torch.full((tokens,), 576, device=DEVICE, dtype=torch.int32)
-    starts = torch.arange(tokens + 1, device=DEVICE, dtype=torch.int32)
+    lens = torch.full((requests,), 576, device=DEVICE, dtype=torch.int32)
+    starts = torch.arange(requests + 1, device=DEVICE, dtype=torch.int32) * each
 
     def run(to: Tensor) -> None:
         kernel(q, cache, sinks, table, lens, starts, to, HEAD**-0.5, window)
@@ -329,19 +361,16 @@ def attention_in_a_graph(
     for now in steps:
         present = sum(length > 0 for length in now)
         lens.copy_(torch.tensor(now))
-        starts.copy_(torch.arange(tokens + 1).clamp_max(present))
+        starts.copy_(torch.arange(requests + 1).clamp_max(present) * each)
         out.fill_(float("nan"))
         graph.replay()
         wanted = torch.zeros(tokens, heads, HEAD, device=DEVICE, dtype=torch.float64)
-        for token, length in enumerate(now[:present]):
-            at = torch.arange(length, device=DEVICE)
-            rows = cache[table[token, at // BLOCK].long(), :, at % BLOCK].double()
-            mine = q[token : token + 1].double().unflatten(-1, (heads, HEAD))
-            wanted[token] = reference.sink_attention(
-                mine, rows[..., :HEAD], rows[..., HEAD:], sinks.double(), window=window or None
-            )[0]
+        for request, length in enumerate(now[:present]):
+            mine = slice(request * each, (request + 1) * each)
+            queries = q[mine].unflatten(-1, (heads, HEAD))
+            wanted[mine] = _attended(queries, cached, table[request], length, sinks, window)
         assert error(out, wanted.flatten(1)) < 2 * ROUNDING
-        assert not out[present:].any()
+        assert not out[present * each :].any()
         for _ in range(5):
             again = poison(tokens, heads * HEAD)
             run(again)
@@ -551,11 +580,13 @@ def layer_tensors(up: Weights, down: Weights, cos_sin: Tensor, *, window: int = 
     )
 
 
-def decoding(table: Tensor, lens: Tensor) -> tuple[Requests, Tensor]:
-    """Requests that decode one token each, with their blocks [R, *] and keys [R], int32; and positions [R]."""
-    count, positions = len(lens), (lens - 1).long()
-    slots = table[torch.arange(count, device=DEVICE), positions // BLOCK].long() * BLOCK + positions % BLOCK
-    starts = torch.arange(count + 1, device=DEVICE, dtype=torch.int32)
+def decoding(table: Tensor, lens: Tensor, each: int = 1) -> tuple[Requests, Tensor]:
+    """Requests that decode `each` tokens, with their blocks [R, *] and keys [R], int32; and positions [R * each]."""
+    count = len(lens)
+    positions = (lens[:, None] - each + torch.arange(each, device=DEVICE)).flatten().long()
+    owner = torch.arange(count, device=DEVICE).repeat_interleave(each)
+    slots = table[owner, positions // BLOCK].long() * BLOCK + positions % BLOCK
+    starts = torch.arange(count + 1, device=DEVICE, dtype=torch.int32) * each
     return Requests(table, lens, starts, slots), positions
 
 
@@ -602,14 +633,20 @@ def step(
     block: int = BLOCK,
     strided: bool = False,
     first: bool = False,
+    scales: tuple[float, float] | None = None,
 ) -> None:
-    """One layer in one launch: kernel(layers, caches, x, residual, positions, requests): experts, hidden."""
+    """One layer in one launch: kernel(layers, caches, x, residual, positions, requests): experts, hidden.
+
+    scales: of keys and values of a cache of e4m3 codes.
+    """
     blocks, cos_sin, x = -(-keys // block) + 3, torch.randn(keys + 1, HEAD, device=DEVICE), draw(1, C)
-    layer, cache = layer_tensors(up, down, cos_sin, window=window), filled_cache(blocks, block, strided)
+    layer = layer_tensors(up, down, cos_sin, window=window)
+    cache = fp8.cache_of(filled_cache(blocks, block, strided), scales)
     requests = request_of(keys, blocks, block)
     residual = None if first else draw(1, C)
     positions = torch.tensor([keys - 1], device=DEVICE)
-    before = cache.clone()
+    stored = cache.tensor if isinstance(cache, Fp8Cache) else cache
+    before = stored.clone()
     out, hidden = kernel([layer], [cache], x, residual, positions, requests)
 
     summed = x if residual is None else (x.float() + residual.float()).bfloat16()
@@ -617,18 +654,14 @@ def step(
     q, k, v = product.split([64 * HEAD, 8 * HEAD, 8 * HEAD], dim=-1)
     q, k = (_rotate(t.unflatten(-1, (-1, HEAD)), cos_sin, positions) for t in (q, k))
     at = int(requests.slots[0])
-    written = cache[at // block, :, at % block]
-    assert error(written[:, :HEAD], k[0]) < 2 * ROUNDING
+    cached = fp8.values(cache)
+    written = cached[at // block, :, at % block]
+    assert error(written[:, :HEAD], k[0]) < (2 * ROUNDING if scales is None else CODED)
     values = v.unflatten(-1, (-1, HEAD))[0]
-    assert error(written[:, HEAD:], values) < once(values)
-    before[at // block, :, at % block] = written
-    assert same(before, cache), "a slot that is not the token's was written"
-    position = torch.arange(keys, device=DEVICE)
-    rows = before[requests.block_table[0, position // block].long(), :, position % block].double()
-    attended = reference.sink_attention(
-        q, rows[..., :HEAD], rows[..., HEAD:], layer.sinks.double(), window=window or None
-    )
-    assert layer.out_bias is not None
+    assert error(written[:, HEAD:], values) < (once(values) if scales is None else CODED)
+    before[at // block, :, at % block] = stored[at // block, :, at % block]
+    assert same(before, stored), "a slot that is not the token's was written"
+    attended = _attended(q, cached, requests.block_table[0], keys, layer.sinks, window)
     wanted = summed.double() + attended.flatten(1) @ layer.out_weight.double().T + layer.out_bias.double()
     assert error(hidden, wanted) < 2 * ROUNDING
 
@@ -642,14 +675,14 @@ def step(
 
 def run_step(
     layers: list[LayerTensors],
-    caches: list[Tensor],
+    caches: list[PagedCache],
     x: Tensor,
     residual: Tensor | None,
     positions: Tensor,
     requests: Requests,
 ) -> tuple[Tensor, Tensor]:
     """The real kernel, for `step`: all layers in one launch."""
-    made = steps.Step(layers, eps=EPS)
+    made = steps.Step(layers, eps=EPS, element=element(caches[0]))
     table = made.table([0] * len(layers), caches)
     assert table is not None
     result: tuple[Tensor, Tensor] = made(x, residual, positions, [requests], table)

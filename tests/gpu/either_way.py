@@ -52,25 +52,42 @@ Request = tuple[int, int, list[int], dict[str, Any], int | None]
 """Step of its arrival, name, prompt, sampling, step at which it is aborted."""
 
 
-def engine(blocks: int, caching: bool, tokenizer: str | None = None) -> Any:
-    """tokenizer: a folder with that of gpt-oss, which grammars need; the checkout's own where None."""
+def engine(blocks: int, caching: bool, tokenizer: str | None = None, drafts: int = 0) -> Any:
+    """tokenizer: a folder with that of gpt-oss, which grammars need; the checkout's own where None. drafts: of EAGLE3,
+    of which vLLM accepts the first of each step without a look at it."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": "gptoss"}
     from vllm import LLM
 
-    from benchmarks import served
-    from vllm_gptoss.cli.bench import shapes
+    from benchmarks import served, shapes
+    from benchmarks.decode.worker import draft_config
     from vllm_gptoss.cli.recipes.model_config import model_config
     from vllm_gptoss.plugin import register
 
     register()
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(model_config(shapes.shape("20b:2"))))
+        # EAGLE3 reads three states; of six layers, two of them would be the same
+        shape = shapes.shape("20b:8" if drafts else "20b:2")
+        options: dict[str, Any] = {}
+        sizes = [1, 2, 4, 8, 16, 24, 32]
+        (Path(directory) / "config.json").write_text(json.dumps(model_config(shape)))
+        if drafts:
+            draft = Path(directory) / "draft"
+            draft.mkdir()
+            (draft / "config.json").write_text(json.dumps(draft_config(shape)))
+            accepted = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0}
+            head = {"method": "eagle3", "model": str(draft), "num_speculative_tokens": drafts, **accepted}
+            sizes += [64, 96, 128]
+            options = {
+                "speculative_config": head,
+                "additional_config": {"gptoss": {"layers": "gptoss", "host": "gptoss"}},
+            }
         served.write_tokenizer(Path(directory), Path(tokenizer) if tokenizer else None)
         return LLM(
             model=directory, load_format="dummy", max_model_len=512, max_num_seqs=32, max_num_batched_tokens=256,
             num_gpu_blocks_override=blocks, enable_prefix_caching=caching, gpu_memory_utilization=0.05,
             kv_cache_memory_bytes=2**28, structured_outputs_config={"enable_in_reasoning": True},
-            compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 32]},
+            compilation_config={"cudagraph_capture_sizes": sizes},
+            **options,
         ).llm_engine  # fmt: skip
 
 
@@ -94,6 +111,7 @@ class Ways:
         core = made.engine_core.engine_core
         self.runner = core.model_executor.driver_worker.worker.model_runner
         self.scheduler, self.short_way = core.scheduler, self.runner.short_way
+        self.plans = self.scheduler.has_short_way
         self.steps: dict[str, int] = collections.Counter()
         assert self.short_way is not None, "the runner has no short way here"
         self.take = self.short_way.take
@@ -113,7 +131,7 @@ class Ways:
         self.runner.short_way = self.short_way if short else None
         if not short:
             self.short_way.batch = None
-        self.scheduler.has_short_way = quick
+        self.scheduler.has_short_way = quick and self.plans
         blocks = self.scheduler.kv_cache_manager
         vars(blocks).pop("allocate_slots", None)
         if not quick:
@@ -268,9 +286,10 @@ def main(
     seconds: float = 0.0,
     plants: list[str] | None = None,
     tokenizer: str | None = None,
+    drafts: int = 0,
 ) -> dict[str, Any]:
     """seconds: as many rounds as are begun by then."""
-    made = engine(blocks, caching, tokenizer)
+    made = engine(blocks, caching, tokenizer, drafts)
     ways = Ways(made)
     found: dict[str, Any] = {"requests": 0, "tokens": 0, "different": []}
     began, turn = time.monotonic(), 0

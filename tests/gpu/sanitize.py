@@ -50,10 +50,10 @@ def attention(parallel: list[int], counts: list[int]) -> None:
     for size in parallel:
         for lengths in ([1, 127, 128, 129, 576] * 4, [9000, 2500] + [100] * 20):
             for window in (0, 128):
-                for block in (16, 64):
-                    queries = [1] * len(lengths)
+                for block, each in ((16, 1), (64, 4)):
+                    queries, longer = [each] * len(lengths), [length + each for length in lengths]
                     cases.attention(
-                        attention_many.attend, 8 // size, window, lengths, queries, strided=True, block=block
+                        attention_many.attend, 8 // size, window, longer, queries, strided=True, block=block
                     )
         print(f"TP {size}: attention of many tokens", flush=True)
 

@@ -29,9 +29,9 @@ def main(where: str, settings: dict[str, str]) -> dict[str, Any]:
     }
     from vllm import LLM, SamplingParams
 
+    from benchmarks import shapes
     from benchmarks.paths import paths
     from tests.support import planted
-    from vllm_gptoss.cli.bench import shapes
     from vllm_gptoss.cli.recipes.model_config import model_config
     from vllm_gptoss.plugin import register
 

@@ -10,6 +10,7 @@ import torch
 from tests.gpu import cases
 from tests.gpu.cases import PARALLEL
 from tests.gpu.marks import SM90
+from vllm_gptoss.engine.choose import bands
 from vllm_gptoss.engine.kernels import attention_many, nvrtc
 
 pytestmark = SM90
@@ -59,7 +60,6 @@ def test_cache_blocks_of_any_power_of_two(block: int, window: int) -> None:
 @pytest.mark.parametrize("window", [0, 128])
 @pytest.mark.parametrize(("lengths", "queries"), cases.BATCHES)
 def test_requests_of_several_tokens_or_none(lengths: list[int], queries: list[int], window: int) -> None:
-    """No step of this kind is given to it; it computes them all the same, split ones too."""
     cases.attention(attention_many.attend, 8, window, lengths, queries, strided=True)
     cases.attention(attention_many.attend, 8, window, [*lengths, 5000], [*queries, 3], strided=False)
 
@@ -69,6 +69,40 @@ def test_a_graph_serves_lengths_that_it_was_not_captured_with(window: int) -> No
     """Of a step of one length each: one long request, then all short, then fewer requests than tokens."""
     steps = ([19_000] + [100] * 47, ragged(48, 300), [7_000] * 24 + [0] * 24, [576] * 48)
     cases.attention_in_a_graph(attention_many.attend, 8, window, steps)
+
+
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("each", range(1, bands.MOST_PER_REQUEST + 1))
+def test_drafts_of_every_request(each: int, strided: bool, window: int) -> None:
+    """The last tokens of a request on both sides of a block, of a chunk of keys and of the window; one is split."""
+    lengths = [max(length, each) for length in (16, 17, 128, 129, 143, 144, 145, 512, 1023, 5000, *ragged(8, 900))]
+    lengths += [each, 16 + each, 127 + each, 128 + each]
+    cases.attention(attention_many.attend, 8, window, lengths, [each] * len(lengths), strided)
+
+
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize(("requests", "each"), [(127, 4), (63, 8), (170, 3), (255, 2)])
+def test_drafts_fill_the_largest_step(requests: int, each: int, window: int) -> None:
+    """Up to 511 tokens and one of padding."""
+    lengths = [max(length, each) for length in ragged(requests, 1200)]
+    cases.attention(attention_many.attend, 8, window, lengths, [each] * requests, strided=True)
+
+
+@pytest.mark.parametrize("window", [0, 128])
+def test_drafts_beside_ends_of_prompts_and_requests_without_any(window: int) -> None:
+    queries = [4, 1, 8, 2, 0, 3, 4, 7, 1, 0, 5, 6, 4, 0, 0]
+    lengths = [300, 1, 8, 129, 50, 130, 20_000, 7, 4000, 0, 133, 128, 576, 0, 0]
+    cases.attention(attention_many.attend, 8, window, lengths, queries, strided=True)
+
+
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize("each", [2, 4, 8])
+def test_a_graph_of_drafts_serves_other_lengths_and_fewer_requests(each: int, window: int) -> None:
+    steps = ([19_000] + [100] * 15, ragged(16, 300), [7_000] * 9 + [0] * 7, [each] * 16, [600] + [0] * 15)
+    cases.attention_in_a_graph(
+        attention_many.attend, 8, window, [[length and max(length, each) for length in step] for step in steps], each
+    )
 
 
 @pytest.fixture
@@ -82,6 +116,10 @@ FAULTS = {
     "a piece is left out": (0, "from + i < p.pieces ?", "from + i < p.pieces - 1 ?"),
     "a key too many": (128, "p.low = max(0, keys - T::window)", "p.low = max(0, keys - T::window - 1)"),
     "a row of the ring": (0, "(at ^ (n & 7) * 16)", "(at ^ (n & 3) * 16)"),
+    "a draft sees those after it": (0, "keys = max(0, len - after)", "keys = len"),
+    "a draft's window is the last one's": (128, "keys = max(0, len - after)", "keys = len"),
+    "a draft is of the request before": (128, "[r + tid + 1] <= token", "[r + tid + 1] < token"),
+    "pieces of drafts overlap": (0, " + (p.token - a.query_start[p.request]) * (p.pieces - 1)", ""),
 }
 
 
@@ -92,4 +130,4 @@ def test_a_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
     assert whole.count(there) == 1
     monkeypatch.setattr(nvrtc, "source", lambda path: whole.replace(there, instead))
     with pytest.raises(AssertionError):
-        cases.attention(attention_many.attend, 8, window, [5000, 300] + [40] * 20, [1] * 22, strided=True)
+        cases.attention(attention_many.attend, 8, window, [5000, 300] + [40] * 20, [4, 1] * 11, strided=True)

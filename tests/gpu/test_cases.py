@@ -5,6 +5,7 @@ So that the first minutes on a GPU are not spent on a typing error, and a green 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import reference
 from tests.gpu import cases
-from tests.support import standins
+from tests.support import fp8, standins
 from tests.support.mxfp4 import hopper_scales_inverse, hopper_values_inverse
-from vllm_gptoss.engine import reference
 from vllm_gptoss.engine.experts import mxfp4
+from vllm_gptoss.engine.kernels.cache import Fp8Cache, PagedCache
 from vllm_gptoss.engine.kernels.layer import LayerTensors, Requests
 
 pytestmark = pytest.mark.skipif(
@@ -117,6 +119,37 @@ def test_layer_cases_pass_for_what_the_kernels_promise(parallel: int) -> None:
         cases.attention(standins.attend, 8 // parallel, 0, lengths, queries, strided=False)
 
 
+@pytest.mark.parametrize("scales", fp8.SCALES)
+def test_cases_of_an_fp8_cache_pass_for_what_the_kernels_promise(scales: tuple[float, float]) -> None:
+    for lengths, queries in cases.BATCHES:
+        cases.attention(standins.attend, 2, 128, lengths, queries, strided=True, scales=scales)
+        cases.attention(standins.attend, 1, 0, lengths, queries, strided=False, block=32, scales=scales)
+
+
+@pytest.mark.parametrize("scales", fp8.EXTREMES)
+def test_a_written_cache_is_coded(scales: tuple[float, float]) -> None:
+    qkv, (positions, cos_sin, slots) = cases.draw(9, 10 * cases.HEAD), cases.turning(9, torch.float32)
+
+    def run(cache: PagedCache, fault: int = 0) -> Tensor:
+        mine = qkv.clone()
+        rope(mine, positions, cos_sin, slots, cache)
+        if isinstance(cache, Fp8Cache):
+            cache.tensor[-1, -1, -1, -1] += fault
+        return mine
+
+    cases.coded(run, 8, scales)
+    with pytest.raises(AssertionError, match="1 of 1024 codes"):
+        cases.coded(functools.partial(run, fault=1), 8, scales)
+
+
+def test_cases_of_an_fp8_cache_find_scales_in_each_others_place() -> None:
+    def swapped(q: Tensor, cache: Fp8Cache, *rest: Any) -> None:
+        standins.attend(q, Fp8Cache(cache.tensor, cache.v_scale, cache.k_scale), *rest)
+
+    with pytest.raises(AssertionError):
+        cases.attention(swapped, 1, 0, [9], [2], strided=False, scales=(0.02, 3.0))
+
+
 def _faulty(kernel: Callable[..., None], change: Callable[[list[Any]], None]) -> Callable[..., None]:
     def run(*arguments: Any) -> None:
         changed = list(arguments)
@@ -213,7 +246,7 @@ class OneLaunch:
     def __call__(
         self,
         layers: list[LayerTensors],
-        caches: list[Tensor],
+        caches: list[PagedCache],
         x: Tensor,
         residual: Tensor | None,
         positions: Tensor,
@@ -227,7 +260,7 @@ class OneLaunch:
                 cache, q, summed, 1e-5,
             )  # fmt: skip
             if self.fault == "slot":
-                cache[-1, 0, 0, 0] += 1
+                (cache.tensor if isinstance(cache, Fp8Cache) else cache)[-1, 0, 0, 0] += 1
             standins.attend(
                 q, cache, layer.sinks, requests.block_table, requests.seq_lens, requests.query_start, attended,
                 0.125, 0 if self.fault == "window" else layer.window,
@@ -253,7 +286,9 @@ def test_step_cases_pass_for_what_the_kernel_promises(
     whole_layer: tuple[cases.Weights, cases.Weights], window: int
 ) -> None:
     for strided, first in ((False, False), (True, True)):
-        cases.step(OneLaunch(*whole_layer), *whole_layer, 200, window=window, block=32, strided=strided, first=first)
+        layout: dict[str, Any] = {"window": window, "block": 32, "strided": strided, "first": first}
+        cases.step(OneLaunch(*whole_layer), *whole_layer, 200, **layout)
+        cases.step(OneLaunch(*whole_layer), *whole_layer, 200, **layout, scales=(0.02, 3.0))
 
 
 @pytest.mark.parametrize("fault", ["slot", "window", "weights"])

@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks import checkpoint, shapes
+from benchmarks.consistency import VOCABULARY
 from tests.gpu.marks import SM90
-from vllm_gptoss.cli.bench import checkpoint, shapes
-from vllm_gptoss.cli.bench.consistency import VOCABULARY, is_consistent
+from vllm_gptoss.cli.bench.consistency import is_consistent
 
 pytestmark = [
     *SM90,
@@ -39,6 +40,8 @@ PREFETCH = {
 }  # fmt: skip
 SOME = {"cpu_offload_gb": 0.2, "cpu_offload_params": ["qkv_proj", "o_proj", "router"]}
 RELOADS = ("reload", "trainer", "partial")
+COMMANDS = {True: ["benchmarks.consistency"], False: ["vllm_gptoss.cli", "bench", "consistency"]}
+"""With float64, and without."""
 
 ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, str]]] = {
     "reloads, no graphs": (EAGER, RELOADS, {}),
@@ -66,10 +69,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
         engine, after, environment = ENGINES[name]
         out = base / f"{name}.json"
         command = [
-            sys.executable, "-m", "vllm_gptoss.cli", "bench", "consistency", "--model", str(base / "first"),
+            sys.executable, "-m", *COMMANDS[bool(after)], "--model", str(base / "first"),
             "--reload-from", str(base / "second"), "--after", ",".join(after), "--engine", json.dumps(engine),
             "--concurrency", ",".join(map(str, SIZES)), "--limit", "9", "--out", str(out),
-            *(["--truth"] if after else []),
         ]  # fmt: skip
         done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""The sm90 expert kernels against `engine/reference.py` in float64, all shapes of 20b and 120b at TP 1, 2, 4, 8."""
+"""The sm90 expert kernels against `benchmarks/reference.py` in float64, all shapes of 20b and 120b at TP 1, 2, 4, 8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sm90 kernel for many tokens, and the sparse ones for few each, against `engine/reference.py` in float64."""
+"""The sm90 kernel for many tokens, and the sparse ones for few each, against `benchmarks/reference.py` in float64."""
 
 from __future__ import annotations
 

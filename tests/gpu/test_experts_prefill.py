@@ -1,4 +1,4 @@
-"""The sm90 kernels for large steps, against `engine/reference.py` in float64."""
+"""The sm90 kernels for large steps, against `benchmarks/reference.py` in float64."""
 
 from __future__ import annotations
 

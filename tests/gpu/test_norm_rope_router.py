@@ -50,22 +50,23 @@ def test_router_gives_a_tie_to_the_lower_id() -> None:
 Step = tuple[list[LayerTensors], list[ManyTokenExperts], Tensor, Tensor, Requests, Tensor]
 
 
-def a_step(tokens: int, layers: int) -> Step:
-    """Layers of a 20b, their experts, activations, cache, requests and positions."""
+def a_step(tokens: int, layers: int, each: int = 1) -> Step:
+    """Layers of a 20b, their experts, activations, cache, requests and positions; each: tokens of a request."""
     cos_sin = torch.randn(1024, HEAD, device="cuda")
     up, down = cases.layer(32, C)
     made = [cases.layer_tensors(up, down, cos_sin, window=0 if index % 2 else 128) for index in range(layers)]
     experts = [ManyTokenExperts(each.experts) for each in made if each.experts is not None]
-    blocks = 64
-    cache = draw(tokens * blocks, 8, BLOCK, 128)
-    table = torch.randperm(tokens * blocks, device="cuda").int().view(tokens, blocks)
-    lens = torch.randint(1, 1000, (tokens,), device="cuda", dtype=torch.int32)
-    return made, experts, draw(tokens, C), cache, *cases.decoding(table, lens)
+    blocks, requests = 64, tokens // each
+    cache = draw(requests * blocks, 8, BLOCK, 128)
+    table = torch.randperm(requests * blocks, device="cuda").int().view(requests, blocks)
+    lens = torch.randint(each, 1000, (requests,), device="cuda", dtype=torch.int32)
+    return made, experts, draw(tokens, C), cache, *cases.decoding(table, lens, each)
 
 
-def test_a_layer_is_what_the_chain_of_few_tokens_makes_of_it() -> None:
+@pytest.mark.parametrize("each", [1, 2, 4, 8])
+def test_a_layer_is_what_the_chain_of_few_tokens_makes_of_it(each: int) -> None:
     """Compares up to the experts: near a tie, the products' rounding may change the chosen experts."""
-    [layer], [experts], x, cache, requests, positions = a_step(16, 1)
+    [layer], [experts], x, cache, requests, positions = a_step(16, 1, each)
     residual, other = draw(16, C), cache.clone()
     out, hidden = layer_upto512.layer(layer, experts, cache, requests, positions, x, residual)
     few, wanted = layer_upto16.layer(layer, other, requests, positions, x, residual)
@@ -75,10 +76,15 @@ def test_a_layer_is_what_the_chain_of_few_tokens_makes_of_it() -> None:
     assert int(alike.sum()) >= 14
 
 
-@pytest.mark.parametrize("tokens", [17, 32, 100, 256, 512])
-def test_a_chain_in_a_graph_equals_the_same_calls_one_by_one(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programmatic launches overlap inside a graph: a missing wait would show as a difference."""
-    layers, experts, x, cache, requests, positions = a_step(tokens, 3)
+@pytest.mark.parametrize(
+    ("tokens", "each"), [(17, 1), (32, 1), (100, 1), (256, 1), (512, 1), (32, 4), (64, 8), (128, 4), (510, 3), (512, 4)]
+)
+def test_a_chain_in_a_graph_equals_the_same_calls_one_by_one(
+    tokens: int, each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programmatic launches overlap inside a graph: a missing wait would show as a difference. A draft's keys are
+    written in the step that reads them."""
+    layers, experts, x, cache, requests, positions = a_step(tokens, 3, each)
 
     def run() -> tuple[Tensor, Tensor]:
         hidden, residual = x, None
@@ -90,10 +96,10 @@ def test_a_chain_in_a_graph_equals_the_same_calls_one_by_one(tokens: int, monkey
     cases.alike_in_a_graph(run, monkeypatch)
 
 
-@pytest.mark.parametrize(("tokens", "real"), [(32, 19), (64, 40)])
-def test_padding_writes_nothing_and_disturbs_nobody(tokens: int, real: int) -> None:
+@pytest.mark.parametrize(("tokens", "real", "each"), [(32, 19, 1), (64, 40, 1), (64, 40, 4), (32, 24, 8)])
+def test_padding_writes_nothing_and_disturbs_nobody(tokens: int, real: int, each: int) -> None:
     """A captured graph may have more rows than the step has requests: slots of -1, tokens that no request has."""
-    [layer], [experts], x, cache, requests, positions = a_step(tokens, 1)
+    [layer], [experts], x, cache, requests, positions = a_step(tokens, 1, each)
     starts = requests.query_start.clamp(max=real)
     slots = torch.where(torch.arange(tokens, device="cuda") < real, requests.slots, -1)
     padded = Requests(requests.block_table, requests.seq_lens, starts, slots)
@@ -102,7 +108,8 @@ def test_padding_writes_nothing_and_disturbs_nobody(tokens: int, real: int) -> N
     changed = (cache != before).flatten(2).any(-1).any(1)
     assert set(changed.nonzero().flatten().tolist()) <= set((slots[:real] // BLOCK).tolist())
     again = before.clone()
-    cut = Requests(requests.block_table[:real], requests.seq_lens[:real], starts[: real + 1], slots[:real])
+    count = real // each
+    cut = Requests(requests.block_table[:count], requests.seq_lens[:count], starts[: count + 1], slots[:real])
     _, alone = layer_upto512.layer(layer, experts, again, cut, positions[:real], x[:real], None)
     assert cases.error(hidden[:real], alone.double()) < cases.ROUNDING
     assert bool(out.isfinite().all())

@@ -95,6 +95,19 @@ SITUATIONS = {
         ALL, (1, 64, "short"), {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
     ),
     "drafts by EAGLE3": Situation(SIX_LAUNCHES, (1, 64, "short"), {"speculative_config": {"method": "eagle3"}}),
+    "drafts by n-gram in layers asked for": Situation(
+        ALL,
+        (1, 8, 64, "short"),
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}, **wish(layers="gptoss")},
+    ),
+    **{
+        f"drafts by EAGLE3 in layers asked for, host {host}": Situation(
+            SIX_LAUNCHES,
+            (1, 8, 64, "short"),
+            {"speculative_config": {"method": "eagle3"}, **wish(layers="gptoss", host=host)},
+        )
+        for host in ("stock", "gptoss")
+    },
     "LoRA": Situation(NOTHING, (64,), {"enable_lora": True, "max_lora_rank": 8}),
     "asleep and awake": Situation(ALL, (8, 8), {"enable_sleep_mode": True}, job={"sleep": True}),
     **{

@@ -28,9 +28,11 @@ pytestmark = [
     [
         {"blocks": 2000, "caching": False, "kinds": ["greedy"], "seed": 1},
         {"blocks": 2000, "caching": True, "kinds": PLAIN, "seed": 2},
+        {"blocks": 2000, "caching": True, "kinds": ["greedy", "seeded", "stops"], "seed": 4, "drafts": 3},
+        {"blocks": 250, "caching": False, "kinds": ["greedy", "seeded"], "seed": 5, "drafts": 7},
         {"blocks": 250, "caching": True, "kinds": list(KINDS), "seed": 3, "rounds": 4, "plants": list(PLANTS)},
     ],
-    ids=["greedy", "plain sampling", "all sampling, preempted, planted faults"],
+    ids=["greedy", "plain sampling", "drafts", "drafts, preempted", "all sampling, preempted, planted faults"],
 )
 def test_the_same_tokens_either_way(job: dict[str, Any]) -> None:
     found = run(json.dumps({**job, "tokenizer": os.environ.get("GPTOSS_TEST_TOKENIZER")}))

@@ -374,8 +374,6 @@ def harmony() -> Any:
 
     return SimpleNamespace(
         Parser=module.HarmonyParser,
-        Segment=module.Segment,
-        ChunkResult=module.ChunkResult,
         DeltaFunctionCall=DeltaFunctionCall,
         DeltaMessage=DeltaMessage,
         DeltaToolCall=DeltaToolCall,

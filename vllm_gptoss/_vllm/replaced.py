@@ -62,19 +62,25 @@ def _table(each: Any) -> dict[str, Any]:
     return found.get("_state", found)
 
 
-def use_chat_prompt(renderer: Any, wrap: Callable[[Any], Any]) -> bool:
-    """Replaces the Harmony prompt method of `renderer` by `wrap` of it. False if `renderer` has no such method."""
-    upstream = getattr(renderer, "_make_request_with_harmony", None)
-    if upstream is None:
+def use_renderer(state: Any, ours: type) -> bool:
+    """Replaces the renderer in the app's `state`, and the handlers there that hold it, as `use_handler` does.
+
+    False if the renderer has no Harmony prompt method.
+    """
+    theirs = getattr(state, "online_renderer", None)
+    if not hasattr(theirs, "_make_request_with_harmony"):
         return False
-    renderer._make_request_with_harmony = wrap(upstream)
+    holders = [name for name, each in _table(state).items() if getattr(each, "online_renderer", None) is theirs]
+    use_handler(state, "online_renderer", ours)
+    for name in holders:
+        use_handler(state, name, online_renderer=state.online_renderer)
     return True
 
 
 CHAT_HANDLERS = ("openai_serving_chat", "openai_serving_chat_batch", "anthropic_serving_messages")
 """vLLM's handlers that read a model's output as chat does, by their names in the app's state."""
-CHANGED = ("online_renderer", "structured_outputs_config")
-"""Objects in the app's state and in the arguments, with attributes that the plugin sets."""
+CHANGED = ("structured_outputs_config",)
+"""Objects in the arguments, with attributes that the plugin sets."""
 
 
 def use_request_output(

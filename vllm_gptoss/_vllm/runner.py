@@ -15,6 +15,7 @@ from typing import Any
 def parts() -> Any:
     """The functions, classes and constants of a decode step."""
     from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.worker.gpu.buffer_utils import UvaBuffer
     from vllm.v1.worker.gpu.input_batch import (
@@ -27,6 +28,7 @@ def parts() -> Any:
     from vllm.v1.worker.gpu.model_runner import ExecuteModelState
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
     from vllm.v1.worker.gpu.sample.sampler import Sampler
+    from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
     return SimpleNamespace(
         FULL=CUDAGraphMode.FULL,
@@ -40,6 +42,8 @@ def parts() -> Any:
         ExecuteModelState=ExecuteModelState,
         DefaultModelState=DefaultModelState,
         Sampler=Sampler,
+        EagleSpeculator=EagleSpeculator,
+        FlashAttentionMetadataBuilder=FlashAttentionMetadataBuilder,
     )
 
 
@@ -89,6 +93,13 @@ def use_classes(architecture: str, worker: str, scheduler: str, wants: Any) -> N
 
     WithClasses.worker = worker
     module.MODELS_CONFIG_MAP[architecture] = WithClasses
+
+
+def extend_worker(config: Any, extension: str) -> None:
+    """Adds the methods of the class `extension` (qualified name) to the workers, unless the user added another's."""
+    parallel = config.parallel_config
+    if not parallel.worker_extension_cls:
+        parallel.worker_extension_cls = extension
 
 
 def suits(config: Any) -> bool:

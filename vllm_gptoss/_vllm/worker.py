@@ -40,8 +40,8 @@ def in_piecewise_graph(context: Any) -> bool:
 
 
 def longest_query(context: Any) -> int:
-    """Most tokens of one request in the step of a `ForwardContext`, by the attention metadata of its graph."""
-    return max(each.max_query_len for each in context.attn_metadata.values())
+    """Most tokens of one request in a step, by all metadata of its attention but FlashInfer's (of a draft model)."""
+    return max(getattr(each, "max_query_len", 0) for each in context.attn_metadata.values())
 
 
 def tensor_parallel_rank() -> int:

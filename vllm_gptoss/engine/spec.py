@@ -9,7 +9,9 @@ A active experts per token, N output rows, C input columns, G groups of 32 along
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 ARCHITECTURE = "GptOssForCausalLM"
 MODEL_TYPE = "gpt_oss"
@@ -35,6 +37,13 @@ ROPE_ORIGINAL_CONTEXT = 4096
 MAX_POSITIONS = 131_072
 
 
+SIZES = (
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "num_local_experts", "num_experts_per_tok"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+)
+"""The names in config.json of the sizes below, in this order."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Sizes of one gpt-oss model."""
@@ -49,6 +58,15 @@ class ModelSpec:
     kv_heads: int
     head_size: int
     vocabulary: int
+
+    @classmethod
+    def from_json(cls, config: Mapping[str, Any], name: str = "") -> ModelSpec:
+        """config: a parsed config.json.
+
+        Raises:
+            KeyError: with the name of a size that is missing.
+        """
+        return cls(name, *(config[size] for size in SIZES))
 
     @property
     def weight_gib(self) -> float:

@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAt
 
 from tests.support.plans import Common, builder
 from tests.support.vllm_log import heard, lines
-from vllm_gptoss import fallback
+from vllm_gptoss import fallback, startup_line
 from vllm_gptoss.engine.attention import sm90
 from vllm_gptoss.engine.kernels import attention_many, nvrtc
 
@@ -89,6 +89,19 @@ def test_decode_steps_of_the_band_are_ours(
     assert isinstance(answer, torch.Tensor) is ours
 
 
+@pytest.mark.parametrize(
+    ("tokens", "longest", "ours"),
+    [(16, 4, False), (17, 4, True), (512, 8, True), (512, 9, False), (516, 4, False), (64, 1, True)],
+)
+def test_drafts_are_ours_up_to_a_limit_of_each_request(
+    launched: list[tuple[int, int, float, int]], tokens: int, longest: int, ours: bool
+) -> None:
+    of = impl(sm90.GptOssFlashAttentionImpl)
+    of.most_per_request = 8
+    step(of, tokens, longest)
+    assert bool(launched) is ours
+
+
 @pytest.mark.parametrize(("given", "window"), [(None, 0), (128, 128)])
 def test_the_kernel_gets_the_layers_window_and_scale(
     launched: list[tuple[int, int, float, int]], given: int | None, window: int
@@ -106,7 +119,7 @@ def test_what_is_not_plain_is_upstreams(launched: list[tuple[int, int, float, in
     of = impl(sm90.GptOssFlashAttentionImpl)
     assert step(of, 30, metadata=None) == "upstream"  # profiling
     assert step(of, 30, output_scale=torch.ones(1)) == "upstream"
-    assert of.has_ours
+    assert of.most_per_request == 1
     assert not launched
 
 
@@ -120,7 +133,7 @@ def test_a_fault_leaves_the_layer_to_upstream_with_one_line(
     of = impl(sm90.GptOssFlashAttentionImpl)
     assert [step(of, 30) for _ in range(2)] == ["upstream", "upstream"]
     assert lines(said) == ["attention: upstream from here on (NvrtcError: no such kernel)"]
-    assert not of.has_ours
+    assert of.most_per_request == 0
 
 
 def test_a_cache_that_it_cannot_read_leaves_the_layer_to_upstream(
@@ -148,10 +161,10 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return calls
 
 
-def own(of: Any, *aside_now: str) -> Any:
-    """The builder `of`, with our attention in its layers except the disabled ones."""
+def own(of: Any, *aside_now: str, most: int = 1) -> Any:
+    """The builder `of`, with our attention in its layers except the disabled ones; most: tokens of a request there."""
     for name, layer in of.compilation_config.static_forward_context.items():
-        layer.impl.has_ours = name not in aside_now
+        layer.impl.most_per_request = 0 if name in aside_now else most
     return of
 
 
@@ -179,6 +192,26 @@ def test_graphs_that_also_serve_several_tokens_a_request_are_planned(
     """FA3 is in them, for every step that replays one."""
     own(builder((-1, -1), mode=mode, drafts=drafts)).build(0, Common(64, 1))
     assert planned == [True]
+
+
+@pytest.mark.parametrize(
+    ("mode", "drafts", "plans"),
+    [
+        (CUDAGraphMode.FULL_AND_PIECEWISE, 3, False),
+        (CUDAGraphMode.FULL_AND_PIECEWISE, 7, False),
+        (CUDAGraphMode.FULL_AND_PIECEWISE, 8, True),
+        (CUDAGraphMode.FULL_DECODE_ONLY, 3, False),
+        (CUDAGraphMode.FULL, 3, True),
+    ],
+)
+@pytest.mark.parametrize("longest", [1, 2, None])
+def test_a_step_of_drafts_is_planned_if_and_only_if_fa3_is_in_its_graph(
+    planned: list[bool], mode: CUDAGraphMode, drafts: int, plans: bool, longest: int | None
+) -> None:
+    """Whatever the step's longest request has (None: as the capture, one more than the drafts)."""
+    of = own(builder((-1, -1), mode=mode, drafts=drafts), most=8)
+    of.build(0, Common(64, longest or 1 + drafts))
+    assert planned == [plans]
 
 
 # The layers
@@ -214,7 +247,13 @@ def test_layers_get_ours_as_theirs_was_made(loaded: list[tuple[int, int, int]]) 
     for layer, was in zip(attention, before, strict=True):
         assert layer.attn_backend is sm90.GptOssFlashAttentionBackend
         assert type(layer.impl) is layer.attn_backend.get_impl_cls()
-        assert vars(layer.impl) == was
+        assert vars(layer.impl) == was | {"most_per_request": 1}
+
+
+def test_layers_get_the_most_tokens_of_a_request(loaded: list[tuple[int, int, int]]) -> None:
+    attention = layers(128, None)
+    assert sm90.plan_once(model(attention), 8)
+    assert [layer.impl.most_per_request for layer in attention] == [8, 8]
 
 
 @pytest.mark.parametrize(
@@ -233,7 +272,10 @@ def test_what_the_kernel_does_not_compute_stays_upstreams(
     assert sm90.plan_once(model(attention))
     assert {type(layer.impl) for layer in attention} == {FlashAttentionImpl}
     assert {layer.attn_backend for layer in attention} == {sm90.GptOssFlashAttentionBackend}
-    assert lines(said) == [f"attention: upstream from here on ({why})"]
+    startup_line.say()
+    choices = startup_line.WorkerChoices().gptoss_choices()
+    assert choices == {"attention of vLLM's layers": f"FlashAttention 3 ({why})"}
+    assert lines(said) == [], "the fused layers may run, so no warning names attention"
 
 
 def test_a_kernel_that_does_not_compile_leaves_upstreams(

@@ -17,11 +17,10 @@ from vllm_gptoss.engine.spec import GPT_OSS_20B, GPT_OSS_120B
 H200 = Device("nvidia", "NVIDIA H200", "sm90", 139.8)
 OTHERS = {
     "CPU": (Device("cpu", "Xeon", "x86_64", 24), "the kernels are CUDA kernels"),
-    "MI300X": (Device("amd", "AMD Instinct MI300X", "gfx942", 191.5), "the kernels are CUDA kernels"),
     "A100": (Device("nvidia", "NVIDIA A100", "sm80", 79.3), "made for sm_90, this GPU is sm_80"),
-    "B200": (Device("nvidia", "NVIDIA B200", "sm100", 178.0), "made for sm_90, this GPU is sm_100"),
 }
 USUAL = KvCache((4, 8, 16, 128), "bfloat16", 1)
+CODES = KvCache((4, 8, 32, 128), "uint8", 1)
 
 
 def of(**changes: Any) -> Deployment:
@@ -45,7 +44,8 @@ LAYERS = [
     ({"device_type": "cpu"}, "the kernels are CUDA kernels"),
     ({"dtype": "float16"}, "activations are float16, not bfloat16"),
     ({"lora": True}, "LoRA is on"),
-    ({"kv_cache_dtype": "fp8"}, "the KV cache is not bfloat16"),
+    ({"kv_cache_dtype": "fp8_e5m2"}, "the KV cache is fp8_e5m2, not bfloat16 or fp8_e4m3"),
+    ({"kv_cache_dtype": "fp8", "one_scale": False}, "the fp8 KV cache has scales for each head"),
     ({"data_parallel": 2}, "data parallelism is on"),
     ({"expert_parallel": True}, "expert parallelism is on"),
     ({"decode_context_parallel": 2}, "decode context parallelism is on"),
@@ -61,6 +61,7 @@ LAYERS = [
     ({"head_size": 128}, "head size 128, not 64"),
     ({"kv_heads": 16}, "64 query heads for 16 key/value heads, not 8 each"),
     ({"tensor_parallel": 16}, "4 query heads for 0 key/value heads"),
+    ({"kv_heads": 28, "query_heads": 224, "hidden": 1024}, "17920 rows of 1024 columns need 237568 bytes"),
     ({"hidden": 2896}, "2896 columns are not a multiple of 64"),
     ({"hidden": 1088}, "1088 columns do not divide among 8 to 16 warps"),
     ({"experts": 24}, "24 experts are not a multiple of 32"),
@@ -89,6 +90,8 @@ UNTRIED = [
     ({"pipeline_parallel": 2}, "more than 2 GPUs, or a pipeline"),
     ({"drafts": "draft_model"}, "drafts by draft_model"),
     ({"kv_connectors": ("OffloadingConnector", "NixlConnector")}, "the KV connector NixlConnector"),
+    ({"kv_cache_dtype": "fp8"}, "a KV cache of fp8"),
+    ({"kv_cache_dtype": "fp8_e4m3", "one_scale": True, "caches": (CODES, USUAL)}, "a KV cache of fp8_e4m3"),
 ]
 
 
@@ -110,6 +113,7 @@ def test_what_was_never_run_is_only_done_when_asked_for(changes: dict[str, Any],
         {"drafts": "ngram"},
         {"drafts": "eagle3"},
         {"experts": 128, "layers": 36},
+        {"kv_heads": 27, "query_heads": 216, "hidden": 1024},
         {"built_attention": "FLASH_ATTN", "quantized_projections": False, "caches": (USUAL,)},
     ],
     ids=str,
@@ -127,6 +131,7 @@ ONE_TOKEN = [
     ({"active_experts": 2}, "not 4 experts a token"),
     ({"one_rotary_cache": False}, "rotary caches of their own"),
     ({"caches": (KvCache((4, 8, 8, 128), "bfloat16", 1),)}, "cache blocks of fewer than 16 tokens"),
+    ({"kv_cache_dtype": "fp8", "caches": (CODES, USUAL)}, "layers have KV caches of several dtypes"),
     ({"intermediate": 1440}, "intermediate size 1440"),
     ({"experts": 96}, "96 experts, not 32, 64 or 128"),
     ({"hidden": 4800, "intermediate": 4800}, "too large"),
@@ -142,9 +147,11 @@ def test_what_keeps_six_launches_is_named(changes: dict[str, Any], why: str) -> 
 
 
 @pytest.mark.parametrize("model", [GPT_OSS_20B, GPT_OSS_120B], ids=lambda model: model.name)
-def test_one_gpu_takes_one_launch(model: Any) -> None:
+def test_one_gpu_takes_one_launch_and_kernels_around_the_products(model: Any) -> None:
     found = Deployment(model, own_experts=True, one_rotary_cache=True, auxiliary_states=False, caches=(USUAL,))
     assert choose.one_token(H200, found).value == "one launch"
+    assert choose.many_tokens(H200, found).value == "around cuBLAS"
+    assert choose.one_token(H200, replace(found, kv_cache_dtype="fp8", caches=(CODES,))).value == "one launch"
 
 
 MANY_TOKENS = [
@@ -165,9 +172,57 @@ def test_what_keeps_upstreams_layers_of_many_tokens_is_named(changes: dict[str, 
     assert why in choice.reason
 
 
-@pytest.mark.parametrize("model", [GPT_OSS_20B, GPT_OSS_120B], ids=lambda model: model.name)
-def test_one_gpu_takes_kernels_around_the_products(model: Any) -> None:
-    assert choose.many_tokens(H200, Deployment(model, own_experts=True, caches=(USUAL,))).value == "around cuBLAS"
+RUNNER = [
+    ({"tensor_parallel": 2}, "several GPUs"),
+    ({"pipeline_parallel": 2}, "several GPUs"),
+    ({"data_parallel": 2}, "several GPUs"),
+    ({"prefill_context_parallel": 2}, "several GPUs"),
+    ({"drafts": "ngram"}, "drafts"),
+    ({"lora": True}, "LoRA is on"),
+    ({"kv_connectors": ("OffloadingConnector",)}, "a KV connector"),
+    ({"moves_experts": True}, "vLLM moves experts between ranks"),
+    ({"piecewise_graphs": True}, "cudagraph_mode=PIECEWISE has no graph of a whole step"),
+    ({"graphs": False}, "no CUDA graphs are captured"),
+]
+
+
+@pytest.mark.parametrize(("changes", "why"), RUNNER, ids=[str(changes) for changes, _ in RUNNER])
+def test_what_keeps_vllms_runner_is_named(changes: dict[str, Any], why: str) -> None:
+    choice = choose.runner(H200, of(**changes))
+    assert choice.value == "upstream"
+    assert why in choice.reason
+    assert choose.runner(H200, of()).value == "gptoss"
+    with pytest.raises(choose.ChoiceError, match=f"host=gptoss cannot run here: .*{why}.*; use host=auto"):
+        choose.runner(H200, of(**changes), "gptoss")
+
+
+def test_drafts_take_the_runner_only_where_asked_for() -> None:
+    eagle3 = of(drafts="eagle3", draft_tokens=3)
+    choice = choose.runner(H200, eagle3)
+    assert (choice.value, "host=gptoss tries it" in choice.reason) == ("upstream", True)
+    assert choose.runner(H200, eagle3, "gptoss").value == "gptoss"
+
+
+@pytest.mark.parametrize(
+    ("drafts", "wish", "most", "why"),
+    [
+        (0, "gptoss", 1, "no drafts"),
+        (1, "gptoss", 2, "drafts among them: 1"),
+        (7, "gptoss", 8, "drafts among them: 7"),
+        (8, "gptoss", 1, "8 drafts are more than 7"),
+        (3, "auto", 4, "drafts among them: 3"),
+        (4, "auto", 1, "never run by us with 4 drafts; layers=gptoss tries it"),
+    ],
+)
+def test_several_tokens_are_ours_where_measured_or_asked_for(drafts: int, wish: str, most: int, why: str) -> None:
+    choice = choose.tokens_per_request(H200, of(drafts="eagle3", draft_tokens=drafts), wish)
+    assert (choice.value, choice.reason) == (most, why)
+
+
+def test_layers_of_upstream_take_no_several_tokens_of_a_request() -> None:
+    choice = choose.tokens_per_request(H200, of(draft_tokens=3, tensor_parallel=2), "gptoss")
+    assert choice.value == 1
+    assert "several GPUs" in choice.reason
 
 
 EXPERTS = [
@@ -183,6 +238,7 @@ EXPERTS = [
     ({"expert_bias": False}, "the experts have no bias"),
     ({"largest_scale": 193}, "a scale is larger than e8m0 code 192"),
     ({"hidden": 32}, "32 x 2880 are not multiples of 64"),
+    ({"expert_parallel": True, "intermediate": 3072}, "experts_down of 3072 columns"),
     ({"rank_experts": RankExperts(32, 2880, 96)}, "2880 x 96 are not multiples of 64"),
     ({"experts": 160}, "160 experts on one rank"),
     ({"active_experts": 8}, "8 experts a token"),

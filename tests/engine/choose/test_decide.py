@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import typing
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from vllm_gptoss.engine import choose
-from vllm_gptoss.engine.choose import Choice, ChoiceError, Deployment, families
+from vllm_gptoss.engine.choose import ChoiceError, Deployment, families
 from vllm_gptoss.engine.choose.device import Device
 from vllm_gptoss.engine.spec import GPT_OSS_20B, GPT_OSS_120B, ModelSpec
 from vllm_gptoss.settings import Experts
@@ -36,21 +37,6 @@ DEVICES = {
 def of(model: ModelSpec = GPT_OSS_20B, **changes: Any) -> Deployment:
     """A model on one GPU, with everything that is usual, but for `changes`."""
     return Deployment(model, **changes)
-
-
-@pytest.mark.parametrize("name", DEVICES)
-def test_every_device_gets_an_answer_with_a_reason(name: str) -> None:
-    device = DEVICES[name]
-    for choice in (
-        choose.layers(device, of()),
-        choose.one_token(device, of()),
-        choose.experts(device, of()),
-        choose.attention(device, of()),
-        choose.kv_cache_dtype(device),
-        choose.tensor_parallel(device, GPT_OSS_20B),
-    ):
-        assert choice.value
-        assert len(choice.reason) > 4
 
 
 @pytest.mark.parametrize(
@@ -105,7 +91,7 @@ def test_every_name_called_available_can_be_wished_for(name: str) -> None:
 
 
 def test_a_wish_that_cannot_be_met_names_what_can() -> None:
-    with pytest.raises(ChoiceError, match=r"experts='flashinfer_trtllm_mxfp8' cannot run here.*H100.*triton.*upstream"):
+    with pytest.raises(ChoiceError, match=r"it is not made for NVIDIA H100 80GB HBM3 \(sm90, 80 GiB.*triton.*upstream"):
         choose.experts(DEVICES["H100"], of(), "flashinfer_trtllm_mxfp8")
     with pytest.raises(ChoiceError, match=r"experts='native' cannot run here: needs amx.*dequantize"):
         choose.experts(DEVICES["CPU with AVX2"], of(), "native")
@@ -141,12 +127,6 @@ def test_our_experts_are_the_default_only_where_they_were_measured() -> None:
         assert sharded.value == "triton"
         assert "not gptoss: never run by us with more than 2 GPUs; experts=gptoss tries it" in sharded.reason
         assert choose.experts(DEVICES[name], of(GPT_OSS_120B, tensor_parallel=4), "gptoss").value == "gptoss"
-    overlapped = choose.experts(DEVICES["H200"], of(micro_batches=True))
-    assert overlapped.value == "triton"
-    assert "two streams" in overlapped.reason
-    with pytest.raises(ChoiceError, match="no LoRA path"):
-        choose.experts(DEVICES["H200"], of(lora=True), "gptoss")
-    assert choose.experts(DEVICES["H200"], of(lora=True)).value == "triton"
 
 
 def test_lora_on_a_cpu_is_left_to_vllm_which_refuses_it_at_start() -> None:
@@ -170,8 +150,7 @@ def test_parallelism_that_does_not_divide_is_refused() -> None:
 
 
 def devices(name: str, count: int) -> Device:
-    one = DEVICES[name]
-    return Device(one.vendor, one.name, one.arch, one.memory_gib, count)
+    return replace(DEVICES[name], count=count)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +193,3 @@ def test_a_new_family_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_settings_offer_what_the_table_has_and_nothing_else() -> None:
     rows = {row.value for family in choose.FAMILIES for row in family.experts}
     assert rows | {"auto", "upstream"} == set(typing.get_args(Experts))
-
-
-def test_a_choice_prints_its_reason() -> None:
-    assert str(Choice("triton", "because")) == "triton (because)"

@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 
 from vllm_gptoss.engine.choose import devices, families
-from vllm_gptoss.engine.choose.device import Device, Vendor
+from vllm_gptoss.engine.choose.device import Device, Vendor, without_gpu
 from vllm_gptoss.engine.choose.devices import DeviceError
 
 
 def test_every_device_has_a_family_and_every_family_a_device() -> None:
-    found = {families.of(model.device()).name for model in devices.MODELS}
+    found = {str(families.of(model.device())) for model in devices.MODELS}
     assert found == {family.name for family in families.FAMILIES}
+    unserved = [name for name in ("V100", "T4", "A100", "MI300X") if families.unserved(devices.named(name))]
+    assert unserved == ["V100", "T4"], "vLLM's MXFP4 needs sm_80"
 
 
 @pytest.mark.parametrize(
@@ -46,10 +48,14 @@ def test_what_a_user_types_is_understood(text: str, label: str, count: int) -> N
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("RTX-409", "RTX-4090"),
+        ("B2000", "there are H200, B200, GB200;"),
         ("9xH100", "1 to 8 H100"),
         ("toaster", "H100"),
-        ("M3", "there are H100, .* add --memory-gib"),
+        ("Gaudi 3", "there are H100, .* add --memory-gib"),
+        ("MacBook Pro", "Apple"),
+        ("Apple M3 Ultra", "Apple"),
+        ("AMD Ryzen AI Max+ 395", "--device gfx1151 --memory-gib 96"),
+        ("Jetson AGX Thor", "--device sm87"),
         ("2xDGX-Spark", "1 to 1"),
         ("NVIDIA RTX A1000", "there "),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "no device is called"),
@@ -65,9 +71,13 @@ def test_the_memory_in_a_name_and_the_memory_given_replace_the_rows() -> None:
     assert devices.named("V100-16GB").memory_gib == pytest.approx(15.8, abs=0.1)
     assert devices.named("H100 80GB") == devices.named("H100")
     assert devices.named("A100", 60.0).memory_gib == 60.0
+    assert [devices.named("RTX-4080", gib).name for gib in (13.26, 13.27)] == ["RTX-4080-13G", "RTX-4080"]
     card = devices.named("2x sm89 card", 30.0)
     assert (card.arch, card.memory_gib, card.count) == ("sm89", 30.0, 2)
     assert devices.named("toaster", 30.0).arch == "unknown"
+    assert devices.named("gfx1151", 96.0).vendor == "amd"
+    with pytest.raises(DeviceError, match="Apple"):
+        devices.named("M3", 64.0)
     assert devices.of(devices.named("RTX-4090-48G")) is None, "no recipe is of this card"
 
 
@@ -83,6 +93,8 @@ def test_the_memory_in_a_name_and_the_memory_given_replace_the_rows() -> None:
         ("nvidia", "NVIDIA RTX PRO 6000 Blackwell Server Edition", "sm120", 95.0, "RTX-PRO-6000"),
         ("nvidia", "NVIDIA GeForce RTX 3090", "sm86", 23.7, None),
         ("amd", "AMD Instinct MI300X", "gfx942", 191.5, "MI300X"),
+        ("amd", "AMD Instinct MI325X", "gfx942", 230.32, "MI325X"),
+        ("amd", "AMD Instinct MI325X", "gfx942", 230.31, None),
         ("amd", "AMD Radeon AI PRO R9700", "gfx1201", 31.9, "R9700"),
     ],
 )
@@ -95,3 +107,4 @@ def test_a_cpu_is_told_apart_by_amx() -> None:
     features = ({"amx", "avx512"}, {"avx2"})
     rows = [devices.of(Device("cpu", "any", "x86_64", 32, features=frozenset(each))) for each in features]
     assert [row and row.name for row in rows] == ["CPU-AMX", "CPU"]
+    assert devices.of(without_gpu()) in rows, "this machine"

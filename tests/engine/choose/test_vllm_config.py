@@ -39,6 +39,7 @@ SIZES = {
     "head_dim": 64,
     "vocab_size": 201_088,
 }
+THREE_DRAFTS = SimpleNamespace(method="eagle3", num_speculative_tokens=3)
 MODEL = SimpleNamespace(model="gpt-oss-20b", hf_config=SimpleNamespace(**SIZES), dtype=torch.bfloat16)
 
 
@@ -92,7 +93,8 @@ def transfer(name: str, *inner: str) -> KVTransferConfig:
         ({"kv_transfer_config": transfer("NixlConnector")}, "kv_connectors", ("NixlConnector",)),
         ({"kv_transfer_config": transfer("MultiConnector", "A", "B")}, "kv_connectors", ("A", "B")),
         ({"cache_config": CacheConfig(cache_dtype="fp8")}, "kv_cache_dtype", "fp8"),
-        ({"speculative_config": SimpleNamespace(method="eagle3")}, "drafts", "eagle3"),
+        ({"speculative_config": THREE_DRAFTS}, "drafts", "eagle3"),
+        ({"speculative_config": THREE_DRAFTS}, "draft_tokens", 3),
         ({"compilation_config": compilation(mode=1)}, "compiled_whole", True),
         ({"compilation_config": compilation(cudagraph_mode=CUDAGraphMode.PIECEWISE)}, "piecewise_graphs", True),
         ({"compilation_config": compilation(cudagraph_mode=CUDAGraphMode.NONE)}, "graphs", False),
@@ -159,9 +161,26 @@ def test_caches_of_each_kind_are_kept() -> None:
     cos_sin, cache = torch.zeros(8, 64), torch.zeros(4, 8, 16, 128, dtype=torch.bfloat16)
     tensors = SimpleNamespace(experts=SimpleNamespace(expert_map=None), cos_sin=cos_sin)
     places = [
-        SimpleNamespace(tensors=tensors, attention=SimpleNamespace(kv_cache=each))
+        SimpleNamespace(tensors=tensors, attention=SimpleNamespace(kv_cache=each), scales=None)
         for each in (cache, cache, cache.view(2, 16, 16, 128))
     ]
     found = describe.first_step(describe.Deployment(GPT_OSS_20B), places, (2,))
     assert found.caches == (KvCache((4, 8, 16, 128), "bfloat16", 1), KvCache((2, 16, 16, 128), "bfloat16", 1))
     assert (found.own_experts, found.one_rotary_cache, found.auxiliary_states) == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    ("scale", "one"),
+    [
+        (torch.ones(()), True),
+        (torch.ones(1), True),
+        (torch.ones(8), False),
+        (torch.ones((), dtype=torch.float64), False),
+    ],
+)
+def test_scales_of_an_fp8_cache_are_one_number_each(scale: torch.Tensor, one: bool) -> None:
+    cache = torch.zeros(4, 8, 32, 128, dtype=torch.uint8)
+    tensors = SimpleNamespace(experts=None, cos_sin=torch.zeros(8, 64))
+    place = SimpleNamespace(tensors=tensors, attention=SimpleNamespace(kv_cache=cache), scales=(torch.ones(()), scale))
+    found = describe.first_step(describe.Deployment(GPT_OSS_20B), [place], ())
+    assert (found.caches, found.one_scale) == ((KvCache((4, 8, 32, 128), "uint8", 1),), one)

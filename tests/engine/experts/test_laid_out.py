@@ -68,7 +68,6 @@ KERNELS: Any = SimpleNamespace(kernel=lambda tokens: None)
 def found(of: method.GptOssExpertsMethod, layer: Layer) -> tuple[list[int], set[int]]:
     """Addresses of the tensors that upstream reads, and the values in them."""
     tensors = LaidOut.of(of, layer)
-    assert tensors is not None
     return [each.data_ptr() for each in tensors.tensors], {int(each.flatten()[0]) for each in tensors.tensors}
 
 
@@ -80,7 +79,7 @@ def test_a_reload_writes_new_bytes_to_the_old_addresses(of: method.GptOssExperts
     layer.load(5)
     of.process_weights_after_loading(layer)
     assert found(of, layer)[0][:4] == addresses[:4], "biases are parameters: vLLM puts the old ones back"
-    assert {int(each.flatten()[0]) for each in of.laid_out.tensors} == {5, 6}  # type: ignore[union-attr]
+    assert {int(each.flatten()[0]) for each in of.laid_out.tensors} == {5, 6}
     assert of.moe_kernel is kernel
     assert of.ours is KERNELS
 
@@ -99,7 +98,7 @@ def test_experts_of_another_shape_are_refused_before_a_byte_is_written(of: metho
     layer.load(5, width=9)
     with pytest.raises(ValueError, match=r"reloaded experts are \[2, 9\] torch.uint8, not \[2, 8\]"):
         of.process_weights_after_loading(layer)
-    assert {int(each.flatten()[0]) for each in of.laid_out.tensors} == {1, 2}  # type: ignore[union-attr]
+    assert {int(each.flatten()[0]) for each in of.laid_out.tensors} == {1, 2}
 
 
 @pytest.mark.parametrize("graphs", [True, False])

@@ -90,7 +90,6 @@ def test_the_fourth_pair_of_every_word_is_what_a_product_and_two_masks_leave() -
     """Tests `fourth` of mxfp4.cuh with the constants of that file: no carry of the product reaches a pair."""
     code = (Path(sm90.__file__).parents[1] / "kernels" / "cuda" / "mxfp4.cuh").read_text()
     found = re.search(r"__byte_perm\(w, 0, 0x3311\) & 0x(\w+)u\) \* (\d+)u\) & 0x(\w+)u;", code)
-    assert found is not None
     before, factor, after = int(found[1], 16), int(found[2]), int(found[3], 16)
     low, high = torch.meshgrid(torch.arange(256), torch.arange(256), indexing="ij")  # of each half the upper byte
     permuted, packed = low * 0x101 | high * 0x1010000, low << 8 | high << 24
@@ -133,7 +132,7 @@ def _upstream(name: str) -> ModuleType:
     if folder is None:
         pytest.skip("no triton_kernels: a CPU build of vLLM, and scripts/vllm_source.py has not run")
     package = importlib.util.module_from_spec(
-        importlib.util.spec_from_loader("layout_details", loader=None, is_package=True)  # type: ignore[arg-type]
+        importlib.util.spec_from_loader("layout_details", loader=None, is_package=True)
     )
     package.__path__ = [str(folder)]
     sys.modules["layout_details"] = package

@@ -8,10 +8,13 @@ import torch
 
 from tests.engine.kernels.cubins import compiled
 from vllm_gptoss.engine.choose import bands
-from vllm_gptoss.engine.kernels import attention_many, nvrtc
+from vllm_gptoss.engine.kernels import attention_many, cache, nvrtc
 from vllm_gptoss.engine.kernels.attention_many import ManyPlan, plan, unreadable, unsupported
 
-PLANS = sorted({plan(tokens, window) for tokens in range(17, 513) for window in (0, 128)}, key=str)
+ELEMENTS = (cache.BF16, cache.E4M3)
+PLANS = sorted(
+    {plan(tokens, window, element) for tokens in range(17, 513) for window in (0, 128) for element in ELEMENTS}, key=str
+)
 SHARED, OF_A_BLOCK = 227 << 10, 1 << 10
 """Shared memory of a multiprocessor of Hopper, and what the driver takes of it for each block."""
 
@@ -27,6 +30,13 @@ def test_a_multiprocessor_holds_its_blocks(of: ManyPlan) -> None:
     assert of.blocks * of.warps * 32 <= 2048
 
 
+@pytest.mark.parametrize(("tokens", "window"), [(17, 0), (64, 128), (65, 128), (512, 0)])
+def test_as_many_bytes_are_on_their_way_for_each_element_type(tokens: int, window: int) -> None:
+    plain, coded = (plan(tokens, window, element) for element in ELEMENTS)
+    assert plain.shared_bytes == coded.shared_bytes
+    assert (plain.warps, plain.blocks, plain.least) == (coded.warps, coded.blocks, coded.least)
+
+
 def test_shapes_without_a_kernel_say_why() -> None:
     assert unsupported(64, 8, 64, 0) is None
     assert unsupported(8, 1, 64, 128) is None
@@ -35,15 +45,15 @@ def test_shapes_without_a_kernel_say_why() -> None:
 
 
 def tensors(block: int = 16, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    q, cache, out = (17, 64, 64), (3, 8, block, 128), (17, 64, 64)
-    return torch.zeros(q, dtype=dtype), torch.zeros(cache, dtype=dtype), torch.zeros(out, dtype=dtype)
+    q, paged, out = (17, 64, 64), (3, 8, block, 128), (17, 64, 64)
+    return torch.zeros(q, dtype=dtype), torch.zeros(paged, dtype=dtype), torch.zeros(out, dtype=dtype)
 
 
 def test_tensors_as_vllm_lays_them_are_read() -> None:
-    q, cache, out = tensors()
-    assert unreadable(q, cache, out) is None
+    q, paged, out = tensors()
+    assert unreadable(q, paged, out) is None
     wide = torch.zeros(17, 80 * 64, dtype=torch.bfloat16)[:, : 64 * 64].view(17, 64, 64)  # of q, k and v in one
-    assert unreadable(wide, cache, out) is None
+    assert unreadable(wide, paged, out) is None
     token_major = torch.zeros(3, 16, 8, 128, dtype=torch.bfloat16).transpose(1, 2)
     assert unreadable(q, token_major, out) is None
 
@@ -55,12 +65,12 @@ def test_blocks_of_another_size_are_not(block: int) -> None:
 
 
 def test_other_tensors_are_not() -> None:
-    q, cache, out = tensors()
+    q, paged, out = tensors()
     assert "not bfloat16" in str(unreadable(*tensors(dtype=torch.float16)))
-    assert "queries lie" in str(unreadable(q.transpose(1, 2), cache, out))
-    assert "queries lie" in str(unreadable(q, cache, out.transpose(1, 2)))
-    assert "the KV cache has shape" in str(unreadable(q, cache.transpose(2, 3), out))
-    assert "the KV cache has shape" in str(unreadable(q, cache[..., :64], out))
+    assert "queries lie" in str(unreadable(q.transpose(1, 2), paged, out))
+    assert "queries lie" in str(unreadable(q, paged, out.transpose(1, 2)))
+    assert "the KV cache has shape" in str(unreadable(q, paged.transpose(2, 3), out))
+    assert "the KV cache has shape" in str(unreadable(q, paged[..., :64], out))
 
 
 def test_it_compiles_for_sm90_without_a_gpu() -> None:

@@ -7,11 +7,18 @@ import pytest
 
 from tests.engine.kernels.cubins import compiled
 from tests.engine.kernels.structs import declared
-from vllm_gptoss.engine.kernels import attention, nvrtc
+from vllm_gptoss.engine.kernels import attention, cache, nvrtc
 from vllm_gptoss.engine.kernels.attention import AttentionPlan, plan
 
 PLANS = sorted(
-    {plan(tokens, heads, window) for tokens in range(1, 17) for heads in (1, 2, 4, 8) for window in (0, 128)}, key=str
+    {
+        plan(tokens, heads, window, element)
+        for tokens in range(1, 17)
+        for heads in (1, 2, 4, 8)
+        for window in (0, 128)
+        for element in (cache.BF16, cache.E4M3)
+    },
+    key=str,
 )
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine.kernels.cubins import compiled
 from tests.engine.kernels.structs import declared
-from vllm_gptoss.engine.kernels import attention, dense, nvrtc
+from vllm_gptoss.engine.kernels import attention, cache, dense, nvrtc
 from vllm_gptoss.engine.kernels.dense import DensePlan, Mode, plan
 
 MULTIPROCESSORS = (132, 114, 78)
@@ -41,7 +41,8 @@ def test_a_block_fits_the_multiprocessor(of: DensePlan) -> None:
     assert of.part % of.warps == 0
     assert of.columns % (of.part * dense.BLOCK) == 0
     assert of.block <= 1024
-    static = 16 * 1024  # biases, cosines, norm weight, partial sums of squares: ptxas reports 15.1 KB at most
+    # biases, cosines, norm weight, partial sums of squares: ptxas reports 15.3 KB at most, with an fp8 cache 20.3
+    static = (21 if of.mode is Mode.QKV else 16) * 1024
     assert of.shared_bytes + static <= dense.SHARED_LIMIT
     sums = of.warps * of.units * of.token_groups * 8 * dense.UNIT * 4
     assert sums <= of.shared_bytes
@@ -91,6 +92,8 @@ def test_arguments_lie_on_the_host_as_on_the_device(source: Path, arguments: typ
 @pytest.mark.parametrize("tokens", [8, 16])
 def test_it_compiles_for_sm90_without_a_gpu(mode: Mode, tokens: int) -> None:
     source = nvrtc.source(dense.SOURCE)
-    for of in {plan(m, rows, columns, tokens, 132, 4) for m, rows, columns in SHAPES if m is mode}:
+    elements = (cache.BF16, cache.E4M3) if mode is Mode.QKV else (cache.BF16,)
+    shapes = [(rows, columns) for m, rows, columns in SHAPES if m is mode]
+    for of in {plan(mode, *shape, tokens, 132, 4, element) for shape in shapes for element in elements}:
         cubin = compiled(source, "sm_90", [f"-D{name}={value}" for name, value in of.macros.items()])
         assert b"dense_few" in cubin

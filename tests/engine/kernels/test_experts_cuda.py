@@ -36,7 +36,7 @@ TUNINGS = [
 
 @pytest.mark.parametrize(("intermediate", "local", "routed"), RANKS)
 def test_both_projections_compile_for_every_rank(intermediate: int, local: int, routed: int) -> None:
-    """To the end for one rank and for the most tokens of the others; in `make soak` all."""
+    """To the end for the 20b and for the 120b's most tokens; in `make soak` all."""
     for which, tuning, most in TUNINGS:
         rows, columns = (2 * intermediate, 2880) if which == "experts_up" else (2880, intermediate)
         tuning = experts_plan.fitted(tuning, columns // 64)
@@ -46,7 +46,8 @@ def test_both_projections_compile_for_every_rank(intermediate: int, local: int, 
         )
         macros["ONLY"] = experts.ONLY[which]
         options = [*(f"-D{k}={v}" for k, v in macros.items()), f"--maxrregcount={tuning.registers}"]
-        if SOAK or (intermediate, local) == (2880, 32) or most == experts_plan.MAX_TOKENS:
+        is_120b = (intermediate, local) == (2880, 128)
+        if SOAK or (intermediate, local) == (2880, 32) or (is_120b and most == experts_plan.MAX_TOKENS):
             assert which.encode() in compiled(nvrtc.source(experts.SOURCE), "sm_90", options)
         else:
             judged(nvrtc.source(experts.SOURCE), "sm_90", options)
@@ -55,7 +56,7 @@ def test_both_projections_compile_for_every_rank(intermediate: int, local: int, 
 @pytest.mark.parametrize("mode", [(0, 0), (0, 1), (1, 0), (2, 0)])
 def test_every_routing_dtype_compiles(mode: tuple[int, int]) -> None:
     macros = experts_plan.defines(experts_plan.UP, 5760, 45, 46, 32, 4, 32, mode, True)
-    assert compiled(nvrtc.source(experts.SOURCE), "sm_90", [f"-D{k}={v}" for k, v in macros.items()])
+    judged(nvrtc.source(experts.SOURCE), "sm_90", [f"-D{k}={v}" for k, v in macros.items()])
 
 
 @pytest.mark.parametrize(("which", "tuning", "most"), TUNINGS)
@@ -109,7 +110,7 @@ def test_an_unwritable_cache_costs_one_line(
     monkeypatch.setenv("GPTOSS_CACHE", str(tmp_path / "file" / "kernels"))
     with caplog.at_level(logging.WARNING):
         assert nvrtc.cubin(SOURCE, "sm_90", ["-DN=3"])
-    assert sum("not kept" in record.message for record in caplog.records) == 1
+    assert sum("not stored" in record.message for record in caplog.records) == 1
 
 
 def test_kernels_compiled_side_by_side_are_the_same_and_a_refusal_ends_none_of_the_others(cache: Path) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.engine.kernels import cubins
 from tests.engine.kernels.cubins import compiled, judged
 from tests.engine.kernels.on_meta import SHAPES, prepared
 from tests.support.scale import SOAK
@@ -33,12 +35,12 @@ def options_of(job: CompileJob) -> list[str]:
 @pytest.mark.soak
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_shape_compiles_and_has_the_shared_memory_it_takes(shape: tuple[int, int, int, int, int]) -> None:
-    """To the end for one shape and for the largest step of the others; in `make soak` all."""
+    """To the end for the 20b and for the 120b's largest step; in `make soak` all."""
     many = prepared(*shape)
     for most in many.tunings:
         job = many.compile_job(most, torch.bfloat16)
         check = f"\nstatic_assert(X_BYTES + META_BYTES + RING_BYTES <= {job.shared});"
-        if SOAK or shape == SHAPES[0] or most == max(many.tunings):
+        if SOAK or shape == SHAPES[0] or (shape == SHAPES[1] and most == max(many.tunings)):
             assert NAME.encode() in compiled(nvrtc.source(SOURCE) + check, "sm_90a", options_of(job))
         else:
             judged(nvrtc.source(SOURCE) + check, "sm_90a", options_of(job))
@@ -46,16 +48,17 @@ def test_every_shape_compiles_and_has_the_shared_memory_it_takes(shape: tuple[in
 
 
 def test_products_that_the_compiler_serialises_are_a_warning_and_no_test_takes_them(
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """It does where registers are short, or where a branch lies between products: right results, a quarter slower."""
+    monkeypatch.setattr(cubins, "CACHE", tmp_path)
     source, enough = nvrtc.source(SOURCE), "MULTIPLYING = GROUPS == 4 ? 104 : 152"
     assert enough in source
     job = prepared(*SHAPES[0]).compile_job(768, torch.bfloat16)
-    for _ in range(2):  # the result is not cached
-        with pytest.raises(AssertionError, match=r"wgmma\.mma_async instructions are serialized"):
-            compiled(source.replace(enough, "MULTIPLYING = 112"), "sm_90a", options_of(job))
-    assert caplog.text.count("makes a kernel slower than it was measured") == 2
+    with pytest.raises(AssertionError, match=r"wgmma\.mma_async instructions are serialized"):
+        compiled(source.replace(enough, "MULTIPLYING = 112"), "sm_90a", options_of(job))
+    assert not list(tmp_path.rglob("*.cubin")), "the result is not cached"
+    assert caplog.text.count("makes a kernel slower than it was measured") == 1
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -79,10 +82,7 @@ def test_boxes_of_every_shape_are_what_the_copy_engine_takes(
 
 def test_every_step_has_kernels_and_wide_ones_where_experts_have_many_tokens() -> None:
     most = {routed: {tokens: each.groups for tokens, each in tunings_for(routed, 4).items()} for routed in (32, 128)}
-    assert most == {
-        32: {80: 4, 256: 4, 384: 3, 512: 3, 768: 3},
-        128: {320: 4, 512: 4, 1024: 4, 1536: 3, 2048: 3},
-    }
+    assert most == {32: {80: 4, 256: 4, 384: 3, 512: 3, 768: 3}, 128: {320: 4, 512: 4, 1024: 4, 1536: 3, 2048: 3}}
     for routed, active in itertools.product(range(1, 129), range(1, 9)):
         tunings = list(tunings_for(routed, active))
         assert tunings == sorted(tunings), "the first that is large enough runs"
@@ -110,7 +110,7 @@ def test_columns_without_products_do_not_compile() -> None:
 def test_every_routing_dtype_compiles(routing: torch.dtype) -> None:
     many = prepared(16, 384, 2880, 4, 32)
     job = many.compile_job(min(many.tunings), routing)
-    assert compiled(nvrtc.source(SOURCE), "sm_90a", options_of(job))
+    judged(nvrtc.source(SOURCE), "sm_90a", options_of(job))
 
 
 def test_more_tokens_than_it_was_compiled_for_are_refused() -> None:

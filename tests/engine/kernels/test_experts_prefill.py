@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engine.kernels.cubins import compiled
+from tests.engine.kernels.cubins import compiled, judged
 from tests.engine.kernels.on_meta import SHAPES, prepared
+from tests.support.scale import SOAK
 from vllm_gptoss.engine.kernels import experts_plan, nvrtc
 from vllm_gptoss.engine.kernels.experts_prefill import NAMES, SLICE_TOKENS, SOURCE, PrefillExperts, slice_of
 
@@ -23,12 +24,18 @@ def prefill(*shape: int) -> PrefillExperts:
     return PrefillExperts(prepared(count, intermediate, hidden, active, routed))
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_shape_compiles_and_has_the_shared_memory_it_takes(shape: tuple[int, int, int, int, int]) -> None:
+    """To the end for the 20b and the 120b; in `make soak` all."""
     job = prefill(*shape).compile_job(torch.bfloat16)
     options = [*(f"-D{k}={v}" for k, v in job.options), f"--maxrregcount={job.registers}"]
-    image = compiled(nvrtc.source(SOURCE) + CHECKS.format(shared=job.shared), "sm_90a", options)
-    assert all(name.encode() in image for name in NAMES)
+    source = nvrtc.source(SOURCE) + CHECKS.format(shared=job.shared)
+    if SOAK or shape in SHAPES[:2]:
+        image = compiled(source, "sm_90a", options)
+        assert all(name.encode() in image for name in NAMES)
+    else:
+        judged(source, "sm_90a", options)
     assert job.shared <= experts_plan.SHARED_LIMIT
 
 
@@ -36,7 +43,7 @@ def test_every_shape_compiles_and_has_the_shared_memory_it_takes(shape: tuple[in
 def test_every_routing_dtype_compiles(routing: torch.dtype) -> None:
     job = prefill(16, 384, 2880, 4, 32).compile_job(routing)
     options = [*(f"-D{k}={v}" for k, v in job.options), f"--maxrregcount={job.registers}"]
-    assert compiled(nvrtc.source(SOURCE), "sm_90a", options)
+    judged(nvrtc.source(SOURCE), "sm_90a", options)
 
 
 def test_a_step_without_tokens_is_refused() -> None:

@@ -53,4 +53,5 @@ def test_the_router_compiles(made: RoutePlan) -> None:
 
 def test_norm_and_rope_compile() -> None:
     assert compiled(nvrtc.source(norm_rope_router.CUDA / "norm_many.cu"), "sm_90", ["-DCOLUMNS=2880"])
-    assert compiled(nvrtc.source(norm_rope_router.CUDA / "rope_many.cu"), "sm_90", [])
+    for element in ("Bf16", "E4m3"):
+        assert compiled(nvrtc.source(norm_rope_router.CUDA / "rope_many.cu"), "sm_90", [f"-DCACHE={element}"])

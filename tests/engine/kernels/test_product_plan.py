@@ -8,7 +8,7 @@ import torch
 
 from tests.engine.kernels.cubins import compiled
 from tests.engine.kernels.structs import declared
-from vllm_gptoss.engine.kernels import nvrtc, product_many
+from vllm_gptoss.engine.kernels import cache, nvrtc, product_many
 from vllm_gptoss.engine.kernels.dense import SHARED_LIMIT
 from vllm_gptoss.engine.kernels.product_many import CLUSTER, ProductPlan, plan, unsupported
 
@@ -66,6 +66,14 @@ def test_a_layer_without_one_of_its_kernels_loads_none(
     assert plans == ([plan(*qkv, 132, True), plan(*out, 132)] if product_many.fits(*weights) else [])
 
 
+def test_only_the_product_that_writes_the_cache_depends_on_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that a step launches but nothing has loaded would be compiled while a graph is captured."""
+    monkeypatch.setattr(product_many, "multiprocessors", lambda device: 132)
+    weights = [torch.empty(shape, device="meta") for shape in ((5120, 2880), (2880, 4096))]
+    plans = [made for _, _, made in product_many.loads(*weights, cache.E4M3)]
+    assert plans == [plan(5120, 2880, 132, True, cache.E4M3), plan(2880, 4096, 132)]
+
+
 def test_shapes_without_a_plan_say_why() -> None:
     assert unsupported(5120, 2890, 132) == "2890 columns are not a multiple of 64 from 128 on"
     assert unsupported(5120, 64, 132) == "64 columns are not a multiple of 64 from 128 on"
@@ -83,7 +91,10 @@ def test_arguments_lie_on_the_host_as_on_the_device() -> None:
 
 @pytest.mark.parametrize(
     "made",
-    [*(plan(*shape, 132) for shape in SHAPES[:3]), *(plan(*shape, 132, True) for shape in ROTATED)],
+    [
+        *(plan(*shape, 132) for shape in SHAPES[:3]),
+        *(plan(*shape, 132, True, element) for shape in ROTATED for element in (cache.BF16, cache.E4M3)),
+    ],
     ids=str,
 )
 def test_it_compiles(made: ProductPlan) -> None:

@@ -7,10 +7,15 @@ import ctypes
 import pytest
 
 from tests.engine.kernels.cubins import compiled
-from vllm_gptoss.engine.kernels import nvrtc, step
+from vllm_gptoss.engine.kernels import cache, layer, nvrtc, step
 from vllm_gptoss.engine.kernels.dense import SHARED_LIMIT
 
-SHAPES = {"20b": step.Shape(24, 2880, 64, 2880, 32, (46, 46)), "120b": step.Shape(36, 2880, 64, 2880, 128, (46, 46))}
+SHAPES = {
+    "20b": step.Shape(24, 2880, 64, 2880, 32, (46, 46)),
+    "120b": step.Shape(36, 2880, 64, 2880, 128, (46, 46)),
+    "20b, fp8 cache": step.Shape(24, 2880, 64, 2880, 32, (46, 46), cache.E4M3),
+    "120b, fp8 cache": step.Shape(36, 2880, 64, 2880, 128, (46, 46), cache.E4M3),
+}
 SMS = {"H100 PCIe": 114, "H100 and H200": 132}
 
 
@@ -18,7 +23,7 @@ SMS = {"H100 PCIe": 114, "H100 and H200": 132}
 @pytest.mark.parametrize("model", SHAPES)
 def test_it_compiles_and_host_and_device_agree(model: str, sms: int) -> None:
     made = step.plan(SHAPES[model], sms)
-    sizes = {"Layer": step.Layer, "Group": step.Group, "Args": step.StepArgs}
+    sizes = {"Layer": step.Layer, "Group": step.Group, "Args": step.StepArgs, "CacheScales": layer.CacheScales}
     probe = nvrtc.source(step.SOURCE) + "".join(
         f'static_assert(sizeof({name}) == {ctypes.sizeof(kind)}, "{name}");' for name, kind in sizes.items()
     )

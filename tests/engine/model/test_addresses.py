@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from vllm_gptoss.engine.kernels import scratch
+from vllm_gptoss.engine.kernels.cache import Fp8Cache
 from vllm_gptoss.engine.model import addresses
 
 
@@ -28,7 +29,19 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.ones(2))
         self.qkv_proj, self.o_proj = Linear(8, 4, "attn.qkv_proj"), Linear(4, 4)
         self.rotary_emb = SimpleNamespace(cos_sin_cache=torch.ones(3, 4))
-        self.attn = SimpleNamespace(sliding_window=128, layer_name="layers.0.attn")
+        self.attn = CachedAttention()
+
+
+class CachedAttention(nn.Module):
+    """vLLM's `Attention` with a cache of e4m3 codes."""
+
+    sliding_window, layer_name, kv_cache_dtype = 128, "layers.0.attn", "fp8"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("_k_scale", torch.tensor(0.5))
+        self.register_buffer("_v_scale", torch.tensor(2.0))
+        self.kv_cache = torch.zeros(2, 8, 16, 128, dtype=torch.uint8)
 
 
 def a_layer() -> Any:
@@ -61,6 +74,8 @@ MOVES: dict[str, Callable[[Any], Any]] = {
     "second norm": lambda layer: rebind(layer.post_attention_layernorm.weight),
     "another parameter": lambda layer: setattr(layer.attn.o_proj, "weight", nn.Parameter(torch.ones(4, 4))),
     "no parameter": lambda layer: delattr(layer.attn.o_proj, "weight"),
+    "scale of the keys": lambda layer: setattr(layer.attn.attn, "_k_scale", torch.tensor(0.5)),
+    "scale of the values": lambda layer: delattr(layer.attn.attn, "_v_scale"),
 }
 
 
@@ -71,6 +86,20 @@ def test_every_weight_that_moves_is_found(name: str) -> None:
     assert addresses.moved(places) is None
     MOVES[name](layers[1])
     assert addresses.moved(places) is not None
+
+
+def test_scales_are_those_of_a_cache_of_codes_as_they_are_now() -> None:
+    layer = a_layer()
+    place = addresses.look_up(layer, 0)
+    layer.attn.attn._k_scale.fill_(0.25)
+    cache = place.cache
+    assert isinstance(cache, Fp8Cache)
+    assert (float(cache.k_scale), float(cache.v_scale)) == (0.25, 2.0)
+    assert cache.tensor is layer.attn.attn.kv_cache
+    layer.attn.attn.kv_cache_dtype = "bfloat16"
+    place = addresses.look_up(layer, 0)
+    assert place.cache is layer.attn.attn.kv_cache
+    assert not any(name == "_k_scale" for _, name, _ in place.weights)
 
 
 def test_a_weight_that_is_overwritten_has_not_moved() -> None:
@@ -94,7 +123,7 @@ def test_experts_that_became_upstreams_are_found(monkeypatch: pytest.MonkeyPatch
     places = [addresses.look_up(layer, 0)]
     assert addresses.moved(places) is None
     monkeypatch.setattr(addresses, "own_experts", lambda layer: None)
-    assert addresses.moved(places) == "the kernels for the experts beside layers.0.attn have changed"
+    assert addresses.moved(places) == "the expert kernels of layers.0.attn have changed"
 
 
 def test_scratch_survives_what_discards_everything_but_buffers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,31 @@ def test_many_tokens_are_taken_where_each_request_has_one(
     assert not path.could_take(tokens), "a piecewise graph belongs to the compiled model"
 
 
+@pytest.mark.parametrize(
+    ("tokens", "longest", "taken"),
+    [(17, 1, True), (32, 2, True), (512, 8, True), (512, 9, False), (513, 4, False), (16, 16, True)],
+)
+def test_many_tokens_of_drafts_are_taken_up_to_a_limit_of_each_request(
+    path: fused_path.FusedPath, monkeypatch: pytest.MonkeyPatch, tokens: int, longest: int, taken: bool
+) -> None:
+    path.per_request = 8
+    stepping(monkeypatch, longest)
+    assert path.could_take(tokens) == taken
+    stepping(monkeypatch, longest, mode="PIECEWISE")
+    assert not path.could_take(tokens), "a piecewise graph belongs to the compiled model"
+
+
+@pytest.mark.parametrize(("longest", "taken"), [(4, True), (9, False)])
+def test_a_draft_whose_attention_names_no_longest_request_is_no_fault(
+    path: fused_path.FusedPath, monkeypatch: pytest.MonkeyPatch, longest: int, taken: bool
+) -> None:
+    """`FlashInferMetadata`, of a draft model with `attention_backend` FLASHINFER."""
+    path.per_request = 8
+    stepping(monkeypatch, longest)
+    fused_path.worker.forward_context().attn_metadata["draft.layers.0"] = SimpleNamespace()
+    assert path.could_take(64) == taken
+
+
 def test_what_cannot_be_compiled_leaves_the_few_tokens(
     path: fused_path.FusedPath, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -71,7 +96,7 @@ def test_what_cannot_be_compiled_leaves_the_few_tokens(
         assert many_tokens.prepared([place], path.deployment) == fused_path.MAX_TOKENS
     compiled, missing = lines(said)
     assert "cannot be compiled: no" in compiled
-    assert "no kernels of ours for the experts" in missing
+    assert "no kernels of the plugin for the experts" in missing
 
 
 def a_place() -> Any:
@@ -88,7 +113,7 @@ def a_place() -> Any:
         window=0,
         experts=None,
     )
-    return SimpleNamespace(tensors=tensors, attention=SimpleNamespace(num_kv_heads=8))
+    return SimpleNamespace(tensors=tensors, attention=SimpleNamespace(num_kv_heads=8), cache=torch.empty(0))
 
 
 def test_every_kernel_of_the_path_is_compiled_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:

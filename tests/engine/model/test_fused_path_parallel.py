@@ -17,11 +17,10 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import checkpoint, reference, shapes
 from tests.engine.model import ranks
 from tests.support import warm_vllm, whole_model
-from vllm_gptoss.cli.bench import checkpoint, shapes
 from vllm_gptoss.cli.bench.worker import free_port
-from vllm_gptoss.engine import reference
 
 SHAPE = dataclasses.replace(shapes.TINY, layers=4, vocabulary=512)
 

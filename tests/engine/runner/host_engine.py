@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_gptoss.engine.runner.batch import RING, Buffers
+from vllm_gptoss.engine.runner.batch import PARAMETERS, RING, Buffers
 from vllm_gptoss.engine.runner.graphs import Graphs
 from vllm_gptoss.engine.runner.model_runner import ShortWay
 
@@ -38,9 +38,16 @@ def post_update(rows: Any, computed: Any, last: Any, counts: Any, sampled: Any, 
     computed[rows] += 1
 
 
+def uva_buffer(size: tuple[int, ...], dtype: torch.dtype) -> Any:
+    here = torch.zeros(size, dtype=dtype)
+    return SimpleNamespace(uva=lambda: here, np=here.numpy())
+
+
 PARTS = SimpleNamespace(
     FULL="full",
     InputBatch=SimpleNamespace,
+    UvaBuffer=uva_buffer,
+    ExecuteModelState=SimpleNamespace,
     prepare_pos_seq_lens=prepare_pos_seq_lens,
     combine_sampled_and_draft_tokens=combine_sampled_and_draft_tokens,
     post_update=post_update,
@@ -78,14 +85,8 @@ class HostBuffers(Buffers):
     """Those of the processor."""
 
     def __init__(self, runner: Any) -> None:
-        self.rows, self.places = torch.zeros(ROWS, dtype=torch.int64), torch.arange(ROWS)
-        self.count, self.slot = torch.arange(ROWS + 1), torch.zeros(1, dtype=torch.int64)
-        self.zeros = self.ones = self.rows
-        self.prefill_len, self.num_blocks = torch.zeros(ROWS), torch.zeros(1, ROWS, dtype=torch.int32)
-        self.parameters, self.tables = {}, runner.block_tables
+        super().__init__(runner)
         self.sampler = SimpleNamespace(sample=self.draw)
-        ring = torch.zeros(RING, ROWS, dtype=torch.int64)
-        self.ring: Any = SimpleNamespace(uva=lambda: ring, np=ring.numpy())
         self.add_blocks = self.fill_blocks
 
     def draw(self, logits: Any, also: Any, rows: Any, on_host: Any, positions: Any, ids: Any, *_: Any) -> Any:
@@ -113,8 +114,9 @@ class Engine:
             return torch.zeros(ROWS, dtype=torch.int64)
 
         self.inputs = SimpleNamespace(
-            input_ids=gpu(), positions=gpu(), seq_lens=gpu(), is_padding=gpu(), query_start_loc=torch.arange(ROWS + 1)
-        )
+            input_ids=gpu(), positions=gpu(), seq_lens=gpu(), is_padding=gpu(),
+            query_start_loc=torch.arange(ROWS + 1, dtype=torch.int32),
+        )  # fmt: skip
         self.slots, self.seen = gpu(), []
         self.states = SimpleNamespace(
             req_id_to_index={}, num_computed_tokens=SimpleNamespace(gpu=gpu()), last_sampled_tokens=gpu(),
@@ -127,7 +129,11 @@ class Engine:
             req_states=self.states, input_buffers=self.inputs, block_tables=Tables(self.slots), device=None,
             model_state=SimpleNamespace(prepare_attn=lambda *_: None), attn_groups=None, kv_cache_config=None,
             model=SimpleNamespace(compute_logits=lambda hidden: hidden), vocab_size=1000,
-            sampler=SimpleNamespace(penalties_state=SimpleNamespace(output_bin_counts=None)),
+            sampler=SimpleNamespace(
+                penalties_state=SimpleNamespace(output_bin_counts=None),
+                sampling_states=SimpleNamespace(**{name: SimpleNamespace(np=None, gpu=gpu()) for name in PARAMETERS}),
+            ),
+            max_num_reqs=ROWS, num_speculative_steps=0,
             prompt_logprobs_worker=None, finish_requests=self.finish,
             cudagraph_manager=SimpleNamespace(
                 dispatch=lambda n, *_, **__: Descriptor("full", n, n), run_fullgraph=self.run_model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,6 @@ def step(**changes: Any) -> Any:
         "total_num_scheduled_tokens": 2,
         "scheduled_spec_decode_tokens": {},
         "scheduled_encoder_inputs": {},
-        "has_structured_output_requests": False,
         "kv_connector_metadata": None,
         "ec_connector_metadata": None,
         "aux_output_connector_metadata": None,
@@ -33,10 +33,6 @@ def step(**changes: Any) -> Any:
 
 def test_a_token_each_is_what_it_takes() -> None:
     assert eligibility.only_decodes(step())
-
-
-def test_a_grammar_is_for_the_sampling() -> None:
-    assert eligibility.only_decodes(step(has_structured_output_requests=True))
 
 
 @pytest.mark.parametrize(
@@ -54,6 +50,137 @@ def test_a_grammar_is_for_the_sampling() -> None:
 )
 def test_anything_else_is_vllms(change: dict[str, Any]) -> None:
     assert not eligibility.only_decodes(step(**change))
+
+
+DRAFTS: dict[str, Any] = {
+    "num_scheduled_tokens": {"a": 4, "b": 4},
+    "total_num_scheduled_tokens": 8,
+    "scheduled_spec_decode_tokens": {"b": [-1] * 3, "a": [-1] * 3},
+}
+
+
+def test_as_many_drafts_of_each_request_are_what_it_takes() -> None:
+    assert eligibility.only_decodes(step(**DRAFTS), 4)
+    assert not eligibility.only_decodes(step(**DRAFTS), 3)
+    assert not eligibility.only_decodes(step(**DRAFTS), 1)
+    assert not eligibility.only_decodes(step(), 4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scheduled_spec_decode_tokens": {"a": [-1] * 3}},
+        {"scheduled_spec_decode_tokens": {"a": [-1] * 2, "b": [-1] * 3}},
+        {"scheduled_spec_decode_tokens": {}},
+        {"num_scheduled_tokens": {"a": 3, "b": 5}},
+        {"num_scheduled_tokens": {"a": 4, "b": 3}, "total_num_scheduled_tokens": 7},
+        {"known_resumed_req_ids": {"b"}},
+    ],
+    ids=str,
+)
+def test_unequal_drafts_are_vllms(change: dict[str, Any]) -> None:
+    assert not eligibility.only_decodes(step(**DRAFTS | change), 4)
+
+
+def a_runner(**changes: Any) -> Any:
+    """What `verifies` reads of a runner with three drafts of EAGLE3 in layers that take eight tokens of a request."""
+    draft = EagleSpeculator()
+    draft.prefill_cudagraph_manager = SimpleNamespace(graphs=[SimpleNamespace(cg_mode="full")])
+    fields = {
+        "model": SimpleNamespace(fused_path=SimpleNamespace(per_request=8)),
+        "speculator": draft,
+        "num_speculative_steps": 3,
+        "decode_query_len": 4,
+        "speculative_config": SimpleNamespace(uses_dynamic_speculative_decoding=lambda: False),
+    }
+    return SimpleNamespace(**fields | changes)
+
+
+class EagleSpeculator:
+    prefill_cudagraph_manager: Any
+
+
+@pytest.mark.parametrize(
+    ("change", "may"),
+    [
+        ({}, True),
+        ({"num_speculative_steps": 7, "decode_query_len": 8}, True),
+        ({"num_speculative_steps": 8, "decode_query_len": 9}, False),
+        ({"model": SimpleNamespace(fused_path=SimpleNamespace(per_request=1))}, False),
+        ({"model": SimpleNamespace(fused_path=None)}, False),
+        ({"decode_query_len": 3}, False),
+        ({"speculator": SimpleNamespace()}, False),
+        ({"speculative_config": SimpleNamespace(uses_dynamic_speculative_decoding=lambda: True)}, False),
+    ],
+    ids=lambda value: "+".join(value) or "as it is" if isinstance(value, dict) else str(value),
+)
+def test_drafts_that_may_take_the_short_way(change: dict[str, Any], may: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = SimpleNamespace(FULL="full", EagleSpeculator=EagleSpeculator)
+    monkeypatch.setattr(eligibility.vllm, "parts", lambda: parts)
+    assert eligibility.verifies(a_runner(**change)) is may
+
+
+def replayed(**changes: Any) -> Any:
+    """What `why_not` reads of a runner that replays decode steps, and changes by a path to their place."""
+    none = dict.fromkeys((*SPECIAL, "encoder_cache", "aux_output_connector", "speculative_config"))
+    no = ("is_pooling_model", "is_encoder_decoder", "uses_inputs_embeds", "use_aux_hidden_state_outputs")
+    made = SimpleNamespace(
+        **none, **dict.fromkeys(no, False), num_speculative_steps=0, speculator=None, kv_connector=None, attn_groups=[],
+        model=SimpleNamespace(fused_path=None), observability_config=SimpleNamespace(cudagraph_metrics=False),
+        sampler=Sampler(
+            logits_processors=[1, 2, 3], return_sampling_mask=False, trace_replay_state=None, compute_nans=False
+        ),
+        model_state=State(rope_state=None, prompt_embeds_state=None),
+        cudagraph_manager=SimpleNamespace(graphs=[SimpleNamespace(cg_mode="piecewise"), SimpleNamespace(cg_mode=FULL)]),
+    )  # fmt: skip
+    for path, value in changes.items():
+        *above, name = path.split(".")
+        setattr(functools.reduce(getattr, above, made), name, value)
+    return made
+
+
+class Sampler(SimpleNamespace): ...
+
+
+class State(SimpleNamespace): ...
+
+
+FULL, HOST_BUILDER = "full", SimpleNamespace(get_metadata_builder=lambda number: None, layer_names=["layer"])
+SPECIAL = ("pcp_manager", "batch_sharder", "ubatch_runner", "fast_prefill", "adaptive_verification", "pp_handler")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "why"),
+    [
+        ("num_speculative_steps", 3, "drafts that the layers or EAGLE3's graphs do not take"),
+        ("is_pooling_model", True, "no text generation"),
+        ("is_encoder_decoder", True, "no text generation"),
+        ("uses_inputs_embeds", True, "embeddings as input"),
+        ("encoder_cache", {}, "embeddings as input"),
+        ("kv_connector", "a connector", "a connector"),
+        ("aux_output_connector", "one", "outputs of the model other than its tokens"),
+        ("use_aux_hidden_state_outputs", True, "outputs of the model other than its tokens"),
+        ("observability_config.cudagraph_metrics", True, "metrics of graphs"),
+        *((part, {}, "a special way through the model") for part in SPECIAL),
+        ("sampler.__class__", State, "the sampler State"),
+        ("sampler.logits_processors", [1, 2, 3, 4], "logits processors"),
+        ("sampler.return_sampling_mask", True, "sampling masks, traces or counted NaNs"),
+        ("sampler.trace_replay_state", {}, "sampling masks, traces or counted NaNs"),
+        ("sampler.compute_nans", True, "sampling masks, traces or counted NaNs"),
+        ("model_state.__class__", Sampler, "a model state of its own"),
+        ("model_state.rope_state", {}, "a model state of its own"),
+        ("model_state.prompt_embeds_state", {}, "a model state of its own"),
+        ("attn_groups", [[HOST_BUILDER]], "attention that plans on the host"),
+        ("cudagraph_manager.graphs", [SimpleNamespace(cg_mode="piecewise")], "no FULL graphs"),
+    ],
+)
+def test_a_runner_that_does_more_than_the_graphs_contain_is_vllms(
+    path: str, value: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = SimpleNamespace(FULL=FULL, NO_OP_KV_CONNECTOR=None, Sampler=Sampler, DefaultModelState=State)
+    monkeypatch.setattr(eligibility.vllm, "parts", lambda: parts)
+    assert eligibility.why_not(replayed(**{path: value})) == why
+    assert eligibility.why_not(replayed()) is None
 
 
 def sampler(**states: Any) -> Any:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from vllm_gptoss.engine.runner import graphs
 from vllm_gptoss.engine.runner.graphs import Graphs, Launches, Work
@@ -36,8 +38,8 @@ class FakeGraphs(Graphs):
         return Recorded(self.done)
 
 
-def launching(done: list[str], what: str = "launched", captures: bool = True) -> Callable[[], Launches]:
-    return lambda: Launches(lambda: done.append(what), captures)
+def launching(done: list[str], captures: bool = True) -> Callable[[], Launches]:
+    return lambda: Launches(lambda: done.append("launched"), captures)
 
 
 def test_the_first_run_compiles_and_the_second_captures() -> None:
@@ -56,33 +58,29 @@ def test_what_must_not_be_captured_is_launched() -> None:
     assert done == ["launched"] * 3
 
 
-class Kept(FakeGraphs):
-    """Its graphs do again what was captured."""
-
-    def capture(self, launch: Any) -> Any:
-        return SimpleNamespace(replay=launch)
-
-
-def test_what_is_launched_or_captured_is_of_the_step_that_runs() -> None:
-    """Each batch launches with the sampling parameters of its requests. Once, the requests of the first batch ended,
-    new requests took their rows, and the new requests' top-k was not applied."""
-    done: list[str] = []
-    launched, captured, kept = Work(), Work(), Kept(done)
-    for batch in ("first", "second", "third"):
-        launched.run(kept, launching(done, batch, captures=False))
-    assert done == ["first", "second", "third"]
-    done.clear()
-    for batch in ("first", "second", "third"):
-        captured.run(kept, launching(done, batch))
-    assert done == ["first", "second", "second"]
-
-
 def test_a_failed_capture_is_tried_once_and_said() -> None:
     done: list[str] = []
     work, kept = Work(), FakeGraphs(done, fails=True)
     for _ in range(4):
         work.run(kept, launching(done))
     assert done == ["launched", "captured", "launched", "launched", "launched"]
+
+
+def test_a_capture_waits_for_the_stream_and_ends_where_a_launch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An open capture would refuse every later launch of the process."""
+    done: list[str] = []
+    graph = SimpleNamespace(capture_begin=lambda **_: done.append("begins"), capture_end=lambda: done.append("ends"))
+    stream = SimpleNamespace(wait_stream=lambda other: done.append(f"waits for the {other} stream"))
+    cuda = SimpleNamespace(
+        CUDAGraph=lambda: graph, Stream=lambda device: stream, graph_pool_handle=lambda: None,
+        current_stream=lambda: "serving", stream=lambda stream: nullcontext(),
+    )  # fmt: skip
+    monkeypatch.setattr(graphs.torch, "cuda", cuda)
+    kept = Graphs(torch.device("cpu"))
+    assert kept.capture(lambda: done.append("launched")) is graph
+    with pytest.raises(ZeroDivisionError):
+        kept.capture(lambda: 1 / 0)
+    assert done == ["waits for the serving stream", "begins", "launched", "ends", *done[:2], "ends"]
 
 
 def test_the_least_recently_used_goes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import logging
 import random
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +19,11 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from tests.engine.runner.host_engine import LIMIT, PARTS, PLAIN, SIZE, TOP_K, Engine, HostGraphs
 from tests.support.vllm_log import heard, lines
 from vllm_gptoss import fallback
+from vllm_gptoss.engine.choose import ChoiceError, Deployment
+from vllm_gptoss.engine.choose.device import Device
 from vllm_gptoss.engine.runner import batch, captured_steps, eligibility, model_runner
 from vllm_gptoss.engine.runner.model_runner import GptOssModelRunner
+from vllm_gptoss.engine.spec import GPT_OSS_20B
 
 pytestmark = pytest.mark.vllm
 
@@ -76,11 +80,6 @@ def test_what_comes_between_changes_no_request(engine: Engine, between: Callable
         engine.decode("a", "b")
 
 
-def test_requests_that_end_make_another_batch(engine: Engine) -> None:
-    engine.decode("a", finished_req_ids={"b"})
-    assert engine.short_way.batch.req_ids == ["a"]
-
-
 def test_a_storm_of_aborts_and_a_preemption_leave_the_others_as_they_were(engine: Engine) -> None:
     """All but one are gone in the middle of a replayed batch; one comes back, its prompt read again by vLLM."""
     names = ["a", "b", "c", "d", "e", "f", "g"]
@@ -116,7 +115,7 @@ def reading_the_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def choosing_a_graph(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine.short_way.runner.cudagraph_manager.dispatch = fails
+    monkeypatch.setattr(engine.runner.cudagraph_manager, "dispatch", fails)
 
 
 def making_the_batch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +123,7 @@ def making_the_batch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def setting_the_lengths(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine.states.num_computed_prefill_tokens = np.zeros(1)
+    monkeypatch.setattr(engine.states, "num_computed_prefill_tokens", np.zeros(1))
 
 
 @pytest.mark.parametrize("broken", [reading_the_step, choosing_a_graph, making_the_batch, setting_the_lengths])
@@ -140,11 +139,13 @@ def test_a_failure_before_any_launch_leaves_the_step_to_vllm(
     monkeypatch.setattr(GPUModelRunner, "execute_model", lambda self, step: by_vllm.append(step) or "vLLM's")
     monkeypatch.setattr(fallback, "_said", set())
     engine.length |= dict.fromkeys(("a", "b", "c"), 4 * SIZE)
-    broken(engine, monkeypatch)
     launched, held = list(engine.seen), copy.deepcopy(engine.runner.block_tables.held)
     steps = [engine.step(["a", "b", "c"]) for _ in range(2)]
     with heard(caplog, logging.WARNING):
-        assert [runner.execute_model(step) for step in steps] == ["vLLM's"] * 2
+        with monkeypatch.context() as during:
+            broken(engine, during)
+            assert runner.execute_model(steps[0]) == "vLLM's"
+        assert runner.execute_model(steps[1]) == "vLLM's"
     assert by_vllm == steps
     assert runner.taken is None
     assert (engine.seen, engine.runner.block_tables.held) == (launched, held)
@@ -169,6 +170,19 @@ def test_where_a_graph_cannot_be_had_steps_are_launched(engine: Engine, fails: b
     assert [graphs.works[key].graph is None for key in (("before", 3), ("after", 3, PLAIN))] == [fails, fails]
 
 
+def test_each_batch_samples_by_what_its_own_requests_asked_for(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, the first batch of a size decided for all later batches of that size. Its rows then belonged to requests
+    without sampling parameters, and top-k was not applied."""
+    monkeypatch.setattr(batch, "sampling", lambda *_: TOP_K)
+    sampler, rows = engine.short_way.buffers.sampler, []
+    draw = sampler.sample
+    sampler.sample = lambda *given: rows.append(given[3].tolist()) or draw(*given)
+    for names in ("bc", "ac", "ca"):
+        engine.decode(*names)
+    index = engine.states.req_id_to_index
+    assert rows == [[index[name] for name in names] for names in ("bc", "ac", "ca")]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_random_steps_are_as_plain_bookkeeping_says(engine: Engine, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     rng, names, steps = random.Random(seed), ["a", "b"], 0
@@ -186,6 +200,64 @@ def test_random_steps_are_as_plain_bookkeeping_says(engine: Engine, monkeypatch:
             names = [*names, f"of {steps}"]
         engine.decode(*names, by_vllm=0.03 < event < 0.08, finished_req_ids=ended)
         ended, steps = set(), steps + 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"graphs": False}, "no CUDA graphs are captured"),
+        ({"lora": True}, "LoRA is on"),
+        ({"drafts": "ngram", "draft_tokens": 3}, "drafts by ngram"),
+    ],
+)
+@pytest.mark.parametrize("host", ["auto", "gptoss"])
+def test_a_configuration_that_the_runner_cannot_serve_is_reported_before_the_weights_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, host: str, changes: dict[str, Any], why: str
+) -> None:
+    """In the constructor: a user would otherwise wait for the weights, and without graphs vLLM captures nothing."""
+    config = SimpleNamespace(additional_config={"gptoss": {"host": host}})
+    found = Deployment(GPT_OSS_20B, **changes)
+    monkeypatch.setattr(GPUModelRunner, "__init__", lambda self, config, device: setattr(self, "vllm_config", config))
+    monkeypatch.setattr(eligibility.device, "detect", lambda: Device("nvidia", "NVIDIA H200", "sm90", 139.8))
+    monkeypatch.setattr(eligibility.describe, "configuration", lambda config: found)
+    monkeypatch.setattr(fallback, "_said", set())
+    with (
+        heard(caplog, logging.WARNING),
+        pytest.raises(ChoiceError, match=why) if host == "gptoss" else nullcontext(),
+    ):
+        GptOssModelRunner(config, torch.device("cpu"))
+    assert [line for line in lines(caplog) if why in line] == lines(caplog)
+    assert len(lines(caplog)) == (host == "auto")
+
+
+def test_vllms_sampler_gets_the_step_of_the_short_way(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar, log-probabilities and penalties are its own."""
+    runner: Any = object.__new__(GptOssModelRunner)
+    runner.short_way, runner.req_states = engine.short_way, engine.states
+    monkeypatch.setattr(GPUModelRunner, "sample_tokens", lambda self, grammar: (self.execute_model_state, grammar))
+    assert runner.execute_model(engine.step(["a", "b"], finished_req_ids={"c"})) is None
+    given, grammar = runner.sample_tokens("a grammar")
+    assert (grammar, given.finished_req_ids, given.num_spec_tokens_to_schedule) == ("a grammar", {"c"}, 0)
+    assert given.input_batch.req_ids == ["a", "b"]
+    assert given.input_batch.seq_lens_cpu_upper_bound.tolist() == [engine.length["a"] + 1, engine.length["b"] + 1]
+
+
+@pytest.mark.parametrize("why", [None, "a connector"])
+def test_the_capture_decides_once_whether_steps_are_replayed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str | None
+) -> None:
+    runner: Any = object.__new__(GptOssModelRunner)
+    runner.wish, runner.may_replay = "auto", True
+    monkeypatch.setattr(GPUModelRunner, "capture_model", lambda self: 7)
+    monkeypatch.setattr(eligibility, "why_not", lambda runner: why)
+    monkeypatch.setattr(model_runner.slices, "ask_short", lambda: None)
+    monkeypatch.setattr(model_runner, "ShortWay", lambda runner: engine.short_way)
+    monkeypatch.setattr(fallback, "_said", set())
+    with heard(caplog, logging.INFO):
+        assert runner.capture_model() == 7
+    assert runner.short_way is (None if why else engine.short_way)
+    off = "host: upstream from here on (a connector)"
+    assert lines(caplog) == [off if why else "host: decode steps are replayed (GPTOSS_HOST=stock turns it off)"]
 
 
 @pytest.mark.parametrize("change", ["initialize_kv_cache", "capture_model", "shutdown", "reset_lora_state"])

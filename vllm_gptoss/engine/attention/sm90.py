@@ -1,9 +1,10 @@
 """FlashAttention 3's backend for gpt-oss's layers (sm90): our kernel for decode steps, one FA3 plan per step.
 
-Decode steps of up to `ATTENTION_TOKENS` tokens, one token a request, run `engine/kernels/attention_many.py`, which
-needs no plan. The maximum query length in the metadata decides. A graph of decode steps is captured with one token a
-request, and no other step replays it. With `cudagraph_mode` FULL or with drafts, a graph also serves steps with more
-tokens a request; it contains FA3. Up to `FUSED_TOKENS` tokens the fused layers use their own kernel.
+Decode steps of up to `ATTENTION_TOKENS` tokens, one token a request or the few of `choose.tokens_per_request`, run
+`engine/kernels/attention_many.py`, which needs no plan. The maximum query length in the metadata decides. A graph of
+decode steps is captured with one token a request, or with one more than the drafts, and no step with more replays it
+(`CudaGraphManager` of vllm/v1/worker/gpu/cudagraph_utils.py). With `cudagraph_mode` FULL, a graph serves steps with any
+number; it contains FA3. Up to `FUSED_TOKENS` tokens the fused layers use their own kernel.
 
 FA3 plans how it splits keys over the GPU. vLLM makes one plan for all layers only if every layer of the model has the
 same window (`_get_sliding_window_configs` of 0.33.0). gpt-oss alternates two windows, so each of its 24 or 36 layers
@@ -28,15 +29,15 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from vllm_gptoss import fallback
+from vllm_gptoss import fallback, startup_line
 from vllm_gptoss._vllm import worker
 from vllm_gptoss.engine.choose.bands import ATTENTION_TOKENS, FUSED_TOKENS
 from vllm_gptoss.engine.kernels import attention_many, nvrtc
 
 
-def is_ours(tokens: int, longest: int) -> bool:
-    """Whether our kernel runs a step. longest: the maximum query length in the metadata of FA3."""
-    return longest == 1 and FUSED_TOKENS < tokens <= ATTENTION_TOKENS
+def is_ours(tokens: int, longest: int, most: int) -> bool:
+    """Whether our kernel runs a step. longest: the maximum query length in the metadata of FA3; most: of ours."""
+    return longest <= most and FUSED_TOKENS < tokens <= ATTENTION_TOKENS
 
 
 class GptOssFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
@@ -51,21 +52,21 @@ class GptOssFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         tokens = common_attn_metadata.num_actual_tokens
         few = tokens <= FUSED_TOKENS
         common = common_attn_metadata if few else self._as_captured(common_attn_metadata)
-        ours = is_ours(tokens, common.max_query_len) and self._every_layer_is_ours()
+        ours = is_ours(tokens, common.max_query_len, self._most_per_request())
         return super().build(common_prefix_len, common, fast_build or few or ours)
 
     def _as_captured(self, common: Any) -> Any:
         """`common` with the bounds of a captured graph, which hold for every step that may replay it."""
         if not self.use_full_cuda_graph or common.num_actual_tokens > (self.max_cudagraph_size or 0):
             return common
-        decode_alone = self.compilation_config.cudagraph_mode.separate_routine()
-        several = not decode_alone or self.vllm_config.num_speculative_tokens > 0
-        longest = common.num_actual_tokens if several else common.max_query_len
+        longest = common.num_actual_tokens
+        if self.compilation_config.cudagraph_mode.separate_routine():
+            longest = max(common.max_query_len, 1 + self.vllm_config.num_speculative_tokens)
         return common.replace(max_seq_len=self.model_config.max_model_len, max_query_len=longest)
 
-    def _every_layer_is_ours(self) -> bool:
+    def _most_per_request(self) -> int:
         layers = self.vllm_config.compilation_config.static_forward_context
-        return all(getattr(layers[name].impl, "has_ours", False) for name in self.layer_names)
+        return int(min(getattr(layers[name].impl, "most_per_request", 0) for name in self.layer_names))
 
     def _window(self) -> tuple[int, int] | None:
         """The window that all layers of this group share; None where they differ, and upstream then makes no plan."""
@@ -75,9 +76,12 @@ class GptOssFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
 
 
 class GptOssFlashAttentionImpl(FlashAttentionImpl):
-    """vLLM's attention of one layer. While `has_ours`, steps for which `is_ours` holds run the plugin's kernel."""
+    """vLLM's attention of one layer. Steps for which `is_ours` holds run the plugin's kernel.
 
-    has_ours = True
+    most_per_request: tokens of one request in such a step; 0 after a fault, which leaves all steps to vLLM.
+    """
+
+    most_per_request = 1
 
     def forward(
         self,
@@ -93,11 +97,12 @@ class GptOssFlashAttentionImpl(FlashAttentionImpl):
     ) -> Any:
         """As upstream's: query, output [T, H, 64]; kv_cache [blocks, K, block size, 128], where K and V are already."""
         plain = attn_metadata is not None and output_scale is None and output_block_scale is None
-        if self.has_ours and plain and is_ours(attn_metadata.num_actual_tokens, attn_metadata.max_query_len):
-            done = fallback.attempt("attention", "auto", lambda: self._attend(query, kv_cache, attn_metadata, output))
+        step = attn_metadata
+        if plain and is_ours(step.num_actual_tokens, step.max_query_len, self.most_per_request):
+            done = fallback.attempt("attention", "auto", lambda: self._attend(query, kv_cache, step, output))
             if done is not None:
                 return done
-            self.has_ours = False
+            self.most_per_request = 0
         return super().forward(
             layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
         )
@@ -144,8 +149,11 @@ class GptOssFlashAttentionBackend(FlashAttentionBackend):
         return GptOssFlashAttentionImpl
 
 
-def plan_once(model: Any) -> bool:
-    """Gives this backend to the layers of `model` that vLLM built for FlashAttention 3; whether there are any."""
+def plan_once(model: Any, per_request: int = 1) -> bool:
+    """Gives this backend to the layers of `model` that vLLM built for FlashAttention 3; whether there are any.
+
+    per_request: most tokens of one request in a step that our kernel takes.
+    """
     if worker.flash_attention_version() != 3:
         return False
     attention = [layer.attn.attn for layer in model.model.layers if hasattr(layer, "attn")]
@@ -155,18 +163,22 @@ def plan_once(model: Any) -> bool:
         layer.attn_backend = GptOssFlashAttentionBackend
         if ours is not None:
             layer.impl = ours[index]
+            layer.impl.most_per_request = per_request
     return bool(theirs)
 
 
-def made_for(layers: Sequence[Any]) -> list[GptOssFlashAttentionImpl]:
+def made_for(layers: Sequence[Any]) -> list[GptOssFlashAttentionImpl] | None:
     """What `layers` would have for their attention, had vLLM built them for this backend; kernels compiled.
 
+    None if the kernel does not compute a layer's attention; the start-up line has the reason. The fused layers may
+    run nevertheless: they choose their attention kernels themselves.
+
     Raises:
-        UnavailableError: a layer is not what the kernel computes.
         NvrtcError: a kernel cannot be compiled or loaded.
     """
-    for why in filter(None, map(obstacle, layers)):
-        raise fallback.UnavailableError(why)
+    if why := next(filter(None, map(obstacle, layers)), None):
+        startup_line.note("attention of vLLM's layers", f"FlashAttention 3 ({why})")
+        return None
     made = [as_ours(layer.impl) for layer in layers]
     device = torch.cuda.current_device()
     nvrtc.at_once((attention_many.load, device, impl.num_kv_heads, impl.window) for impl in made)

@@ -12,9 +12,9 @@ from __future__ import annotations
 import difflib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from vllm_gptoss.engine.checkpoint.config import Config
 from vllm_gptoss.engine.checkpoint.headers import DamagedFileError, Tensor, read_header, weight_files
@@ -121,17 +121,16 @@ def missing_problems(tables: Tables, names: set[str], ignore: Sequence[str] = ()
     return lines
 
 
-def check(directory: Path | str, config: Config | Mapping[str, Any] | None = None) -> None:
+def check(directory: Path | str, config: Config | None = None) -> None:
     """Check a local checkpoint by its headers.
 
-    directory: where config.json and *.safetensors lie; config: the parsed config.json, read from there if None.
+    directory: where config.json and *.safetensors lie; config: read from there if None.
 
     Raises:
         CheckpointError: with every problem found, each naming its tensor or file.
     """
     directory = Path(directory)
-    if not isinstance(config, Config):
-        config = read_config(directory) if config is None else Config.from_json(config)
+    config = config or read_config(directory)
     tables = Tables(config)
     if not tables:
         logger.info("checkpoint %s not checked: format %r is not known here", directory, config.quantization)

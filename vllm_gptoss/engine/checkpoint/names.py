@@ -102,29 +102,29 @@ def detect_format(config: Config) -> Format | None:
     return known.get(config.quantization)
 
 
-def axis_sizes(config: Config) -> dict[str, int]:
+def axis_sizes(model: spec.ModelSpec) -> dict[str, int]:
     """Length of every axis name used in the tables."""
     return {
-        "vocabulary": config.vocabulary,
-        "hidden": config.hidden,
-        "query": config.query_heads * config.head_size,
-        "key": config.kv_heads * config.head_size,
-        "heads": config.query_heads,
-        "router": config.experts,
-        "experts": config.experts,
-        "gate_up": 2 * config.intermediate,
-        "intermediate": config.intermediate,
-        "hidden_groups": config.hidden // spec.MXFP4_GROUP,
-        "intermediate_groups": config.intermediate // spec.MXFP4_GROUP,
+        "vocabulary": model.vocabulary,
+        "hidden": model.hidden,
+        "query": model.query_heads * model.head_size,
+        "key": model.kv_heads * model.head_size,
+        "heads": model.query_heads,
+        "router": model.experts,
+        "experts": model.experts,
+        "gate_up": 2 * model.intermediate,
+        "intermediate": model.intermediate,
+        "hidden_groups": model.hidden // spec.MXFP4_GROUP,
+        "intermediate_groups": model.intermediate // spec.MXFP4_GROUP,
         "group_bytes": spec.MXFP4_GROUP // 2,
-        "hidden_bytes": config.hidden // 2,
-        "intermediate_bytes": config.intermediate // 2,
+        "hidden_bytes": model.hidden // 2,
+        "intermediate_bytes": model.intermediate // 2,
     }
 
 
 def expected(config: Config, fmt: Format) -> dict[str, Expected]:
     """Every tensor that a checkpoint of this config and format must have, by its name on disk."""
-    sizes = axis_sizes(config)
+    sizes = axis_sizes(config.sizes)
 
     def entry(name: str, axes: Axes) -> Expected:
         shape = tuple(sizes[axis] for axis in axes)
@@ -132,11 +132,11 @@ def expected(config: Config, fmt: Format) -> dict[str, Expected]:
         return Expected(axes, ((shape, dtypes), *(_quark_options(name, shape, axes, sizes) if fmt == "quark" else ())))
 
     out = {name: entry(name, axes) for name, axes in DENSE.items()}
-    for layer in range(config.layers):
+    for layer in range(config.sizes.layers):
         for name, axes in LAYER.items():
             out[f"model.layers.{layer}.{name}"] = entry(name, axes)
         for name, axes in EXPERTS[fmt].items():
-            for expert in range(config.experts) if "{expert}" in name else (None,):
+            for expert in range(config.sizes.experts) if "{expert}" in name else (None,):
                 out[f"model.layers.{layer}.{name.format(expert=expert)}"] = entry(name, axes)
     return out
 

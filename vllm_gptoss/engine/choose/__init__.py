@@ -16,7 +16,9 @@ from vllm_gptoss.engine.choose.decide import (
     layers,
     many_tokens,
     one_token,
+    runner,
     tensor_parallel,
+    tokens_per_request,
 )
 from vllm_gptoss.engine.choose.deployment import Deployment, KvCache, RankExperts
 from vllm_gptoss.engine.choose.families import FAMILIES, OTHER, GpuFamily, reads_sinks, unserved
@@ -41,6 +43,8 @@ __all__ = [
     "many_tokens",
     "one_token",
     "reads_sinks",
+    "runner",
     "tensor_parallel",
+    "tokens_per_request",
     "unserved",
 ]

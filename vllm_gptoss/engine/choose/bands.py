@@ -14,9 +14,10 @@ GPTOSS = "gptoss"
 UPSTREAM = "upstream"
 PLANNED = "FLASH_ATTN, planned once a step"
 AROUND_CUBLAS = "around cuBLAS"
-AROUND = f"{AROUND_CUBLAS} where each request has one token, else {UPSTREAM}"
-ALL_OURS = f"seven launches where each request has one token, else {UPSTREAM}"
-DECODE = f"gptoss where each request has one token, else {PLANNED}"
+DECODES = "where each request has one token or few drafts"
+AROUND = f"{AROUND_CUBLAS} {DECODES}, else {UPSTREAM}"
+ALL_OURS = f"seven launches {DECODES}, else {UPSTREAM}"
+DECODE = f"gptoss {DECODES}, else {PLANNED}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,9 @@ PRODUCT_TOKENS: Final = most("layers", ALL_OURS)
 ATTENTION_TOKENS: Final = most("attention", DECODE)
 MANY_TOKENS: Final = ATTENTION_TOKENS
 """Tokens of the largest decode step. `engine/kernels/experts_many.py` selects the expert kernels of larger steps."""
+MOST_PER_REQUEST: Final = 8
+"""Most tokens of one request in a step of more than `FUSED_TOKENS` that the plugin's layers and attention take: seven
+drafts and the token after them. `decide.tokens_per_request` returns 1 where drafts are vLLM's."""
 MANY_PAIRS: Final = 3
 """Pairs (a token and one of its experts) for each routed expert, above which a step of more than
 `experts_plan.NARROW_TOKENS` tokens runs `engine/kernels/experts_many.py`: more than 24 tokens of the 20b, and 96 of the

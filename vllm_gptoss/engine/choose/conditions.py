@@ -11,7 +11,7 @@ from collections.abc import Callable
 from vllm_gptoss.engine.choose.deployment import Deployment, KvCache
 from vllm_gptoss.engine.choose.device import Device
 from vllm_gptoss.engine.choose.measured import Measured
-from vllm_gptoss.engine.kernels import attention, attention_many, dense, experts_plan, norm_rope_router, step
+from vllm_gptoss.engine.kernels import attention, attention_many, cache, dense, experts_plan, norm_rope_router, step
 from vllm_gptoss.engine.spec import WINDOW
 
 Condition = Callable[[Device, Deployment], str | None]
@@ -56,31 +56,40 @@ def projections(device: Device, deployment: Deployment) -> str | None:
 
 def paged_cache(device: Device, deployment: Deployment) -> str | None:
     """The caches that vLLM made, once they are there: [blocks, K, block size, K's and V's 64]."""
-    return next(filter(None, (_unread(cache, deployment) for cache in deployment.caches)), None)
+    return next(filter(None, (_unread(found, deployment) for found in deployment.caches)), None)
 
 
-def _unread(cache: KvCache, deployment: Deployment) -> str | None:
+def _unread(found: KvCache, deployment: Deployment) -> str | None:
     heads, kv_heads = deployment.heads
-    if len(cache.shape) != 4 or cache.shape[1] != kv_heads or cache.shape[3] != 2 * attention.HEAD:
-        return f"the KV cache has shape {list(cache.shape)}, not [blocks, heads, block size, {2 * attention.HEAD}]"
-    if cache.dtype != "bfloat16" or cache.stride != 1:
-        return f"the KV cache is {cache.dtype} with stride {cache.stride} in its last axis"
-    why: str | None = attention.unsupported(heads, kv_heads, deployment.model.head_size, cache.shape[2])
+    if len(found.shape) != 4 or found.shape[1] != kv_heads or found.shape[3] != 2 * attention.HEAD:
+        return f"the KV cache has shape {list(found.shape)}, not [blocks, heads, block size, {2 * attention.HEAD}]"
+    # layers of --kv-cache-dtype-skip-layers keep bf16
+    codes = cache.E4M3_TENSORS if deployment.kv_cache_dtype in cache.VLLM_E4M3 else ()
+    if found.dtype not in ("bfloat16", *codes) or found.stride != 1:
+        return f"the KV cache is {found.dtype} with stride {found.stride} in its last axis"
+    why: str | None = attention.unsupported(heads, kv_heads, deployment.model.head_size, found.shape[2])
     return why
 
+
+LORA = when(lambda d: d.lora, "LoRA is on")
+PIECEWISE = when(lambda d: d.piecewise_graphs, "cudagraph_mode=PIECEWISE has no graph of a whole step")
 
 LAYERS: tuple[Condition, ...] = (
     sm90,
     when(lambda d: d.dtype != "bfloat16", "activations are {d.dtype}, not bfloat16"),
-    when(lambda d: d.lora, "LoRA is on"),
-    when(lambda d: d.kv_cache_dtype not in ("auto", "bfloat16"), "the KV cache is not bfloat16"),
+    LORA,
+    when(
+        lambda d: d.kv_cache_dtype not in ("auto", "bfloat16", *cache.VLLM_E4M3),
+        "the KV cache is {d.kv_cache_dtype}, not bfloat16 or fp8_e4m3",
+    ),
+    when(lambda d: d.one_scale is False, "the fp8 KV cache has scales for each head"),
     when(lambda d: d.data_parallel > 1, "data parallelism is on"),
     when(lambda d: d.expert_parallel, "expert parallelism is on"),
     when(lambda d: d.decode_context_parallel > 1, "decode context parallelism is on"),
     when(lambda d: d.prefill_context_parallel > 1, "prefill context parallelism is on"),
     when(lambda d: d.micro_batches, "dual batch overlap is on"),
     when(lambda d: d.batch_invariant, "batch invariance is on"),
-    when(lambda d: d.piecewise_graphs, "cudagraph_mode=PIECEWISE has no graph of a whole step"),
+    PIECEWISE,
     when(lambda d: d.compiled_whole, "the whole model is compiled by torch.compile"),
     when(lambda d: d.sequence_parallel, "sequence-parallel experts are on"),
     when(lambda d: d.offloaded, "weights are offloaded to the host"),
@@ -113,9 +122,10 @@ ONE_LAUNCH: tuple[Condition, ...] = (
     when(lambda d: d.model.active_experts != step.ACTIVE, f"not {step.ACTIVE} experts a token"),
     when(lambda d: d.one_rotary_cache is False, "layers have rotary caches of their own"),
     when(
-        lambda d: any(cache.shape[2] < step.MIN_BLOCK for cache in d.caches),
+        lambda d: any(found.shape[2] < step.MIN_BLOCK for found in d.caches),
         f"cache blocks of fewer than {step.MIN_BLOCK} tokens",
     ),
+    when(lambda d: len({found.dtype for found in d.caches}) > 1, "layers have KV caches of several dtypes"),
     whole_step,
 )
 """A step of one token, `engine/model/one_token.py`, where the fused layers run."""
@@ -160,10 +170,7 @@ EXPERTS: tuple[Condition, ...] = (
     NO_LORA,
     when(lambda d: d.dtype != "bfloat16", "activations are {d.dtype}, not bfloat16"),
     when(lambda d: d.micro_batches, "may not run on two streams at once, which dual-batch overlap does"),
-    when(
-        lambda d: d.mps,
-        "MPS runs other processes' kernels concurrently, which would deadlock the plugin's",
-    ),
+    when(lambda d: d.mps, "MPS runs other processes' kernels concurrently, which would deadlock the plugin's"),
     expert_shapes,
     when(lambda d: d.built_experts not in (None, "TRITON"), "the backend is {d.built_experts}, not TRITON"),
     when(lambda d: d.monolithic is False, "this parallel configuration routes tokens between ranks"),
@@ -177,6 +184,26 @@ EXPERTS: tuple[Condition, ...] = (
     ),
 )
 """The kernels for few tokens over `triton`'s weights, `engine/experts/method.py`."""
+
+
+# The runner
+
+
+RUNNER: tuple[Condition, ...] = (
+    sm90,
+    when(
+        lambda d: d.tensor_parallel * d.pipeline_parallel * d.data_parallel * d.prefill_context_parallel > 1,
+        "several GPUs",
+    ),
+    when(lambda d: d.drafts not in (None, "eagle3"), "drafts by {d.drafts}"),
+    LORA,
+    when(lambda d: d.kv_connectors, "a KV connector"),
+    when(lambda d: d.moves_experts, "vLLM moves experts between ranks"),
+    PIECEWISE,
+    when(lambda d: not d.graphs, "no CUDA graphs are captured"),
+)
+"""Replayed decode steps, `engine/runner/model_runner.py`. `engine/runner/eligibility.py` adds what only vLLM's built
+runner shows."""
 
 
 # What was run on a GPU
@@ -200,5 +227,6 @@ def beyond(measured: Measured, *, whole: bool) -> tuple[Condition, ...]:
             f"more than {max(sizes)} GPUs, or a pipeline",
         ),
         when(lambda d: d.drafts not in (None, *measured.drafts), "drafts by {d.drafts}"),
+        when(lambda d: d.kv_cache_dtype not in measured.kv_cache_dtypes, "a KV cache of {d.kv_cache_dtype}"),
         never_connected,
     )

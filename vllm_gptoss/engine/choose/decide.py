@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from vllm_gptoss.engine.choose import families
+from vllm_gptoss.engine.choose import bands, families, measured
 from vllm_gptoss.engine.choose.deployment import Deployment
 from vllm_gptoss.engine.choose.device import Device
 from vllm_gptoss.engine.choose.families import Row
@@ -58,6 +58,38 @@ def one_token(device: Device, deployment: Deployment) -> Choice[str]:
 def many_tokens(device: Device, deployment: Deployment) -> Choice[str]:
     """The layers of a decode step of more tokens than the fused ones take: `around cuBLAS` or `upstream`."""
     return _pick("many tokens", families.of(device).many_tokens, device, deployment, "auto")
+
+
+def tokens_per_request(device: Device, deployment: Deployment, wish: str = "auto") -> Choice[int]:
+    """Most tokens of one request in steps of 17 to 512 tokens, as drafts have them, that are not vLLM's.
+
+    wish: that of the layers. More than `measured.SM90` has requires `gptoss`.
+    """
+    drafts, most = deployment.draft_tokens, bands.MOST_PER_REQUEST
+    if drafts == 0:
+        return Choice(1, "no drafts")
+    layers = many_tokens(device, deployment)
+    if layers.value != bands.AROUND_CUBLAS:
+        return Choice(1, layers.reason)
+    if drafts >= most:
+        return Choice(1, f"{drafts} drafts are more than {most - 1}")
+    if drafts >= measured.SM90.tokens_per_request and wish != "gptoss":
+        return Choice(1, f"never run by us with {drafts} drafts; layers=gptoss tries it")
+    return Choice(1 + drafts, f"drafts among them: {drafts}")
+
+
+def runner(device: Device, deployment: Deployment, wish: str = "auto") -> Choice[str]:
+    """What prepares and samples decode steps: `gptoss` replays them, else `upstream`. Drafts require `gptoss`.
+
+    Raises:
+        ChoiceError: `gptoss` was requested and cannot run here.
+    """
+    choice = _pick("host", families.of(device).runner, device, deployment, "auto")
+    if choice.value != "gptoss" and wish == "gptoss":  # `upstream` is no value of this setting
+        raise ChoiceError(f"host=gptoss cannot run here: {choice.reason.rpartition('not gptoss: ')[2]}; use host=auto")
+    if choice.value == "gptoss" and deployment.drafts and wish != "gptoss":
+        return Choice("upstream", "not gptoss: never compared with vLLM's runner with drafts; host=gptoss tries it")
+    return choice
 
 
 def attention(device: Device, deployment: Deployment) -> Choice[str]:

@@ -34,8 +34,8 @@ class Deployment:
     """A model, its configuration, and the facts that startup has found so far. Dtypes and names are vLLM's.
 
     `kv_cache_dtype`: `auto`, `bfloat16`, `fp8`, …; `kv_connectors`: those of `kv_transfer_config`; `drafts`: the method
-    of speculative decoding; `micro_batches`: dual-batch overlap, two steps on two streams at once;
-    `attention_backend`, `moe_backend`: the user's settings.
+    of speculative decoding; `draft_tokens`: most drafts of a request in a step; `micro_batches`: dual-batch overlap,
+    two steps on two streams at once; `attention_backend`, `moe_backend`: the user's settings.
     """
 
     model: ModelSpec
@@ -55,6 +55,7 @@ class Deployment:
     kv_connectors: tuple[str, ...] = ()
     lora: bool = False
     drafts: str | None = None
+    draft_tokens: int = 0
     piecewise_graphs: bool = False
     compiled_whole: bool = False
     batch_invariant: bool = False
@@ -90,6 +91,8 @@ class Deployment:
     # Known at the first step.
     caches: tuple[KvCache, ...] = ()
     """One of each kind."""
+    one_scale: bool | None = None
+    """The keys of an fp8 cache have one scale a layer, its values another; not one for each head."""
     one_rotary_cache: bool | None = None
     auxiliary_states: bool | None = None
     """A draft model reads states between layers."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -98,7 +97,19 @@ NEIGHBOURS: Final = (
     Model("V100", "nvidia", "sm70", 31.7),
     Model("T4", "nvidia", "sm75", 14.6),
 )
-"""GPUs without a recipe. Their name selects the recipes of the family and a plan for their memory."""
+"""GPUs without a recipe. Their name selects the recipes of the family and a plan for their memory.
+
+Sources: for the RTX 4090 D hardwaredb.net/geforce-rtx-4090-d-benchmark (24 GiB); for both RTX 5090 D Tom's Hardware,
+2025-08-12 (32 and 24 GB); for the H20-3e github.com/NVIDIA/nccl/issues/2238 (sm_90, 141 GiB).
+"""
+
+LLAMA: Final = "llama.cpp serves gpt-oss there"
+ELSEWHERE: Final = {
+    r"apple|mac\w*|m[1-9]": f"vLLM has no kernels for Apple's GPUs; {LLAMA}",
+    r"strix|8060s|ryzen|gfx115\d": f"not run by us; `--device gfx1151 --memory-gib 96` plans for it; {LLAMA} too",
+    r"jetson|orin|thor": f"not run by us; `--device sm87 --memory-gib 60` plans for an Orin; {LLAMA} too",
+}
+"""Machines that users ask for, by a word of their name. docs.vllm.ai lists gfx1151, and another plugin for Apple."""
 
 _COUNTED = re.compile(r"(?:(\d+)\s*[x*×]\s*)?(.+)", re.IGNORECASE)
 _MARKED = re.compile(r"(?<![a-z0-9])(\d+)\s*gb?(?![a-z0-9])", re.IGNORECASE)
@@ -120,8 +131,11 @@ def named(text: str, memory_gib: float = 0.0) -> Device:
     found = _COUNTED.fullmatch(text.strip())
     count, name = (int(found[1] or 1), found[2]) if found else (1, text)
     known = (*MODELS, *NEIGHBOURS)
-    same = (model for model in known if _plain(name) in {_plain(each) for each in (model.name, *model.also)})
-    model = next(same, None) or _within(name, known)
+    same = [model for model in known if _plain(name) in {_plain(each) for each in (model.name, *model.also)}]
+    within = [] if "laptop" in _words(name) else _within(name)
+    model = same[0] if same else max(within, key=lambda each: each[0], default=(0, None))[1]
+    if model is None and not (memory_gib and _ARCH.search(name)) and (why := _elsewhere(name)):
+        raise DeviceError(f"{name}: {why}")
     if model is None and not memory_gib:
         raise _unknown(name)
     if not 1 <= count <= (model.most if model else 8):
@@ -138,6 +152,10 @@ def named(text: str, memory_gib: float = 0.0) -> Device:
     return replace(model.device(count), name=f"{model.name}-{memory / REPORTED:.0f}G", memory_gib=memory)
 
 
+def _elsewhere(name: str) -> str:
+    return next((why for word, why in ELSEWHERE.items() if any(re.fullmatch(word, each) for each in _words(name))), "")
+
+
 def _unknown(name: str) -> DeviceError:
     near = difflib.get_close_matches(_plain(name), [_plain(each.name) for each in MODELS], n=3, cutoff=0.6)
     names = [each.name for each in MODELS if _plain(each.name) in near] or [each.name for each in MODELS]
@@ -147,22 +165,15 @@ def _unknown(name: str) -> DeviceError:
     )
 
 
-def _within(name: str, known: Iterable[Model]) -> Model | None:
-    """The row with the longest spelling such that the driver's name contains all its words. None for laptop GPUs."""
+def _within(name: str) -> list[tuple[int, Model]]:
+    """Rows with a spelling whose words are all within a driver's name, and the number of these words."""
     said = _words(name)
-    if "laptop" in said:
-        return None
-    found = [
+    return [
         (len(spelt), model)
-        for model in known
+        for model in (*MODELS, *NEIGHBOURS)
         for spelt in map(_words, (model.name, *model.also))
-        if _stands(spelt, said)
+        if any(said[start : start + len(spelt)] == spelt for start in range(len(said)))
     ]
-    return max(found, key=lambda each: each[0])[1] if found else None
-
-
-def _stands(spelt: list[str], said: list[str]) -> bool:
-    return any(said[start : start + len(spelt)] == spelt for start in range(len(said)))
 
 
 def of(device: Device) -> Model | None:
@@ -173,13 +184,11 @@ def of(device: Device) -> Model | None:
             for model in MODELS
             if model.vendor == "cpu" and ("amx" in model.features) == ("amx" in device.features)
         )
-    said = _words(device.name)
-    named_so = [
+    alike = [
         model
-        for model in (*MODELS, *NEIGHBOURS)
-        if model.arch == device.arch and any(_stands(_words(each), said) for each in (model.name, *model.also))
+        for _, model in _within(device.name)
+        if model.arch == device.arch and abs(model.memory_gib - device.memory_gib) < 0.1 * model.memory_gib
     ]
-    alike = [model for model in named_so if abs(model.memory_gib - device.memory_gib) < 0.1 * model.memory_gib]
     nearest = max(alike, key=lambda model: len(model.name), default=None)
     return nearest if nearest in MODELS else None  # an RTX 4090 D is no RTX 4090
 

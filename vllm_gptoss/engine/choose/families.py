@@ -63,6 +63,11 @@ _MANY_TOKENS: Final = (
     Row(bands.UPSTREAM, "vLLM's compiled layers"),
 )
 
+_RUNNER: Final = (
+    Row("gptoss", "decode steps are replayed from CUDA graphs", unless=conditions.RUNNER),
+    Row("upstream", "vLLM's runner prepares each step"),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class GpuFamily:
@@ -78,6 +83,7 @@ class GpuFamily:
     layers: tuple[Row, ...] = _LAYERS
     one_token: tuple[Row, ...] = _ONE_TOKEN
     many_tokens: tuple[Row, ...] = _MANY_TOKENS
+    runner: tuple[Row, ...] = _RUNNER
 
     def __str__(self) -> str:
         return self.name
@@ -120,10 +126,7 @@ FAMILIES: Final = (
         "Blackwell RTX",
         ("sm120", "sm121"),
         experts=(
-            Row(
-                "marlin",
-                "prefills faster than Triton in 99 KB of shared memory, by vLLM's oracle; never run by us",
-            ),
+            Row("marlin", "prefills faster than Triton in 99 KB of shared memory, by vLLM's oracle; never run by us"),
             wished("triton"),
             wished("flashinfer_cutlass"),
         ),
@@ -160,10 +163,7 @@ FAMILIES: Final = (
     GpuFamily(
         "RDNA4",
         ("gfx1201",),
-        experts=(
-            Row("upstream", "vLLM's oracle picks AITER-Triton or Triton; never run by us"),
-            wished("triton"),
-        ),
+        experts=(Row("upstream", "vLLM's oracle picks AITER-Triton or Triton; never run by us"), wished("triton")),
         kv_cache={"fp8": "Triton attention reads it"},
     ),
     GpuFamily(

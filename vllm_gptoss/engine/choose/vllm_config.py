@@ -32,6 +32,7 @@ def configuration(config: Any) -> Deployment:
         kv_connectors=() if transfer is None else connectors(vars(transfer)),
         lora=config.lora_config is not None,
         drafts=None if speculative is None else speculative.method,
+        draft_tokens=0 if speculative is None else config.num_speculative_tokens,
         piecewise_graphs=_vllm.only_piecewise_graphs(config),
         compiled_whole=_vllm.compiles_outer_model(config),
         batch_invariant=_vllm.batch_invariant(),
@@ -46,19 +47,7 @@ def configuration(config: Any) -> Deployment:
 
 def model_spec(model_config: Any) -> ModelSpec:
     """The sizes that a checkpoint's config.json names."""
-    sizes = model_config.hf_config
-    return ModelSpec(
-        str(model_config.model),
-        sizes.num_hidden_layers,
-        sizes.hidden_size,
-        sizes.intermediate_size,
-        sizes.num_local_experts,
-        sizes.num_experts_per_tok,
-        sizes.num_attention_heads,
-        sizes.num_key_value_heads,
-        sizes.head_dim,
-        sizes.vocab_size,
-    )
+    return ModelSpec.from_json(vars(model_config.hf_config), str(model_config.model))
 
 
 def built_model(deployment: Deployment, model: Any) -> Deployment:
@@ -96,10 +85,12 @@ def first_step(deployment: Deployment, places: Sequence[Any], auxiliary: Sequenc
     caches = (place.attention.kv_cache for place in places)
     kinds = dict.fromkeys(KvCache(tuple(cache.shape), _name(cache.dtype), cache.stride(-1)) for cache in caches)
     tensors = [place.tensors for place in places]
+    scales = [scale for place in places for scale in place.scales or ()]
     owned = (each.experts is not None and each.experts.expert_map is None for each in tensors)
     return replace(
         deployment,
         caches=tuple(kinds),
+        one_scale=all(scale.numel() == 1 and _name(scale.dtype) == "float32" for scale in scales),
         own_experts=all(owned),
         one_rotary_cache=len({each.cos_sin.data_ptr() for each in tensors}) <= 1,
         auxiliary_states=bool(auxiliary),

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_gptoss.engine.kernels import nvrtc, scratch
-from vllm_gptoss.engine.kernels.dense import cache_described
+from vllm_gptoss.engine.kernels import cache, nvrtc, scratch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,17 +40,18 @@ class AttentionPlan:
     """Compile-time macros of one launch, and how small a share of the keys may be.
 
     splits: blocks of a cluster; window: keys a token sees, itself included, 0: all; shares: clusters that share the
-    keys of one head at most, 1: no token is cut.
+    keys of one head at most, 1: no token is cut; element: of the cache.
     """
 
     splits: int
     warps: int
     window: int
     shares: int = 1
+    element: str = cache.BF16
 
     @property
-    def macros(self) -> dict[str, int]:
-        return {"SPLITS": self.splits, "WARPS": self.warps, "WINDOW": self.window}
+    def macros(self) -> dict[str, int | str]:
+        return {"SPLITS": self.splits, "WARPS": self.warps, "WINDOW": self.window, "CACHE": self.element}
 
 
 def unsupported(query_heads: int, kv_heads: int, head: int, block_size: int) -> str | None:
@@ -66,7 +66,7 @@ def unsupported(query_heads: int, kv_heads: int, head: int, block_size: int) -> 
 
 
 @functools.cache
-def plan(tokens: int, kv_heads: int, window: int) -> AttentionPlan:
+def plan(tokens: int, kv_heads: int, window: int, element: str = cache.BF16) -> AttentionPlan:
     """How the keys are shared out: enough blocks to cover the multiprocessors, not so many that they queue.
 
     A window of at most 128 keys is one chunk of 16 for each of 8 warps, so it is never split. Blocks for further pieces
@@ -74,14 +74,14 @@ def plan(tokens: int, kv_heads: int, window: int) -> AttentionPlan:
     3 us a full layer with 16 tokens of 2,000 keys and 112 such blocks (H100).
     """
     if 0 < window <= 128:
-        return AttentionPlan(1, 8, window)
+        return AttentionPlan(1, 8, window, element=element)
     splits = MAX_SPLITS
     while splits > 2 and splits * tokens * kv_heads > 128:
         splits //= 2
     if window:
-        return AttentionPlan(splits, 8, window)
+        return AttentionPlan(splits, 8, window, element=element)
     shared = min(192, max(64, RESIDENT - splits * tokens * kv_heads))
-    return AttentionPlan(splits, 8, window, max(1, shared // splits // kv_heads))
+    return AttentionPlan(splits, 8, window, max(1, shared // splits // kv_heads), element)
 
 
 class AttentionArgs(ctypes.Structure):
@@ -94,6 +94,7 @@ class AttentionArgs(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("tokens", "kv_heads", "requests", "table_stride", "block_shift")),
         *((name, ctypes.c_int) for name in ("q_stride", "out_stride", "shares", "least")),
         ("scale", ctypes.c_float),
+        *cache.SCALE_FIELDS,
     ]
 
 
@@ -132,7 +133,7 @@ def allocate(device: int, kv_heads: int) -> None:
 
 def described(
     q: Tensor,
-    kv_cache: Tensor,
+    kv_cache: cache.PagedCache,
     sinks: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
@@ -143,7 +144,8 @@ def described(
     """The fields of both kernels' structures for the tensors of `attend`."""
     return {
         "q": q.data_ptr(),
-        **cache_described(kv_cache),
+        **cache.described(kv_cache),
+        **cache.scales(kv_cache),
         "out": out.data_ptr(),
         "sinks": sinks.data_ptr(),
         "block_table": block_table.data_ptr(),
@@ -160,7 +162,7 @@ def described(
 
 def attend(
     q: Tensor,
-    kv_cache: Tensor,
+    kv_cache: cache.PagedCache,
     sinks: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
@@ -172,14 +174,14 @@ def attend(
 ) -> None:
     """Causal attention of every token over the cached keys of its request, with one sink logit per query head.
 
-    q, out: [T, H * 64] bf16; kv_cache: [blocks, K, block size, 128] bf16 of any strides but 1 in the last, K at 0, V at
-    64; sinks: [H] bf16; block_table: [R, *] int32; seq_lens: [R] int32, keys of a request, this step's included;
+    q, out: [T, H * 64] bf16; kv_cache: [blocks, K, block size, 128] of any strides but 1 in the last, K at 0, V at 64;
+    sinks: [H] bf16; block_table: [R, *] int32; seq_lens: [R] int32, keys of a request, this step's included;
     query_start: [R + 1] int32. scale: of the logits; window: keys a token sees, itself included, 0 for all.
     Tokens past query_start[R] are padding: their output is 0.
     """
     tokens, kv_heads = q.shape[0], kv_cache.shape[1]
     device = q.device.index or 0
-    tuned = tuned or plan(tokens, kv_heads, window)
+    tuned = tuned or plan(tokens, kv_heads, window, cache.element(kv_cache))
     args = AttentionArgs(
         **described(q, kv_cache, sinks, block_table, seq_lens, query_start, out, scale),
         parts=parts(device, tuned.shares * kv_heads).data_ptr(),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_gptoss.engine.kernels import attention, nvrtc
+from vllm_gptoss.engine.kernels import attention, cache, nvrtc
 from vllm_gptoss.engine.kernels.attention import HEAD, MAX_TOKENS, arrived, parts
 from vllm_gptoss.engine.kernels.dense import multiprocessors
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).parent / "cuda" / "attention_many.cu"
 MAX_WINDOW = 128
 """Keys of the largest window: a token's are then never split."""
-CHUNK_BYTES = 16 * 2 * HEAD * 2
+CHUNK_BYTES = {cache.BF16: 16 * 2 * HEAD * 2, cache.E4M3: 16 * 2 * HEAD}
 """Keys and values of 16 tokens, one head: a place of a warp's ring."""
 
 
@@ -30,7 +30,7 @@ class ManyPlan:
     """Compile-time macros of one launch, and how small a share of the keys may be.
 
     warps: of a block; depth: chunks of a warp's ring; blocks: that a multiprocessor is to hold; window: keys a token
-    sees, itself included, 0: all; least: keys of a share at least.
+    sees, itself included, 0: all; least: keys of a share at least; element: of the cache.
     """
 
     warps: int
@@ -38,15 +38,17 @@ class ManyPlan:
     blocks: int
     window: int
     least: int = 512
+    element: str = cache.BF16
 
     @property
-    def macros(self) -> dict[str, int]:
-        return {"WARPS": self.warps, "DEPTH": self.depth, "BLOCKS": self.blocks, "WINDOW": self.window}
+    def macros(self) -> dict[str, int | str]:
+        values = {"WARPS": self.warps, "DEPTH": self.depth, "BLOCKS": self.blocks, "WINDOW": self.window}
+        return values | {"CACHE": self.element}
 
     @property
     def shared_bytes(self) -> int:
         """Of a block: its warps' rings."""
-        size: int = self.warps * self.depth * CHUNK_BYTES
+        size: int = self.warps * self.depth * CHUNK_BYTES[self.element]
         return size
 
     def slots(self, sms: int, kv_heads: int) -> int:
@@ -79,11 +81,14 @@ def unreadable(q: Tensor, kv_cache: Tensor, out: Tensor) -> str | None:
 
 
 @functools.cache
-def plan(tokens: int, window: int) -> ManyPlan:
-    """How a layer of this window is worked on. More and smaller blocks hide that a window is soon read."""
-    if window and tokens > 64:
-        return ManyPlan(2, 3, 8, window)
-    return ManyPlan(4, 3, 4, window)
+def plan(tokens: int, window: int, element: str = cache.BF16) -> ManyPlan:
+    """How a layer of this window is worked on. More and smaller blocks hide that a window is soon read.
+
+    A ring has as many bytes for each element type: it is as long as memory's latency times its bandwidth.
+    """
+    depth = 3 if element == cache.BF16 else 6
+    warps, blocks = (2, 8) if window and tokens > 64 else (4, 4)
+    return ManyPlan(warps, depth, blocks, window, element=element)
 
 
 class AttentionManyArgs(ctypes.Structure):
@@ -96,6 +101,7 @@ class AttentionManyArgs(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("tokens", "kv_heads", "requests", "table_stride", "block_shift")),
         *((name, ctypes.c_int) for name in ("q_stride", "out_stride", "slots", "least", "padded")),
         ("scale", ctypes.c_float),
+        *cache.SCALE_FIELDS,
     ]
 
 
@@ -109,13 +115,13 @@ def kernel(device: int, plan: ManyPlan) -> nvrtc.Kernel:
     return nvrtc.load(device, SOURCE, "sm_90", plan.macros).kernel("attention_many", plan.shared_bytes)
 
 
-def load(device: int, kv_heads: int, window: int) -> None:
+def load(device: int, kv_heads: int, window: int, element: str = cache.BF16) -> None:
     """Compiles and allocates all that `attend` needs, so that a captured graph finds it there.
 
     Raises:
         NvrtcError: the compiler or the driver refused.
     """
-    for tuned in dict.fromkeys(plan(tokens, window) for tokens in range(1, MAX_TOKENS + 1)):
+    for tuned in dict.fromkeys(plan(tokens, window, element) for tokens in range(1, MAX_TOKENS + 1)):
         kernel(device, tuned)
         parts(device, tuned.slots(multiprocessors(device), kv_heads))
     arrived(device, kv_heads)
@@ -123,7 +129,7 @@ def load(device: int, kv_heads: int, window: int) -> None:
 
 def attend(
     q: Tensor,
-    kv_cache: Tensor,
+    kv_cache: cache.PagedCache,
     sinks: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
@@ -144,7 +150,7 @@ def attend(
     device, tokens, kv_heads = q.device.index or 0, q.shape[0], kv_cache.shape[1]
     if tokens > MAX_TOKENS:
         raise ValueError(f"{tokens} tokens, more than {MAX_TOKENS}")
-    tuned = tuned or plan(tokens, window)
+    tuned = tuned or plan(tokens, window, cache.element(kv_cache))
     slots = tuned.slots(multiprocessors(device), kv_heads)
     args = AttentionManyArgs(
         **attention.described(q, kv_cache, sinks, block_table, seq_lens, query_start, out, scale),

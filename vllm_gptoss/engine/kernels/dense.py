@@ -9,11 +9,11 @@ from __future__ import annotations
 import ctypes
 import enum
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_gptoss.engine.kernels import nvrtc
+from vllm_gptoss.engine.kernels import cache, nvrtc
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +41,7 @@ class Mode(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class DensePlan:
-    """Compile-time macros and launch geometry of one projection."""
+    """Compile-time macros and launch geometry of one projection. element: of the cache that QKV writes."""
 
     mode: Mode
     columns: int
@@ -54,6 +54,7 @@ class DensePlan:
     grid: int
     min_ctas: int
     top_k: int = 0
+    element: str = cache.BF16
 
     @property
     def block(self) -> int:
@@ -66,8 +67,8 @@ class DensePlan:
         return max(ring, self.warps * self.units * self.token_groups * 8 * UNIT * 4)
 
     @property
-    def macros(self) -> dict[str, int]:
-        values = {
+    def macros(self) -> dict[str, int | str]:
+        values: dict[str, int | str] = {
             "MODE": int(self.mode),
             "NT": self.token_groups,
             "BLOCKS": self.columns // BLOCK,
@@ -79,6 +80,8 @@ class DensePlan:
         }
         if self.mode is Mode.ROUTER:
             values |= {"EXPERTS": self.rows, "TOPK": self.top_k, "CLUSTER": self.grid}
+        if self.mode is Mode.QKV:
+            values["CACHE"] = self.element
         return values
 
 
@@ -116,7 +119,9 @@ def _warps(blocks: int) -> int | None:
 
 
 @functools.cache
-def plan(mode: Mode, rows: int, columns: int, tokens: int, sms: int, top_k: int = 0) -> DensePlan:
+def plan(
+    mode: Mode, rows: int, columns: int, tokens: int, sms: int, top_k: int = 0, element: str = cache.BF16
+) -> DensePlan:
     """The launch of one projection with weight [rows, columns] for `tokens` tokens on a GPU of `sms` multiprocessors.
 
     Raises:
@@ -126,7 +131,7 @@ def plan(mode: Mode, rows: int, columns: int, tokens: int, sms: int, top_k: int 
         raise ValueError(f"1 to {MAX_TOKENS} tokens, got {tokens}")
     if reason := unsupported(mode, rows, columns, top_k):
         raise ValueError(reason)
-    return _plan(mode, rows, columns, tokens, sms, top_k)
+    return replace(_plan(mode, rows, columns, tokens, sms, top_k), element=element)
 
 
 def _plan(mode: Mode, rows: int, columns: int, tokens: int, sms: int, top_k: int) -> DensePlan:
@@ -160,6 +165,7 @@ class DenseArgs(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("tokens", "units", "q_rows", "kv_rows", "block_shift", "cos_sin_bf16")),
         ("eps", ctypes.c_float),
         ("out_stride", ctypes.c_int),
+        *cache.SCALE_FIELDS,
     ]
 
 
@@ -182,17 +188,6 @@ def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def cache_described(kv_cache: Tensor) -> dict[str, int]:
-    """The fields of a kernel's arguments for a paged cache [blocks, K, block size, 128]."""
-    return {
-        "kv": kv_cache.data_ptr(),
-        "kv_block": kv_cache.stride(0),
-        "kv_head": kv_cache.stride(1),
-        "kv_token": kv_cache.stride(2),
-        "block_shift": kv_cache.shape[2].bit_length() - 1,
-    }
-
-
 ROPE_FIELDS = [
     *((name, ctypes.c_void_p) for name in ("positions", "cos_sin", "slots", "kv")),
     *((name, ctypes.c_longlong) for name in ("kv_block", "kv_head", "kv_token")),
@@ -202,15 +197,17 @@ ROPE_FIELDS = [
 
 
 def rope_described(
-    rows: int, positions: Tensor, cos_sin: Tensor, slots: Tensor, kv_cache: Tensor
+    rows: int, positions: Tensor, cos_sin: Tensor, slots: Tensor, kv_cache: cache.PagedCache
 ) -> dict[str, int | None]:
-    """`ROPE_FIELDS` by field, of a product of so many rows."""
+    """`ROPE_FIELDS` and the cache's scales by field, of a product of so many rows."""
     kv_heads = kv_cache.shape[1]
     heads = {"q_heads": rows // HEAD - 2 * kv_heads, "kv_heads": kv_heads}
     return heads | _rotation_described(positions, cos_sin, slots, kv_cache)
 
 
-def _rotation_described(positions: Tensor, cos_sin: Tensor, slots: Tensor, kv_cache: Tensor) -> dict[str, int | None]:
+def _rotation_described(
+    positions: Tensor, cos_sin: Tensor, slots: Tensor, kv_cache: cache.PagedCache
+) -> dict[str, int | None]:
     """The fields of a kernel's arguments for RoPE and the cache write, except their heads."""
     import torch
 
@@ -218,7 +215,8 @@ def _rotation_described(positions: Tensor, cos_sin: Tensor, slots: Tensor, kv_ca
         "positions": address(positions),
         "cos_sin": address(cos_sin),
         "slots": address(slots),
-        **cache_described(kv_cache),
+        **cache.described(kv_cache),
+        **cache.scales(kv_cache),
         "cos_sin_bf16": int(cos_sin.dtype == torch.bfloat16),
     }
 
@@ -262,7 +260,7 @@ def qkv_rope(
     positions: Tensor,
     cos_sin: Tensor,
     slots: Tensor,
-    kv_cache: Tensor,
+    kv_cache: cache.PagedCache,
     q: Tensor,
     residual_out: Tensor | None,
     eps: float,
@@ -273,11 +271,12 @@ def qkv_rope(
     x, residual, residual_out: [T, C] bf16, T <= 16, residual_out = x + residual; norm: [C] bf16;
     weight: [(H + 2K) * 64, C] bf16, row-major, q then k then v; bias: [(H + 2K) * 64] bf16;
     positions, slots: [T] int64, slot < 0 is not written; cos_sin: [positions, 64] f32 or bf16, 32 cosines, 32 sines;
-    kv_cache: [blocks, K, block size, 128] bf16 of any strides but 1 in the last, K at 0, V at 64; q: [T, H * 64] bf16.
+    kv_cache: [blocks, K, block size, 128] of any strides but 1 in the last, K at 0, V at 64; q: [T, H * 64] bf16.
     """
     tokens, rows = x.shape[0], weight.shape[0]
     kv_rows = kv_cache.shape[1] * HEAD
-    tuned = tuned or plan(Mode.QKV, rows, x.shape[1], tokens, multiprocessors(x.device.index or 0))
+    sms, element = multiprocessors(x.device.index or 0), cache.element(kv_cache)
+    tuned = tuned or plan(Mode.QKV, rows, x.shape[1], tokens, sms, element=element)
     args = DenseArgs(
         x=address(x),
         r=address(residual),

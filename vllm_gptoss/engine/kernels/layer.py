@@ -10,6 +10,8 @@ import ctypes
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vllm_gptoss.engine.kernels import cache
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -26,6 +28,12 @@ class Layer(ctypes.Structure):
         *((name, ctypes.c_longlong) for name in ("kv_block", "kv_head", "kv_token")),
         *((name, ctypes.c_int) for name in ("window", "group", "block_shift", "unused")),
     ]
+
+
+class CacheScales(ctypes.Structure):
+    """`struct CacheScales` of step.cu."""
+
+    _fields_ = cache.SCALE_FIELDS
 
 
 class Group(ctypes.Structure):
@@ -61,10 +69,10 @@ class LayerTensors:
     active: int
     experts: FewTokenExperts | None
 
-    def record(self, group: int, cache: Tensor) -> Layer:
+    def record(self, group: int, kv_cache: cache.PagedCache) -> Layer:
         """The struct of a layer for step.cu. The rank holds the whole layer, with the plugin's experts.
 
-        group: number of its `Requests`; cache: [blocks, K, block size, 128] bf16, K at 0, V at 64.
+        group: number of its `Requests`; kv_cache: [blocks, K, block size, 128], K at 0, V at 64.
         """
         assert self.experts is not None
         assert self.out_bias is not None
@@ -85,13 +93,9 @@ class LayerTensors:
             down_scales=down.scales.data_ptr(),
             down_bias=down.bias.data_ptr(),
             sinks=self.sinks.data_ptr(),
-            kv=cache.data_ptr(),
-            kv_block=cache.stride(0),
-            kv_head=cache.stride(1),
-            kv_token=cache.stride(2),
+            **cache.described(kv_cache),
             window=self.window,
             group=group,
-            block_shift=cache.shape[2].bit_length() - 1,
         )
 
 

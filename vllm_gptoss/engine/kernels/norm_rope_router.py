@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_gptoss.engine.kernels import nvrtc
+from vllm_gptoss.engine.kernels import cache, nvrtc
 from vllm_gptoss.engine.kernels.dense import BLOCK, HEAD, ROPE_FIELDS, address, rope_described, router_described
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ class RopeArgs(ctypes.Structure):
         ("qkv", ctypes.c_void_p),
         *ROPE_FIELDS,
         ("stride", ctypes.c_int),
+        *cache.SCALE_FIELDS,
     ]
 
 
@@ -133,9 +135,9 @@ def norm_kernel(device: int, hidden: int) -> nvrtc.Kernel:
 
 
 @functools.cache
-def rope_kernel(device: int) -> nvrtc.Kernel:
-    """As `norm_kernel`, for `rope`."""
-    return _kernel(device, "rope_many", {}, 0)
+def rope_kernel(device: int, element: str = cache.BF16) -> nvrtc.Kernel:
+    """As `norm_kernel`, for `rope` into a cache of that element type."""
+    return _kernel(device, "rope_many", {"CACHE": element}, 0)
 
 
 @functools.cache
@@ -144,7 +146,7 @@ def route_kernel(device: int, plan: RoutePlan) -> nvrtc.Kernel:
     return _kernel(device, "route_many", plan.macros, plan.shared_bytes)
 
 
-def _kernel(device: int, name: str, macros: dict[str, int], shared: int) -> nvrtc.Kernel:
+def _kernel(device: int, name: str, macros: Mapping[str, int | str], shared: int) -> nvrtc.Kernel:
     return nvrtc.load(device, CUDA / f"{name}.cu", "sm_90", macros).kernel(name, shared)
 
 
@@ -175,12 +177,12 @@ def norm(
     norm_kernel(x.device.index or 0, hidden)(tokens, -(-hidden // 256) * 32, [args])
 
 
-def rope(qkv: Tensor, positions: Tensor, cos_sin: Tensor, slots: Tensor, kv_cache: Tensor) -> None:
+def rope(qkv: Tensor, positions: Tensor, cos_sin: Tensor, slots: Tensor, kv_cache: cache.PagedCache) -> None:
     """Queries and keys of `qkv` are rotated, queries where they lie; keys and values go into the paged cache.
 
     qkv: [T, (H + 2K) * 64] bf16, queries, keys, values; positions, slots: [T] int64, slot < 0 is not written; both must
     be there before the kernel before this one starts; cos_sin: [positions, 64] f32 or bf16, 32 cosines, 32 sines;
-    kv_cache: [blocks, K, block size, 128] bf16 of any strides but 1 in the last, K at 0, V at 64.
+    kv_cache: [blocks, K, block size, 128] of any strides but 1 in the last, K at 0, V at 64.
     """
     tokens, rows = qkv.shape
     args = RopeArgs(
@@ -189,7 +191,7 @@ def rope(qkv: Tensor, positions: Tensor, cos_sin: Tensor, slots: Tensor, kv_cach
         stride=qkv.stride(0),
     )
     threads = min(1024, -(-rows // HEAD * 4 // 32) * 32)
-    rope_kernel(qkv.device.index or 0)(tokens, threads, [args])
+    rope_kernel(qkv.device.index or 0, cache.element(kv_cache))(tokens, threads, [args])
 
 
 def router(

@@ -163,7 +163,7 @@ def _store(path: Path, image: bytes) -> None:
             os.unlink(temporary)
             raise
     except OSError as error:
-        logger.warning("compiled kernels are not kept: %s cannot be written: %s", path.parent, error)
+        logger.warning("compiled kernels are not stored: %s cannot be written: %s", path.parent, error)
 
 
 class _Attribute(ctypes.Structure):

@@ -8,11 +8,11 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_gptoss.engine.kernels import nvrtc
+from vllm_gptoss.engine.kernels import cache, nvrtc
 from vllm_gptoss.engine.kernels.dense import (
     BLOCK,
     HEAD,
@@ -47,7 +47,7 @@ class ProductPlan:
     """Compile-time macros of one product and its launch.
 
     rows: weight rows of a cluster; stages: tiles of 64 columns in a block's ring of weights; grid: blocks; rope: of
-    `rotated`.
+    `rotated`; element: of the cache that it writes.
     """
 
     rows: int
@@ -55,6 +55,7 @@ class ProductPlan:
     stages: int
     grid: int
     rope: bool = False
+    element: str = cache.BF16
 
     @property
     def shared_bytes(self) -> int:
@@ -64,8 +65,8 @@ class ProductPlan:
         return _activations(self.columns) + max(ring, (M - MAX_TOKENS) * 128)
 
     @property
-    def macros(self) -> dict[str, int]:
-        return {
+    def macros(self) -> dict[str, int | str]:
+        values: dict[str, int | str] = {
             "ROWS": self.rows,
             "COLUMNS": self.columns,
             "TOKENS": MAX_TOKENS,
@@ -73,6 +74,7 @@ class ProductPlan:
             "CLUSTER": CLUSTER,
             "ROPE": int(self.rope),
         }
+        return values | {"CACHE": self.element} if self.rope else values
 
 
 def _tiles(columns: int) -> int:
@@ -101,7 +103,7 @@ def unsupported(rows: int, columns: int, sms: int, rope: bool = False) -> str | 
 
 
 @functools.cache
-def plan(rows: int, columns: int, sms: int, rope: bool = False) -> ProductPlan:
+def plan(rows: int, columns: int, sms: int, rope: bool = False, element: str = cache.BF16) -> ProductPlan:
     """The launch of a product with weight [rows, columns] on a GPU of `sms` multiprocessors; rope: of `rotated`.
 
     Raises:
@@ -109,7 +111,7 @@ def plan(rows: int, columns: int, sms: int, rope: bool = False) -> ProductPlan:
     """
     if reason := unsupported(rows, columns, sms, rope):
         raise ValueError(reason)
-    return _plan(rows, columns, sms, rope)
+    return replace(_plan(rows, columns, sms, rope), element=element if rope else cache.BF16)
 
 
 def _plan(rows: int, columns: int, sms: int, rope: bool) -> ProductPlan:
@@ -126,11 +128,13 @@ def fits(qkv: Tensor, out: Tensor) -> bool:
     return all(unsupported(*shape) is None for shape in _shapes(qkv, out))
 
 
-def loads(qkv: Tensor, out: Tensor) -> Iterator[tuple[Callable[..., object], *tuple[Hashable, ...]]]:
-    """Calls that load the kernels of a layer's products, if both have one: see `nvrtc.at_once`."""
+def loads(
+    qkv: Tensor, out: Tensor, element: str = cache.BF16
+) -> Iterator[tuple[Callable[..., object], *tuple[Hashable, ...]]]:
+    """Calls that load the kernels of a layer's products, if both have one (`nvrtc.at_once`). element: of its cache."""
     if fits(qkv, out):
         for shape in _shapes(qkv, out):
-            yield kernel, qkv.device.index or 0, plan(*shape)
+            yield kernel, qkv.device.index or 0, plan(*shape, element)
 
 
 def _shapes(qkv: Tensor, out: Tensor) -> Iterator[tuple[int, int, int, bool]]:
@@ -155,6 +159,7 @@ class ProductArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("x", "w", "bias", "y")),
         *((name, ctypes.c_int) for name in ("tokens", "padded", "rows")),
         *ROPE_FIELDS,
+        *cache.SCALE_FIELDS,
     ]
 
 
@@ -187,7 +192,7 @@ def rotated(
     positions: Tensor,
     cos_sin: Tensor,
     slots: Tensor,
-    kv_cache: Tensor,
+    kv_cache: cache.PagedCache,
 ) -> None:
     """A layer's q/k/v: out = RoPE(x W^T + b) of the queries; keys, rotated, and values go into the paged cache.
 
@@ -196,21 +201,29 @@ def rotated(
     x: in the layout of `tiled`, T tokens; weight: [(H + 2K) * 64, C] bf16, row-major, queries, keys, values; bias:
     [(H + 2K) * 64] bf16; out: [T, (H + 2K) * 64] bf16, row-major; positions, slots: [T] int64, slot < 0 is not written;
     both must be there before the kernel before this one starts; cos_sin: [positions, 64] f32 or bf16, 32 cosines, 32
-    sines; kv_cache: [blocks, K, block size, 128] bf16, K at 0, V at 64, of strides that are multiples of 4 but 1 in
+    sines; kv_cache: [blocks, K, block size, 128], K at 0, V at 64, of strides that are multiples of 4 but 1 in
     the last.
 
     Raises:
         ValueError: more than MAX_TOKENS tokens, or a shape without a kernel.
     """
-    _launch(x, weight, bias, out, rope_described(weight.shape[0], positions, cos_sin, slots, kv_cache))
+    rope = rope_described(weight.shape[0], positions, cos_sin, slots, kv_cache)
+    _launch(x, weight, bias, out, rope, cache.element(kv_cache))
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, rope: dict[str, int | None] | None = None) -> None:
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    out: Tensor,
+    rope: dict[str, int | None] | None = None,
+    element: str = cache.BF16,
+) -> None:
     tokens = out.shape[0]
     if not 1 <= tokens <= MAX_TOKENS:
         raise ValueError(f"1 to {MAX_TOKENS} tokens, got {tokens}")
     device, (rows, columns) = x.device.index or 0, weight.shape
-    tuned = plan(rows, columns, multiprocessors(device), rope is not None)
+    tuned = plan(rows, columns, multiprocessors(device), rope is not None, element)
     args = ProductArgs(
         x=address(x),
         w=address(weight),

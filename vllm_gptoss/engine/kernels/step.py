@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_gptoss.engine.kernels import nvrtc
+from vllm_gptoss.engine.kernels import cache, nvrtc
 from vllm_gptoss.engine.kernels.attention import GROUP, HEAD
 from vllm_gptoss.engine.kernels.dense import BLOCK, SHARED_LIMIT, multiprocessors
-from vllm_gptoss.engine.kernels.layer import Group, Layer, LayerTensors, Requests
+from vllm_gptoss.engine.kernels.layer import CacheScales, Group, Layer, LayerTensors, Requests
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,6 +54,8 @@ class Shape:
     experts: int
     scale_pairs: tuple[int, int]
     """Column pairs of 32 in the stored scales of the up and the down projection."""
+    element: str = cache.BF16
+    """Of the caches of all layers."""
 
 
 def unsupported(shape: Shape, sms: int = MULTIPROCESSORS) -> str | None:
@@ -107,7 +109,7 @@ class StepPlan:
         return 256 + 2 * (logits + early + late)
 
     @property
-    def macros(self) -> dict[str, int]:
+    def macros(self) -> dict[str, int | str]:
         return {
             "LAYERS": self.shape.layers,
             "GRID": self.grid,
@@ -120,6 +122,7 @@ class StepPlan:
             "SKU": self.shape.scale_pairs[0],
             "SKD": self.shape.scale_pairs[1],
             "SPLITS": self.splits,
+            "CACHE": self.shape.element,
         }
 
 
@@ -149,6 +152,7 @@ class StepArgs(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("layer_count", "group_count", "cos_sin_bf16")),
         ("two_23", ctypes.c_uint),
         *((name, ctypes.c_float) for name in ("eps", "scale", "alpha", "limit")),
+        ("scales", ctypes.c_void_p),
     ]
 
 
@@ -170,9 +174,9 @@ def compile_for(shape: Shape, device: int) -> None:
 
 
 class Step:
-    """The layers of a model in order, ready to launch."""
+    """The layers of a model in order, ready to launch. element: of their caches."""
 
-    def __init__(self, layers: Sequence[LayerTensors], *, eps: float) -> None:
+    def __init__(self, layers: Sequence[LayerTensors], *, eps: float, element: str = cache.BF16) -> None:
         first = layers[0]
         assert first.experts is not None
         self.layers, self.eps, self.cos_sin = list(layers), eps, first.cos_sin
@@ -186,6 +190,7 @@ class Step:
             down.tiles * BLOCK,
             up.experts,
             (up.scales.shape[2] // 64, down.scales.shape[2] // 64),
+            element,
         )
         self._tables: dict[tuple[int, ...], Tensor] = {}
 
@@ -193,19 +198,22 @@ class Step:
         """Compiles and loads the kernel; otherwise the first launch does."""
         compile_for(self.shape, self.device)
 
-    def table(self, groups: Sequence[int], caches: Sequence[Tensor]) -> Tensor | None:
-        """The layers' records on the GPU, for each layer's group of requests and its paged cache as it is now.
+    def table(self, groups: Sequence[int], caches: Sequence[cache.PagedCache]) -> Tensor | None:
+        """The layers' records on the GPU, then the scales of caches that have any, for each layer's group of requests
+        and its paged cache as it is now.
 
         None while a graph is captured and these were not seen before: nothing can be copied then.
         """
         import torch
 
-        key = (*groups, *(number for cache in caches for number in (cache.data_ptr(), *cache.stride())))
+        described = [cache.described(each) | cache.scales(each) for each in caches]
+        key = (*groups, *(number for fields in described for number in fields.values()))
         if key not in self._tables:
             if torch.cuda.is_current_stream_capturing():
                 return None
-            each = zip(self.layers, groups, caches, strict=True)
-            records = b"".join(bytes(layer.record(group, cache)) for layer, group, cache in each)
+            of_layers = zip(self.layers, groups, caches, strict=True)
+            records = b"".join(bytes(layer.record(group, kv_cache)) for layer, group, kv_cache in of_layers)
+            records += b"".join(bytes(CacheScales(**found)) for found in map(cache.scales, caches) if found)
             self._tables[key] = torch.frombuffer(bytearray(records), dtype=torch.uint8).to(f"cuda:{self.device}")
         return self._tables[key]
 
@@ -251,6 +259,7 @@ class Step:
             scale=HEAD**-0.5 * math.log2(math.e),
             alpha=self.alpha,
             limit=self.limit,
+            scales=table.data_ptr() + ctypes.sizeof(Layer) * shape.layers,
         )
         kernel = _kernel(self.device, made, 0 if trace is None else trace.shape[1])
         kernel(sms, THREADS, [args])

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from vllm_gptoss.engine.kernels import dense, scratch
+from vllm_gptoss.engine.kernels import cache, dense, scratch
 from vllm_gptoss.engine.kernels.layer import LayerTensors
 from vllm_gptoss.engine.model.layer_binding import Place
 
@@ -36,22 +36,29 @@ def moved(places: Sequence[Place]) -> str | None:
     """
     for place in places:
         for module, name, address in place.weights:
-            parameter = module._parameters.get(name)
-            if parameter is None or parameter.data_ptr() != address:
+            found = _found(module, name)
+            if found is None or found.data_ptr() != address:
                 return f"{name} of {getattr(module, 'prefix', type(module).__name__)} has moved in memory"
         if place.layer is not None and own_experts(place.layer) is not place.experts:
-            return f"the kernels for the experts beside {place.name} have changed"
+            return f"the expert kernels of {place.name} have changed"
     return None
 
 
+def _found(module: nn.Module, name: str) -> Any:
+    """The parameter or buffer of that name, or None."""
+    return module._parameters.get(name, module._buffers.get(name))
+
+
 def _parameters(layer: Any) -> Iterator[tuple[nn.Module, str]]:
-    """The modules and names of the parameters that `look_up` reads."""
+    """The modules and names of the parameters and buffers that `look_up` reads."""
     attention, router = layer.attn, layer.mlp.router
     for norm in (layer.input_layernorm, layer.post_attention_layernorm):
         yield norm, "weight"
     yield attention, "sinks"
     for linear in (attention.qkv_proj, attention.o_proj, router):
         yield from ((linear, "weight"), (linear, "bias"))
+    if attention.attn.kv_cache_dtype in cache.VLLM_E4M3:
+        yield from ((attention.attn, "_k_scale"), (attention.attn, "_v_scale"))
 
 
 def look_up(layer: Any, tensor_parallel_rank: int) -> Place:
@@ -75,8 +82,9 @@ def look_up(layer: Any, tensor_parallel_rank: int) -> Place:
         active=runner.moe_config.experts_per_token,
         experts=own.few if own is not None else None,
     )
-    weights = tuple((module, name, module._parameters[name].data_ptr()) for module, name in _parameters(layer))
-    return Place(block.attn.layer_name, tensors, block.attn, runner, own, weights, layer)
+    weights = tuple((module, name, _found(module, name).data_ptr()) for module, name in _parameters(layer))
+    scales = (block.attn._k_scale, block.attn._v_scale) if block.attn.kv_cache_dtype in cache.VLLM_E4M3 else None
+    return Place(block.attn.layer_name, tensors, block.attn, runner, own, weights, layer, scales)
 
 
 def own_experts(layer: Any) -> LayerExperts | None:

@@ -1,6 +1,7 @@
 """The fused path of a step with few tokens: six launches a layer, or one for all layers (`one_token`).
 
-It also takes decode steps of many tokens, to which `many_tokens` gives kernels around cuBLAS's products.
+It also takes decode steps of many tokens, to which `many_tokens` gives kernels around cuBLAS's products. Each request
+has one token there, or as many as `choose.tokens_per_request` allows where drafts are verified.
 
 It runs outside torch.compile: `GptOssForCausalLM.forward` is not compiled, only the inner model is, and that one keeps
 serving prefill, mixed batches in piecewise graphs and everything this path does not take. The launches are captured in
@@ -22,7 +23,7 @@ from vllm_gptoss._vllm import worker
 from vllm_gptoss.engine import choose
 from vllm_gptoss.engine.choose import bands, device
 from vllm_gptoss.engine.choose import vllm_config as describe
-from vllm_gptoss.engine.kernels import attention, dense, nvrtc
+from vllm_gptoss.engine.kernels import attention, cache, dense, nvrtc
 from vllm_gptoss.engine.model import addresses, layer_upto16, many_tokens, one_token
 from vllm_gptoss.engine.model.layer_binding import Place, transferred
 from vllm_gptoss.fallback import UnavailableError
@@ -40,32 +41,32 @@ def loads(place: Place) -> Iterator[tuple[Any, ...]]:
     tensors = place.tensors
     index = tensors.qkv_weight.device.index or 0
     sms, kv_heads = dense.multiprocessors(index), place.attention.num_kv_heads
-    router = tensors.router_weight.shape
+    router, element = tensors.router_weight.shape, cache.element(place.cache)
     yield attention.allocate, index, kv_heads
     for tokens in range(1, MAX_TOKENS + 1):
-        yield dense.kernel, index, dense.plan(dense.Mode.QKV, *tensors.qkv_weight.shape, tokens, sms)
+        yield dense.kernel, index, dense.plan(dense.Mode.QKV, *tensors.qkv_weight.shape, tokens, sms, 0, element)
         yield dense.kernel, index, dense.plan(dense.Mode.OUT, *tensors.out_weight.shape, tokens, sms)
         yield dense.kernel, index, dense.plan(dense.Mode.ROUTER, *router, tokens, sms, tensors.active)
-        yield attention.kernel, index, attention.plan(tokens, kv_heads, tensors.window)
+        yield attention.kernel, index, attention.plan(tokens, kv_heads, tensors.window, element)
     if tensors.experts is not None:
         yield from tensors.experts.loads(torch.int32, MAX_TOKENS)
 
 
 class FusedPath:
-    """Runs the model for at most `MAX_TOKENS` tokens, and decode steps of at most `most`.
+    """Runs the model for at most `MAX_TOKENS` tokens, and decode steps of at most `most`, `per_request` of a request.
 
     `prepare` at the first step, when weights and cache are there.
     """
 
-    def __init__(self, model: Any, deployment: choose.Deployment) -> None:
-        self.model, self.deployment = model.model, deployment
+    def __init__(self, model: Any, deployment: choose.Deployment, per_request: int = 1) -> None:
+        self.model, self.deployment, self.per_request = model.model, deployment, per_request
         self.places: list[Place] = []
         self.one_token: one_token.OneToken | None = None
         self.most = many_tokens.most(deployment)
 
     def could_take(self, tokens: int) -> bool:
-        """Whether the step about to run fits: few tokens, or one of each request; real attention metadata, not inside
-        piecewise graphs."""
+        """Whether the step about to run fits: few tokens, or at most `per_request` of each request; real attention
+        metadata, not inside piecewise graphs. While a graph is captured, of every step that may replay it."""
         if tokens > self.most:
             return False
         context = worker.forward_context()
@@ -73,7 +74,7 @@ class FusedPath:
             return False
         if worker.in_piecewise_graph(context) or torch.compiler.is_compiling():
             return False
-        return tokens <= MAX_TOKENS or worker.longest_query(context) == 1
+        return tokens <= MAX_TOKENS or worker.longest_query(context) <= self.per_request
 
     def check_addresses(self) -> bool:
         """Returns True if every weight is where `prepare` found it.
@@ -154,7 +155,7 @@ class FusedPath:
                 return many_tokens.layer(place, x, residual, positions, context)
             return layer_upto16.layer(
                 place.tensors,
-                place.attention.kv_cache,
+                place.cache,
                 place.requests(context),
                 positions,
                 x,

@@ -1,7 +1,7 @@
 """`GptOssForCausalLM`: vLLM's own model with a fused path for steps of few tokens.
 
 The class keeps upstream's name, modules, weight names and loader, so LoRA, EAGLE3, pipeline parallelism and every
-quantization stay upstream's. Only `forward` differs: a step of few tokens, or of one token of each request, goes to
+quantization stay upstream's. Only `forward` differs: a step of few tokens, or of few of each request, goes to
 `FusedPath` when that path can serve it, everything else to upstream's compiled model.
 """
 
@@ -98,9 +98,9 @@ def set_up(model: Any, config: Any) -> FusedPath | None:
     Raises:
         ChoiceError: `layers=gptoss` was requested and cannot run.
     """
-    here = device.detect()
+    here, wish = device.detect(), Settings.load(config.additional_config).layers
     deployment = describe.built_model(describe.configuration(config), model)
-    choice = choose.layers(here, deployment, Settings.load(config.additional_config).layers)
+    choice = choose.layers(here, deployment, wish)
     startup_line.note("layers", choice)
     if choice.value == "gptoss":
         startup_line.note("layers of many tokens", choose.many_tokens(here, deployment))
@@ -110,6 +110,9 @@ def set_up(model: Any, config: Any) -> FusedPath | None:
         return None
     from vllm_gptoss.engine.attention import sm90
 
-    few = FusedPath(model, deployment)
-    sm90.plan_once(model)
+    several = choose.tokens_per_request(here, deployment, wish)
+    if deployment.drafts is not None:
+        startup_line.note("tokens per request in layers of many tokens", several)
+    few = FusedPath(model, deployment, several.value)
+    sm90.plan_once(model, several.value)
     return few

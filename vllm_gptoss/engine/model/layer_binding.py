@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from vllm_gptoss._vllm import worker
+from vllm_gptoss.engine.kernels.cache import Fp8Cache, PagedCache
 from vllm_gptoss.engine.kernels.layer import LayerTensors, Requests
 
 if TYPE_CHECKING:
@@ -32,6 +33,14 @@ class Place:
     """Module, name and address of each parameter that `tensors` refers to."""
     layer: Any = None
     """vLLM's `TransformerBlock`."""
+    scales: tuple[Tensor, Tensor] | None = None
+    """Of the keys and of the values of an e4m3 cache, one float32 each. None: the cache is bf16."""
+
+    @property
+    def cache(self) -> PagedCache:
+        """The paged cache as it is now."""
+        cache = self.attention.kv_cache
+        return cache if self.scales is None else Fp8Cache(cache, *self.scales)
 
     def requests(self, context: Any) -> Requests:
         """The step's requests, of a `ForwardContext`."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm_gptoss.engine.kernels import attention, dense
+from vllm_gptoss.engine.kernels.cache import PagedCache
 from vllm_gptoss.engine.kernels.layer import LayerTensors, Requests
 from vllm_gptoss.engine.spec import RMS_NORM_EPS
 
@@ -24,7 +25,7 @@ OtherExperts = Callable[[Tensor, Tensor], Tensor]
 
 def layer(
     tensors: LayerTensors,
-    cache: Tensor,
+    cache: PagedCache,
     requests: Requests,
     positions: Tensor,
     x: Tensor,
@@ -35,7 +36,7 @@ def layer(
 ) -> tuple[Tensor, Tensor]:
     """(the experts' output, the sum they are to be added to), both [T, C] bf16.
 
-    x, residual: [T, C] bf16, T <= 16, added up first; cache: [blocks, K, block size, 128] bf16; positions: [T] int64;
+    x, residual: [T, C] bf16, T <= 16, added up first; cache: [blocks, K, block size, 128]; positions: [T] int64;
     reduce: where several ranks share the layer; others: where `tensors` has no experts.
     """
     q, summed = project(tensors, cache, requests, positions, x, residual)
@@ -49,7 +50,7 @@ def layer(
 
 
 def project(
-    tensors: LayerTensors, cache: Tensor, requests: Requests, positions: Tensor, x: Tensor, residual: Tensor | None
+    tensors: LayerTensors, cache: PagedCache, requests: Requests, positions: Tensor, x: Tensor, residual: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(queries [T, H * 64] bf16, x + residual [T, C] bf16); keys and values go into the cache."""
     q = x.new_empty((x.shape[0], tensors.out_weight.shape[1]))
@@ -73,7 +74,7 @@ def project(
 
 def attend(
     tensors: LayerTensors,
-    cache: Tensor,
+    cache: PagedCache,
     requests: Requests,
     q: Tensor,
     kernel: Callable[..., None] | None = None,

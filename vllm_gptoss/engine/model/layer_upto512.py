@@ -17,6 +17,7 @@ from torch.nn.functional import linear
 
 from vllm_gptoss.engine.choose import bands
 from vllm_gptoss.engine.kernels import attention_many, norm_rope_router, product_many
+from vllm_gptoss.engine.kernels.cache import PagedCache
 from vllm_gptoss.engine.kernels.layer import LayerTensors, Requests
 from vllm_gptoss.engine.model import layer_upto16
 from vllm_gptoss.engine.spec import RMS_NORM_EPS
@@ -28,7 +29,7 @@ Experts = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 def layer(
     tensors: LayerTensors,
     experts: Experts,
-    cache: Tensor,
+    cache: PagedCache,
     requests: Requests,
     positions: Tensor,
     x: Tensor,
@@ -36,7 +37,7 @@ def layer(
 ) -> tuple[Tensor, Tensor]:
     """(the experts' output, the sum they are to be added to), both [T, C] bf16.
 
-    x, residual: [T, C] bf16, one token of each request, added up first; cache: [blocks, K, block size, 128] bf16;
+    x, residual: [T, C] bf16, added up first; cache: [blocks, K, block size, 128];
     positions: [T] int64.
     """
     own = x.shape[0] <= bands.PRODUCT_TOKENS and product_many.fits(tensors.qkv_weight, tensors.out_weight)
@@ -51,7 +52,7 @@ def layer(
 
 def project(
     tensors: LayerTensors,
-    cache: Tensor,
+    cache: PagedCache,
     requests: Requests,
     positions: Tensor,
     x: Tensor,
@@ -75,7 +76,7 @@ def project(
     return qkv[:, : tensors.out_weight.shape[1]], x if summed is None else summed
 
 
-def attend(tensors: LayerTensors, cache: Tensor, requests: Requests, q: Tensor, *, own: bool) -> Tensor:
+def attend(tensors: LayerTensors, cache: PagedCache, requests: Requests, q: Tensor, *, own: bool) -> Tensor:
     """Attention and the output product, [T, C] bf16."""
     if not own:
         attended = layer_upto16.attend(tensors, cache, requests, q, attention_many.attend)

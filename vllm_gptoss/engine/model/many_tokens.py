@@ -1,6 +1,6 @@
 """Decode steps of 17 to 512 tokens: `layer_upto512` over the tensors of `layer_binding`.
 
-`FusedPath` runs it for steps with one token of each request, which the attention kernel for many tokens requires. Other
+`FusedPath` runs it for steps with one token of each request, or several of drafts (`choose.tokens_per_request`). Other
 steps of that size run vLLM's compiled model.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm_gptoss import _vllm
 from vllm_gptoss.engine import choose
 from vllm_gptoss.engine.choose import bands, device
-from vllm_gptoss.engine.kernels import attention_many, norm_rope_router, nvrtc, product_many
+from vllm_gptoss.engine.kernels import attention_many, cache, norm_rope_router, nvrtc, product_many
 from vllm_gptoss.engine.model import layer_upto512
 from vllm_gptoss.engine.model.layer_binding import Place
 
@@ -45,7 +45,7 @@ def obstacle(deployment: choose.Deployment) -> str | None:
 def obstacle_at_hand(places: Sequence[Place]) -> str | None:
     """Why the kernels cannot run on these layers, or None: all are compiled then."""
     if not all(place.experts is not None and place.experts.many is not None for place in places):
-        return "no kernels of ours for the experts of many tokens"
+        return "no kernels of the plugin for the experts of many tokens"
     try:
         nvrtc.at_once(load for place in places for load in loads(place))
     except nvrtc.NvrtcError as error:
@@ -57,11 +57,12 @@ def loads(place: Place) -> Iterator[tuple[Any, ...]]:
     """The calls that load the kernels of a layer; many are alike."""
     tensors = place.tensors
     index, (experts, hidden) = tensors.qkv_weight.device.index or 0, tensors.router_weight.shape
+    element = cache.element(place.cache)
     yield norm_rope_router.norm_kernel, index, hidden
-    yield norm_rope_router.rope_kernel, index
+    yield norm_rope_router.rope_kernel, index, element
     yield norm_rope_router.route_kernel, index, norm_rope_router.plan(hidden, experts, tensors.active)
-    yield attention_many.load, index, place.attention.num_kv_heads, tensors.window
-    yield from product_many.loads(tensors.qkv_weight, tensors.out_weight)
+    yield attention_many.load, index, place.attention.num_kv_heads, tensors.window, element
+    yield from product_many.loads(tensors.qkv_weight, tensors.out_weight, element)
     assert place.experts is not None
     yield from place.experts.loads(torch.int32, bands.MANY_TOKENS)
 
@@ -71,5 +72,4 @@ def layer(place: Place, x: Tensor, residual: Tensor | None, positions: Tensor, c
     assert place.experts is not None
     experts = place.experts.kernel(x.shape[0])
     assert experts is not None
-    cache = place.attention.kv_cache
-    return layer_upto512.layer(place.tensors, experts, cache, place.requests(context), positions, x, residual)
+    return layer_upto512.layer(place.tensors, experts, place.cache, place.requests(context), positions, x, residual)

@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm_gptoss import _vllm
 from vllm_gptoss.engine import choose
 from vllm_gptoss.engine.choose import bands, device
-from vllm_gptoss.engine.kernels import nvrtc, step
+from vllm_gptoss.engine.kernels import cache, nvrtc, step
 from vllm_gptoss.engine.kernels.layer import Requests
 from vllm_gptoss.engine.model.layer_binding import Place, transferred
 from vllm_gptoss.engine.spec import RMS_NORM_EPS
@@ -40,7 +40,8 @@ class OneToken:
 
     def __init__(self, places: Sequence[Place]) -> None:
         self.places, self.said = places, False
-        self.step = step.Step([place.tensors for place in places], eps=RMS_NORM_EPS)
+        element = cache.element(places[0].cache)
+        self.step = step.Step([place.tensors for place in places], eps=RMS_NORM_EPS, element=element)
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, positions: Tensor, context: Any
@@ -59,7 +60,7 @@ class OneToken:
                 requests.append(found)
             groups.append(kinds[kind])
         # Looked up each time: vLLM profiles its graphs with a small cache before it makes the real one.
-        caches = [place.attention.kv_cache for place in self.places]
+        caches = [place.cache for place in self.places]
         table = self.step.table(groups, caches) if len(requests) <= step.MAX_GROUPS else None
         if table is not None:
             with transferred(self.places, context):

@@ -28,10 +28,15 @@ class Buffers:
     def __init__(self, runner: Any) -> None:
         most, device = runner.max_num_reqs, runner.device
         states, tables, sampling = runner.req_states, runner.block_tables, runner.sampler.sampling_states
+        self.each = each = 1 + runner.num_speculative_steps
+        """Tokens of a request in a step: its drafts and one more."""
         self.rows = torch.zeros(most, dtype=torch.int64, device=device)
         """[R] a request's row in vLLM's states, by its place in the batch."""
-        self.count = torch.arange(most + 1, dtype=torch.int32, device=device)
-        self.places = torch.arange(most, dtype=torch.int64, device=device)
+        self.expanded = self.rows if each == 1 else torch.zeros(most * each, dtype=torch.int64, device=device)
+        """[R * each] the same by a token's place."""
+        self.local = torch.arange(each, dtype=torch.int32, device=device).repeat(most)
+        self.count = torch.arange(most + 1, dtype=torch.int32, device=device) * each
+        self.places = torch.arange(most * each, dtype=torch.int64, device=device)
         self.zeros = torch.zeros(most, dtype=torch.int32, device=device)
         self.ones = torch.ones(most, dtype=torch.int32, device=device)
         self.prefill_len = torch.zeros_like(states.prefill_len.gpu)
@@ -50,14 +55,16 @@ class Buffers:
     def fill(self, runner: Any, batch: Batch) -> None:
         """Copies what `batch` needs, in the order of the stream."""
         count, tokens = len(batch.req_ids), batch.descriptor.num_tokens
-        inputs = runner.input_buffers
+        inputs, used = runner.input_buffers, count * self.each
         rows = torch.from_numpy(batch.rows).pin_memory()
         self.rows[:count].copy_(rows, non_blocking=True)
+        if self.each > 1:
+            self.expanded[:used].view(count, self.each).copy_(self.rows[:count, None])
         # As `prepare_inputs` leaves it: rows beyond the batch start where it ends.
-        torch.clamp(self.count, max=count, out=inputs.query_start_loc)
+        torch.clamp(self.count, max=used, out=inputs.query_start_loc)
         if vllm.marks_padding():
-            inputs.is_padding[:count].fill_(False)
-            inputs.is_padding[count:tokens].fill_(True)
+            inputs.is_padding[:used].fill_(False)
+            inputs.is_padding[used:tokens].fill_(True)
         self.prefill_len.copy_(runner.req_states.prefill_len.gpu, non_blocking=True)
         for name, here in self.parameters.items():
             here.copy_(getattr(runner.sampler.sampling_states, name).gpu, non_blocking=True)
@@ -107,7 +114,7 @@ def write_blocks(tables: Any, num_blocks: torch.Tensor, device: torch.device) ->
 
 @dataclass
 class Batch:
-    """The requests of a decode step, one token each."""
+    """The requests of a decode step, `Buffers.each` tokens of each."""
 
     req_ids: list[str]
     indices: dict[str, int]
@@ -127,12 +134,13 @@ class Batch:
         """Sets the lengths in `inputs` that vLLM's sampler reads on the host. computed: [R] tokens before this step."""
         have = computed[self.rows]
         self.inputs.num_computed_tokens_np = have
-        self.inputs.seq_lens_cpu_upper_bound[: self.count] = torch.from_numpy(have + 1)
+        self.inputs.seq_lens_cpu_upper_bound[: self.count] = torch.from_numpy(have + self.inputs.num_scheduled_tokens)
 
 
 def begin(runner: Any, buffers: Buffers, req_ids: list[str], descriptor: Any) -> Batch:
     """The batch of those requests; nothing on the GPU is touched yet."""
-    states, count = runner.req_states, len(req_ids)
+    states, count, each = runner.req_states, len(req_ids), buffers.each
+    used, drafts = count * each, np.full(count, each - 1, dtype=np.int32)
     rows = np.fromiter((states.req_id_to_index[name] for name in req_ids), dtype=np.int64, count=count)
     padded, tokens, inputs = descriptor.num_reqs or count, descriptor.num_tokens, runner.input_buffers
     input_batch = vllm.parts().InputBatch(
@@ -141,15 +149,15 @@ def begin(runner: Any, buffers: Buffers, req_ids: list[str], descriptor: Any) ->
         num_reqs_after_padding=padded,
         idx_mapping=buffers.rows[:count],
         idx_mapping_np=rows,
-        expanded_idx_mapping=buffers.rows[:count],
-        expanded_local_pos=buffers.zeros[:count],
-        num_scheduled_tokens=np.ones(count, dtype=np.int32),
-        num_tokens=count,
+        expanded_idx_mapping=buffers.expanded[:used],
+        expanded_local_pos=buffers.local[:used],
+        num_scheduled_tokens=drafts + 1,
+        num_tokens=used,
         num_tokens_after_padding=tokens,
-        num_draft_tokens=0,
-        num_draft_tokens_per_req=None,
+        num_draft_tokens=used - count,
+        num_draft_tokens_per_req=drafts if each > 1 else None,
         query_start_loc=inputs.query_start_loc[: padded + 1],
-        query_start_loc_np=np.minimum(np.arange(padded + 1, dtype=np.int32), count),
+        query_start_loc_np=np.minimum(np.arange(padded + 1, dtype=np.int32) * each, used),
         seq_lens=inputs.seq_lens[:padded],
         seq_lens_cpu_upper_bound=torch.zeros(padded, dtype=torch.int32),
         dcp_local_seq_lens=None,
@@ -162,14 +170,14 @@ def begin(runner: Any, buffers: Buffers, req_ids: list[str], descriptor: Any) ->
         input_ids=inputs.input_ids[:tokens],
         positions=inputs.positions[:tokens],
         is_padding=inputs.is_padding[:tokens],
-        logits_indices=buffers.places[:count],
+        logits_indices=buffers.places[:used],
         cu_num_logits=buffers.count[: count + 1],
-        cu_num_logits_np=np.arange(count + 1, dtype=np.int32),
+        cu_num_logits_np=np.arange(count + 1, dtype=np.int32) * each,
         has_structured_output_reqs=False,
         prompt_lens=None,
     )
     indices = {name: place for place, name in enumerate(req_ids)}
-    samples = sampling(runner.sampler, runner.prompt_logprobs_worker, rows)
+    samples = sampling(runner.sampler, runner.prompt_logprobs_worker, rows) if each == 1 else None
     return Batch(req_ids, indices, rows, descriptor, samples, input_batch)
 
 

@@ -21,7 +21,7 @@ MEMORY = LOGITS_BYTES + 2**24
 
 
 def before(runner: Any, buffers: Buffers, batch: Batch) -> Launches:
-    """Positions, lengths, input tokens, block tables, slots and attention's plan of the next token of each request."""
+    """Positions, lengths, input tokens, block tables, slots and attention's plan of the next tokens of each request."""
     parts, states, inputs, tables = vllm.parts(), runner.req_states, runner.input_buffers, buffers.tables
     count, have = batch.count, batch.inputs
     rows, starts, computed = buffers.rows[:count], have.query_start_loc, states.num_computed_tokens.gpu
@@ -37,7 +37,7 @@ def before(runner: Any, buffers: Buffers, batch: Batch) -> Launches:
             buffers.prefill_len,
             states.draft_tokens,
             have.cu_num_logits,
-            count,
+            count * buffers.each,
             1,
         )
         tables._num_dirty_rows = 0  # of this copy: rows that a larger batch left are cleared when a batch begins
@@ -47,6 +47,8 @@ def before(runner: Any, buffers: Buffers, batch: Batch) -> Launches:
         slots = tables.compute_slot_mappings(
             rows, starts, have.positions, num_tokens_padded=have.num_tokens_after_padding
         )
+        if buffers.each > 1:  # of a draft's own plan, which vLLM makes from it: as when its graphs were captured
+            have.seq_lens_cpu_upper_bound[:count] = runner.max_model_len
         runner.model_state.prepare_attn(have, parts.FULL, blocks, slots, runner.attn_groups, runner.kv_cache_config)
 
     return Launches(launch, captures=True)

@@ -21,15 +21,21 @@ from vllm_gptoss.engine.runner import captured_steps, eligibility, slices
 from vllm_gptoss.engine.runner.batch import RING, Batch, Buffers, begin
 from vllm_gptoss.engine.runner.graphs import Graphs
 from vllm_gptoss.engine.runner.output import StepOutput
+from vllm_gptoss.settings import Settings
 
 
 @dataclass
 class Taken:
-    """A step after the launch of its model. hidden: [n, C] bf16."""
+    """A step after the launch of its model.
+
+    hidden: [n, C] bf16; with drafts [t, C], with the states that the draft model reads, and how many drafts are next.
+    """
 
     batch: Batch
     hidden: torch.Tensor
     finished: set[str]
+    states: list[torch.Tensor] | None = None
+    drafts: int = 0
 
 
 class ShortWay:
@@ -65,7 +71,7 @@ class ShortWay:
 
     def _take(self, step: Any, is_dummy: bool) -> Taken | None:
         runner = self.runner
-        if is_dummy or not eligibility.only_decodes(step):
+        if is_dummy or not eligibility.only_decodes(step, self.buffers.each):
             self.batch = None
             return None
         names = step.scheduled_cached_reqs.req_ids
@@ -86,8 +92,13 @@ class ShortWay:
         self.batch = batch
         prepare = self.graphs.work(("before", batch.count))
         prepare.run(self.graphs, lambda: captured_steps.before(runner, self.buffers, batch))
-        hidden = runner.cudagraph_manager.run_fullgraph(batch.descriptor)[: batch.count]
-        return Taken(batch, hidden, step.finished_req_ids)
+        made = runner.cudagraph_manager.run_fullgraph(batch.descriptor)
+        if self.buffers.each == 1:
+            return Taken(batch, made[: batch.count], step.finished_req_ids)
+        batch.inputs.has_structured_output_reqs = step.has_structured_output_requests
+        hidden, states = made if runner.use_aux_hidden_state_outputs else (made, None)
+        drafts = 0 if step.skip_drafts else step.num_spec_tokens_to_schedule
+        return Taken(batch, hidden, step.finished_req_ids, states, drafts)
 
     def _begin(self, step: Any, names: list[str]) -> Batch | None:
         """The batch of these requests. None if a request is still in prefill or no FULL graph fits the batch."""
@@ -96,9 +107,14 @@ class ShortWay:
         for name, computed in zip(names, step.scheduled_cached_reqs.num_computed_tokens, strict=True):
             if computed < states.prefill_len.np[states.req_id_to_index[name]]:
                 return None
-        descriptor = runner.cudagraph_manager.dispatch(count, count, 1, 0, max_query_len=1)
-        if descriptor.cg_mode != vllm.parts().FULL:
+        each, full = self.buffers.each, vllm.parts().FULL
+        descriptor = runner.cudagraph_manager.dispatch(count, count * each, each, 0, max_query_len=each)
+        if descriptor.cg_mode != full:
             return None
+        if each > 1:  # else the draft's first pass reads attention metadata, which there is none of
+            first = runner.speculator.prefill_cudagraph_manager.dispatch(count, descriptor.num_tokens, each, 0)
+            if first.cg_mode != full:
+                return None
         return begin(runner, self.buffers, list(names), descriptor)
 
     def _update(self, step: Any, batch: Batch, grew: bool) -> None:
@@ -142,10 +158,6 @@ class ShortWay:
         return StepOutput(batch.req_ids, batch.indices, self.buffers.ring.np[turn, : batch.count], self.events[turn])
 
 
-def _without_graphs() -> None:
-    raise fallback.UnavailableError("--enforce-eager leaves no graph to replay")
-
-
 class GptOssModelRunner(GPUModelRunner):
     """As vLLM's Model Runner V2."""
 
@@ -153,8 +165,9 @@ class GptOssModelRunner(GPUModelRunner):
         super().__init__(vllm_config, device)
         self.short_way: ShortWay | None = None
         self.taken: Taken | None = None
-        if vllm_config.model_config.enforce_eager:
-            fallback.attempt("host", "auto", _without_graphs)
+        self.wish = "gptoss" if Settings.load(vllm_config.additional_config).host == "gptoss" else "auto"
+        check = eligibility.check_configuration
+        self.may_replay = bool(fallback.attempt("host", self.wish, lambda: check(vllm_config, self.wish)))
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream; what knew the tensors that are replaced is dropped."""
@@ -180,9 +193,9 @@ class GptOssModelRunner(GPUModelRunner):
         """As upstream; then it is known whether there is a short way."""
         self._drop()
         captured = super().capture_model(*args, **kwargs)
-        if not kwargs.get("profile_only"):
+        if not kwargs.get("profile_only") and self.may_replay:
             with torch.inference_mode():
-                self.short_way = fallback.attempt("host", "auto", self._decide)
+                self.short_way = fallback.attempt("host", self.wish, self._decide)
         return captured
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -218,18 +231,18 @@ class GptOssModelRunner(GPUModelRunner):
         if grammar_output is None and taken.batch.sampling is not None:
             with torch.inference_mode():
                 return self.short_way.sample(taken)
-        # Logprobs, penalties and the like: vLLM's own sampling, of the batch as it knows one.
+        # Drafts, logprobs, penalties and the like: vLLM's own sampling, of the batch as it knows one.
         taken.batch.count_tokens(self.req_states.num_computed_tokens_np)
         self.execute_model_state = vllm.parts().ExecuteModelState(
             input_batch=taken.batch.inputs,
             attn_metadata=None,
             slot_mappings_by_layer=None,
             hidden_states=taken.hidden,
-            aux_hidden_states=None,
+            aux_hidden_states=taken.states,
             dp_sync_state=None,
             finished_req_ids=taken.finished,
             ec_connector_output=None,
             cudagraph_stats=None,
-            num_spec_tokens_to_schedule=0,
+            num_spec_tokens_to_schedule=taken.drafts,
         )
         return super().sample_tokens(grammar_output)

@@ -1,5 +1,5 @@
-// Attention with sinks over a paged bf16 cache for a decode step (sm_90): one launch, no combine
-// kernel.
+// Attention with sinks over a paged cache (cache.cuh) for a decode step (sm_90): one launch, no
+// combine kernel.
 //
 // Clusters of SPLITS CTAs. A cluster takes one token, one key/value head with its 8 query heads,
 // and all its keys or a run of them, a piece. CTAs take equal parts of it, their warps chunks of 16
@@ -18,7 +18,7 @@
 // loaded again after it.
 //
 // Macros: SPLITS (cluster size), WARPS, WINDOW (keys a token sees, itself included; 0: all. With a
-// window there are no pieces).
+// window there are no pieces), CACHE.
 #include "barriers.cuh"
 #include "cluster.cuh"
 #include "common.cuh"
@@ -41,7 +41,7 @@ constexpr int PART = GROUP * HEAD + 2 * GROUP;  // floats of a piece: sums, maxi
 
 struct Args {
   const bf16* q;           // [T, q_stride], H heads of 64
-  const bf16* kv;          // paged cache; K at 0, V at 64 of each (block, head, token)
+  const Element* kv;       // paged cache; K at 0, V at 64 of each (block, head, token)
   bf16* out;               // [T, out_stride]
   const bf16* sinks;       // [H]
   const int* block_table;  // [requests, table_stride]
@@ -51,10 +51,12 @@ struct Args {
   int* arrived;  // [T * kv_heads * SPLITS] CTAs that have left their sums, zero between launches
   long long kv_block, kv_head, kv_token;  // strides in elements
   int tokens, kv_heads, requests, table_stride, block_shift, q_stride, out_stride;
-  int shares;   // of a head's keys at most
-  int least;    // keys of a share at least
-  float scale;  // softmax scale times log2(e)
+  int shares;                      // of a head's keys at most
+  int least;                       // keys of a share at least
+  float scale;                     // softmax scale times log2(e)
+  const float *k_scale, *v_scale;  // E4m3: of the cache
 };
+using Scales = Cache::Scales;
 
 // The keys of one CTA.
 struct Share {
@@ -170,18 +172,18 @@ template <class T> struct Sums {
 // Address of a key of the request in the cache. A chunk of keys may span two blocks.
 struct InBlocks {
   const Args& a;
-  const bf16* kv;
+  const Element* kv;
   const int* table;
-  __device__ __forceinline__ const bf16* operator()(int i) const {
+  __device__ __forceinline__ const Element* operator()(int i) const {
     return kv + (long long)table[i >> a.block_shift] * a.kv_block +
            (i & ((1 << a.block_shift) - 1)) * a.kv_token;
   }
 };
 // Where one block has its keys.
 struct InBlock {
-  const bf16* kv;
+  const Element* kv;
   int stride, mask;  // elements from one key to the next; keys of a block, less one
-  __device__ __forceinline__ const bf16* operator()(int i) const {
+  __device__ __forceinline__ const Element* operator()(int i) const {
     return kv + (long long)(i & mask) * stride;
   }
 };
@@ -190,8 +192,8 @@ template <class T> struct Chunks {
   const Args& a;
   const Share& s;
   int warp, lane;
-  const bf16* kv;  // the head's part of a block
-  int blocks;      // lane i: the cache block of chunk i of the 32 now in reach
+  const Element* kv;  // the head's part of a block
+  int blocks;         // lane i: the cache block of chunk i of the 32 now in reach
 
   __device__ __forceinline__ int base(int i) const {
     return s.begin + (i * T::warps + warp) * CHUNK_KEYS;
@@ -204,7 +206,7 @@ template <class T> struct Chunks {
     } else {
       if (i % 32 == 0)
         blocks = base(i + lane) < s.end ? s.table[base(i + lane) >> a.block_shift] : 0;
-      const bf16* block = kv + (long long)__shfl_sync(~0u, blocks, i % 32) * a.kv_block;
+      const Element* block = kv + (long long)__shfl_sync(~0u, blocks, i % 32) * a.kv_block;
       load_chunk(
           c, base(i), s.end, g, j, InBlock{block, (int)a.kv_token, (1 << a.block_shift) - 1});
     }
@@ -215,7 +217,7 @@ template <class T> struct Chunks {
 // is repeated if the preceding kernel writes that chunk.
 template <class T>
 __device__ __forceinline__ void attend_share(
-    Running& r, const Args& a, const Share& s, int warp, int lane) {
+    Bf16, Running& r, const Args& a, const Scales& scales, const Share& s, int warp, int lane) {
   const int g = lane >> 2, j = lane & 3;
   Chunks<T> chunks = {a, s, warp, lane, a.kv + s.head * a.kv_head, 0};
   Chunk now;
@@ -227,18 +229,44 @@ __device__ __forceinline__ void attend_share(
   load16(q, a.q + (long long)s.token * a.q_stride + (s.head * GROUP + g) * HEAD + j * 16);
   begin_running(r);
   for (int i = 0; chunks.base(i) < s.end; ++i) {
-    attend_chunk(r, now, q, chunks.base(i), ALL_BELOW, s.end, j, a.scale);
+    attend_chunk(r, now, q, chunks.base(i), ALL_BELOW, s.end, j, scales.softmax(a.scale));
     if (chunks.base(i + 1) < s.end) chunks.load(now, i + 1);
   }
   end_running(r);
 }
+// The same with two chunks of codes, which are as many bytes on their way as one of bf16.
+template <class T>
+__device__ __forceinline__ void attend_share(
+    E4m3, Running& r, const Args& a, const Scales& scales, const Share& s, int warp, int lane) {
+  const int g = lane >> 2, j = lane & 3;
+  Chunks<T> chunks = {a, s, warp, lane, a.kv + s.head * a.kv_head, 0};
+  Chunk now[2];
+#pragma unroll
+  for (int d = 0; d < 2; ++d)
+    if (chunks.base(d) < s.end) chunks.load(now[d], d);
+  pdl_wait();
+#pragma unroll
+  for (int d = 0; d < 2; ++d)
+    if (chunks.base(d) < s.end && chunks.base(d) + CHUNK_KEYS > s.fresh) chunks.load(now[d], d);
+  u32 q[8];
+  load16(q, a.q + (long long)s.token * a.q_stride + (s.head * GROUP + g) * HEAD + j * 16);
+  begin_running(r);
+  for (int i = 0; chunks.base(i) < s.end; i += 2)
+#pragma unroll
+    for (int d = 0; d < 2; ++d) {
+      if (chunks.base(i + d) >= s.end) break;
+      attend_chunk(r, now[d], q, chunks.base(i + d), ALL_BELOW, s.end, j, scales.softmax(a.scale));
+      if (chunks.base(i + d + 2) < s.end) chunks.load(now[d], i + d + 2);
+    }
+  end_running(r);
+}
 
 // Output e of the token from its sum, and the maximum and denominator that it is of.
-__device__ __forceinline__ void finish(
-    const Args& a, const Share& s, int e, float sum, float top, float den, float sink) {
+__device__ __forceinline__ void finish(const Args& a, const Scales& scales, const Share& s, int e,
+    float sum, float top, float den, float sink) {
   const float all = fmaxf(top, sink), f = weight_of(top, all);
   a.out[(long long)s.token * a.out_stride + s.head * GROUP * HEAD + e] =
-      to_bf16(sum * f / (den * f + exp2f(sink - all)));
+      to_bf16(scales.out(sum * f / (den * f + exp2f(sink - all))));
 }
 // Where piece i of the token leaves its sums.
 __device__ __forceinline__ float* part_of(const Args& a, const Share& s, int i) {
@@ -248,8 +276,8 @@ __device__ __forceinline__ float* part_of(const Args& a, const Share& s, int i) 
 
 // The CTA's sums from its warps': the output, or what the cluster merges.
 template <class T>
-__device__ __forceinline__ void merge_warps(const Args& a, const Share& s, const Sums<T>& sums,
-    const float (&sink)[T::outs_each], int tid) {
+__device__ __forceinline__ void merge_warps(const Args& a, const Scales& scales, const Share& s,
+    const Sums<T>& sums, const float (&sink)[T::outs_each], int tid) {
 #pragma unroll
   for (int i = 0; i < (GROUP * HEAD + T::threads - 1) / T::threads; ++i) {
     const int e = i * T::threads + tid, h = e / HEAD, d = e % HEAD;
@@ -270,15 +298,15 @@ __device__ __forceinline__ void merge_warps(const Args& a, const Share& s, const
         sums.cta_l[h] = den;
       }
     } else {
-      finish(a, s, e, sum, top, den, sink[i]);
+      finish(a, scales, s, e, sum, top, den, sink[i]);
     }
   }
 }
 
 // This CTA's share of the outputs from the sums of all CTAs of the cluster.
 template <class T>
-__device__ __forceinline__ void merge_cluster(const Args& a, const Share& s, const Sums<T>& sums,
-    const float (&sink)[T::outs_each], int tid) {
+__device__ __forceinline__ void merge_cluster(const Args& a, const Scales& scales, const Share& s,
+    const Sums<T>& sums, const float (&sink)[T::outs_each], int tid) {
   cluster_sync();
   const u32 o_addr = smem_u32(&sums.cta_o[0][0]), m_addr = smem_u32(sums.cta_m),
             l_addr = smem_u32(sums.cta_l);
@@ -305,7 +333,8 @@ __device__ __forceinline__ void merge_cluster(const Args& a, const Share& s, con
       den += f * ls[c];
     }
     if (is_whole) {
-      a.out[(long long)s.token * a.out_stride + s.head * GROUP * HEAD + e] = to_bf16(sum / den);
+      a.out[(long long)s.token * a.out_stride + s.head * GROUP * HEAD + e] =
+          to_bf16(scales.out(sum / den));
     } else {
       float* to = part_of(a, s, s.piece);
       to[e] = sum;
@@ -321,8 +350,8 @@ __device__ __forceinline__ void merge_cluster(const Args& a, const Share& s, con
 // This CTA's share of the outputs from the sums of all pieces, in the CTA that is the last to have
 // left its own. Threads share the pieces of an output.
 template <class T>
-__device__ __forceinline__ void merge_pieces(const Args& a, const Share& s, const Sums<T>& sums,
-    const float (&sink)[T::outs_each], bool& is_last, int tid) {
+__device__ __forceinline__ void merge_pieces(const Args& a, const Scales& scales, const Share& s,
+    const Sums<T>& sums, const float (&sink)[T::outs_each], bool& is_last, int tid) {
   static_assert(T::threads % T::outs == 0 && T::outs % 32 == 0, "a warp's outputs are one head's");
   constexpr int SHARES = T::threads / T::outs, AHEAD = 8;
   __syncthreads();
@@ -368,7 +397,7 @@ __device__ __forceinline__ void merge_pieces(const Args& a, const Share& s, cons
     sum += shares[tid + i * T::outs].x;
     den += shares[tid + i * T::outs].y;
   }
-  finish(a, s, e, sum, top, den, sink[0]);
+  finish(a, scales, s, e, sum, top, den, sink[0]);
 }
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(Traits::threads)
@@ -390,12 +419,13 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(Traits::threads)
     const int e = min(s.split * T::outs + i * T::threads + tid, GROUP * HEAD - 1);
     sink[i] = to_float(a.sinks[s.head * GROUP + e / HEAD]) * LOG2_E;
   }
+  const Scales scales(a);
   Running r;
-  attend_share<T>(r, a, s, warp, lane);
+  attend_share<T>(Cache{}, r, a, scales, s, warp, lane);
   put_running(r, part_o[warp], part_m[warp], part_l[warp], lane >> 2, lane & 3);
   __syncthreads();
-  merge_warps<T>(a, s, sums, sink, tid);
-  if constexpr (T::splits > 1) merge_cluster<T>(a, s, sums, sink, tid);
+  merge_warps<T>(a, scales, s, sums, sink, tid);
+  if constexpr (T::splits > 1) merge_cluster<T>(a, scales, s, sums, sink, tid);
   if constexpr (T::window == 0)
-    if (s.pieces > 1) merge_pieces<T>(a, s, sums, sink, is_last, tid);
+    if (s.pieces > 1) merge_pieces<T>(a, scales, s, sums, sink, is_last, tid);
 }

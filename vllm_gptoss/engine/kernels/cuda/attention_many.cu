@@ -1,4 +1,4 @@
-// Attention with sinks over a paged bf16 cache for a decode step of many tokens (sm_90): one
+// Attention with sinks over a paged cache (cache.cuh) for a decode step of many tokens (sm_90): one
 // launch, no schedule made before it, no combine kernel.
 //
 // A piece is one token, one key/value head with its 8 query heads, and a run of keys. A CTA takes
@@ -14,7 +14,7 @@
 // order of the keys, so repeats are equal to the bit.
 //
 // Macros: WARPS, DEPTH (chunks of a warp's ring), BLOCKS (CTAs a multiprocessor), WINDOW (keys a
-// token sees, itself included; 0: all. With a window nothing is split).
+// token sees, itself included; 0: all. With a window nothing is split), CACHE.
 #include "barriers.cuh"
 #include "common.cuh"
 #include "cp_async.cuh"
@@ -31,14 +31,14 @@ struct Traits {
 };
 static_assert(Traits::outs % 4 == 0, "outputs in fours");
 
-constexpr int ROW_BYTES = 2 * HEAD * 2;  // a token's keys and values of one head
+constexpr int ROW_BYTES = 2 * HEAD * sizeof(Element);  // a token's keys and values of one head
 constexpr int CHUNK_BYTES = CHUNK_KEYS * ROW_BYTES;
 constexpr int PART = GROUP * HEAD + 2 * GROUP;  // floats of a piece: sums, maxima, denominators
 constexpr int MOST_PIECES = 128;                // of a token: four for each lane of a warp
 
 struct Args {
   const bf16* q;           // [T, q_stride], H heads of 64
-  const bf16* kv;          // paged cache; K at 0, V at 64 of each (block, head, token)
+  const Element* kv;       // paged cache; K at 0, V at 64 of each (block, head, token)
   bf16* out;               // [T, out_stride], or tiled, as product_many.cu wants it
   const bf16* sinks;       // [H]
   const int* block_table;  // [requests, table_stride]
@@ -48,11 +48,13 @@ struct Args {
   int* arrived;            // [T * kv_heads] pieces that have left their sums; zero between launches
   long long kv_block, kv_head, kv_token;  // strides in elements
   int tokens, kv_heads, requests, table_stride, block_shift, q_stride, out_stride;
-  int slots;    // resident CTAs, a multiple of kv_heads
-  int least;    // keys of a share at least
-  int padded;   // tokens of the tiled output, tiled.cuh; 0: it is not
-  float scale;  // softmax scale times log2(e)
+  int slots;                       // resident CTAs, a multiple of kv_heads
+  int least;                       // keys of a share at least
+  int padded;                      // tokens of the tiled output, tiled.cuh; 0: it is not
+  float scale;                     // softmax scale times log2(e)
+  const float *k_scale, *v_scale;  // E4m3: of the cache
 };
+using Scales = Cache::Scales;
 
 struct Piece {
   int token, request, head;
@@ -205,25 +207,29 @@ __device__ __forceinline__ bool split(
   return true;
 }
 
-__device__ __forceinline__ void cp_row(u32 dst, const bf16* src, u32 bytes) {
+__device__ __forceinline__ void cp_row(u32 dst, const Element* src, u32 bytes) {
   asm volatile(
       "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes)
       : "memory");
 }
 
-// One warp's chunks of the piece on their way to its ring. A chunk is 16 rows of 256 bytes; 16-byte
-// column c of row r lies at c ^ (r & 7) of its half, so that eight rows of a column cover all
-// banks.
+// A row's columns of 16 bytes, and how many rows a warp copies at once.
+constexpr int COLUMNS = ROW_BYTES / 16, COLUMN_BITS = COLUMNS == 16 ? 4 : 3, ROWS = 32 / COLUMNS;
+constexpr int COLUMN_ELEMENTS = 16 / sizeof(Element);
+static_assert(COLUMNS == 1 << COLUMN_BITS, "a row's columns");
+
+// One warp's chunks of the piece on their way to its ring. A chunk is 16 rows; 16-byte column c of
+// row r lies at c ^ (r & 7) of its 128 bytes, so that eight rows of a column cover all banks.
 template <class T> struct Stream {
   const Args& a;
   const Piece& p;
   u32 ring;  // shared address
   int warp, lane;
-  const bf16* kv;    // the head's part of a block
-  const int* table;  // of the request's cache blocks
-  int base, count;   // this warp's first chunk (a key) and how many it has
-  int block;         // cache block of chunk `lane` of the 32 now in reach
-  int asked;         // chunks
+  const Element* kv;  // the head's part of a block
+  const int* table;   // of the request's cache blocks
+  int base, count;    // this warp's first chunk (a key) and how many it has
+  int block;          // cache block of chunk `lane` of the 32 now in reach
+  int asked;          // chunks
 
   __device__ __forceinline__ int key_of(int i) const { return base + i * T::warps * CHUNK_KEYS; }
   __device__ __forceinline__ void measure() {
@@ -255,13 +261,14 @@ template <class T> struct Stream {
   __device__ __forceinline__ void fetch(int i) {
     if (i < count) {
       if (i && i % 32 == 0) look_up(i);
-      const int key = key_of(i), row = lane >> 4, column = lane & 15;
-      const bf16* src = kv + (long long)__shfl_sync(~0u, block, i % 32) * a.kv_block +
-                        ((key & ((1 << a.block_shift) - 1)) + row) * a.kv_token + column * 8;
+      const int key = key_of(i), row = lane >> COLUMN_BITS, column = lane & (COLUMNS - 1);
+      const Element* src = kv + (long long)__shfl_sync(~0u, block, i % 32) * a.kv_block +
+                           ((key & ((1 << a.block_shift) - 1)) + row) * a.kv_token +
+                           column * COLUMN_ELEMENTS;
       const u32 dst = ring + i % T::depth * CHUNK_BYTES + row * ROW_BYTES;
       const u32 at = (column ^ row) * 16;
 #pragma unroll
-      for (int n = 0; n < CHUNK_KEYS; n += 2) {
+      for (int n = 0; n < CHUNK_KEYS; n += ROWS) {
         const int mine = key + n + row;
         cp_row(dst + n * ROW_BYTES + (at ^ (n & 7) * 16), src + n * a.kv_token,
             mine >= p.low && mine < p.end ? 16 : 0);
@@ -279,10 +286,10 @@ __device__ __forceinline__ void ldmatrix4_turned(u32 (&b)[4], u32 a) {
       : "memory");
 }
 
-// A chunk in shared memory against 8 query heads. q: mma operands of four times 16 elements. o[t]
-// of r: columns 8t + 2j and 8t + 2j + 1 of head g.
-__device__ __forceinline__ void attend_rows(
-    Running& r, u32 chunk, const u32 (&q)[8], int base, int low, int end, int lane, float scale) {
+// A chunk in shared memory against 8 query heads. q: mma operands of four times 16 elements
+// (load_queries). o[t] of r: columns 8t + 2j and 8t + 2j + 1 of head g.
+__device__ __forceinline__ void attend_rows(Bf16, Running& r, u32 chunk, const u32 (&q)[8],
+    int base, int low, int end, int lane, float scale) {
   const int j = lane & 3, line = lane & 7, matrix = lane >> 3;
   float s[2][2] = {};
   const u32 k_at = chunk + ((matrix >> 1) * 8 + line) * ROW_BYTES;
@@ -308,23 +315,73 @@ __device__ __forceinline__ void attend_rows(
     }
   }
 }
+// The same of codes. As 16-bit units they are pairs of columns: ldmatrix gives a lane four
+// neighbours of a key, and turned, two neighbours of two keys. o[2m + e] of r: columns
+// 16m + 4j + e and 16m + 4j + 2 + e.
+__device__ __forceinline__ void attend_rows(E4m3, Running& r, u32 chunk, const u32 (&q)[8],
+    int base, int low, int end, int lane, float scale) {
+  const int j = lane & 3, line = lane & 7, matrix = lane >> 3;
+  float s[2][2] = {};
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    u32 b[4];
+    ldmatrix4(b, chunk + (8 * n + line) * ROW_BYTES + (matrix ^ line) * 16);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) mma(s[n], q[2 * k], q[2 * k + 1], widen(b[k]), widen(b[k] >> 16));
+  }
+  const float keep = weigh_scores(r, s, base, low, end, j, scale);
+  const u32 p0 = pack(s[0][0], s[0][1]), p1 = pack(s[1][0], s[1][1]);
+  const u32 v_at = chunk + ((matrix & 1) * 8 + line) * ROW_BYTES;
+#pragma unroll
+  for (int m = 0; m < 4; m += 2) {
+    u32 b[4];
+    ldmatrix4_turned(b, v_at + ((4 + m + (matrix >> 1)) ^ line) * 16);
+#pragma unroll
+    for (int u = 0; u < 2; ++u) {
+      const u32 first = __byte_perm(b[2 * u], 0, 0x3120),
+                second = __byte_perm(b[2 * u + 1], 0, 0x3120);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float (&o)[2] = r.o[2 * (m + u) + e];
+        o[0] *= keep;
+        o[1] *= keep;
+        mma(o, p0, p1, widen(first >> 16 * e), widen(second >> 16 * e));
+      }
+    }
+  }
+}
+
+// Of a head's 64 elements, those that the lane multiplies with its elements of a key. from: the
+// lane's first.
+constexpr int LANE_QUERIES = sizeof(Element) == 1 ? 4 : 2;
+__device__ __forceinline__ void load_queries(Bf16, u32 (&q)[8], const bf16* from) {
+#pragma unroll
+  for (int k = 0; k < 8; ++k) q[k] = __ldcg((const u32*)(from + k * 8));
+}
+__device__ __forceinline__ void load_queries(E4m3, u32 (&q)[8], const bf16* from) {
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    const uint2 v = __ldcg((const uint2*)(from + k * 16));
+    q[2 * k] = v.x;
+    q[2 * k + 1] = v.y;
+  }
+}
 
 // One warp's chunks.
 template <class T>
 __device__ __forceinline__ void attend_piece(
-    Running& r, const Args& a, const Piece& p, Stream<T>& s) {
+    Running& r, const Args& a, const Scales& scales, const Piece& p, Stream<T>& s) {
   const int lane = s.lane;
   u32 q[8];
   const bf16* from = a.q + (long long)p.token * a.q_stride + (p.head * GROUP + (lane >> 2)) * HEAD +
-                     (lane & 3) * 2;
-#pragma unroll
-  for (int k = 0; k < 8; ++k) q[k] = __ldcg((const u32*)(from + k * 8));
+                     (lane & 3) * LANE_QUERIES;
+  load_queries(Cache{}, q, from);
   begin_running(r);
   for (int i = 0; i < s.count; ++i) {
     cp_wait<T::depth - 1>();
     __syncwarp();
     const u32 chunk = s.ring + i % T::depth * CHUNK_BYTES;
-    attend_rows(r, chunk, q, s.key_of(i), p.low, p.end, lane, a.scale);
+    attend_rows(Cache{}, r, chunk, q, s.key_of(i), p.low, p.end, lane, scales.softmax(a.scale));
     __syncwarp();
     s.fetch(i + T::depth);
   }
@@ -339,11 +396,21 @@ struct WarpSums {
   float o[GROUP][O_ROW];
   float m[GROUP], l[GROUP];
 };
-static_assert(sizeof(WarpSums) <= CHUNK_BYTES, "a ring has room for its warp's sums");
+static_assert(
+    sizeof(WarpSums) <= Traits::depth * CHUNK_BYTES, "a ring has room for its warp's sums");
+__device__ __forceinline__ void put_columns(Bf16, const Running& r, float* row, int j) {
+#pragma unroll
+  for (int t = 0; t < 8; ++t) *(float2*)&row[8 * t + 2 * j] = make_float2(r.o[t][0], r.o[t][1]);
+}
+__device__ __forceinline__ void put_columns(E4m3, const Running& r, float* row, int j) {
+#pragma unroll
+  for (int m = 0; m < 4; ++m)
+    *(float4*)&row[16 * m + 4 * j] =
+        make_float4(r.o[2 * m][0], r.o[2 * m + 1][0], r.o[2 * m][1], r.o[2 * m + 1][1]);
+}
 __device__ __forceinline__ void put_sums(const Running& r, WarpSums& to, int lane) {
   const int g = lane >> 2, j = lane & 3;
-#pragma unroll
-  for (int t = 0; t < 8; ++t) *(float2*)&to.o[g][8 * t + 2 * j] = make_float2(r.o[t][0], r.o[t][1]);
+  put_columns(Cache{}, r, to.o[g], j);
   if (j == 0) {
     to.m[g] = r.m;
     to.l[g] = r.l;
@@ -494,10 +561,11 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::blocks)
     else
       stream.begin();
   }
+  const Scales scales(a);
   pdl_wait();
   stream.fill();
   Running r;
-  attend_piece<T>(r, a, p, stream);
+  attend_piece<T>(r, a, scales, p, stream);
   put_sums(r, *(WarpSums*)ring, lane);
   const int h = tid * T::outs / HEAD, d = tid * T::outs % HEAD;
   const float sink = to_float(a.sinks[p.head * GROUP + h]) * LOG2_E;
@@ -512,7 +580,7 @@ extern "C" __global__ void __launch_bounds__(Traits::threads, Traits::blocks)
     merge_pieces<T>(s, weights, a, p, h, d);
   }
   const float top = fmaxf(s.m, sink), f = weight_of(s.m, top);
-  const float by = f / (s.l * f + exp2f(sink - top));
+  const float by = scales.out(f / (s.l * f + exp2f(sink - top)));
   const int column = (p.head * GROUP + h) * HEAD + d;
   bf16* to = a.out + (a.padded ? tiled_piece(column / 8, p.token, a.padded) * 8 + column % 8
                                : (long long)p.token * a.out_stride + column);

@@ -19,7 +19,7 @@
 // Macros set by the host (engine/kernels/dense.py): MODE 0 qkv, 1 out, 2 router; NT 8-token groups
 // (1, 2); BLOCKS blocks of 64 in C; PART blocks per stage; WARPS consumer warps (divides PART);
 // STAGES; UNITS per CTA at most; MIN_CTAS per multiprocessor the register budget leaves room for;
-// EXPERTS, TOPK, CLUSTER (router).
+// EXPERTS, TOPK, CLUSTER (router); CACHE (qkv).
 //
 // Named barriers: 1, the consumer warps.
 #ifdef CLUSTER
@@ -56,6 +56,7 @@ struct Traits {
 
 #include "barriers.cuh"
 #include "bulk.cuh"
+#include "cache.cuh"
 #include "common.cuh"
 
 struct Args {
@@ -69,14 +70,15 @@ struct Args {
   const long long* positions;  // qkv: [T]
   const void* cos_sin;         // qkv: [positions, 64], 32 cosines then 32 sines
   const long long* slots;      // qkv: [>= T] slot of each token, negative: do not write
-  bf16* kv;                    // qkv: paged cache; K at 0, V at 64 of each (block, head, token)
+  Element* kv;                 // qkv: paged cache; K at 0, V at 64 of each (block, head, token)
   long long kv_block, kv_head, kv_token;  // strides in elements
   float* topk_weights;                    // router: [T, TOPK]
   int* topk_ids;                          // router: [T, TOPK]
   float* logits;                          // router: [T, EXPERTS] or null
   int tokens, units, q_rows, kv_rows, block_shift, cos_sin_bf16;
   float eps;
-  int out_stride;  // row stride of out, elements
+  int out_stride;                  // row stride of out, elements
+  const float *k_scale, *v_scale;  // qkv, E4m3: of the cache
 };
 
 #include "dense_few/block.cuh"
@@ -127,8 +129,8 @@ template <class T> __device__ __forceinline__ void choose_operation(const Args& 
   const Block<T> b = make_block<T>(a, ring, bars);
   const Norm<T> norm = {norm_w, squares, scale};
   if constexpr (T::mode == Mode::QKV) {
-    __shared__ Pair pairs[T::units * 4 * T::tokens];
-    run(a, b, norm, QkvRope<T>{pairs});
+    __shared__ Output outputs[T::units * 4 * T::tokens];
+    run(a, b, norm, QkvRope<T>{outputs});
   } else if constexpr (T::mode == Mode::OUT) {
     __shared__ float bias[T::units * 8 * T::tokens], residual[T::units * 8 * T::tokens];
     run(a, b, norm, OutProj<T>{bias, residual});

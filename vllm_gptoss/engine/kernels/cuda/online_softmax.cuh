@@ -4,11 +4,13 @@
 // Offers: Chunk and load_chunk (keys and values of one key/value head from global memory straight
 // into mma operands), Running with begin_running, attend_chunk (scores, new maximum, sums),
 // end_running (sums over a quad's lanes), put_running (to memory, for merging). Scores are base 2:
-// `scale` is the softmax scale times log2(e), and so are maxima.
+// `scale` is the softmax scale times log2(e), and so are maxima. With a cache of e4m3 the scale of
+// its keys is in `scale`, and that of its values is not in the sums.
 //
 // Lane 4 g + j holds query head g. k = head dimension is permuted alike in Q and K: lane j of a
 // quad holds elements 16j to 16j + 15. V's columns are permuted so that a lane holds 8 neighbours
 // of a row, and pairs of keys are made by byte permutes. Barriers: none; all 32 lanes take part.
+#include "cache.cuh"
 #include "common.cuh"
 #include "mma.cuh"
 
@@ -19,14 +21,22 @@ constexpr int ALL_BELOW = 1 << 31;  // as `low`: no key is too old
 constexpr float LOG2_E = 1.4426950408889634f;
 #define NEG __int_as_float(0xff800000)  // the maximum of no key
 
-struct Chunk {
+template <class C> struct ChunkOf;
+template <> struct ChunkOf<Bf16> {
   int4 k[2][2];  // two groups of 8 keys
   int4 v[4];     // keys 2j, 2j + 1, 2j + 8, 2j + 9 of the 16; 8 columns each
 };
-// Keys from `base` on; key(i): where the cache has key i of the head, [128] bf16. Keys past the end
-// are clamped to the last one: their scores are masked, their values finite.
+template <> struct ChunkOf<E4m3> {
+  int4 k[2];
+  uint2 v[4];
+};
+using Chunk = ChunkOf<Cache>;
+
+// Keys from `base` on; key(i): where the cache has key i of the head, [128] elements. Keys past the
+// end are clamped to the last one: their scores are masked, their values finite.
 template <class Key>
-__device__ __forceinline__ void load_chunk(Chunk& c, int base, int end, int g, int j, Key key) {
+__device__ __forceinline__ void load_chunk(
+    ChunkOf<Bf16>& c, int base, int end, int g, int j, Key key) {
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
     const bf16* p = key(min(base + n * 8 + g, end - 1)) + j * 16;
@@ -37,6 +47,35 @@ __device__ __forceinline__ void load_chunk(Chunk& c, int base, int end, int g, i
   for (int i = 0; i < 4; ++i)
     c.v[i] = __ldcg(
         (const int4*)(key(min(base + 2 * j + (i & 1) + (i >> 1) * 8, end - 1)) + HEAD + g * 8));
+}
+template <class Key>
+__device__ __forceinline__ void load_chunk(
+    ChunkOf<E4m3>& c, int base, int end, int g, int j, Key key) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+    c.k[n] = __ldcg((const int4*)(key(min(base + n * 8 + g, end - 1)) + j * 16));
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    c.v[i] = __ldcg(
+        (const uint2*)(key(min(base + 2 * j + (i & 1) + (i >> 1) * 8, end - 1)) + HEAD + g * 8));
+}
+
+// Half `i` of the four elements 4k to 4k + 3 that the lane has of key g of group n.
+__device__ __forceinline__ u32 key_pair(const ChunkOf<Bf16>& c, int n, int k, int i) {
+  return word(c.k[n][k >> 1], (k & 1) * 2 + i);
+}
+__device__ __forceinline__ u32 key_pair(const ChunkOf<E4m3>& c, int n, int k, int i) {
+  return widen((u32)word(c.k[n], k) >> i * 16);
+}
+// Column t of the keys 2j + 8i and 2j + 1 + 8i.
+__device__ __forceinline__ u32 value_pair(const ChunkOf<Bf16>& c, int i, int t) {
+  const u32 pick = (t & 1) ? 0x7632u : 0x5410u;
+  return __byte_perm(word(c.v[2 * i], t >> 1), word(c.v[2 * i + 1], t >> 1), pick);
+}
+__device__ __forceinline__ u32 value_pair(const ChunkOf<E4m3>& c, int i, int t) {
+  const uint2 a = c.v[2 * i], b = c.v[2 * i + 1];
+  const u32 both = __byte_perm(t < 4 ? a.x : a.y, t < 4 ? b.x : b.y, (t & 2) ? 0x7362u : 0x5140u);
+  return widen(both >> (t & 1) * 16);
 }
 
 // The maximum of the scores so far, this lane's share of the denominator, the numerators: o[t] =
@@ -90,16 +129,13 @@ __device__ __forceinline__ void attend_chunk(Running& r, const Chunk& now, const
     s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.f;
 #pragma unroll
     for (int k = 0; k < 4; ++k)
-      mma(s[n], q[2 * k], 0, q[2 * k + 1], 0, word(now.k[n][k >> 1], (k & 1) * 2),
-          word(now.k[n][k >> 1], (k & 1) * 2 + 1));
+      mma(s[n], q[2 * k], 0, q[2 * k + 1], 0, key_pair(now, n, k, 0), key_pair(now, n, k, 1));
   }
   const float keep = weigh_scores(r, s, base, low, end, j, scale);
   const u32 p0 = pack(s[0][0], s[0][1]), p1 = pack(s[1][0], s[1][1]);
 #pragma unroll
   for (int t = 0; t < 8; ++t) {
-    const u32 pick = (t & 1) ? 0x7632u : 0x5410u;
-    const u32 b0 = __byte_perm(word(now.v[0], t >> 1), word(now.v[1], t >> 1), pick);
-    const u32 b1 = __byte_perm(word(now.v[2], t >> 1), word(now.v[3], t >> 1), pick);
+    const u32 b0 = value_pair(now, 0, t), b1 = value_pair(now, 1, t);
     float c[4] = {r.o[t][0] * keep, r.o[t][1] * keep, 0.f, 0.f};
     mma(c, p0, 0, p1, 0, b0, b1);
     r.o[t][0] = c[0];

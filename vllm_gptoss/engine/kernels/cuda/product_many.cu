@@ -16,7 +16,7 @@
 // outputs that RoPE turns together meet there.
 //
 // Macros set by the host (engine/kernels/product_many.py): ROWS (a multiple of 8), COLUMNS (of 64),
-// TOKENS at most (of 16, up to 64), STAGES of weights, CLUSTER, ROPE (0 or 1).
+// TOKENS at most (of 16, up to 64), STAGES of weights, CLUSTER, ROPE (0 or 1), CACHE.
 #include "barriers.cuh"
 #include "bulk.cuh"
 #include "cluster.cuh"
@@ -43,9 +43,10 @@ struct Args {
   const long long* positions;  // [tokens]
   const void* cos_sin;         // [positions, 64], 32 cosines then 32 sines
   const long long* slots;      // [tokens], negative: not written
-  bf16* kv;                    // paged cache; K at 0, V at 64 of each (block, head, token)
+  Element* kv;                 // paged cache; K at 0, V at 64 of each (block, head, token)
   long long kv_block, kv_head, kv_token;  // strides in elements
   int q_heads, kv_heads, block_shift, cos_sin_bf16;
+  const float *k_scale, *v_scale;  // E4m3: of the cache
 };
 
 struct Bars {
@@ -186,7 +187,7 @@ struct Outputs {
   uint2 bias_low, bias_high;
   float cos[4], sin[4];
   bool turned;
-  bf16* to;  // of d; null: not written
+  Target<Cache> to;
 };
 
 // The token and the first of the share's rows of a thread's unit.
@@ -200,7 +201,7 @@ __device__ __forceinline__ Unit unit_of(int thread, int i) {
 
 __device__ __forceinline__ Outputs outputs_of(const Args& a, int token, int place) {
   Outputs o;
-  o.to = nullptr;
+  o.to = {nullptr};
   if (token >= a.tokens || place >= a.rows) return o;
   const long long position = a.positions[token], slot = a.slots[token];
   const int row = weight_row(place), head = row >> 6, d = row & 63;
@@ -211,8 +212,10 @@ __device__ __forceinline__ Outputs outputs_of(const Args& a, int token, int plac
     turns(o.cos, a.cos_sin, a.cos_sin_bf16, position * 64 + d);
     turns(o.sin, a.cos_sin, a.cos_sin_bf16, position * 64 + d + 32);
   }
-  o.to = head < a.q_heads ? a.y + (long long)token * a.rows + row
-                          : cache_place(a, slot, head - a.q_heads, a.kv_heads, d);
+  if (head < a.q_heads)
+    o.to = {a.y + (long long)token * a.rows + row};
+  else
+    cache_target(o.to, a, slot, head - a.q_heads, a.kv_heads, d);
   return o;
 }
 
@@ -244,7 +247,7 @@ __device__ __forceinline__ void finish_rotated(
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
     const Outputs& o = outputs[i];
-    if (o.to == nullptr) continue;
+    if (!o.to.exists()) continue;
     const Unit u = unit_of(thread, i);
     uint2 low = added(o.bias_low, s, u.token, u.at),
           high = added(o.bias_high, s, u.token, u.at + 4);
@@ -252,8 +255,7 @@ __device__ __forceinline__ void finish_rotated(
       turn(low.x, high.x, make_float2(o.cos[0], o.cos[1]), make_float2(o.sin[0], o.sin[1]));
       turn(low.y, high.y, make_float2(o.cos[2], o.cos[3]), make_float2(o.sin[2], o.sin[3]));
     }
-    *(uint2*)o.to = low;
-    *(uint2*)(o.to + 32) = high;
+    put(o.to, low, high);
   }
 }
 

@@ -3,7 +3,7 @@
 //
 // A thread takes 8 elements d of a head and the 8 at d + 32, which RoPE turns together.
 //
-// Macros: none.
+// Macros: CACHE.
 #include "barriers.cuh"
 #include "common.cuh"
 #include "rope.cuh"
@@ -13,9 +13,10 @@ struct Args {
   const long long* positions;  // [T]
   const void* cos_sin;         // [positions, 64], 32 cosines then 32 sines
   const long long* slots;      // [T], negative: not written
-  bf16* kv;                    // paged cache; K at 0, V at 64 of each (block, head, token)
+  Element* kv;                 // paged cache; K at 0, V at 64 of each (block, head, token)
   long long kv_block, kv_head, kv_token;  // strides in elements
   int q_heads, kv_heads, block_shift, cos_sin_bf16, stride;
+  const float *k_scale, *v_scale;  // E4m3: of the cache
 };
 
 __device__ __forceinline__ void rotate8(
@@ -46,10 +47,8 @@ extern "C" __global__ void __launch_bounds__(1024) rope_many(const Args a) {
     bf16* from = a.qkv + (long long)token * a.stride + head * 64 + d;
     int4 low = __ldcg((const int4*)from), high = __ldcg((const int4*)(from + 32));
     if (head < turned) rotate8(low, high, cos, sin);
-    bf16* to = head < a.q_heads ? from : cache_place(a, slot, head - a.q_heads, a.kv_heads, d);
-    if (to != nullptr) {
-      *(int4*)to = low;
-      *(int4*)(to + 32) = high;
-    }
+    Target<Cache> to = {from};
+    if (head >= a.q_heads) cache_target(to, a, slot, head - a.q_heads, a.kv_heads, d);
+    if (to.exists()) put(to, low, high);
   }
 }

@@ -29,7 +29,7 @@
 //
 // Macros set by the host (engine/kernels/step.py): LAYERS; GRID; RING bytes; HB, QB, IB blocks of
 // 64 of hidden, query heads, intermediate; EXPERTS, ACTIVE; SKU, SKD column pairs in the scale
-// storage of up and down; SPLITS of a head's keys at most; TRACE: clock marks.
+// storage of up and down; SPLITS of a head's keys at most; TRACE: clock marks; CACHE.
 //
 // Named barriers: 1, the consuming warps. One phase a header, in step/.
 #include "step/attend.cuh"
@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
   }
   pdl_wait();
   find_request(a, b);
-  make_items(a, b, layers[0]);
+  make_items(a, b, layers[0], 0);
   sync_consumers();
   b.blocks = next_blocks(b, layers[0]);
   for (int l = 0; l < a.layer_count; ++l) {

@@ -14,27 +14,51 @@ struct Keys {
   int blocks;                                      // lane i: the cache block of this warp's chunk i
   const Where* where;
 };
+using Scales = Cache::Scales;
 // Where one block of the cache has its keys.
 struct InBlock {
-  const bf16* kv;
+  const Element* kv;
   long long stride;
   int mask;
-  __device__ __forceinline__ const bf16* operator()(int key) const {
+  __device__ __forceinline__ const Element* operator()(int key) const {
     return kv + (key & mask) * stride;
   }
 };
+__device__ __forceinline__ void clear(ChunkOf<Bf16>& c) {
+#pragma unroll
+  for (int n = 0; n < 4; ++n) c.k[n >> 1][n & 1] = c.v[n] = make_int4(0, 0, 0, 0);
+}
+__device__ __forceinline__ void clear(ChunkOf<E4m3>& c) {
+  c.k[0] = c.k[1] = make_int4(0, 0, 0, 0);
+#pragma unroll
+  for (int n = 0; n < 4; ++n) c.v[n] = make_uint2(0, 0);
+}
 __device__ __forceinline__ void load_keys(
     Chunk& c, const Block& b, const Layer& y, const Keys& k, int i) {
   const int base = (k.chunk + i * WARPS) * 16, block = __shfl_sync(~0u, k.blocks, i),
             mask = (1 << y.block_shift) - 1;
   if (base >= k.end) {
-#pragma unroll
-    for (int n = 0; n < 4; ++n) c.k[n >> 1][n & 1] = c.v[n] = make_int4(0, 0, 0, 0);
+    clear(c);
     return;
   }
-  const bf16* kv = y.kv + k.head * y.kv_head + (long long)block * y.kv_block;
+  const Element* kv = y.kv + k.head * y.kv_head + (long long)block * y.kv_block;
   load_chunk(c, base, k.end, b.g, b.j, InBlock{kv, y.kv_token, mask});
 }
+// 16 published elements of a key and 8 of a value as a chunk has them.
+__device__ __forceinline__ void put_key(ChunkOf<Bf16>& c, int n, int4 low, int4 high) {
+  c.k[n][0] = low;
+  c.k[n][1] = high;
+}
+__device__ __forceinline__ void put_value(ChunkOf<Bf16>& c, int n, int4 v) { c.v[n] = v; }
+__device__ __forceinline__ uint2 codes_of(int4 v) {
+  return make_uint2(__byte_perm(v.x, v.y, 0x6420), __byte_perm(v.z, v.w, 0x6420));
+}
+__device__ __forceinline__ void put_key(ChunkOf<E4m3>& c, int n, int4 low, int4 high) {
+  const uint2 l = codes_of(low), h = codes_of(high);
+  c.k[n] = make_int4(l.x, l.y, h.x, h.y);
+}
+__device__ __forceinline__ void put_value(ChunkOf<E4m3>& c, int n, int4 v) { c.v[n] = codes_of(v); }
+
 // The key and value of this very step, which the cache may not hold yet.
 __device__ __forceinline__ void load_fresh(
     Chunk& c, const Block& b, const Keys& k, int i, const Early& early) {
@@ -55,13 +79,10 @@ __device__ __forceinline__ void load_fresh(
   } while (!(whole(low) && whole(high) && whole(v)));
 #pragma unroll
   for (int n = 0; n < 2; ++n)
-    if (base + n * 8 + b.g >= fresh) {
-      c.k[n][0] = low;
-      c.k[n][1] = high;
-    }
+    if (base + n * 8 + b.g >= fresh) put_key(c, n, low, high);
 #pragma unroll
   for (int n = 0; n < 4; ++n)
-    if (base + 2 * b.j + (n & 1) + (n >> 1) * 8 >= fresh) c.v[n] = v;
+    if (base + 2 * b.j + (n & 1) + (n >> 1) * 8 >= fresh) put_value(c, n, v);
 }
 
 // Prefetches a chunk into L2: memory would be idle during the wait for the queries.
@@ -69,9 +90,9 @@ __device__ __forceinline__ void prefetch_keys(
     const Block& b, const Layer& y, const Keys& k, int i) {
   const int base = (k.chunk + i * WARPS) * 16, block = __shfl_sync(~0u, k.blocks, i);
   if (base >= k.end) return;
-  const int row = (base & ((1 << y.block_shift) - 1)) + (b.lane >> 1);  // 128 bytes a lane
-  const bf16* at = y.kv + k.head * y.kv_head + (long long)block * y.kv_block + row * y.kv_token +
-                   (b.lane & 1) * 64;
+  const int row = (base & ((1 << y.block_shift) - 1)) + (b.lane >> 1);  // 64 elements a lane
+  const Element* at = y.kv + k.head * y.kv_head + (long long)block * y.kv_block + row * y.kv_token +
+                      (b.lane & 1) * 64;
   asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
 }
 
@@ -122,10 +143,11 @@ __device__ __forceinline__ int next_blocks(const Block& b, const Layer& y) {
 
 // All of this warp's chunks, of which `now` is the first.
 __device__ __forceinline__ void attend_keys(Running& r, const Args& a, const Block& b,
-    const Layer& y, Keys& k, Chunk& now, const u32 (&q)[8], const Early& early) {
+    const Layer& y, const Scales& scales, Keys& k, Chunk& now, const u32 (&q)[8],
+    const Early& early) {
 #pragma unroll 1
   for (int i = 0; k.chunk + i * WARPS < k.last;) {
-    attend_chunk(r, now, q, (k.chunk + i * WARPS) * 16, k.low, k.end, b.j, a.scale);
+    attend_chunk(r, now, q, (k.chunk + i * WARPS) * 16, k.low, k.end, b.j, scales.softmax(a.scale));
     if (++i == 32) {
       k.chunk += 32 * WARPS;
       k.blocks = find_blocks(k, b, y);
@@ -155,7 +177,7 @@ __device__ __forceinline__ void add_running(
 // The block that comes last adds up what the blocks of one head have written: [8, 66] sums, top,
 // denominator.
 __device__ __forceinline__ void merge_splits(
-    const Args& a, Block& b, const Layer& y, const Keys& k, Early& early) {
+    const Args& a, Block& b, const Layer& y, const Scales& scales, const Keys& k, Early& early) {
   __threadfence();
   sync_consumers();
   if (b.tid == 0) {
@@ -178,14 +200,14 @@ __device__ __forceinline__ void merge_splits(
       value += f * __ldcg(from + i * 8 * 66 + d);
       total += f * __ldcg(from + i * 8 * 66 + 65);
     }
-    __stcg(early.attended + k.head * 512 + e, flagged(value / total));
+    __stcg(early.attended + k.head * 512 + e, flagged(scales.out(value / total)));
   }
 }
 
 // One warp adds up a query head, 2 of its 64 columns a lane: the output, or what `merge_splits`
 // takes.
-__device__ __forceinline__ void finish_head(
-    const Args& a, const Block& b, const Keys& k, const float* sums, float sink, Early& early) {
+__device__ __forceinline__ void finish_head(const Args& a, const Block& b, const Scales& scales,
+    const Keys& k, const float* sums, float sink, Early& early) {
   const float *m = sums + 8 * A_WARP, *l = m + 64;
   const int h = b.warp, from = b.lane & 7;
   const float its = m[from * 8 + h];
@@ -211,7 +233,8 @@ __device__ __forceinline__ void finish_head(
   } else {
     const float all = fmaxf(top, sink), f = weight_of(top, all),
                 whole = den * f + exp2f(sink - all);
-    const u32 low = flagged(sum.x * f / whole), high = flagged(sum.y * f / whole);
+    const u32 low = flagged(scales.out(sum.x * f / whole)),
+              high = flagged(scales.out(sum.y * f / whole));
     __stcg((u32*)(early.attended + (k.head * 8 + h) * 64) + b.lane, low | high << 16);
   }
 }
@@ -223,6 +246,7 @@ __device__ __forceinline__ void attend(const Args& a, Block& b, const Layer& y, 
   mark(a, b, layer, 3);
   if (mine) {
     const float sink = to_float(y.sinks[k.head * 8 + (b.warp & 7)]) * LOG2_E;
+    const Scales scales(a.scales[layer]);
     Chunk now;
     k.blocks = b.blocks;
     load_keys(now, b, y, k, 0);
@@ -241,7 +265,7 @@ __device__ __forceinline__ void attend(const Args& a, Block& b, const Layer& y, 
     Running r;
     begin_running(r);
     const bool wide = k.last - (k.chunk - b.warp) > 8;  // warps 8 to 14 have keys
-    attend_keys(r, a, b, y, k, now, q, early);
+    attend_keys(r, a, b, y, scales, k, now, q, early);
     mark(a, b, layer, 13);
     float *sums = (float*)b.xs, *m = sums + 8 * A_WARP, *l = m + 64;
     const int w = b.warp & 7;
@@ -255,8 +279,8 @@ __device__ __forceinline__ void attend(const Args& a, Block& b, const Layer& y, 
     if (b.warp < 8)
       put_running(r, (float (*)[O_ROW])(sums + w * A_WARP), m + w * 8, l + w * 8, b.g, b.j);
     sync_consumers();
-    if (b.warp < 8) finish_head(a, b, k, sums, sink, early);
-    if (k.splits > 1) merge_splits(a, b, y, k, early);
+    if (b.warp < 8) finish_head(a, b, scales, k, sums, sink, early);
+    if (k.splits > 1) merge_splits(a, b, y, scales, k, early);
     sync_consumers();  // the scratch is free
   }
   mark(a, b, layer, 4);

@@ -171,7 +171,7 @@ __device__ __forceinline__ void up(
   for (int i = 0; i < EACH; ++i)
     bias[i] = b.warp == 0 ? to_float(y.b_router[b.lane * EACH + i]) : 0.f;
   if (after != nullptr) {
-    make_items(a, b, *after);
+    make_items(a, b, *after, layer + 1);
     b.blocks = next_blocks(b, *after);
   }
   mark(a, b, layer, 7);

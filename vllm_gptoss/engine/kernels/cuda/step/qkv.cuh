@@ -6,18 +6,58 @@
 #include "flags.cuh"
 #include "rows.cuh"
 
-__device__ __forceinline__ Item make_item(const Args& a, const Layer& y, int unit, int i) {
+// Sets where a key or a value goes. kv: its head, from KVH on of the values. Templates, because
+// only one of the two is for this cache.
+template <class Paged>
+__device__ __forceinline__ void aim(
+    ItemOf<Bf16>& item, const Args& a, const Paged& y, int, int kv, int d) {
+  item.dst = cache_place(y, a.groups[y.group].slots[0], kv, KVH, d);
+}
+template <class Paged>
+__device__ __forceinline__ void aim(
+    ItemOf<E4m3>& item, const Args& a, const Paged& y, int layer, int kv, int d) {
+  item.dst = cache_place(y, a.groups[y.group].slots[0], kv, KVH, d);
+  item.scale = __ldg(kv < KVH ? a.scales[layer].k_scale : a.scales[layer].v_scale);
+}
+__device__ __forceinline__ Item make_item(
+    const Args& a, const Layer& y, int layer, int unit, int i) {
   const int row = rope_row(unit, i), head = row >> 6;
-  Item item = {make_pair(row, QB + KVH, y.b_qkv, a.cos_sin, a.cos_sin_bf16, a.positions), row};
-  if (head >= QB) item.dst = cache_place(y, a.groups[y.group].slots[0], head - QB, KVH, row & 63);
+  Item item = {
+      make_pair<Element>(row, QB + KVH, y.b_qkv, a.cos_sin, a.cos_sin_bf16, a.positions), row};
+  if (head >= QB) aim(item, a, y, layer, head - QB, row & 63);
   return item;
 }
 
 // Nothing of it depends on the layer before: made early.
-__device__ __forceinline__ void make_items(const Args& a, const Block& b, const Layer& y) {
+__device__ __forceinline__ void make_items(
+    const Args& a, const Block& b, const Layer& y, int layer) {
   const int first = share(Q_UNITS, blockIdx.x), last = share(Q_UNITS, blockIdx.x + 1);
   for (int e = b.tid; e < (last - first) * 4; e += THREADS)
-    b.s->items[e] = make_item(a, y, first + (e >> 2), e & 3);
+    b.s->items[e] = make_item(a, y, layer, first + (e >> 2), e & 3);
+}
+
+// An item's outputs, for the other blocks and into the cache. What others read is never zero. A
+// code gets a second byte for that, and others read the key or value that the cache gets.
+__device__ __forceinline__ void publish(const ItemOf<Bf16>& item, float2 out, Early& early) {
+  const bf16 low = flagged(out.x), high = flagged(out.y);
+  bf16* next = item.column < Q ? early.q + item.column : early.fresh + item.column - Q;
+  __stcg(next, low);
+  __stcg(next + 32, high);
+  if (item.dst != nullptr) {
+    item.dst[0] = low;
+    item.dst[32] = high;
+  }
+}
+__device__ __forceinline__ void publish(const ItemOf<E4m3>& item, float2 out, Early& early) {
+  const u32 codes = encode(rounded(out.x), rounded(out.y), item.scale);
+  const bool is_query = item.column < Q;
+  bf16* next = is_query ? early.q + item.column : early.fresh + item.column - Q;
+  __stcg(next, is_query ? flagged(out.x) : (bf16)(0x100 | (codes & 0xff)));
+  __stcg(next + 32, is_query ? flagged(out.y) : (bf16)(0x100 | codes >> 8));
+  if (item.dst != nullptr) {
+    item.dst[0] = codes;
+    item.dst[32] = codes >> 8;
+  }
 }
 
 // The sum of the experts in the order of the choices, 8 columns, rounded to bf16.
@@ -158,14 +198,7 @@ __device__ __forceinline__ void qkv(const Args& a, Block& b, const Layer& y, int
     const float norm = rsqrtf(s / C + a.eps);
     const float2 turned =
         rotate(item, sum_dense(b, u * 8 + i) * norm, sum_dense(b, u * 8 + i + 4) * norm);
-    const bf16 low = flagged(turned.x), high = flagged(turned.y);
-    bf16* next = item.column < Q ? early.q + item.column : early.fresh + item.column - Q;
-    __stcg(next, low);
-    __stcg(next + 32, high);
-    if (item.dst != nullptr) {
-      item.dst[0] = low;
-      item.dst[32] = high;
-    }
+    publish(item, turned, early);
   }
   if (b.warp == WARPS - 1 && b.lane == 0) {
     float s = 0.f;

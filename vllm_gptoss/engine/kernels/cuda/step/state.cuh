@@ -6,6 +6,7 @@
 // steps), Shared, Block, Cursor and take (where the next chunk lies in the ring), sync_consumers,
 // mark (clock marks: TRACE). Barriers: named barrier 1, the consumers.
 #include "../barriers.cuh"
+#include "../cache.cuh"
 #include "../common.cuh"
 #include "../online_softmax.cuh"
 #include "../rope.cuh"
@@ -59,7 +60,7 @@ struct Layer {
   const u8 *down_values, *down_scales;
   const float* down_bias;
   const bf16* sinks;
-  bf16* kv;
+  Element* kv;
   long long kv_block, kv_head, kv_token;  // strides in elements
   int window, group, block_shift, unused;
 };
@@ -67,6 +68,9 @@ struct Group {
   const int *block_table, *seq_lens, *query_start;
   const long long* slots;
   long long table_stride, requests;
+};
+struct CacheScales {
+  const float *k_scale, *v_scale;
 };
 struct Args {
   const Layer* layers;
@@ -81,16 +85,23 @@ struct Args {
   int layer_count, group_count, cos_sin_bf16;
   u32 two_23;
   float eps, scale, alpha, limit;
+  const CacheScales* scales;  // E4m3: of the layers' caches
 };
 
-struct Item : Pair {  // dst: in the cache
-  int column;         // in Early.q, from Q on in Early.fresh
+template <class C> struct ItemOf;
+template <> struct ItemOf<Bf16> : Pair<bf16> {  // dst: in the cache
+  int column;                                   // in Early.q, from Q on in Early.fresh
 };
+template <> struct ItemOf<E4m3> : Pair<u8> {
+  int column;
+  float scale;
+};
+using Item = ItemOf<Cache>;
 
 // Read before a layer's logits are complete.
 struct Early {
   bf16 q[Q], attended[Q],
-      fresh[2 * KVH * 64];  // fresh: this step's key heads, then its value heads
+      fresh[2 * KVH * 64];  // fresh: this step's key heads, then its value heads; E4m3: codes
 };
 // Read before the next layer's logits are complete.
 struct Late {
