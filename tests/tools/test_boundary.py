@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_gptoss.tools import confined, wrapper
+from vllm_gptoss.tools import confined
+from vllm_gptoss.tools.gate import GatedProvider, GatedSession
 from vllm_gptoss.tools.protocol import ToolProvider, ToolSession
 
 PACKAGE = Path(__file__).parents[2] / "vllm_gptoss"
@@ -74,7 +75,7 @@ def test_the_serving_core_knows_tools_by_the_protocol_alone() -> None:
     assert wrong == set()
 
 
-def test_nobody_looks_inside_a_wrapper() -> None:
+def test_nobody_looks_inside_the_gate() -> None:
     users = [*(PACKAGE / "server" / "responses").rglob("*.py"), *TOOLS.glob("*.py")]
     inner = {
         path.name
@@ -88,8 +89,6 @@ def test_nobody_looks_inside_a_wrapper() -> None:
     assert inner | named == set()
 
 
-@pytest.mark.parametrize(
-    ("contract", "around"), [(ToolProvider, wrapper.WrapperProvider), (ToolSession, wrapper.WrapperSession)]
-)
-def test_a_wrapper_forwards_every_method_of_the_contract(contract: type, around: type) -> None:
+@pytest.mark.parametrize(("contract", "around"), [(ToolProvider, GatedProvider), (ToolSession, GatedSession)])
+def test_the_gate_forwards_every_method_of_the_contract(contract: type, around: type) -> None:
     assert {name for name in vars(contract) if not name.startswith("_")} <= set(vars(around))

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 
 import prometheus_client
 from prometheus_client import Gauge, Histogram
@@ -19,6 +19,8 @@ from vllm_gptoss.tools.arguments import argument_problem
 from vllm_gptoss.tools.protocol import (
     Namespace,
     SessionOptions,
+    Source,
+    StoredFile,
     ToolCall,
     ToolDefinition,
     ToolKind,
@@ -29,7 +31,6 @@ from vllm_gptoss.tools.protocol import (
     failed,
 )
 from vllm_gptoss.tools.slots import Slots
-from vllm_gptoss.tools.wrapper import WrapperProvider, WrapperSession
 
 logger = logging.getLogger(__name__)
 
@@ -51,37 +52,98 @@ WAITING = Gauge("gptoss_tool_calls_waiting", "Tool calls waiting for a slot", ["
 RUNNING = Gauge("gptoss_tool_calls_running", "Tool calls running", ["tool"], multiprocess_mode="livesum")
 
 
-class GatedProvider(WrapperProvider):
+class GatedProvider(ToolProvider):
     """`inner`, with every call passing the gate.
 
     `public` is false for a server that a request names: its names must not become label values.
     """
 
     def __init__(self, inner: ToolProvider, slots: Slots | None = None, *, public: bool = True) -> None:
-        super().__init__(inner)
+        self.inner = inner
         self._slots = slots or Slots()
         self._public = public
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def unavailable(self) -> str | None:
+        return self.inner.unavailable
+
+    @property
+    def honours_web_options(self) -> bool:
+        return self.inner.honours_web_options
+
+    @property
+    def longest_call_s(self) -> float:
+        return self.inner.longest_call_s
+
+    @property
+    def at_once(self) -> int | None:
+        return self.inner.at_once
+
+    @property
+    def note(self) -> str | None:
+        return self.inner.note
+
+    @property
+    def isolation(self) -> str:
+        return self.inner.isolation
+
+    def namespaces(self) -> Sequence[Namespace]:
+        return self.inner.namespaces()
+
+    async def start(self) -> None:
+        await self.inner.start()
 
     async def open(self, conversation_id: str, options: SessionOptions) -> ToolSession:
         session = await self.inner.open(conversation_id, options)
         limit_s = self.inner.longest_call_s + _SPARE_S
-        return gated(session, options, self._slots, limit_s=limit_s, public=self._public)
+        return GatedSession(session, options, self._slots, limit_s=limit_s, public=self._public)
+
+    async def aclose(self) -> None:
+        await self.inner.aclose()
+
+    def needs_approval(self, tool: str) -> bool:
+        return self.inner.needs_approval(tool)
+
+    def trial(self) -> tuple[str, str] | None:
+        return self.inner.trial()
+
+    async def list_files(self, container_id: str) -> Sequence[StoredFile]:
+        return await self.inner.list_files(container_id)
+
+    async def read_file(self, container_id: str, file_id: str) -> StoredFile | None:
+        return await self.inner.read_file(container_id, file_id)
 
 
-def gated(
-    session: ToolSession, options: SessionOptions, slots: Slots, *, limit_s: float, public: bool = True
-) -> ToolSession:
-    """`session` behind the gate. A call that hangs outside the tool's own, shorter limit ends after `limit_s`."""
-    return CountedSession(CheckedSession(BoundedSession(session, options, slots, limit_s, public)), options, public)
+class GatedSession(ToolSession):
+    """`inner` behind the gate. A call that hangs outside the tool's own, shorter limit ends after `limit_s`."""
 
-
-class CountedSession(WrapperSession):
-    """Counts calls by tool and outcome and writes a log line for each, with its response."""
-
-    def __init__(self, inner: ToolSession, options: SessionOptions, public: bool) -> None:
-        super().__init__(inner)
-        self._response = options.response_id
+    def __init__(
+        self, inner: ToolSession, options: SessionOptions, slots: Slots, *, limit_s: float, public: bool = True
+    ) -> None:
+        self.inner = inner
+        self._options = options
+        self._slots = slots
+        self._limit_s = limit_s
         self._public = public
+        self._turn = asyncio.Lock()
+
+    @property
+    def namespaces(self) -> Sequence[Namespace]:
+        return self.inner.namespaces
+
+    @property
+    def container_id(self) -> str:
+        return self.inner.container_id
+
+    def refusal(self) -> ToolResult | None:
+        return self.inner.refusal()
+
+    def source(self, cursor: int, line: int | None = None) -> Source | None:
+        return self.inner.source(cursor, line)
 
     async def aclose(self) -> None:
         """Ends the session; a tool that fails at that is logged."""
@@ -91,10 +153,11 @@ class CountedSession(WrapperSession):
             logger.exception("tool session did not close")
 
     async def call(self, call: ToolCall) -> ToolResult:
-        tool = tool_label(self, call, self._public)
+        """Runs the call if its tool is there and its schema allows the arguments; counts and logs it in any case."""
+        tool = _label(self, call, self._public)
         began = time.monotonic()
         try:
-            result = await self.inner.call(call)
+            result = await self._refused(call) or self.inner.refusal() or await self._run(call, tool)
         except asyncio.CancelledError:
             CALLS.labels(tool, "cancelled").inc()
             self._log(call, tool, "cancelled", time.monotonic() - began, 0)
@@ -106,25 +169,16 @@ class CountedSession(WrapperSession):
         self._log(call, tool, outcome, time.monotonic() - began, len(result.text))
         return result
 
-    def _log(self, call: ToolCall, tool: str, outcome: str, seconds: float, output_chars: int) -> None:
-        fields = {
-            "response_id": self._response,
-            "call_id": call.id,
-            "tool": tool,
-            "outcome": outcome,
-            "seconds": round(seconds, 4),
-            "argument_chars": len(call.arguments),
-            "output_chars": output_chars,
-        }
-        # Arguments and output stay out: they are the user's.
-        logger.info("tool call %s", " ".join(f"{k}={v}" for k, v in fields.items()), extra={"tool_call": fields})
-
-
-class CheckedSession(WrapperSession):
-    """Lets a call through only if its tool is there and its schema allows the arguments."""
-
-    async def call(self, call: ToolCall) -> ToolResult:
-        return await self._refused(call) or await self.inner.call(call)
+    async def _run(self, call: ToolCall, tool: str) -> ToolResult:
+        """One call of the session at a time, and no more of the provider's than it has slots."""
+        began = time.monotonic()
+        async with AsyncExitStack() as held:
+            with WAITING.labels(tool).track_inprogress():
+                await held.enter_async_context(self._turn)
+                await held.enter_async_context(self._slots.one(self._options.owner))
+            QUEUED_SECONDS.labels(tool).observe(time.monotonic() - began)
+            with RUNNING.labels(tool).track_inprogress(), SECONDS.labels(tool).time():
+                return await call_within(self.inner, call, self._limit_s)
 
     async def _refused(self, call: ToolCall) -> ToolResult | None:
         namespace, tool = _find(self, call)
@@ -141,36 +195,21 @@ class CheckedSession(WrapperSession):
             return None
         return failed("invalid_arguments", f"Invalid arguments for {namespace.name}.{tool.name}: {problem}")
 
-
-class BoundedSession(WrapperSession):
-    """Runs one call at a time, and no more of the provider's than it has slots; ends one that hangs."""
-
-    def __init__(self, inner: ToolSession, options: SessionOptions, slots: Slots, limit_s: float, public: bool) -> None:
-        super().__init__(inner)
-        self._owner = options.owner
-        self._slots = slots
-        self._limit_s = limit_s
-        self._public = public
-        self._turn = asyncio.Lock()
-
-    async def call(self, call: ToolCall) -> ToolResult:
-        tool = tool_label(self, call, self._public)
-        async with self._slot(tool):
-            with RUNNING.labels(tool).track_inprogress(), SECONDS.labels(tool).time():
-                return await call_within(self.inner, call, self._limit_s)
-
-    @asynccontextmanager
-    async def _slot(self, tool: str) -> AsyncIterator[None]:
-        began = time.monotonic()
-        async with AsyncExitStack() as held:
-            with WAITING.labels(tool).track_inprogress():
-                await held.enter_async_context(self._turn)
-                await held.enter_async_context(self._slots.one(self._owner))
-            QUEUED_SECONDS.labels(tool).observe(time.monotonic() - began)
-            yield
+    def _log(self, call: ToolCall, tool: str, outcome: str, seconds: float, output_chars: int) -> None:
+        fields = {
+            "response_id": self._options.response_id,
+            "call_id": call.id,
+            "tool": tool,
+            "outcome": outcome,
+            "seconds": round(seconds, 4),
+            "argument_chars": len(call.arguments),
+            "output_chars": output_chars,
+        }
+        # Arguments and output stay out: they are the user's.
+        logger.info("tool call %s", " ".join(f"{k}={v}" for k, v in fields.items()), extra={"tool_call": fields})
 
 
-def tool_label(session: ToolSession, call: ToolCall, public: bool) -> str:
+def _label(session: ToolSession, call: ToolCall, public: bool) -> str:
     """The metric's label of `call`: only names of configured tools, so the labels are bounded."""
     if not public:
         return "(request)"

@@ -4,8 +4,7 @@ A *provider* is configured once per server and owns long-lived things (a warm ke
 It opens a *session* per conversation, which owns the state the model sees (variables, page stack). Sessions never
 raise for errors of a tool: a `ToolResult` with `error` set goes back to the model and to the client's item.
 
-Every method a caller may use is named here, with a default for tools that do not need it. `tools/wrapper` forwards
-each of them, so a wrapper changes one thing and nothing else gets lost.
+Every method a caller may use is named here, with a default for tools that do not need it; `tools/gate` forwards each.
 """
 
 from __future__ import annotations
@@ -204,6 +203,10 @@ class ToolSession(ABC):
     @abstractmethod
     async def call(self, call: ToolCall) -> ToolResult:
         """Runs `call`. Raises only `asyncio.CancelledError`, after the tool stopped."""
+
+    def refusal(self) -> ToolResult | None:
+        """The error of a call that could not run now, so that it waits for no slot; None if a call may run."""
+        return None
 
     @property
     def container_id(self) -> str:

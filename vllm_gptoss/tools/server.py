@@ -89,7 +89,7 @@ class ToolServer:
         if processes > 1 and self.plan.python is not None and self.plan.service is None:
             logger.warning(
                 "%d API server processes have a python tool each: a conversation that meets another one loses its "
-                "variables and files, and the model is told so; --api-server-count 1 avoids it, or a tools service "
+                "variables and files, and the model is informed; --api-server-count 1 avoids it, or a tools service "
                 "(docs/tools.md)",
                 processes,
             )

@@ -36,11 +36,9 @@ async def searxng(request: Request) -> Response:
         "content": "about a",
         "engine": "x",
         "parsed_url": [],
-        "score": 1.0,
+        "score": 1,
     }
-    return JSONResponse(
-        {"query": request.query_params["q"], "number_of_results": 0, "results": [row] * 3, "answers": []}
-    )
+    return JSONResponse({"query": request.query_params["q"], "results": [row] * 3, "answers": []})
 
 
 async def brave(request: Request) -> Response:
@@ -142,7 +140,6 @@ async def test_search_speaks_the_documented_api(api: tuple[str, str, list[Any]])
     result = await run(config, "search", SessionOptions(search_context_size="high"), query=QUERY, topn=50)
     assert result.error is None
     assert "【0†A†a.example】 about a" in result.text
-    assert result.action is not None
     assert result.action.sources[0].url == "https://a.example/1"
     assert QUERY in json.dumps(seen[0])
 
@@ -207,7 +204,6 @@ async def test_a_refused_key_is_named_by_its_variable_and_never_shown(api: tuple
     name, url, _ = api
     config = BrowserConfig.model_validate({"backend": name, "url": url, "api_key": "sk-wrong-key"})
     result = await run(config, "search", SessionOptions(), query=QUERY)
-    assert result.error is not None
     assert result.error.type == "tool_failed"
     assert name in result.text
     assert "sk-wrong-key" not in result.text + repr(config)

@@ -91,12 +91,7 @@ def test_public_addresses_pass(address: str) -> None:
 )  # fmt: skip
 async def test_nothing_is_sent_for_urls_that_lead_inside(url: str) -> None:
     reader, wire = fetcher(
-        {
-            "rebind.example": [["10.0.0.5"]],
-            "mixed.example": [[PUBLIC, "10.0.0.5"]],
-            "site.example": [[PUBLIC]],
-        },
-        {},
+        {"rebind.example": [["10.0.0.5"]], "mixed.example": [[PUBLIC, "10.0.0.5"]], "site.example": [[PUBLIC]]}, {}
     )
     with pytest.raises((DeniedError, FetchError)) as caught:
         await reader.page(url)

@@ -102,13 +102,6 @@ async def test_runs_of_blanks_and_items_are_read_in_linear_time(site: Made, name
     assert "a" in page.text
 
 
-@pytest.mark.parametrize("text", ["a" + " " * 200_000 + "b", "\n \n" * 60_000, " \t" * 100_000, "x \n" * 60_000])
-def test_tidying_takes_linear_time(text: str) -> None:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
-    markup.tidy(text)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_utime - before < 1.0
-
-
 @pytest.mark.parametrize("encoding", ["gzip, gzip", "gzip,gzip", "deflate, gzip", "br", "zstd", "gzip, identity, gzip"])
 async def test_content_is_encoded_once_and_as_was_asked(site: Made, encoding: str) -> None:
     """Two gzips make 1.2 GiB of 1,143 bytes."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import tracemalloc
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +30,22 @@ async def start(**config: Any) -> BrowserProvider:
     return provider
 
 
+@pytest.fixture
+async def provider() -> AsyncIterator[BrowserProvider]:
+    async with aclosing(await start()) as provider:
+        yield provider
+
+
+@pytest.fixture
+async def session(provider: BrowserProvider) -> BrowserSession:
+    return await provider.open("c", SessionOptions())
+
+
 async def do(session: BrowserSession, tool: str, **arguments: Any) -> ToolResult:
     return await session.call(ToolCall("call_1", "browser", tool, json.dumps(arguments)))
 
 
-async def test_search_open_find_cite_gives_the_right_lines() -> None:
-    provider = await start()
-    session = await provider.open("c", SessionOptions())
+async def test_search_open_find_cite_gives_the_right_lines(session: BrowserSession) -> None:
     searched = await do(session, "search", query="How long is the Velmora reservoir?")
     assert searched.text.startswith("[0] How long is the Velmora reservoir?\n**viewing lines [0 - ")
     assert "\nL4:   * 【0†The Velmora dam†dams.example】 " in searched.text
@@ -64,22 +75,16 @@ async def test_search_open_find_cite_gives_the_right_lines() -> None:
     assert [session.source(1, number) for number in (5, 99)] == [
         Source(1, DAM, "The Velmora dam", quote) for quote in (line, "")
     ]
-    await provider.aclose()
 
 
-async def test_opening_a_find_match_lands_a_little_above_it() -> None:
-    provider = await start()
-    session = await provider.open("c", SessionOptions())
+async def test_opening_a_find_match_lands_a_little_above_it(session: BrowserSession) -> None:
     await do(session, "open", id=DAM)
     await do(session, "find", pattern="two dry summers")
     landed = await do(session, "open", id=0)
     assert landed.text.splitlines()[3].startswith("L2: ")  # match at L6, shown from four lines above
-    await provider.aclose()
 
 
-async def test_a_citation_of_search_results_means_the_result_on_that_line() -> None:
-    provider = await start()
-    session = await provider.open("c", SessionOptions())
+async def test_a_citation_of_search_results_means_the_result_on_that_line(session: BrowserSession) -> None:
     shown = await do(session, "search", query="metres lighthouse dam")
     lines = shown.text.splitlines()[3:]
     assert session.source(0) is None
@@ -88,15 +93,11 @@ async def test_a_citation_of_search_results_means_the_result_on_that_line() -> N
             assert session.source(0, number) == Source(0, DAM, "The Velmora dam")
         if "†Skarholm lighthouse" in line or "Skarholm lighthouse】" in line:
             source = session.source(0, number)
-            assert source is not None
             assert source.url == "file:///guides/lighthouse.html"
     assert session.source(0, 0) is None
-    await provider.aclose()
 
 
-async def test_documents_of_every_kind_are_read_and_brackets_in_them_are_neutral() -> None:
-    provider = await start()
-    session = await provider.open("c", SessionOptions())
+async def test_documents_of_every_kind_are_read_and_brackets_in_them_are_neutral(session: BrowserSession) -> None:
     page = await do(session, "open", id="file:///guides/lighthouse.html")
     assert "Brekke" in page.text
     assert "alert" not in page.text
@@ -104,7 +105,6 @@ async def test_documents_of_every_kind_are_read_and_brackets_in_them_are_neutral
     assert "〖7†L1〗" in page.text
     library = await do(session, "open", id="file:///library.txt")
     assert library.text.splitlines()[3] == "L0: The glass library of Orr keeps 9000 lantern slides."
-    await provider.aclose()
 
 
 @pytest.mark.parametrize(
@@ -120,39 +120,28 @@ async def test_documents_of_every_kind_are_read_and_brackets_in_them_are_neutral
     ],
 )
 async def test_mistakes_come_back_as_text_the_model_can_act_on(
-    tool: str, arguments: dict[str, Any], kind: str, said: str
+    session: BrowserSession, tool: str, arguments: dict[str, Any], kind: str, said: str
 ) -> None:
-    provider = await start()
-    session = await provider.open("c", SessionOptions())
     result = await do(session, tool, **arguments)
-    assert result.error is not None
     assert result.error.type == kind
     assert said in result.text
-    await provider.aclose()
 
 
-async def test_a_failed_call_takes_no_cursor() -> None:
-    provider = await start()
-    session = await provider.open("c", SessionOptions())
+async def test_a_failed_call_takes_no_cursor(session: BrowserSession) -> None:
     await do(session, "open", id=DAM)
     assert (await do(session, "open", id=99)).error
     assert (await do(session, "open", loc=500)).error
     assert (await do(session, "find", cursor=7, pattern="x")).error
     assert (await do(session, "open")).text.startswith("[1] ")
-    await provider.aclose()
 
 
-async def test_find_is_refused_on_listings_and_quoted_link_ids_are_links() -> None:
-    provider = await start()
-    session = await provider.open("c", SessionOptions())
+async def test_find_is_refused_on_listings_and_quoted_link_ids_are_links(session: BrowserSession) -> None:
     await do(session, "search", query="lighthouse keeper")
     assert "Cannot run `find`" in (await do(session, "find", pattern="x")).text
     assert (await do(session, "open", id="0")).text.startswith("[1] Skarholm lighthouse")
-    await provider.aclose()
 
 
-async def test_pages_belong_to_one_conversation_and_outlive_a_response() -> None:
-    provider = await start()
+async def test_pages_belong_to_one_conversation_and_outlive_a_response(provider: BrowserProvider) -> None:
     first = await provider.open("alice", SessionOptions())
     await do(first, "open", id=DAM)
     await first.aclose()
@@ -161,15 +150,12 @@ async def test_pages_belong_to_one_conversation_and_outlive_a_response() -> None
     assert other.source(0) is None
     again = await provider.open("alice", SessionOptions())
     assert (await do(again, "find", pattern="87")).text.startswith("[1] Find results")
-    await provider.aclose()
 
 
-async def test_a_conversation_without_an_id_shares_nothing() -> None:
-    provider = await start()
+async def test_a_conversation_without_an_id_shares_nothing(provider: BrowserProvider) -> None:
     first = await provider.open("", SessionOptions())
     await do(first, "open", id=DAM)
     assert (await provider.open("", SessionOptions())).source(0) is None
-    await provider.aclose()
 
 
 async def test_idle_conversations_are_forgotten_before_open_ones() -> None:
@@ -185,27 +171,33 @@ async def test_idle_conversations_are_forgotten_before_open_ones() -> None:
     await provider.aclose()
 
 
-async def test_allowed_domains_bound_search_and_open() -> None:
-    provider = await start()
+async def test_allowed_domains_bound_search_and_open(provider: BrowserProvider) -> None:
     session = await provider.open("c", SessionOptions(allowed_domains=["dams.example"]))
     shown = await do(session, "search", query="metres lighthouse dam library")
-    assert shown.action is not None
     assert [source.url for source in shown.action.sources] == [DAM]
     refused = await do(session, "open", id="file:///library.txt")
-    assert refused.error is not None
     assert refused.error.type == "denied"
-    await provider.aclose()
 
 
-async def test_without_external_web_access_only_documents_answer() -> None:
-    provider = await start()
+async def test_without_external_web_access_only_documents_answer(provider: BrowserProvider) -> None:
     session = await provider.open("c", SessionOptions(external_web_access=False))
     assert (await do(session, "open", id=DAM)).error is None
     refused = await do(session, "open", id="https://site.example/")
-    assert refused.error is not None
     assert refused.error.type == "denied"
     assert "may not use the web" in refused.text
-    await provider.aclose()
+
+
+@pytest.mark.parametrize(
+    ("web", "said"),
+    [
+        (True, "No search is available: this server has neither a key for a search service nor a folder of documents"),
+        (False, "No search is available without external web access: this server has no folder of documents"),
+    ],
+)
+async def test_without_a_search_the_model_reads_why(web: bool, said: str) -> None:
+    async with aclosing(BrowserProvider(BrowserConfig(), environ={})) as provider:
+        session = await provider.open("c", SessionOptions(external_web_access=web))
+        assert (await do(session, "search", query="dam")).text == said
 
 
 async def test_search_context_size_bounds_what_is_shown(tmp_path: Path) -> None:
@@ -217,27 +209,24 @@ async def test_search_context_size_bounds_what_is_shown(tmp_path: Path) -> None:
     for size in ("low", "medium", "high"):
         session = await provider.open(size, SessionOptions(search_context_size=size))
         result = await do(session, "search", query="shared", topn=30)
-        assert result.action is not None
         page = await do(session, "open", id=0)
         shown[size] = (len(result.action.sources), len(page.text))
     assert [shown[size][0] for size in ("low", "medium", "high")] == [5, 10, 20]
     assert shown["low"][1] < shown["medium"][1] < shown["high"][1]
     fewer = await do(await provider.open("n", SessionOptions()), "search", query="shared", topn=3)
-    assert fewer.action is not None
     assert len(fewer.action.sources) == 3
     await provider.aclose()
 
 
-async def test_a_long_conversation_keeps_citations_and_bounds_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_conversation_keeps_citations_and_bounds_memory(
+    session: BrowserSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("vllm_gptoss.tools.browser.state.MAX_PAGES", 3)
-    provider = await start()
-    session = await provider.open("c", SessionOptions())
     for _ in range(6):
         await do(session, "open", id=DAM)
     assert session.source(0) == Source(0, DAM, "The Velmora dam")
     assert "too long ago" in (await do(session, "find", cursor=0, pattern="x")).text
     assert (await do(session, "find", cursor=5, pattern="87")).error is None
-    await provider.aclose()
 
 
 async def test_pages_of_all_conversations_have_a_limit_together(tmp_path: Path) -> None:
@@ -272,13 +261,8 @@ async def test_links_count_as_text_does(monkeypatch: pytest.MonkeyPatch) -> None
         state.add(Page(f"http://a.example/{number}", "t", "short", links))
     assert state.dropped == 3
     assert state.size < 1 << 20
-
-
-async def test_a_missing_folder_turns_the_tool_off_with_the_reason(tmp_path: Path) -> None:
-    provider = BrowserProvider(BrowserConfig(documents=tmp_path / "no"), environ={})
-    await provider.start()
-    assert provider.unavailable is not None
-    assert "does not exist" in provider.unavailable
+    state.add(large := Page("http://a.example/5", "t", "x" * (1 << 20)))
+    assert state.page(-1) is large, "the display that the model looks at stays"
 
 
 async def test_links_out_of_the_folder_and_oversized_files_are_not_indexed(
@@ -295,7 +279,6 @@ async def test_links_out_of_the_folder_and_oversized_files_are_not_indexed(
     await provider.start()
     session = await provider.open("c", SessionOptions())
     result = await do(session, "search", query="keyword")
-    assert result.action is not None
     assert [source.url for source in result.action.sources] == ["file:///in.txt"]
     await provider.aclose()
 

@@ -93,7 +93,7 @@ async def test_no_bytes_of_a_kernels_socket_break_its_reader() -> None:
         reader = asyncio.StreamReader()
         reader.feed_data(b"".join(chance.choice(pieces) for _ in range(chance.randint(1, 40))))
         reader.feed_eof()
-        connection = ZmtpConnection(reader, Writer(), 1 << 16)  # type: ignore[arg-type]
+        connection = ZmtpConnection(reader, Writer(), 1 << 16)
         with contextlib.suppress(ProtocolError):
             async with asyncio.timeout(60):  # the end of the file is a ProtocolError too
                 while frames := await connection.receive():
@@ -130,8 +130,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 @pytest.mark.parametrize(
-    ("target", "path"),
-    [("bodies", "/responses"), ("references", "/responses"), ("conversations", "/conversations")],
+    ("target", "path"), [("bodies", "/responses"), ("references", "/responses"), ("conversations", "/conversations")]
 )
 def test_no_request_breaks_the_endpoint(server: Running, target: str, path: str) -> None:
     """A 4xx with OpenAI's error object, or a result; never a 5xx, and none takes long."""

@@ -22,6 +22,8 @@ from tests.support.confined_workers import kill_workers
 from tests.support.loop_watch import shortest_pause, watched
 from tests.support.waiting import soon
 from tests.tools.confined import hostile_jobs as jobs
+from vllm_gptoss.tools.browser.provider import BrowserProvider
+from vllm_gptoss.tools.browser.settings import BrowserConfig
 from vllm_gptoss.tools.confined import BusyError, ConfinedError, FaultError, Limit, Pool, Refused, Sizes, content, pool
 from vllm_gptoss.tools.confined import jobs as registered
 from vllm_gptoss.tools.confined.nursery import Nursery
@@ -203,7 +205,6 @@ async def test_a_cancelled_wait_gives_its_place_back(hostile: Nursery) -> None:
 async def test_a_dead_fork_server_is_replaced(hostile: Nursery) -> None:
     workers = Pool(hostile)
     await workers.start()
-    assert hostile._process is not None
     hostile._process.kill()
     hostile._process.wait()
     assert await workers.run(jobs.echo, b"x") == b"x"
@@ -233,6 +234,10 @@ async def test_a_fork_server_that_cannot_start_says_where_to_look(monkeypatch: p
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(ConfinedError, match="with the reason in the log"):
         await workers.start()
+    monkeypatch.setattr("vllm_gptoss.tools.browser.provider.pool", lambda: workers)
+    browser = BrowserProvider(BrowserConfig(), environ={})
+    await browser.start()
+    assert "no process can be had that reads pages: " in (browser.unavailable or "")
 
 
 @pytest.mark.alone

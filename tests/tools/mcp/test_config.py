@@ -60,7 +60,6 @@ def test_a_file_is_read_and_its_paths_are_relative_to_it(tmp_path: Path) -> None
     file.write_text(FULL)
     plan = parse_spec(str(file), {})
     assert plan.python == {"timeout_s": 30}
-    assert plan.browser is not None
     assert plan.browser.documents == tmp_path / "docs"
     servers = dict(plan.mcp)
     assert servers["local"].cwd == tmp_path

@@ -23,7 +23,7 @@ from starlette.routing import Route
 from tests.support.loop_watch import shortest_pause
 from tests.support.servers import running
 from vllm_gptoss.tools.confined import pool
-from vllm_gptoss.tools.confined.json_tree import json_problem
+from vllm_gptoss.tools.confined.json_tree import json_problem, may_exceed
 from vllm_gptoss.tools.mcp import bounds, relay
 from vllm_gptoss.tools.mcp.pace import Pace
 from vllm_gptoss.tools.mcp.provider import McpProvider
@@ -151,14 +151,16 @@ async def test_ten_seconds_worth_of_messages_may_come_at_once(sent: int, waits: 
 
 
 def test_the_relay_keeps_lines_whole_whatever_their_pieces(tmp_path: Path) -> None:
-    lines = [b'{"id": 1}', b"", b"x" * 70_000, b'{"id":"a", "x": "%s"}' % (b"y" * 300_000), b'{"x": "last"}']
-    (tmp_path / "out").write_bytes(b"\n".join(lines))
+    lines = [b'{"id": 1}', b"", b"x" * 70_000, b'{"x": "last"}']
+    refused = [b'{"id":"a", "x": "%s"}' % (b"y" * 300_000), b'{"id": 7, "x": %s}' % (b"[" * 101 + b"]" * 101)]
+    (tmp_path / "out").write_bytes(b"\n".join([*lines[:3], *refused, lines[3]]))
     with (tmp_path / "out").open("rb") as file:
         got = list(relay.lines(file.fileno(), 100_000))
     assert got[:3] == [line + b"\n" for line in lines[:3]]
-    assert json.loads(got[3])["id"] == "a"
-    assert "larger than 100000" in json.loads(got[3])["error"]["message"]
-    assert got[4] == b'{"x": "last"}\n'
+    for line, (number, said) in zip(got[3:5], [("a", "larger than 100000"), (7, "nested more than")], strict=True):
+        answer = json.loads(line)
+        assert (answer["id"], said in answer["error"]["message"]) == (number, True)
+    assert got[5] == b'{"x": "last"}\n'
 
 
 TREE = b"[" + b"[]," * 3_000_000 + b"[]]"
@@ -226,3 +228,7 @@ async def test_an_answer_is_counted_as_what_it_unfolds_to(
 )
 def test_only_what_builds_a_tree_counts(data: bytes, fits: bool) -> None:
     assert (json_problem(data) is None) == fits
+
+
+def test_an_answer_at_its_limit_of_values_is_read_at_once() -> None:
+    assert [may_exceed(b"[1, 2]", nodes) for nodes in (1, 2, 3)] == [True, False, False]

@@ -82,7 +82,6 @@ async def test_a_requests_server_works_and_its_authorization_is_nowhere(caplog: 
         assert seen.text == "Bearer tok-SECRET"
         assert (await do(session, "mine", "header", '{"name": "x-plan"}')).text == "gold-SECRET"
         hidden = await do(session, "mine", "add", '{"a": 1}')
-        assert hidden.error is not None
         assert hidden.error.type == "unknown_tool"
         await session.aclose()
         await provider.aclose()

@@ -29,7 +29,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 async def opened(place: str, **options: float) -> FileStore:
     limits = {"max_bytes": 8 * MIB, "max_files": 100, "keep_s": 60.0} | options
-    store = FileStore(kept=KeptFiles(place), **limits)  # type: ignore[arg-type]
+    store = FileStore(kept=KeptFiles(place), **limits)
     await store.open()
     return store
 
@@ -49,7 +49,6 @@ async def test_what_a_server_kept_another_gives_out_after_it_is_gone(place: str,
     first.close()
     for store in (second, await opened(place)):
         found = await store.read(CONTAINER, kept)
-        assert found is not None
         assert (found.filename, found.data, found.media_type) == ("ordner/bücher\n.csv", data, "text/csv")
         assert found.owner == "alice"
         listed = await store.listing(CONTAINER)
@@ -94,7 +93,8 @@ async def test_a_folder_is_its_owners_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "advice"), [("nonsense://x", "cannot be kept at nonsense://x"), ("/proc/nowhere/x", "cannot be kept at")]
+    ("url", "advice"),
+    [("nonsense://x", "cannot be stored at nonsense://x"), ("/proc/nowhere/x", "cannot be stored at")],
 )
 async def test_a_place_that_cannot_be_used_is_named(url: str, advice: str) -> None:
     with pytest.raises(OSError, match=advice):
@@ -112,9 +112,9 @@ async def test_a_storage_that_is_gone_costs_the_file_and_is_said(
         await put(store, tmp_path, "f", b"x")
     with pytest.raises(OSError, match="the file store failed"):
         await put(store, tmp_path, "f", b"x")
-    assert caplog.text.count("kept files: save failed") == 1, "a call's other files do not wait for it too"
+    assert caplog.text.count("file storage: save failed") == 1, "a call's other files do not wait for it too"
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-    with pytest.raises(OSError, match="cannot be kept at s3://files/other"):
+    with pytest.raises(OSError, match="cannot be stored at s3://files/other"):
         await opened("s3://files/other")
 
 
@@ -128,5 +128,4 @@ async def test_a_hole_in_a_file_takes_no_room_where_it_is_kept(tmp_path: Path) -
     kept = tmp_path / "kept" / CONTAINER / file_id
     assert kept.stat().st_blocks * 512 < 4 * MIB
     found = await store.read(CONTAINER, file_id)
-    assert found is not None
     assert (found.size, found.data[:4], found.data.count(0)) == (64 * MIB, b"head", 64 * MIB - 4)

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import tempfile
 import time
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -65,15 +66,12 @@ async def test_what_is_shown_below_the_scratch_space_stays_there_and_stays_read_
         Path(host, "data").mkdir()
         Path(host, "data", "note").write_text("from the host")
         Path(host, "secret").write_text("not shown")
-        provider = await started(read_only_paths=[Path(host, "data")])
-        try:
+        async with aclosing(await started(read_only_paths=[Path(host, "data")])) as provider:
             read = await run_in(provider, f"open('{host}/data/note').read()")
             listed = await run_in(provider, f"import os; os.listdir('{host}')")
             wrote = await run_in(provider, f"open('{host}/data/note', 'w')")
             mine = f"/tmp/{secrets.token_hex(8)}"
             private = await run_in(provider, f"open('{mine}', 'w').write('x')")
-        finally:
-            await provider.aclose()
         assert read.text.strip() == "'from the host'"
         assert listed.text.strip() == "['data']"
         assert "Read-only file system" in wrote.text
@@ -86,7 +84,6 @@ async def test_exception_is_told_with_its_traceback(provider: PythonProvider) ->
     assert result.text.startswith("before")
     assert "ZeroDivisionError: division by zero" in result.text
     assert "\x1b" not in result.text
-    assert result.error is not None
     assert (result.error.type, result.error.message) == ("tool_failed", "ZeroDivisionError: division by zero")
 
 
@@ -108,7 +105,6 @@ async def test_file_in_data_is_listed_once_and_downloadable(provider: PythonProv
     (file,) = [c for c in result.content if isinstance(c, File)]
     assert (file.filename, file.bytes, file.container_id) == ("table.csv", 8, result.container_id)
     stored = await provider.read_file(file.container_id, file.file_id)
-    assert stored is not None
     assert (stored.data, stored.media_type, stored.filename) == (b"a,b\n1,2\n", "text/csv", "table.csv")
     assert (await provider.list_files(file.container_id))[0].file_id == file.file_id
     unchanged = await run_in(provider, "1", "files")
@@ -174,8 +170,7 @@ async def test_code_in_json_is_run(provider: PythonProvider) -> None:
 
 
 @pytest.mark.parametrize(
-    "code",
-    ["```python\nprint(6 * 7)\n```", "\n```py\nprint(6 * 7)\n  ```\n", "```\nprint(6 * 7)"],
+    "code", ["```python\nprint(6 * 7)\n```", "\n```py\nprint(6 * 7)\n  ```\n", "```\nprint(6 * 7)"]
 )
 async def test_code_in_a_markdown_fence_runs(provider: PythonProvider, code: str) -> None:
     assert (await run_in(provider, code)).text.strip() == "42"
@@ -185,7 +180,6 @@ async def test_code_in_a_markdown_fence_runs(provider: PythonProvider, code: str
 @pytest.mark.parametrize("code", ["", " \n", "#" * (1 << 20) + "#"])
 async def test_no_code_and_too_much_code_are_refused(provider: PythonProvider, code: str) -> None:
     result = await run_in(provider, code)
-    assert result.error is not None
     assert result.error.type == "invalid_arguments"
 
 
@@ -208,15 +202,12 @@ async def test_results_say_nothing_when_there_is_nothing(provider: PythonProvide
 @pytest.mark.alone
 async def test_pool_has_a_kernel_ready_under_one_second() -> None:
     """From the pool it is some milliseconds; 1 s is what the issue promises, on a shared CI machine."""
-    provider = await started(warm=1)
-    try:
+    async with aclosing(await started(warm=1)) as provider:
         begin = time.monotonic()
         result = await run_in(provider, "1 + 1")
         elapsed = time.monotonic() - begin
         assert result.text.strip() == "2"
         assert elapsed < 1.0
-    finally:
-        await provider.aclose()
 
 
 async def test_call_of_another_session_of_the_conversation_waits_its_turn(provider: PythonProvider) -> None:

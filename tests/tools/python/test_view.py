@@ -5,6 +5,7 @@ from __future__ import annotations
 import site
 import subprocess
 import sys
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -55,12 +56,11 @@ async def test_packages_that_no_program_would_see_are_an_error_that_says_what_to
 
 @pytest.mark.namespaces
 async def test_a_program_imports_what_another_environment_has(environment: Path) -> None:
-    provider = await started(python=environment / "venv" / "bin" / "python", warm=0, max_conversations=1, preload=[])
-    try:
+    async with aclosing(
+        await started(python=environment / "venv" / "bin" / "python", warm=0, max_conversations=1, preload=[])
+    ) as provider:
         result = await run_in(provider, "import IPython.core.debugger, numpy; print(numpy.ones(3).sum())", "a")
         assert result.error is None, result
         assert "3.0" in str(result)
         result = await run_in(provider, f"open({str(environment / 'checkout' / '.env')!r}).read()", "a")
         assert "secret" not in str(result)
-    finally:
-        await provider.aclose()

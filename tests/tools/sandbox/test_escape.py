@@ -20,6 +20,7 @@ from tests.tools.sandbox.attempts import LAUNCHER, OPTIONS, SHOWS_TMP, Host, all
 from vllm_gptoss.tools.protocol import File
 from vllm_gptoss.tools.python import PythonProvider
 from vllm_gptoss.tools.sandbox import cage, landlock, launcher
+from vllm_gptoss.tools.sandbox.spec import INSIDE_ID
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
 
@@ -27,7 +28,6 @@ pytestmark = [pytest.mark.namespaces, pytest.mark.asyncio(loop_scope="module")]
 def program_of(provider: PythonProvider, conversation: str) -> psutil.Process:
     """The conversation's program, as the host sees it."""
     kernel = provider._containers[conversation]._kernel
-    assert kernel is not None
     (program,) = psutil.Process(launcher._pid_of(kernel.sandbox._pidfd)).children()
     return program
 
@@ -126,7 +126,7 @@ print([line.split(':')[1].strip() for line in open('/proc/self/status') if line.
 """
     *_, uid, prm, eff, bnd, amb, privileges, seccomp = json.loads((await run(provider, code)).text.replace("'", '"'))
     assert {int(c, 16) for c in (prm, eff, bnd, amb)} == {0}
-    assert "0" not in uid.split()
+    assert uid.split() == [str(INSIDE_ID)] * 4
     assert (privileges, seccomp) == ("1", "2")
 
 
@@ -345,5 +345,4 @@ open(b'/mnt/data/odd-\\xff\\n..', 'w').write('odd')
     assert sorted(f.filename for f in files) == ["d/real.txt", "odd-?\n.."]
     for file in files:
         stored = await provider.read_file(file.container_id, file.file_id)
-        assert stored is not None
         assert stored.data in (b"real", b"odd")

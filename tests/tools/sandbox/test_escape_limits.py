@@ -81,9 +81,11 @@ for i in range(4): os.path.exists(f'{directory}/{{i}}') and os.unlink(f'{directo
 
 
 async def test_memory_limit_of_one_process(provider: PythonProvider) -> None:
-    result = await run(provider, "b = [bytearray(64 << 20) for _ in range(16)]; print(len(b))")
+    await run(provider, "x = 41", "bomb of memory")
+    result = await run(provider, "b = [bytearray(64 << 20) for _ in range(16)]; print(len(b))", "bomb of memory")
     assert "MemoryError" in result.text
     assert result.error is not None
+    assert (await run(provider, "print(x + 1)", "bomb of memory")).text.strip() == "42"
 
 
 async def test_memory_limit_of_many_processes(provider: PythonProvider) -> None:
@@ -95,10 +97,11 @@ for _ in range(8):
 time.sleep(8)
 print('ESCAPED')
 """
-    result = await run(provider, code)
+    result = await run(provider, code, "family")
     assert "ESCAPED" not in result.text
-    assert result.error is not None
     assert result.error.type == "resource_limit"
+    assert f"{OPTIONS.memory_mib} MiB of memory" in result.text
+    assert (await run(provider, "print(40 + 2)", "family")).text.strip() == "42"
 
 
 async def test_socket_buffers_are_bounded(provider: PythonProvider) -> None:
@@ -271,7 +274,6 @@ print('armed')
     conversation = f"waker {waker}"
     assert "armed" in (await run(provider, code, conversation)).text
     container = provider._containers[conversation]
-    assert container._kernel is not None
     sandbox = container._kernel.sandbox
 
     async def ticks() -> int:

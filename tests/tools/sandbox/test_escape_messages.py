@@ -31,7 +31,6 @@ print(sent)
 """
     before = resident()
     result = await run(provider, code)
-    assert result.error is not None
     assert "sent a message of more than" in result.error.message
     assert resident() - before < 64 << 20
     assert (await run(provider, "print(6 * 7)")).text.strip() == "42"
@@ -109,7 +108,6 @@ while time.monotonic() < end: write('/mnt/data/after'); time.sleep(0.01)
     async with asyncio.timeout(15):
         await run(provider, code, conversation)
     container = provider._containers[conversation]
-    assert container._kernel is not None
     assert not container._needs_kernel, "nothing would run because it was killed"
     sandbox = container._kernel.sandbox
 
@@ -151,7 +149,6 @@ async def test_tiny_frames_do_not_take_the_event_loop(provider: PythonProvider, 
     frame, said = TINY[name]
     pause, result = await shortest_pause(lambda: run(provider, f"FRAMES = {frame!r} * 16384\n{RAW}"), 0.1)
     assert pause < 0.1
-    assert result.error is not None
     # Unread parts count as the cage's memory, and that limit may come first: the kernel is killed, or
     # its ZeroMQ gives up.
     ends = said in result.error.message or result.error.type == "resource_limit" or "signal 6" in result.error.message

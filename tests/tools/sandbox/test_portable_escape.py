@@ -92,7 +92,6 @@ async def all_blocked(provider: PythonProvider, code: str, attempts: int) -> Non
 
 def process_of(provider: PythonProvider, conversation: str) -> int:
     kernel = provider._containers[conversation]._kernel
-    assert kernel is not None
     return int(kernel.sandbox._process.pid)
 
 
@@ -123,7 +122,6 @@ open('real.txt', 'w').write('real'); os.mkdir('d2'); open('d2/deep.txt', 'w').wr
     files = {c.filename: c for c in result.content if isinstance(c, File)}
     assert sorted(files) == ["d2/deep.txt", "real.txt"]
     stored = await provider.read_file(files["real.txt"].container_id, files["real.txt"].file_id)
-    assert stored is not None
     assert stored.data == b"real"
 
 
@@ -142,8 +140,6 @@ try: os.chmod('/usr/local/lib', 0o777)
 except (OSError, AttributeError): pass
 """
     await all_blocked(provider, code, len(paths) + 2)
-    assert provider._pool is not None
-    assert provider._pool.choice is not None
     assert provider._pool.choice.launcher._runtime.library.stat().st_mode & 0o777 == 0o755
     assert host.model.read_text() == host.secret
     assert not (host.directory / "x").exists()
@@ -306,8 +302,6 @@ async def test_broken_out_of_webassembly_there_is_a_second_wall(
     """The same lock around a native program, which is what a hole in the runtime would give."""
     shown = tmp_path / "shown"
     shown.mkdir()
-    assert provider._pool is not None
-    assert provider._pool.choice is not None
     launcher = provider._pool.choice.launcher
     sandbox = await launcher.spawn()
     settings = sandbox._settings

@@ -81,6 +81,7 @@ def test_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_p
     for arguments, advice in (
         (["browser", "--host", "0.0.0.0"], "give --keys-file"),
         (["browser", "--keys-file", str(tmp_path / "none")], "No such file"),
+        (["127.0.0.1:1"], "no tool can be served"),
     ):
         done = CliRunner().invoke(app, arguments)
         assert (done.exit_code, advice in done.output) == (2, True), done.output
@@ -93,18 +94,8 @@ async def test_every_path_asks_for_a_key_but_the_health_check(monkeypatch: pytes
         running(http_app(tools.providers, "127.0.0.1", keys)) as url,
         httpx.AsyncClient(base_url=url) as client,
     ):
-        paths = [
-            "/mcp",
-            "/sse",
-            "/browser/mcp",
-            "/browser/sse",
-            "/messages/",
-            "/containers/c/files",
-            "/",
-            "/health/x",
-            "/metrics",
-        ]
-        for path in paths:
+        tools = ("/mcp", "/sse", "/browser/mcp", "/browser/sse", "/messages/", "/containers/c/files")
+        for path in (*tools, "/", "/health/x", "/metrics"):
             for method in ("GET", "POST", "DELETE"):
                 answer = await client.request(method, path, headers={"authorization": "Bearer wrong"})
                 assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer"), (method, path)

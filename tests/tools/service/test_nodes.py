@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,21 +53,16 @@ async def node() -> AsyncIterator[Node]:
 @asynccontextmanager
 async def service(key: str, *urls: str) -> AsyncIterator[ServiceProvider]:
     provider = ServiceProvider(ServiceConfig(nodes=list(urls), connect_timeout_s=30), {"GPTOSS_TOOLS_KEY": key})
-    await provider.start()
-    try:
+    async with aclosing(provider):
+        await provider.start()
         yield provider
-    finally:
-        await provider.aclose()
 
 
 async def run(
     provider: ServiceProvider, code: str, conversation: str = "c", past: tuple[Mapping[str, Any], ...] = ()
 ) -> ToolResult:
-    session = await provider.open(conversation, SessionOptions(past=past))
-    try:
+    async with aclosing(await provider.open(conversation, SessionOptions(past=past))) as session:
         return await session.call(ToolCall("call", "python", None, code))
-    finally:
-        await session.aclose()
 
 
 def after(result: ToolResult) -> tuple[Mapping[str, Any], ...]:
@@ -99,7 +94,6 @@ def test_an_address_that_is_none_is_refused(spec: str, problem: str) -> None:
 
 def test_the_service_takes_the_place_of_the_servers_own_python() -> None:
     plan = parse_spec("demo,service:http://a:1,service:https://b:2", {})
-    assert plan.service is not None
     assert plan.service.nodes == ["http://a:1", "https://b:2"]
     server = ToolServer.from_spec("demo,service:http://a:1", ToolServerOptions(environ={}))
     assert sorted(p.name for p in server.providers) == ["browser", "python"]
@@ -120,7 +114,6 @@ async def test_two_callers_reach_nothing_of_each_other(node: Node) -> None:
         assert await bob.list_files(mine.container_id) == []
         assert await bob.read_file(mine.container_id, file.file_id) is None
         found = await alice.read_file(mine.container_id, file.file_id)
-        assert found is not None
         assert (found.data, found.filename, found.media_type) == (b"alice", "f.txt", "text/plain")
         assert (await run(alice, "print(secret)", past=after(mine))).text == "1\n"
 
@@ -132,7 +125,6 @@ async def test_a_callers_limits_are_told_and_cost_no_other_caller_anything(node:
         endless = [asyncio.create_task(run(alice, "import time; time.sleep(600)", f"busy {n}")) for n in range(2)]
         await until(lambda: sum(c.lock.locked() and c.alive for c in node.python._containers.values()) >= 2)
         refused = await run(alice, "print(1)", "one more")
-        assert refused.error is not None
         assert refused.error.type == "resource_limit"
         assert "this caller may run 2 python sessions at once, and all of them are busy" in refused.text
         assert (await run(bob, "print(1)", "one more")).text == "1\n"
@@ -267,13 +259,11 @@ async def test_a_call_that_a_node_does_not_take_goes_to_the_next_one_and_says_wh
     ):
         name = next(name for name in map(str, range(100)) if ranked([first, second], name)[0] == first)
         before = await run(alice, "x = 1", name)
-        assert before.recall is not None
         assert before.recall["node"] == first
         gone = True
         moved = await run(alice, "print('x' in globals())", name, past=after(before))
         assert "This python session is new" in moved.text
         assert moved.text.endswith("False\n")
-        assert moved.recall is not None
         assert moved.recall["node"] == second
         gone = False
         await until(lambda: not any(each.unavailable for _, each in alice.in_order(name, "")))  # it is known to be back

@@ -29,9 +29,9 @@ INITIALIZE = {
 }
 
 
-@pytest.fixture
-async def http() -> AsyncIterator[httpx.AsyncClient]:
-    keys = load_keys(None, {VARIABLE: f"{ALICE},{BOB},{CAROL}"})
+@pytest.fixture(params=[f"{ALICE},{BOB},{CAROL}"], ids=["keys"])
+async def http(request: pytest.FixtureRequest) -> AsyncIterator[httpx.AsyncClient]:
+    keys = load_keys(None, {VARIABLE: request.param}) if request.param else None
     async with (
         ToolServer.from_spec("browser", ToolServerOptions(environ=ENVIRON)) as tools,
         running(http_app(tools.providers, "127.0.0.1", keys, SessionLimits(per_caller=3, total=5))) as url,
@@ -41,7 +41,7 @@ async def http() -> AsyncIterator[httpx.AsyncClient]:
 
 
 def headers(key: str, session: str = "") -> dict[str, str]:
-    found = {"authorization": f"Bearer {key}", "accept": "application/json, text/event-stream"}
+    found = {"authorization": key and f"Bearer {key}", "accept": "application/json, text/event-stream"}
     return found | ({"mcp-session-id": session} if session else {})
 
 
@@ -97,6 +97,13 @@ async def test_at_its_limit_a_keys_longest_unused_session_ends(http: httpx.Async
     fourth = await opened(http, ALICE)
     assert [await lives(http, ALICE, each) for each in (first, second, third, fourth)] == [True, False, True, True]
     assert await lives(http, BOB, other)
+
+
+@pytest.mark.parametrize("http", [""], indirect=True, ids=["no keys"])
+async def test_without_keys_the_longest_unused_session_ends_too(http: httpx.AsyncClient) -> None:
+    """The request that ends it names the host: others are refused on the loopback."""
+    sessions = [await opened(http, "") for _ in range(6)]
+    assert [await lives(http, "", each) for each in sessions] == [False] + [True] * 5
 
 
 async def test_at_the_limit_of_all_the_key_with_most_gives_way(http: httpx.AsyncClient) -> None:

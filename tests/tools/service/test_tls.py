@@ -67,7 +67,6 @@ async def test_calls_and_files_pass_the_documented_proxy(tmp_path: Path) -> None
             made = await session.call(ToolCall("1", "python", None, "open('/mnt/data/f', 'w').write('x')"))
             (file,) = [part for part in made.content if isinstance(part, File)]
             found = await service.read_file(file.container_id, file.file_id)
-            assert found is not None
             assert found.data == b"x"
             await session.aclose()
         finally:

@@ -37,7 +37,6 @@ _HOST = re.compile(r"[^\s/?#@*\[\]]+")
 _CONNECT_S = 3.0
 """Seconds for one of several addresses to accept a connection."""
 
-_UNREACHABLE = (httpx.ConnectError, httpx.ConnectTimeout)
 _INTERNAL_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa", ".lan", ".intranet", ".corp")
 
 
@@ -234,39 +233,45 @@ async def check_for_proxy(guard: Guard, request: Any) -> None:
     await guard.check_name(request.url.host, port)
 
 
-class GuardedTransport(httpx.AsyncBaseTransport):
-    """Sends through `inner` to judged addresses only, or through the environment's proxy when it has one.
+class Guarded:
+    """A transport of `library`, httpx or httpx2: sends through `inner` to judged addresses only, or through the
+    environment's proxy when it has one.
 
     Connections are not reused: one pooled under an address would carry the TLS name of another host on it.
     """
 
-    def __init__(
-        self, guard: Guard, inner: httpx.AsyncBaseTransport | None = None, *, use_proxies: bool = True
-    ) -> None:
-        self._guard = guard
-        self._limits = httpx.Limits(max_connections=100, max_keepalive_connections=0)
-        self._inner = inner or httpx.AsyncHTTPTransport(limits=self._limits)
-        self._proxies: dict[str, httpx.AsyncBaseTransport] = {}
-        self._use_proxies = use_proxies and inner is None
+    library: Any
 
-    def _through(self, proxy: str) -> httpx.AsyncBaseTransport:
+    def __init__(self, guard: Guard, inner: Any = None) -> None:
+        self._guard = guard
+        self._limits = self.library.Limits(max_connections=100, max_keepalive_connections=0)
+        self._inner = inner or self.library.AsyncHTTPTransport(limits=self._limits)
+        self._proxies: dict[str, Any] = {}
+        self._use_proxies = inner is None
+
+    def _through(self, proxy: str) -> Any:
         if proxy not in self._proxies:
             try:
-                self._proxies[proxy] = httpx.AsyncHTTPTransport(proxy=proxy, limits=self._limits)
+                self._proxies[proxy] = self.library.AsyncHTTPTransport(proxy=proxy, limits=self._limits)
             except ValueError as error:
-                raise httpx.ConnectError(f"the proxy that the environment names cannot be used: {error}") from error
+                message = f"the proxy that the environment names cannot be used: {error}"
+                raise self.library.ConnectError(message) from error
         return self._proxies[proxy]
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+    async def handle_async_request(self, request: Any) -> Any:
         """Judges and sends. Raises DeniedError: the address must not be reached; nothing was sent."""
         check_scheme(str(request.url))
         proxy = proxy_of(request.url.scheme, request.url.host) if self._use_proxies else None
         if proxy is None:
-            response: httpx.Response = await send_judged(self._guard, request, self._inner, _UNREACHABLE)
-            return response
+            unreachable = (self.library.ConnectError, self.library.ConnectTimeout)
+            return await send_judged(self._guard, request, self._inner, unreachable)
         await check_for_proxy(self._guard, request)
         return await self._through(proxy).handle_async_request(request)
 
     async def aclose(self) -> None:
         for transport in (self._inner, *self._proxies.values()):
             await transport.aclose()
+
+
+class GuardedTransport(Guarded, httpx.AsyncBaseTransport):
+    library = httpx

@@ -22,7 +22,7 @@ from mcp.client.stdio import stdio_client
 from mcp.client.streamable_http import streamable_http_client
 from mcp_types import Implementation
 
-from vllm_gptoss.tools.browser.guard import Guard, check_for_proxy, proxy_of, send_judged
+from vllm_gptoss.tools.browser.guard import Guard, Guarded
 from vllm_gptoss.tools.confined.content import ACCEPT_ENCODING
 from vllm_gptoss.tools.mcp.answers import explained, patient, without_broken_tools
 from vllm_gptoss.tools.mcp.bounds import MAX_ANSWER_BYTES, bound
@@ -33,7 +33,6 @@ from vllm_gptoss.tools.mcp.settings import McpServerConfig, bearer, expand
 from vllm_gptoss.tools.version import NAME, VERSION
 
 _INFO = Implementation(name=NAME, version=VERSION)
-_UNREACHABLE = (httpx2.ConnectError, httpx2.ConnectTimeout)
 _PATIENCE_S = 5.0
 """Seconds that a server may send more than its pace in a row."""
 
@@ -43,33 +42,8 @@ _READ_S = 300.0
 _RELAY = str(Path(__file__).with_name("relay.py"))
 
 
-class GuardedTransport2(httpx2.AsyncBaseTransport):
-    """`browser.guard.GuardedTransport` for the HTTP client that the `mcp` package brings."""
-
-    def __init__(self, guard: Guard, inner: httpx2.AsyncBaseTransport | None = None) -> None:
-        self._limits = httpx2.Limits(max_connections=100, max_keepalive_connections=0)
-        self._guard = guard
-        self._use_proxies = inner is None
-        self._inner = inner or httpx2.AsyncHTTPTransport(limits=self._limits)
-        self._proxies: dict[str, httpx2.AsyncBaseTransport] = {}
-
-    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Judges and sends. Raises DeniedError: the address must not be reached; nothing was sent."""
-        proxy = proxy_of(request.url.scheme, request.url.host) if self._use_proxies else None
-        if proxy is None:
-            response: httpx2.Response = await send_judged(self._guard, request, self._inner, _UNREACHABLE)
-            return response
-        await check_for_proxy(self._guard, request)
-        if proxy not in self._proxies:
-            try:
-                self._proxies[proxy] = httpx2.AsyncHTTPTransport(proxy=proxy, limits=self._limits)
-            except ValueError as error:
-                raise httpx2.ConnectError(f"the proxy that the environment names cannot be used: {error}") from error
-        return await self._proxies[proxy].handle_async_request(request)
-
-    async def aclose(self) -> None:
-        for transport in (self._inner, *self._proxies.values()):
-            await transport.aclose()
+class GuardedTransport2(Guarded, httpx2.AsyncBaseTransport):
+    library = httpx2
 
 
 @dataclass(frozen=True)
@@ -132,7 +106,7 @@ class Dialer:
             headers={"Accept-Encoding": ACCEPT_ENCODING, **(headers or {})},
             timeout=timeout or 30.0,
             auth=auth,
-            verify=_trust(self.config.ca_file),
+            verify=trust(self.config.ca_file),
             transport=GuardedTransport2(self.guard) if self.guard else None,
             event_hooks={"request": [self._keep_to_issuer], "response": [bound, patient, self._note, explained]},
         )
@@ -182,7 +156,7 @@ def _check_command(config: McpServerConfig, env: Mapping[str, str]) -> None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), config.command)
 
 
-def _trust(ca_file: Path | None) -> ssl.SSLContext:
+def trust(ca_file: Path | None) -> ssl.SSLContext:
     """The context with the trusted certificates, read again when one of their files changes."""
     named = [str(ca_file or ""), os.environ.get("SSL_CERT_FILE", ""), os.environ.get("SSL_CERT_DIR", "")]
     return _context(ca_file, tuple((name, _changed(name)) for name in named))

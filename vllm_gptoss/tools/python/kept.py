@@ -45,7 +45,7 @@ def _storage(method: Callable[P, T]) -> Callable[P, T]:
             return method(*args, **kwargs)
         except Exception as error:
             what = str(error).split("\n")[0][:200]
-            logger.warning("kept files: %s failed: %s: %s", method.__name__, type(error).__name__, what)
+            logger.warning("file storage: %s failed: %s: %s", method.__name__, type(error).__name__, what)
             raise OSError(f"the file store failed: {type(error).__name__}") from error
 
     return wrapped
@@ -84,10 +84,10 @@ class KeptFiles:
                 self._fs.find(self._root, maxdepth=1)
         except ImportError as error:
             extra = "; pip install 'vllm-gptoss[s3]'" if self.url.startswith("s3") else ""
-            raise OSError(f"files cannot be kept at {self.url}: {error}{extra}") from error
+            raise OSError(f"files cannot be stored at {self.url}: {error}{extra}") from error
         except Exception as error:
             what = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
-            raise OSError(f"files cannot be kept at {self.url}: {what}") from error
+            raise OSError(f"files cannot be stored at {self.url}: {what}") from error
 
     def _path(self, container_id: str, file_id: str) -> str | None:
         """The path of a file; None for a name that the plugin did not make, because clients send these names."""

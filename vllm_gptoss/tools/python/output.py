@@ -94,8 +94,7 @@ class _Printed:
         self.length += length
         room = self._limit - len(self._head)
         self._head += text[:room]
-        if len(text) > room:
-            self._tail = (self._tail + text[room:])[-self._limit :]
+        self._tail = (self._tail + text[room:])[-self._limit :]
 
     def cut(self, limit: int) -> str:
         """At most about `limit` characters (no more than the limit it was made with), with a note of how much is

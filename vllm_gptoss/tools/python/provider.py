@@ -144,11 +144,14 @@ class PythonProvider(ToolProvider):
         if self._unavailable is not None or self._pool is None:
             reason = self._unavailable or "not started"
             return failed("unavailable", reason, f"[python is unavailable: {reason}]")
+        if refused := self.refusal(conversation_id, owner):  # again: other calls started while this one waited
+            return refused
         try:
             self._quotas.count_run(owner)
-            self._check_containers(conversation_id, owner)
         except PythonQuotaError as error:
-            return failed("resource_limit", str(error), f"[not run: {error}]")
+            return _refused(str(error), "resource_limit")
+        if not self._has_room(conversation_id, owner):
+            self._evict(self._idle(owner)[0], _ROOM_LOST)
         container = self._containers.get(conversation_id)
         if container is None:
             lost = self._lost.pop(conversation_id, "")
@@ -162,16 +165,17 @@ class PythonProvider(ToolProvider):
             self._pool.make_room()
             self._keep_memory()
 
-    def _check_containers(self, conversation_id: str, owner: str) -> None:
-        """Makes room for one container more of the caller's, among its own. Raises PythonQuotaError."""
+    def refusal(self, conversation_id: str, owner: str) -> ToolResult | None:
+        """The error of a call that needs one container more than its caller may have, while all of them are busy."""
+        if self._has_room(conversation_id, owner) or self._idle(owner):
+            return None
+        limit = f"this caller may run {self._quotas.containers} python sessions at once, and all of them are busy"
+        return _refused(limit, "resource_limit")
+
+    def _has_room(self, conversation_id: str, owner: str) -> bool:
         limit, mine = self._quotas.containers, account(owner)
-        held = {k: c for k, c in self._containers.items() if account(c.owner) == mine and (c.alive or c.lock.locked())}
-        if not limit or conversation_id in held or len(held) < limit:
-            return
-        idle = next((key for key in self._idle() if key in held), None)
-        if idle is None:
-            raise PythonQuotaError(f"this caller may run {limit} python sessions at once, and all of them are busy")
-        self._evict(idle, _ROOM_LOST)
+        held = {k for k, c in self._containers.items() if account(c.owner) == mine and (c.alive or c.lock.locked())}
+        return not limit or conversation_id in held or len(held) < limit
 
     async def forget(self, conversation_id: str) -> None:
         """Ends a conversation now: its processes, its variables, its cage. Files copied out stay downloadable."""
@@ -189,9 +193,12 @@ class PythonProvider(ToolProvider):
         """Stored files that calls left in /mnt/data. Raises OSError if the file store fails."""
         return await self._store.listing(container_id)
 
-    def _idle(self) -> list[str]:
-        """Conversations with a kernel and no call: first those of the owner who has most, the longest unused first."""
+    def _idle(self, owner: str | None = None) -> list[str]:
+        """Conversations with a kernel and no call, of the caller `owner` or of all: first those of the owner who has
+        most, the longest unused first."""
         alive = {key: c for key, c in self._containers.items() if c.alive}
+        if owner is not None:
+            alive = {key: c for key, c in alive.items() if account(c.owner) == account(owner)}
         held = Counter(c.owner for c in alive.values())
         idle = (key for key, c in alive.items() if not c.lock.locked())
         return sorted(idle, key=lambda key: (-held[alive[key].owner], alive[key].last_used))
@@ -250,8 +257,7 @@ class PythonProvider(ToolProvider):
             with contextlib.suppress(asyncio.CancelledError):
                 await self._sweeper
         await asyncio.gather(*(self.forget(key) for key in list(self._containers)))
-        if self._evictions:
-            await asyncio.gather(*self._evictions, return_exceptions=True)
+        await asyncio.gather(*self._evictions, return_exceptions=True)
         if self._pool is not None:
             await self._pool.aclose()
         self._store.close()
@@ -290,6 +296,9 @@ class PythonSession(ToolSession):
         self._seen = (result.recall or {}).get("call", self._seen)
         return result
 
+    def refusal(self) -> ToolResult | None:
+        return self._provider.refusal(self._conversation_id, self._owner)
+
     async def aclose(self) -> None:
         """Ends the request; the notebook stays for the conversation's next one, if it has a name to come back by."""
         if self._anonymous:
@@ -302,8 +311,8 @@ def container_of(past: Sequence[Mapping[str, Any]]) -> str:
     return next((container for container in found if container), "")
 
 
-def _refused(reason: str) -> ToolResult:
-    return failed("invalid_arguments", reason, f"[not run: {reason}]")
+def _refused(reason: str, kind: str = "invalid_arguments") -> ToolResult:
+    return failed(kind, reason, f"[not run: {reason}]")
 
 
 def _code_of(call: ToolCall) -> str:

@@ -184,5 +184,4 @@ class Bubblewrap:
 
     async def aclose(self) -> None:
         self._bwrap = ""
-        if self._running:
-            await asyncio.gather(*self._running, return_exceptions=True)
+        await asyncio.gather(*self._running, return_exceptions=True)

@@ -63,7 +63,7 @@ class Runtime:
             _check_private(runtime.module)
         except OSError as error:
             raise SandboxError(
-                f"the compiled interpreter cannot be kept: {error}; GPTOSS_CACHE names a place"
+                f"the compiled interpreter cannot be stored: {error}; GPTOSS_CACHE names a place"
             ) from error
         return runtime
 

@@ -67,7 +67,7 @@ class PortableLauncher:
     async def spawn(self) -> PortableProcess:
         """A place for a program, nothing running in it yet. Raises SandboxError."""
         if self._runtime is None:
-            raise SandboxError("the portable tier was not started")
+            raise SandboxError("the portable tier is closed")
         home = tempfile.mkdtemp(dir=self._base)
         for name in ("data", "tmp"):
             os.mkdir(f"{home}/{name}", 0o700)

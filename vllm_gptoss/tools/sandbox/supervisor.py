@@ -156,6 +156,7 @@ class Supervisor:
     def _start(self, argument: dict[str, Any]) -> None:
         if self._pid:
             raise RuntimeError("already started")
+        self._wait_for_deaths()
         self._reason = ""
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
         self._pid = os.fork()
@@ -170,6 +171,7 @@ class Supervisor:
         """Stops the payload and kills all that it left running: nothing outlives a call."""
         self._running = False
         if not self._pid:
+            self._wait_for_deaths()
             return
         deadline = time.monotonic() + _KILL_S
         while time.monotonic() < deadline:
@@ -187,6 +189,14 @@ class Supervisor:
                 return
             time.sleep(0.001)  # signals take effect when their process is next run
         self._kill_all("unstoppable")
+
+    def _wait_for_deaths(self) -> None:
+        """Until killed processes are gone: the memory of one that still dies would count as the next payload's."""
+        deadline = time.monotonic() + _KILL_S
+        while self._processes.others() and time.monotonic() < deadline:
+            self._kill_all("died")
+            self._reap()
+            time.sleep(0.001)
 
     def _stands_still(self, others: list[Process]) -> bool:
         """Whether every thread of the payload is stopped, and stayed so since it last went on."""

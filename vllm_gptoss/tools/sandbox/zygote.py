@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from . import cage, linux, wire
 from .processes import ProcessTable
-from .spec import Spec
+from .spec import INSIDE_ID, Spec
 from .supervisor import Supervisor
 
 _MAX_FD = 1 << 16
@@ -106,7 +106,7 @@ def _conversation(conn: socket.socket, spec: Spec, payload: ModuleType, cpus: se
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         uid, gid = os.getuid(), os.getgid()
         linux.unshare(cage.namespaces(spec.view.allow_network) | linux.CLONE_NEWUSER)
-        linux.write_id_maps(1000, uid, gid)
+        linux.write_id_maps(INSIDE_ID, uid, gid)
         if os.fork():
             os._exit(0)  # the zygote is pid 1 of its namespace and adopts the grandchild
         os.setsid()

@@ -6,13 +6,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import httpx
 from pydantic import BaseModel, Field, ValidationError
 
 from vllm_gptoss.tools.mcp.connection import origin
 from vllm_gptoss.tools.mcp.settings import bearer
+from vllm_gptoss.tools.mcp.transport import trust
 from vllm_gptoss.tools.protocol import StoredFile
 from vllm_gptoss.tools.service.settings import ServiceConfig
 from vllm_gptoss.tools.service.wire import Listed
@@ -95,12 +95,5 @@ class Downloads:
             entry = self._config.entry(self._config.nodes[0], self._environ)
             headers = {**bearer(entry, self._environ), "Accept-Encoding": "identity"}
             timeout = httpx.Timeout(_READ_S, connect=self._config.connect_timeout_s)
-            self._http = httpx.AsyncClient(headers=headers, timeout=timeout, verify=self._trust())
+            self._http = httpx.AsyncClient(headers=headers, timeout=timeout, verify=trust(self._config.ca_file))
         return self._http
-
-    def _trust(self) -> Any:
-        if self._config.ca_file is None:
-            return True
-        context = httpx.create_ssl_context()
-        context.load_verify_locations(cafile=self._config.ca_file)
-        return context

@@ -45,20 +45,16 @@ class Backend(Protocol):
 
     async def start(self) -> None:
         """Gets ready. Raises BackendError: it cannot work as configured."""
-        ...
 
     def heard(self, location: Mapping[str, str]) -> Mapping[str, str]:
         """The fields of `location` that a search honours, each with the backend's own name for it."""
-        ...
 
     async def search(self, query: Query) -> Sequence[Hit]:
         """At most `topn` hits, best first, on `domains` only where the backend supports it. Raises BackendError: the
         backend failed."""
-        ...
 
     async def page(self, url: str) -> Page | None:
         """The page at `url` where this backend serves pages, else None. Raises BackendError: the backend failed."""
-        ...
 
     async def aclose(self) -> None: ...
 
