@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import pytest
 
 from demo.server import NAME
 from tests.support.responses.events import check_response, stream
@@ -17,6 +18,8 @@ from vllm_gptoss.server.harmony.prompt import render_message
 
 PYTHON = {"type": "code_interpreter", "container": {"type": "auto"}}
 SEARCH = {"type": "web_search"}
+ONE_WAY = pytest.mark.parametrize("ask", [False], ids=["whole"], indirect=True)
+"""For a test of something that does not depend on streaming."""
 INCLUDE = ["code_interpreter_call.outputs", "web_search_call.action.sources"]
 
 

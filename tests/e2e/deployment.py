@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tests.support.replicas import Replica, balancer
 from tests.support.responses import earlier
@@ -114,7 +113,7 @@ async def cluster(home: Path, make: Callable[..., Replica], **fields: Any) -> As
     keys = home / "keys"
     keys.write_text(f"{KEY}\n")
     database = Postgres()
-    await write_as_earlier(database)
+    write_as_earlier(database)
     async with AsyncExitStack() as stack:
         stack.callback(database.remove)
         files = stack.enter_context(storage())
@@ -146,7 +145,7 @@ async def cluster(home: Path, make: Callable[..., Replica], **fields: Any) -> As
         yield Cluster(stack.enter_context(balancer(replicas, home)), replicas, node, database, files, watch)
 
 
-def engine_of(database: Postgres) -> AsyncEngine:
+def engine_of(database: Postgres) -> sa.Engine:
     return connect(sa.make_url(ResponsesOptions(store=database.url).url or ""))
 
 
@@ -154,20 +153,20 @@ async def transactions(database: Postgres) -> int:
     """Number of transactions that the database has committed since its start."""
     await asyncio.sleep(1.5)  # its processes report once a second
     engine = engine_of(database)
-    async with engine.begin() as connection:
+    with engine.begin() as connection:
         query = "select xact_commit from pg_stat_database where datname = 'postgres'"
-        found = int(await connection.scalar(sa.text(query)) or 0)
-    await engine.dispose()
+        found = int(connection.scalar(sa.text(query)) or 0)
+    engine.dispose()
     return found
 
 
-async def write_as_earlier(database: Postgres) -> None:
+def write_as_earlier(database: Postgres) -> None:
     """Tables and rows of servers from before there were schema versions."""
     engine = engine_of(database)
-    async with engine.begin() as connection:
-        await connection.run_sync(earlier.fill, time.time())
-        await connection.execute(sa.delete(earlier.settings))  # its key is none
-    await engine.dispose()
+    with engine.begin() as connection:
+        earlier.fill(connection, time.time())
+        connection.execute(sa.delete(earlier.settings))  # its key is none
+    engine.dispose()
 
 
 async def schema_of(database: Postgres) -> int:

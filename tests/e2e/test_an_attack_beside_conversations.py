@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 import yaml
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -28,7 +29,12 @@ from tests.e2e.asking import PYTHON, SEARCH
 from tests.support import scale
 from tests.support.servers import running
 
-pytestmark = [pytest.mark.namespaces, pytest.mark.soak, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.namespaces,
+    pytest.mark.soak,
+    pytest.mark.timeout(900),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 ROOT = Path(__file__).resolve().parents[2]
 CONVERSATIONS, RATE, ATTACKERS = 32, 10.0, 4
@@ -131,39 +137,29 @@ class Load:
         return found[len(found) * 99 // 100] if found else seconds
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def site() -> AsyncIterator[str]:
     """A hostile site, which the server may open although it is not public."""
     async with running(Starlette(routes=[Route("/{path:path}", page)])) as url:
         yield url
 
 
-@pytest.fixture
-def server(tmp_path: Path, site: str) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, site: str) -> Iterator[str]:
+    """One server for all attacks, as it would have them."""
     python = {"preload": [], "warm": 2, "max_conversations": 8, "timeout_s": 10, "memory_mib": 256}
-    tools = tmp_path / "tools.yaml"
+    home = tmp_path_factory.mktemp("attacked")
+    tools = home / "tools.yaml"
     tools.write_text(yaml.safe_dump({"python": python, "browser": {"allow_hosts": [site.removeprefix("http://")]}}))
-    command = [
-        sys.executable,
-        "-m",
-        "tests.e2e.replay_server",
-        str(tools),
-        str(tmp_path / "store"),
-        "--rate",
-        str(RATE),
-    ]
+    command = [sys.executable, "-m", "tests.e2e.replay_server", str(tools), str(home / "store"), "--rate", str(RATE)]
     with subprocess.Popen(command, cwd=ROOT, env=dict(os.environ), stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         try:
             yield f"http://127.0.0.1:{int(process.stdout.readline())}"
         finally:
             process.kill()
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["pages", "floods", "trees", "schemas", "runs"],
-)
+@pytest.mark.parametrize("name", ["pages", "floods", "trees", "schemas", "runs"])
 async def test_tokens_keep_coming(server: str, site: str, name: str) -> None:
     """The pause counts processor time of the server's loop. The gaps are wall clock: they are judged in `make soak`, on
     a machine that has nothing else to do, as its tokens alone show; of three tries the best counts."""

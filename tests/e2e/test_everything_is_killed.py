@@ -269,10 +269,7 @@ def figures(cluster: Cluster, ledger: Ledger, took: float) -> dict[str, Any]:
         "by_replica": Counter(asked.replica for asked in ledger.asked),
         "requests_that_ended": ledger.counts(),
         "reasons_of_failures": Counter(asked.error for asked in ledger.asked if asked.status == "failed"),
-        "until_it_was_known_s": {
-            "median": round(settled[len(settled) // 2], 2),
-            "longest": round(settled[-1], 1),
-        },
+        "until_it_was_known_s": {"median": round(settled[len(settled) // 2], 2), "longest": round(settled[-1], 1)},
         "quiet": {
             "responses": cluster.quiet_responses,
             "transactions_per_response": round(cluster.quiet_transactions / cluster.quiet_responses, 1),

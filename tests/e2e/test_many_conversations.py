@@ -162,7 +162,6 @@ def replay(mcp_servers: McpServers, tmp_path: Path) -> Iterator[Replay]:
     command = [sys.executable, "-m", "tests.e2e.replay_server", str(tools), str(tmp_path / "store.sqlite")]
     environment = {**os.environ, "TMPDIR": str(temporary)}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         try:
             yield Replay(process, f"http://127.0.0.1:{int(process.stdout.readline())}/v1", temporary)
         finally:

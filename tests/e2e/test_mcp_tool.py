@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from demo.server import NAME, Server
-from tests.e2e.asking import PYTHON, SEARCH, Asker, calls, logs, mcp, metric, said
+from tests.e2e.asking import ONE_WAY, PYTHON, SEARCH, Asker, calls, logs, mcp, metric, said
 from tests.support.mcp_servers import McpServers
 
 pytestmark = [pytest.mark.vllm, pytest.mark.serve, pytest.mark.timeout(600)]
@@ -114,7 +114,9 @@ def test_a_server_that_is_down_costs_its_own_tool(ask: Asker, served: Server) ->
     assert "tool clock is off: ConnectError" in served.log.read_text()
 
 
-@pytest.mark.parametrize("transport", KNOWN)
+@pytest.mark.parametrize(
+    ("transport", "ask"), zip(KNOWN, (False, True, False), strict=True), ids=KNOWN, indirect=["ask"]
+)
 def test_a_server_killed_in_a_call_costs_that_call(
     ask: Asker, mcp_servers: McpServers, served: Server, transport: str
 ) -> None:
@@ -162,6 +164,7 @@ QUESTIONS: list[tuple[str, dict[str, Any], str, str]] = [
 ]
 
 
+@ONE_WAY
 @pytest.mark.parametrize(("question", "tool", "name", "outcome"), QUESTIONS)
 def test_every_call_is_counted_and_logged_with_its_response(
     ask: Asker, served: Server, question: str, tool: dict[str, Any], name: str, outcome: str

@@ -36,7 +36,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]
     (place / "config.json").write_text('{"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]}')
     command = [sys.executable, "-m", "tests.support.all_routes", str(place), str(place / "store.sqlite")]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         try:
             yield f"http://127.0.0.1:{int(process.stdout.readline())}", process.pid
         finally:

@@ -46,10 +46,7 @@ REQUESTS: dict[str, tuple[str, str, dict[str, Any] | None]] = {
     "unknown model": ("POST", "/v1/chat/completions", CHAT | {"model": "gpt-oss"}),
 }
 
-SETTINGS: dict[str, dict[str, str]] = {
-    "other": {"VLLM_PLUGINS": "other"},
-    "unset": {},
-}
+SETTINGS: dict[str, dict[str, str]] = {"other": {"VLLM_PLUGINS": "other"}, "unset": {}}
 """`other` names a missing plugin, so no part of the plugin loads. Unset, as for a user, every part loads."""
 
 

@@ -10,7 +10,7 @@ import pytest
 from openai.types.containers import FileListResponse
 
 from demo.server import Server
-from tests.e2e.asking import PYTHON, Asker, calls, logs, said, tokens_of_results
+from tests.e2e.asking import ONE_WAY, PYTHON, Asker, calls, logs, said, tokens_of_results
 from tests.e2e.process import held
 from tests.support.places import PYTHON as OPTIONS
 from tests.support.responses.events import check
@@ -75,6 +75,7 @@ def test_a_traceback_reaches_the_model_which_tries_again(ask: Asker) -> None:
     read_in_full(ask, question, response)
 
 
+@ONE_WAY
 def test_an_endless_loop_ends_at_the_wall_clock(ask: Asker) -> None:
     response = ask("Run an infinite loop in Python.", PYTHON)
     (call,) = calls(response)
@@ -83,6 +84,7 @@ def test_an_endless_loop_ends_at_the_wall_clock(ask: Asker) -> None:
     assert said(response) == "Sorry, the loop never ends and was stopped."
 
 
+@ONE_WAY
 def test_a_memory_bomb_meets_its_limit(ask: Asker) -> None:
     """It allocates 4 GiB with a limit of 512 MiB; a single process gets an error and is not killed."""
     response = ask("Fill the memory in Python.", PYTHON)
@@ -92,6 +94,7 @@ def test_a_memory_bomb_meets_its_limit(ask: Asker) -> None:
     assert said(response) == "The memory limit stopped it."
 
 
+@ONE_WAY
 def test_a_fork_bomb_meets_its_limit_and_nothing_of_it_is_left(ask: Asker, served: Server) -> None:
     """Its 500 processes would sleep for 20 s; the limit is 64, and all kernels together are fewer than 40."""
     response = ask("Start as many processes as you can.", PYTHON)
@@ -115,6 +118,7 @@ def test_a_flood_is_cut_and_the_answer_follows(ask: Asker) -> None:
     read_in_full(ask, question, response)
 
 
+@ONE_WAY
 def test_a_killed_kernel_is_reported_and_replaced(ask: Asker) -> None:
     first = ask("Set x to 20 in Python, then double it.", PYTHON)
     question = "Kill the Python kernel."
@@ -128,6 +132,7 @@ def test_a_killed_kernel_is_reported_and_replaced(ask: Asker) -> None:
     assert "NameError: name 'x' is not defined" in logs(calls(after)[0])
 
 
+@ONE_WAY
 def test_files_survive_where_the_kernel_does_not(ask: Asker) -> None:
     first = ask("Write a file with the text hello.", PYTHON)
     killed = ask("Kill the Python kernel.", PYTHON, previous_response_id=first["id"])
@@ -135,10 +140,9 @@ def test_files_survive_where_the_kernel_does_not(ask: Asker) -> None:
     assert logs(calls(after)[0]) == "['hello.txt']\n"
 
 
+@pytest.mark.parametrize("ask", [True], ids=["streamed"], indirect=True)
 def test_the_stream_tells_code_run_and_result_in_order(ask: Asker) -> None:
     ask("Compute the square root of 1764.", PYTHON)
-    if not ask.streamed:
-        return
     steps = [event["type"].removeprefix("response.code_interpreter_call") for event in ask.events]
     steps = [step for step in steps if step.startswith((".", "_code.done"))]
     assert steps == [".in_progress", "_code.done", ".interpreting", ".completed"] * 2

@@ -88,21 +88,21 @@ def test_every_flag_of_every_recipe_is_tried() -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_flags_start_and_answer(name: str, model_dir: Path, tmp_path: Path) -> None:
     flags, environment = shrunk(CONFIGS[name]), {"XDG_STATE_HOME": str(tmp_path)}
-    with serve(model_dir, tmp_path / "log", flags, environment, popen=warm_vllm.popen) as served:
-        client = openai.OpenAI(base_url=served.api, api_key="none", timeout=120, max_retries=0)
+    with serve(model_dir, tmp_path / "log", flags, environment, popen=warm_vllm.popen) as server:
+        client = openai.OpenAI(base_url=server.api, api_key="none", timeout=120, max_retries=0)
         question = [{"role": "user", "content": "What is the capital of France?"}]
-        answer = client.chat.completions.create(model=NAME, messages=question, temperature=0)  # type: ignore[arg-type]
+        answer = client.chat.completions.create(model=NAME, messages=question, temperature=0)
         assert answer.choices[0].message.content == "The capital of France is Paris."
         if "tool-server" in CONFIGS[name]:
-            assert modal_client(served).asked(served.url, "Compute 17 * 23 with Python.") == "17 * 23 = 391."
-        assert said_by_the_guide(served) == "The capital of France is Paris.\n"
-        assert httpx.get(f"{served.url}/health").status_code == 200
+            assert modal_client(server).asked(server.url, "Compute 17 * 23 with Python.") == "17 * 23 = 391."
+        assert said_by_the_guide(server) == "The capital of France is Paris.\n"
+        assert httpx.get(f"{server.url}/health").status_code == 200
 
 
-def said_by_the_guide(served: Server) -> str:
+def said_by_the_guide(server: Server) -> str:
     """Output of docs/guide.md's program with this server; a test compares it with the Chinese guide's."""
     (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guide.md").read_text(), re.DOTALL)
-    for theirs, ours in (("http://localhost:8000/v1", served.api), ("openai/gpt-oss-20b", NAME)):
+    for theirs, ours in (("http://localhost:8000/v1", server.api), ("openai/gpt-oss-20b", NAME)):
         assert program.count(theirs) == 1
         program = program.replace(theirs, ours)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
@@ -113,8 +113,6 @@ def said_by_the_guide(served: Server) -> str:
 def modal_client(server: Server) -> ModuleType:
     """The client of the Modal app, asking this server: it reads today's events and uses a tool."""
     spec = importlib.util.spec_from_file_location("modal_app", ROOT / "recipes" / "deploy" / "modal_app.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.MODEL = NAME

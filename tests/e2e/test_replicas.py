@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -27,10 +26,7 @@ from tests.support.places import ROOT
 from tests.support.replicas import HAPROXY, NO_HAPROXY, Replica, balancer
 from tests.support.responses.postgres import Postgres
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(HAPROXY is None, reason=NO_HAPROXY),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(HAPROXY is None, reason=NO_HAPROXY)]
 HOUR = 3600.0
 ANSWER = "user message {users} of this conversation, and some words more that take their time to come"
 TURNS, AT_ONCE = 6, 8
@@ -56,18 +52,19 @@ class Cluster:
             await asyncio.sleep(0.3)
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    tools = tmp_path / "tools.yaml"
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    home = tmp_path_factory.mktemp("cluster")
+    tools = home / "tools.yaml"
     tools.write_text(yaml.safe_dump({"browser": {"documents": str(ROOT / "demo" / "documents")}}))
     database = Postgres()
     with ExitStack() as stack:
         stack.callback(database.remove)
-        replicas = [Replica(database.url, str(tools), tmp_path / "log", clock) for clock in (0.0, HOUR)]
+        replicas = [Replica(database.url, str(tools), home / "log", clock) for clock in (0.0, HOUR)]
         for replica in replicas:
             stack.callback(replica.kill)
             replica.start()
-        yield Cluster(stack.enter_context(balancer(replicas, tmp_path)), replicas, database)
+        yield Cluster(stack.enter_context(balancer(replicas, home)), replicas, database)
 
 
 class Counting:
@@ -116,7 +113,7 @@ async def test_nothing_that_was_reported_complete_is_lost_whoever_is_killed(clus
 async def test_a_server_whose_clock_is_wrong_gives_up_no_others_response(cluster: Cluster) -> None:
     """Neither a background response that another runs, nor a conversation that another's works on."""
     here, there = cluster.replicas
-    script = json.dumps([f"<|channel|>final<|message|>{ANSWER}<|return|>"])
+    script = json.dumps([f"<|channel|>final<|message|>{ANSWER * 20}<|return|>"])  # some 4 s
     async with httpx.AsyncClient(base_url=here.api) as one, httpx.AsyncClient(base_url=there.api) as other:
         for runs, looks in ((one, other), (other, one)):
             conversation = (await runs.post("/conversations", json={})).json()["id"]
@@ -127,6 +124,7 @@ async def test_a_server_whose_clock_is_wrong_gives_up_no_others_response(cluster
             while not seen["completed"]:
                 seen[(await looks.get(f"/responses/{identifier}")).json()["status"]] += 1
                 assert not seen["failed"]
+                await asyncio.sleep(0.1)
             assert seen["in_progress"] > 1
 
 

@@ -82,7 +82,6 @@ def replica(stack: ExitStack, tools: str, home: Path) -> subprocess.Popen[str]:
     environment = {**os.environ, "GPTOSS_TOOLS_KEY": KEY}
     with (home / "replicas.log").open("ab") as log:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
-    assert process.stdout is not None
     stack.callback(process.stdout.close)
     stack.callback(process.wait)
     stack.callback(process.send_signal, signal.SIGKILL)
@@ -90,7 +89,6 @@ def replica(stack: ExitStack, tools: str, home: Path) -> subprocess.Popen[str]:
 
 
 def client(stack: ExitStack, process: subprocess.Popen[str], home: Path) -> httpx.Client:
-    assert process.stdout is not None
     port = process.stdout.readline().strip()
     assert port, (home / "replicas.log").read_text()
     return stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120))
@@ -145,7 +143,6 @@ def test_a_node_that_dies_in_a_call_costs_that_call_and_says_so(service: Service
     marks = {node.url: node.log.stat().st_size for node in service.nodes}
     following = service.ask(1, "print('here')", previous_response_id=start["id"])
     (node,) = [n for n in service.nodes if "tool call" in n.log.read_text()[marks[n.url] :]]
-    assert node.process is not None
     killer = subprocess.Popen([sys.executable, "-c", f"import os, time; time.sleep(3); os.kill({node.process.pid}, 9)"])
     broken = service.ask(0, "import time; time.sleep(15)", previous_response_id=following["id"])
     killer.wait()

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,8 +31,8 @@ from tests.support.mcp_servers import McpServers
 from tests.support.places import PYTHON, ROOT
 from tests.support.responses import npm
 from tests.support.responses.pdf import pdf
-from tests.support.scripted import NUMBERS
-from tests.support.waiting import soon
+from tests.support.scripted import LAST, NUMBERS
+from vllm_gptoss.server.ui.pages import FOLDER
 
 pytestmark = [
     pytest.mark.vllm,
@@ -42,6 +44,7 @@ pytestmark = [
 KEY = "key of the page"
 AXE = npm.PACKAGES / "axe-core" / "axe.min.js"
 SCREENSHOT = ROOT / "docs" / "ui.png"
+DEPLOY = ROOT / "recipes" / "deploy"
 
 
 @dataclass
@@ -78,7 +81,8 @@ class Page:
         main = psutil.Process(self.server.process.pid)
         processes = [main, *main.children(recursive=True)]
         for process in processes:
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # its children may have ended by themselves
+                process.kill()
         psutil.wait_procs(processes, 60)
         self.server.process.wait()
 
@@ -95,7 +99,7 @@ class Page:
         self.browser.run("sessionStorage.setItem('gptoss.key', arguments[0])", KEY)
         self.browser.driver.get(f"{self.server.url}{path}")
         if path.startswith("/ui/") and "server" not in path:
-            soon(lambda: bool(self.browser.find("#tools legend")))
+            self.browser.until(lambda: bool(self.browser.find("#tools legend")))
 
     def ask(self, text: str) -> None:
         self.browser.find("#prompt")[0].send_keys(text, Keys.ENTER)
@@ -114,6 +118,15 @@ def page(model_dir: Path, mcp_servers: McpServers, tmp_path_factory: pytest.Temp
         yield shown
 
 
+@pytest.fixture(scope="module")
+def plot(page: Page) -> str:
+    """The path of a conversation that the page made: a plot of the python tool."""
+    page.open(tools=["Python"])
+    page.ask("Plot the square numbers.")
+    page.browser.wait(".turn .buttons", "Regenerate", 180)
+    return f"/ui/{page.browser.run('return location.hash')}"
+
+
 def test_with_the_keyboard_alone_a_wrong_key_is_refused_and_the_right_one_opens_the_page(page: Page) -> None:
     seen = page.browser
     seen.driver.get(f"{page.server.url}/")
@@ -122,36 +135,34 @@ def test_with_the_keyboard_alone_a_wrong_key_is_refused_and_the_right_one_opens_
     seen.wait("#error", "HTTP 401")
     assert not seen.find("#tools legend")
     seen.press(KEY, Keys.ENTER)
-    soon(lambda: bool(seen.find("#tools legend")))
+    seen.until(lambda: bool(seen.find("#tools legend")))
     assert seen.texts("#error") == [""]
     seen.press(*[Keys.TAB] * 3)
     assert seen.run("return document.activeElement.id") == "prompt"
     seen.press("Compute 17 * 23 with Python.", Keys.ENTER)
     seen.wait(".answer", "391")
     seen.wait(".turn .buttons", "Regenerate")
+    assert seen.shows(".reasoning summary", "Reasoning (")()
+    assert re.search(r"tokens in .* tokens/s · first token after [\d.]+ s", seen.texts(".note")[0])
     for _ in range(30):
         seen.press(Keys.TAB)
         if seen.run("return document.activeElement.textContent") == "Edit":
             break
     seen.press(Keys.ENTER)
-    soon(lambda: seen.texts(".user") == [])
+    seen.until(lambda: seen.texts(".user") == [])
     assert seen.run("return document.activeElement.value") == "Compute 17 * 23 with Python."
     seen.run("history.replaceState(null, '', '/ui/')")
 
 
-def test_a_conversation_with_python_and_a_plot_is_shown_and_kept(page: Page) -> None:
+def test_a_conversation_with_python_and_a_plot_is_shown_and_kept(page: Page, plot: str) -> None:
     seen = page.browser
-    page.open(tools=["Python"])
-    page.ask("Plot the square numbers.")
-    seen.wait(".answer", "I plotted the squares and saved squares.png.", 180)
-    seen.wait(".note", "tokens/s")
-    assert seen.shows(".reasoning summary", "Reasoning (")()
+    page.open(plot)
+    seen.wait(".answer", "I plotted the squares and saved squares.png.")
     assert seen.shows(".tool code", "plt.plot")()
+    seen.wait(".tool code .hl-keyword", "import")
     (image,) = seen.find(".tool img")
     assert int(str(image.get_property("naturalWidth"))) > 100
     assert seen.texts("button.file") == ["Download squares.png"]
-    seen.driver.refresh()
-    seen.wait(".answer", "I plotted the squares")
     assert seen.texts(".user") == ["Plot the square numbers."]
     assert seen.shows("nav li", "Plot the square numbers.")()
     if "GPTOSS_SCREENSHOT" in os.environ:
@@ -159,26 +170,21 @@ def test_a_conversation_with_python_and_a_plot_is_shown_and_kept(page: Page) -> 
     assert seen.violations() == []
 
 
-def test_the_page_is_accessible_in_both_themes_and_languages_and_on_a_phone(page: Page) -> None:
-    if why := npm.missing(node=False):
-        pytest.skip(why)
+@pytest.mark.skipif(npm.missing(node=False) is not None, reason=str(npm.missing(node=False)))
+def test_the_page_is_accessible_in_both_themes_and_languages_and_on_a_phone(page: Page, plot: str) -> None:
     seen = page.browser
-    page.open(tools=["Python"])
-    page.ask("Plot the square numbers.")
-    seen.wait(".turn .buttons", "Regenerate", 180)
-    identifier = str(seen.run("return location.hash"))
     background = []
     for theme, language, send, size in (("light", "en", "Send", WIDE), ("dark", "zh", "发送", NARROW)):
         seen.driver.set_window_size(*size)
-        page.open(f"/ui/{identifier}", theme=theme, language=language)
-        seen.wait(".answer", "I plotted the squares")
+        page.open(plot, theme=theme, language=language)
+        seen.wait(".tool code .hl-keyword", "import")
         assert seen.texts("#send") == [send]
         seen.run("document.querySelectorAll('details').forEach(each => each.open = true)")
         assert seen.faults(AXE) == []
         assert seen.run("return document.documentElement.scrollWidth <= window.innerWidth")
         background.append(seen.run("return getComputedStyle(document.querySelector('.user')).backgroundColor"))
         page.open("/ui/server", theme=theme, language=language)
-        soon(lambda: len(seen.find("#live tr")) > 10)
+        seen.until(lambda: len(seen.find("#live tr")) > 10)
         assert seen.faults(AXE) == []
         assert seen.run("return document.documentElement.scrollWidth <= window.innerWidth")
     assert background[0] != background[1]
@@ -205,7 +211,7 @@ def test_a_call_waits_for_its_approval_also_after_a_reload(page: Page) -> None:
     page.open(tools=["files"])
     page.ask("Delete notes.txt.")
     seen.wait(".approval", "May the model call files.delete_file?")
-    soon(lambda: not seen.find("#stop")[0].is_displayed())
+    seen.until(lambda: not seen.find("#stop")[0].is_displayed())
     seen.driver.refresh()
     seen.wait(".approval", "Approve")
     seen.click("Approve")
@@ -223,12 +229,21 @@ def users(http: httpx.Client, conversation: str) -> list[str]:
     return [item["id"] for item in items if item.get("role") == "user"]
 
 
+def copied(seen: Browser, label: str) -> str:
+    """What a button of the last turn copies."""
+    seen.click(label)
+    seen.wait(".turn .buttons", "Copied")
+    text = str(seen.driver.execute_async_script("navigator.clipboard.readText().then(arguments[0])"))
+    seen.until(lambda: not seen.shows(".turn .buttons", "Copied")())
+    return text
+
+
 def test_a_turn_is_regenerated_branched_and_copied_as_a_program(page: Page, tmp_path: Path) -> None:
     seen = page.browser
     page.open(tools=["Python"])
-    for number, text in enumerate(("Compute 17 * 23 with Python.", "Print the Fibonacci numbers below 100."), 1):
+    for number, text in enumerate(("Read.", "Write."), 1):
         page.ask(text)
-        soon(
+        seen.until(
             lambda number=number: (
                 len(seen.find(".turn .buttons")) == number and not seen.find("#stop")[0].is_displayed()
             )
@@ -238,31 +253,34 @@ def test_a_turn_is_regenerated_branched_and_copied_as_a_program(page: Page, tmp_
     with page.http() as http:
         before = users(http, first)
         seen.click("Regenerate")
-        soon(lambda: users(http, first)[1:] not in ([], before[1:]))
+        seen.until(lambda: users(http, first)[1:] not in ([], before[1:]))
         assert users(http, first)[:-1] == before[:1]
     seen.wait(".turn:last-child .buttons", "Branch")
-    assert seen.texts(".user") == ["Compute 17 * 23 with Python.", "Print the Fibonacci numbers below 100."]
+    assert seen.texts(".user") == ["Read.", "Write."]
     seen.driver.execute_cdp_cmd(
         "Browser.grantPermissions", {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
     )
-    programs = []
-    for label in ("Copy as curl", "Copy as Python"):
-        seen.click(label)
-        seen.wait(".turn .buttons", "Copied")
-        programs.append(str(seen.driver.execute_async_script("navigator.clipboard.readText().then(arguments[0])")))
-        soon(lambda: not seen.shows(".turn .buttons", "Copied")())
-    for command in (["bash", "-c", programs[0]], [sys.executable, "-c", programs[1]]):
+    curl = copied(seen, "Copy as curl")
+    assert '"type": "code_interpreter"' in curl
+    for command in (["bash", "-c", curl], [sys.executable, "-c", copied(seen, "Copy as Python")]):
         environment = {**os.environ, "OPENAI_API_KEY": KEY}
         ran = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
-        assert "89" in ran.stdout, ran.stderr
+        assert "Written." in ran.stdout, ran.stderr
     seen.click("Branch")
-    soon(lambda: seen.texts(".user") == ["Compute 17 * 23 with Python."])
-    soon(lambda: seen.run("return document.activeElement.value") == "Print the Fibonacci numbers below 100.")
-    assert seen.shows(".answer", "391")()
+    seen.until(lambda: seen.texts(".user") == ["Read."])
+    seen.until(lambda: seen.run("return document.activeElement.value") == "Write.")
+    assert [each.strip() for each in seen.texts(".answer")] == ["Read."]
     assert seen.run("return location.hash") != first
     seen.press(Keys.ENTER)
-    soon(lambda: len(seen.find(".turn")) == 2)
+    seen.until(lambda: len(seen.find(".turn")) == 2)
     seen.wait(".turn:last-child .buttons", "Branch")
+    seen.run("document.querySelector('#options').open = true")
+    seen.click_one(lambda: seen.find("#effort option")[2])
+    seen.find("#instructions")[0].send_keys("Be brief.", Keys.TAB)
+    seen.driver.refresh()
+    seen.wait(".turn:last-child .buttons", "Branch")
+    request = copied(seen, "Copy as Python")
+    assert ('"effort": "high"' in request, '"Be brief."' in request) == (True, True)
 
 
 def test_text_and_pdf_files_are_sent_with_a_message(page: Page, tmp_path: Path) -> None:
@@ -272,7 +290,7 @@ def test_text_and_pdf_files_are_sent_with_a_message(page: Page, tmp_path: Path) 
     document.write_bytes(pdf("words of the paper"))
     page.open()
     seen.find("#file")[0].send_keys(f"{text}\n{document}")
-    soon(lambda: seen.texts("#files button") == ["notes.txt ✕", "paper.pdf ✕"])
+    seen.until(lambda: seen.texts("#files button") == ["notes.txt ✕", "paper.pdf ✕"])
     page.ask("Read.")
     seen.wait(".turn .buttons", "Branch")
     seen.driver.refresh()
@@ -292,10 +310,10 @@ def test_stop_ends_the_answer_and_deleting_removes_the_conversation(page: Page) 
     seen.wait(".answer", "word word")
     seen.press(Keys.ESCAPE)
     seen.wait(".note", "cancelled")
-    soon(lambda: bool(seen.find("nav li:has([aria-current])")))
+    seen.until(lambda: bool(seen.find("nav li:has([aria-current])")))
     before = len(seen.find("nav li"))
-    seen.find("nav li:has([aria-current]) button.small")[0].click()
-    soon(lambda: len(seen.find("nav li")) == before - 1)
+    seen.click_one(lambda: seen.find("nav li:has([aria-current]) button.small")[0])
+    seen.until(lambda: len(seen.find("nav li")) == before - 1)
     assert seen.texts(".user") == []
 
 
@@ -309,6 +327,7 @@ def test_a_hostile_answer_runs_nothing(page: Page) -> None:
     links = seen.find(".answer a")
     assert {str(link.get_property("protocol")) for link in links} == {"http:", "https:"}
     assert seen.shows(".answer code", "a[U+202E]b")()
+    seen.wait(".answer .code .hl-string", "parent.document.title='run'")
     assert seen.texts(".answer td strong") == ["2"]
     assert len(seen.find(".answer mfrac")) == 1
     assert seen.shows(".answer p", "it costs $5 and $6")()
@@ -323,36 +342,64 @@ def test_huge_conversations_do_not_freeze_the_page(page: Page) -> None:
     with page.http() as http:
         identifier = http.post("/conversations", json={}).json()["id"]
         few = [{"role": "user" if number % 2 else "assistant", "content": f"{number}"} for number in range(20)]
-        for _ in range(500):
-            http.post(f"/conversations/{identifier}/items", json={"items": few}).raise_for_status()
+        with ThreadPoolExecutor(4) as pool:
+            path = f"/conversations/{identifier}/items"
+            made = pool.map(lambda _: http.post(path, json={"items": few}).raise_for_status(), range(500))
+            assert len(list(made)) == 500
         for answer in answers:
             http.post(f"/conversations/{identifier}/items", json={"items": [answer]}).raise_for_status()
     page.open(f"/ui/#{identifier}")
-    soon(lambda: len(page.browser.find(".answer")) > len(texts))
-    page.browser.click("Earlier messages")
-    soon(lambda: len(page.browser.find(".turn")) > 90)
-    assert float(page.browser.run("return window.longest")) < 5_000
+    seen = page.browser
+    seen.until(lambda: len(seen.find(".answer")) > len(texts))
+    seen.click("Earlier messages")
+    seen.until(lambda: len(seen.find(".turn")) > 90)
+    assert float(seen.run("return window.longest")) < 5_000
 
 
-def test_a_reload_continues_the_stream(page: Page) -> None:
+FAILING_FETCH = """
+window.failing = new AbortController();
+const fetched = window.fetch;
+window.fetch = (url, options) => fetched(url, {...options, signal: window.failing.signal});
+"""
+"""Lets a test break the page's connections with fetch's error for that, and refuse new ones."""
+
+
+def test_a_lost_connection_and_a_reload_continue_the_stream(page: Page) -> None:
     seen = page.browser
     page.open()
+    seen.run(FAILING_FETCH)
     page.ask("Count.")
     seen.wait(".answer", "w5")
+    seen.run("window.failing.abort(new TypeError('network error'))")
+    seen.wait(".note", "The connection was lost. Reconnecting")
+    seen.run("window.failing = new AbortController()")
+    seen.wait(".answer", "w15")
     seen.driver.refresh()
-    seen.wait(".answer", "w6")
-    assert not seen.shows(".answer", "w119")()
-    seen.wait(".answer", "w119")
+    seen.wait(".answer", "w16")
+    assert not seen.shows(".answer", LAST)()
+    seen.wait(".answer", LAST)
     assert [each.strip() for each in seen.texts(".answer")] == [NUMBERS]
     assert seen.texts(".user") == ["Count."]
     seen.wait(".turn .buttons", "Branch")
 
 
+@pytest.mark.usefixtures("plot")
 def test_the_operator_page_needs_the_key_and_shows_the_server(page: Page) -> None:
     seen = page.browser
     assert httpx.get(f"{page.server.url}/v1/ui/server").status_code == 401
+    page.open(tools=["weather"])
+    page.ask("Are there weather alerts in Texas?")
+    seen.wait(".approval", "May the model call weather.get_alerts?")
+    seen.until(lambda: not seen.find("#stop")[0].is_displayed())
+    seen.click("Approve")
+    seen.wait(".turn:last-child .note", "tokens/s")
     page.open("/ui/server")
+    seen.wait("#errors th", "weather.get_alerts")
+    assert seen.shows("#errors td", "tool_failed: Error executing tool get_alerts")()
+    seen.wait("#doctor th", "python tool", 180)
+    assert seen.shows("#doctor td", "vllm-gptoss")()
     seen.wait("#facts", "Tool python")
+    seen.wait("#facts", "Chosen: layers")
     seen.wait("#live", "KV cache in use")
     names, values = seen.texts("#live th"), seen.texts("#live td")
     rows = dict(zip(names, values, strict=True))
@@ -360,12 +407,24 @@ def test_the_operator_page_needs_the_key_and_shows_the_server(page: Page) -> Non
     assert "python: " in rows["Tool calls finished"]
     assert rows["Steps by tokens"].startswith("≤ 1: ")
     assert rows["Store errors"] == "0"
+    assert rows["Time in the queue, mean"].endswith(" ms")
     seen.run("sessionStorage.clear()")
     seen.driver.refresh()
     seen.wait("#error", "API key is missing or wrong")
-    assert seen.texts("#live, #facts") == ["", ""]
+    assert seen.texts("#live, #facts, #errors, #doctor") == [""] * 4
     seen.find("#key")[0].send_keys(KEY, Keys.ENTER)
     seen.wait("#facts", "Tool python")
+
+
+def test_metrics_that_page_dashboard_and_alerts_read_are_exported(page: Page) -> None:
+    exported = set(re.findall(r"^# TYPE (\S+)", httpx.get(f"{page.server.url}/metrics").text, re.MULTILINE))
+    readers = [*DEPLOY.glob("*dashboard.json"), *DEPLOY.glob("chart/alerts.yml"), FOLDER / "server.js"]
+    assert len(readers) == 3
+    for reader in readers:
+        names = set(re.findall(r"\b(?:vllm:|gptoss_|http_)[a-z0-9_]*[a-z0-9]", reader.read_text()))
+        asked = {re.sub(r"_(bucket|sum|count)$", "", name) for name in names if "spec_decode" not in name}
+        assert asked
+        assert asked <= exported, reader
 
 
 def test_a_killed_server_is_reported_and_its_conversation_continues_after_the_restart(page: Page) -> None:

@@ -21,7 +21,7 @@ STEPS = {
     },
     "start": {
         "Completions": "vllm_gptoss.server.chat.completions:CompletionStream",
-        "ChatCompletions": "vllm_gptoss._vllm.replaced:use_chat_prompt",
+        "ChatCompletions": "vllm_gptoss._vllm.replaced:use_renderer",
         "ResponsesEndpoint": "vllm_gptoss.server.responses.endpoint:served_models",
     },
 }

@@ -29,9 +29,7 @@ def function(name: str, description: str, properties: dict[str, Any]) -> dict[st
 
 
 WEATHER = function(
-    "get_weather",
-    "Get the current weather for a location",
-    {"city": {"type": "string", "description": "The city"}},
+    "get_weather", "Get the current weather for a location", {"city": {"type": "string", "description": "The city"}}
 )
 TIME = function("get_time", "Get the current time.", {})
 

@@ -46,15 +46,18 @@ Make = Callable[[Any], list[int]]
 @pytest.fixture
 async def renderer() -> Any:
     """The server's renderer with our step in it, of which `make` is the way in."""
-    renderer = SimpleNamespace(
-        _make_request_with_harmony=lambda *_: pytest.fail("upstream's prompt"),
-        model_config=SimpleNamespace(max_model_len=10_000_000),
-    )
-    renderer.exclude_tools_when_tool_choice_none = True
-    part = ChatCompletions()
+
+    class Renderer:
+        model_config = SimpleNamespace(max_model_len=10_000_000)
+        exclude_tools_when_tool_choice_none = True
+
+        def _make_request_with_harmony(self, request: Any, should_include_tools: bool = True) -> None:
+            pytest.fail("upstream's prompt")
+
+    part, state = ChatCompletions(), SimpleNamespace(online_renderer=Renderer())
     part.attach(FastAPI(), arguments(), Settings())
-    await part.start(None, SimpleNamespace(online_renderer=renderer), Namespace())
-    return renderer
+    await part.start(None, state, Namespace())
+    return state.online_renderer
 
 
 def raw_request(renderer: Any, length: int | None, **state: Any) -> Request:

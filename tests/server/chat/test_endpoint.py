@@ -56,16 +56,34 @@ def make_request(**fields: Any) -> Any:
     return ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "hi"}], **fields)
 
 
-def started_renderer(upstream: Any, **settings: Any) -> Any:
-    renderer = SimpleNamespace(
-        _make_request_with_harmony=upstream,
-        reasoning_effort_map={"xhigh": "low"},
-        model_config=SimpleNamespace(max_model_len=16_384),
-    )
+class Renderer:
+    """vLLM's step. It returns no prompt, so a test that renders one fails here."""
+
+    def __init__(self, *prompt: Any) -> None:
+        self.prompt = prompt
+        self.reasoning_effort_map = {"xhigh": "low"}
+        self.model_config = SimpleNamespace(max_model_len=16_384)
+
+    def _make_request_with_harmony(self, request: Any, should_include_tools: bool = True) -> Any:
+        assert self.prompt, "vLLM's own prompt was rendered"
+        return [], list(self.prompt)
+
+
+def started_renderer(*prompt: Any, **settings: Any) -> Any:
+    """The renderer of every handler of a started server; prompt: that of vLLM's renderer."""
+    renderer = Renderer(*prompt)
+    handlers = {name: Handler(renderer) for name in ("openai_serving_chat", "serving_render")}
+    state = SimpleNamespace(online_renderer=renderer, **handlers)
     part = ChatCompletions()
     part.attach(FastAPI(), arguments(), Settings(**settings))
-    asyncio.run(part.start(None, SimpleNamespace(online_renderer=renderer), Namespace()))
-    return renderer
+    asyncio.run(part.start(None, state, Namespace()))
+    assert all(getattr(state, name).online_renderer is state.online_renderer for name in handlers)
+    return state.online_renderer
+
+
+class Handler:
+    def __init__(self, renderer: Renderer) -> None:
+        self.online_renderer = renderer
 
 
 def prompt_of(renderer: Any, request: Any) -> str:
@@ -75,7 +93,7 @@ def prompt_of(renderer: Any, request: Any) -> str:
 
 def test_the_renderer_shows_our_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_SYSTEM_START_DATE", "2025-06-28")
-    renderer = started_renderer(lambda *_: pytest.fail("vLLM's own prompt was rendered"))
+    renderer = started_renderer()
     optional = {"anyOf": [{"type": "string"}, {"type": "null"}]}
     parameters = {"type": "object", "properties": {"city": optional}}
     tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": parameters}}
@@ -90,7 +108,7 @@ def test_the_renderer_shows_our_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_prompt_must_leave_room_for_one_token() -> None:
     from vllm.exceptions import VLLMValidationError
 
-    renderer = started_renderer(lambda *_: pytest.fail("vLLM's own prompt was rendered"))
+    renderer = started_renderer()
     tokens = len(renderer._make_request_with_harmony(make_request(), True)[1][0]["prompt_token_ids"])
     renderer.model_config.max_model_len = tokens + 1
     prompt_of(renderer, make_request())
@@ -105,7 +123,7 @@ def test_a_name_that_no_call_could_have_is_refused(name: str) -> None:
     from vllm.exceptions import VLLMValidationError
 
     tools = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("f", name)]
-    renderer = started_renderer(lambda *_: pytest.fail("vLLM's own prompt was rendered"))
+    renderer = started_renderer()
     with pytest.raises(VLLMValidationError, match="cannot be called") as refused:
         prompt_of(renderer, make_request(tools=tools))
     assert refused.value.parameter == "tools[1].function.name"
@@ -113,23 +131,18 @@ def test_a_name_that_no_call_could_have_is_refused(name: str) -> None:
 
 
 def test_prefilled_prompts_of_disaggregated_serving_stay_upstreams() -> None:
-    renderer = started_renderer(lambda request, tools: ([], ["upstream's"]))
+    renderer = started_renderer("upstream's")
     request = make_request(kv_transfer_params={"prompt_token_ids": [1, 2]})
     assert renderer._make_request_with_harmony(request, True) == ([], ["upstream's"])
 
 
 def test_a_user_who_wants_vllms_form_of_instructions_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS", "1")
-
-    def upstream(*_: Any) -> None: ...
-
-    assert started_renderer(upstream)._make_request_with_harmony is upstream
+    assert type(started_renderer()) is Renderer
 
 
 def test_without_our_parser_the_prompt_is_vllms_too() -> None:
-    def upstream(*_: Any) -> None: ...
-
-    assert started_renderer(upstream, parser=False)._make_request_with_harmony is upstream
+    assert type(started_renderer(parser=False)) is Renderer
 
 
 WEATHER, TIME = ({"type": "function", "function": {"name": name}} for name in ("get_weather", "get_time"))

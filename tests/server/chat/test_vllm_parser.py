@@ -62,10 +62,7 @@ REPLAYS = {
         (None, None, [("get_weather", "{}")]),
     ),
     "refusal without message": ("<|channel|>final I'm sorry, I can't.<|return|>", (None, "I'm sorry, I can't.", [])),
-    "missing start": (
-        "<|channel|>analysis<|message|>a<|end|><|channel|>final<|message|>b<|return|>",
-        ("a", "b", []),
-    ),
+    "missing start": ("<|channel|>analysis<|message|>a<|end|><|channel|>final<|message|>b<|return|>", ("a", "b", [])),
     "start twice": (
         "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|start|>assistant<|channel|>final<|message|>b<|return|>",
         ("a", "b", []),
@@ -146,20 +143,6 @@ def test_stop_strings_are_not_part_of_the_answer(size: int) -> None:
     assert streamed(finished, size, stop=["END_OF"])[1] == "one two END"
 
 
-def test_a_second_turn_starts_afresh() -> None:
-    """vLLM keeps one parser for the turns of a Responses request and calls flush between them."""
-    request = request_of(tools=[WEATHER])
-    parser = parser_of(request)
-    for _ in range(2):
-        segments = parser.process_chunk(tokens(THINK + ASK)).segments + parser.flush()
-        messages = [segment.completed_message for segment in segments if segment.completed_message]
-        assert [(m.channel, m.recipient) for m in messages] == [
-            ("analysis", None),
-            ("commentary", "functions.get_weather"),
-        ]
-        assert "".join(s.delta for s in segments if s.recipient) == '{"city": "Ülm"}'
-
-
 def adjusted(level: str = "function", **fields: Any) -> Any:
     request = request_of(**fields)
     return parser_of(request, level).adjust_request(request)
@@ -185,7 +168,7 @@ def test_a_strict_schema_that_cannot_be_enforced_is_refused_by_name_and_another_
     assert adjusted("parameter", tools=[{**WEATHER, "function": function}]).structured_outputs.structural_tag
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
     assert adjusted(response_format=form).structured_outputs.structural_tag
-    form["json_schema"]["strict"] = True  # type: ignore[index]
+    form["json_schema"]["strict"] = True
     with pytest.raises(VLLMValidationError, match="'n': 'pattern'"):
         adjusted(response_format=form)
 
@@ -225,8 +208,6 @@ def test_upstreams_responses_requests_are_constrained_too() -> None:
     tag = parser.adjust_request(request).structured_outputs.structural_tag
     for recipient in ("functions.now", "python", "browser.search"):
         assert f"to={recipient}<|channel|>" in tag
-    call = parser.process_chunk(tokens("<|channel|>analysis to=python code<|message|>1 + 1<|call|>")).segments[-1]
-    assert call.completed_message.recipient == "python"
 
 
 def _grammars(node: Any) -> Iterator[str]:

@@ -19,7 +19,7 @@ from vllm_gptoss.server.harmony.events import (
 from vllm_gptoss.server.harmony.held import Held
 from vllm_gptoss.server.harmony.offered import OfferedTools
 from vllm_gptoss.server.harmony.parser import HarmonyParser
-from vllm_gptoss.server.harmony.tokens import RETURN
+from vllm_gptoss.server.harmony.tokens import RETURN, token_bytes
 
 A, C, F = Channel.ANALYSIS, Channel.COMMENTARY, Channel.FINAL
 END, CALL, RET, NEXT, CUT = EndedBy.END, EndedBy.CALL, EndedBy.RETURN, EndedBy.NEXT, EndedBy.CUT
@@ -257,7 +257,9 @@ def test_a_character_split_over_tokens_comes_whole() -> None:
     parser, ids = HarmonyParser(TOOLS), tokens("<|channel|>final<|message|>👩‍🚀!")
     texts = [e.text for token in ids for e in parser.feed([token]) if isinstance(e, ContentDelta)]
     assert "".join(texts) == "👩‍🚀!"
-    assert "\ufffd" not in "".join(texts)
+    first, second, third = (next(t for t in range(999) if token_bytes(t) == bytes([byte])) for byte in "€".encode())
+    events = [e for part in ([*tokens("a"), first], [second], [third, *tokens("!")]) for e in parser.feed(part)]
+    assert [(e.text, e.tokens) for e in events if isinstance(e, ContentDelta)] == [("a", 1), ("€!", 4)]
 
 
 HELD_CALL = f' to={WEATHER}<|channel|>commentary json<|message|>{{"a": "x\\"%sy"}}%s'

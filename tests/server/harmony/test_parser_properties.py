@@ -85,18 +85,15 @@ def test_text_after_a_good_header_is_exactly_the_content(ids: list[list[int]], t
     assert ended.text == text
 
 
-@pytest.mark.parametrize("cut", [False, True])
-def test_truncation_at_any_token_loses_nothing(cut: bool) -> None:
+def test_a_call_that_is_cut_at_any_token_is_never_a_whole_one() -> None:
     ids = tokens(
         "<|channel|>analysis<|message|>Let me see 👩‍🚀<|end|><|start|>assistant<|channel|>commentary"
         ' to=functions.get_weather <|constrain|>json<|message|>{"city": "Ulm"}<|call|>'
     )
     for length in range(len(ids) + 1):
-        events = parse(ids[:length], cut)
-        assert transcript(events) == spelled(ids[:length])
-        calls = [e for e in events if isinstance(e, MessageEnded) and e.ended_by is not EndedBy.CUT and e.index == 1]
-        if cut and calls:
-            assert length == len(ids)
+        ended = [event for event in parse(ids[:length], cut=True) if isinstance(event, MessageEnded)]
+        whole = [event for event in ended if event.index == 1 and event.ended_by is not EndedBy.CUT]
+        assert len(whole) == (length == len(ids))
 
 
 @pytest.mark.parametrize("loop", ["<|start|>", "<|channel|>", "<|start|>assistant", "<|constrain|>json", "<|start|>a"])

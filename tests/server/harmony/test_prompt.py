@@ -6,6 +6,7 @@ of them; data/openai_*.txt are expected prompts of openai/harmony. docs/harmony.
 
 from __future__ import annotations
 
+import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from vllm_gptoss.server.chat.chat_prompt import ChatInputError, conversation, ef
 from vllm_gptoss.server.harmony import messages as m
 from vllm_gptoss.server.harmony.builtin import BROWSER, PYTHON
 from vllm_gptoss.server.harmony.events import Channel
-from vllm_gptoss.server.harmony.prompt import developer_text, render, render_message
+from vllm_gptoss.server.harmony.prompt import developer_text, is_longer, render, render_message, today
 from vllm_gptoss.server.harmony.tokens import FIRST_CONTROL, encode, encoding
 
 DATA = Path(__file__).parent / "data"
@@ -65,6 +66,13 @@ LOOKUP = m.ToolSpec(
 def test_built_in_tools_render_as_openai_does(name: str, tools: Any, functions: Any) -> None:
     developer = m.Developer(None, [m.functions(functions)] if functions else [])
     assert render(m.Conversation(m.System(DATE, tools=tools), developer)) == expected(name)
+
+
+def test_the_date_is_vllms_or_this_days(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_SYSTEM_START_DATE", raising=False)
+    assert today() in {f"{datetime.date.today() - datetime.timedelta(days=days)}" for days in (0, 1)}
+    monkeypatch.setenv("VLLM_SYSTEM_START_DATE", DATE)
+    assert today() == DATE
 
 
 def test_effort_and_instructions_render_as_openai_does() -> None:
@@ -177,7 +185,9 @@ def test_history_is_in_the_order_and_form_the_model_writes() -> None:
         m.call("functions.save", '{"n": 2}'),
         m.tool_result("functions.save", "ok"),
     ]
-    body = text_of(render(m.Conversation(messages=history))).split("<|start|>user", 1)[1]
+    ids = render(m.Conversation(messages=history))
+    assert [is_longer(m.Conversation(messages=history), len(ids) - more) for more in (0, 1)] == [False, True]
+    body = text_of(ids).split("<|start|>user", 1)[1]
     assert body == (
         "<|message|>Plan it.<|end|>"
         "<|start|>assistant<|channel|>analysis<|message|>Long thought.<|end|>"

@@ -32,12 +32,17 @@ def prop(schema: Any, **root: Any) -> str:
         ({"const": "fixed"}, 'x?: "fixed",'),
         ({"type": "array", "items": {"enum": ["a", "b"]}}, 'x?: ("a" | "b")[],'),
         ({"type": "array", "prefixItems": [{"type": "number"}, {"type": "string"}]}, "x?: [number, string],"),
+        (
+            {"prefixItems": [{"type": "number"}], "items": {"enum": ["a", "b"]}},
+            'x?: [number, ...("a" | "b")[]],',
+        ),
         ({"type": "array"}, "x?: any[],"),
         ({"type": "object"}, "x?: object,"),
         (
-            {"type": "object", "additionalProperties": {"type": "number"}},
-            "x?: {\n    [key: string]: number,\n    },",
+            {"type": "object", "patternProperties": {"^a": {"type": "number"}}, "additionalProperties": True},
+            "x?: {\n    [key: string]: number, // keys match ^a\n    },",
         ),
+        ({"type": "object", "additionalProperties": {"type": "number"}}, "x?: {\n    [key: string]: number,\n    },"),
         ({"type": "string", "enum": ['say "hi"', "back\\slash"]}, r'x?: "say \"hi\"" | "back\\slash",'),
         ({"type": "string", "default": "two\nlines"}, 'x?: string, // default: "two\\nlines"'),
         ({"type": "string", "description": "One.\nTwo."}, "// One.\n// Two.\nx?: string,"),
@@ -49,6 +54,7 @@ def prop(schema: Any, **root: Any) -> str:
             {"allOf": [{"$ref": "#/$defs/A"}, {"properties": {"b": {"type": "number"}}, "required": ["b"]}]},
             "x?: {\n    a: string,\n    b: number,\n    },",
         ),
+        ({"allOf": [{"properties": {"a": {"const": "b"}}}, {"$ref": "#/$defs/A"}]}, 'x?: {\n    a: "b",\n    },'),
         ({"allOf": [{"$ref": "#/$defs/A"}], "description": "An A."}, "// An A.\nx?: {\n    a: string,\n    },"),
         (
             {"anyOf": [{"type": "string", "description": "by name"}, {"type": "number", "description": "by id"}]},
@@ -201,6 +207,14 @@ def test_references_that_double_at_every_level_end() -> None:
         levels[f"L{level}"] = {"type": "object", "properties": {"a": below, "b": below}}
     text = function_type({"type": "object", "properties": {"x": {"$ref": "#/$defs/L0"}}, "$defs": levels})
     assert text.count("\n") < 3 * MAX_NODES
+
+
+@pytest.mark.parametrize(("nodes", "warnings"), [(MAX_NODES, 0), (MAX_NODES + 1, 1), (MAX_NODES + 2, 1)])
+def test_a_schema_with_too_many_nodes_is_reported_once(
+    caplog: pytest.LogCaptureFixture, nodes: int, warnings: int
+) -> None:
+    text = function_type({"properties": {f"p{at}": {"type": "null"} for at in range(nodes - 1)}})
+    assert (text.count(": any,"), len(caplog.records)) == (nodes - MAX_NODES, warnings)
 
 
 _WORDS = (

@@ -95,9 +95,7 @@ async def test_agents_sdk_uses_a_hosted_mcp_server_and_structured_output(start: 
         return harmony(THINK + (final if ANSWERED in text_of_prompt(prompt) else call))
 
     server = start(script, providers=[fakes.mcp()])
-    tool = agents.HostedMCPTool(
-        tool_config={"type": "mcp", "server_label": "weather", "require_approval": "never"}  # type: ignore[typeddict-item]
-    )
+    tool = agents.HostedMCPTool(tool_config={"type": "mcp", "server_label": "weather", "require_approval": "never"})
     agent = agents.Agent(name="a", model=agent_model(server), tools=[tool], output_type=Weather)
     result = await agents.Runner.run(agent, "What is the weather in Rome?")
     assert result.final_output == Weather(city="Rome", sunny=True)

@@ -1,6 +1,6 @@
 """The same frameworks against a real `vllm serve`: engine, grammar, python, server and client are real.
 
-`make test` takes two, because test_frameworks.py has all of them with the same server.
+`make test` takes one, because test_frameworks.py has all of them with the same server.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.support.scale import SOAK
 pytestmark = [pytest.mark.namespaces, pytest.mark.vllm, pytest.mark.serve, pytest.mark.soak, pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize("name", NAMES if SOAK else ["langchain", "litellm"])
+@pytest.mark.parametrize("name", NAMES if SOAK else ["litellm"])
 def test_a_framework_on_the_real_engine(served: Server, tmp_path: Path, name: str) -> None:
     scenes = play(name, served.api, NAME, tmp_path, chat=True)
     check(scenes, served.api)

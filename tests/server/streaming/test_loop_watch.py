@@ -9,7 +9,7 @@ import time
 import pytest
 from prometheus_client import REGISTRY
 
-from vllm_gptoss.server.streaming.loop_watch import LoopWatch
+from vllm_gptoss.server.streaming.loop_watch import watch_loop
 
 
 def pauses(longer_than: str) -> float:
@@ -20,13 +20,12 @@ def pauses(longer_than: str) -> float:
 
 async def test_a_pause_is_counted_and_a_long_one_is_a_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    watch = LoopWatch(tick_s=0.01, long_s=0.3)
-    watch.start()
+    watch = asyncio.create_task(watch_loop(tick_s=0.01, long_s=0.3))
     before = pauses("0.1")
     await asyncio.sleep(0.05)
     time.sleep(0.35)  # noqa: ASYNC251 - what is watched for
     await asyncio.sleep(0.05)
-    await watch.aclose()
+    watch.cancel()
     assert pauses("0.1") >= before + 1
     said = [record.getMessage() for record in caplog.records if "was blocked" in record.getMessage()]
     assert said
@@ -36,9 +35,8 @@ async def test_a_pause_is_counted_and_a_long_one_is_a_line(caplog: pytest.LogCap
 async def test_a_loop_that_runs_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     count = REGISTRY.get_sample_value("gptoss_event_loop_pause_seconds_count") or 0.0
-    watch = LoopWatch(tick_s=0.01)
-    watch.start()
+    watch = asyncio.create_task(watch_loop(tick_s=0.01))
     await asyncio.sleep(0.3)
-    await watch.aclose()
+    watch.cancel()
     assert (REGISTRY.get_sample_value("gptoss_event_loop_pause_seconds_count") or 0.0) > count
     assert "was blocked" not in caplog.text

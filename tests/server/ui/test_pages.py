@@ -66,7 +66,8 @@ def test_the_server_is_described(server: Running) -> None:
     with server.http() as http:
         found = http.get("/ui/server").json()
     assert found["object"] == "gptoss.server"
-    assert (found["store"], found["tools"]) == ("sqlite+aiosqlite", [])
+    assert (found["store"], found["tools"]) == ("sqlite", [])
+    assert found["choices"] == {"layers": "replayed (a test)"}
 
 
 def test_no_file_names_another_host_or_makes_nodes_from_strings() -> None:

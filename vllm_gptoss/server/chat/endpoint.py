@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from argparse import Namespace
-from collections.abc import Callable
 from typing import Any
 
 from vllm_gptoss import _vllm
@@ -79,25 +78,24 @@ class ChatCompletions:
         if _vllm.instructions_in_system():
             logger.warning("vLLM's chat prompt is used, because VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS is set.")
             return
-        renderer = getattr(state, "online_renderer", None)
-        if not replaced.use_chat_prompt(renderer, lambda upstream: chat_prompt_of(renderer, upstream)):
+        if not replaced.use_renderer(state, ChatPrompt):
             logger.warning("vLLM's chat prompt is used: this vLLM's renderer has no step to replace.")
 
 
-def chat_prompt_of(renderer: Any, upstream: Callable[..., Any]) -> Callable[..., Any]:
-    """Our replacement of `upstream`, the renderer's step from a chat request to prompt tokens."""
+class ChatPrompt:
+    """Overrides the step of vLLM's renderer from a chat request to prompt tokens."""
 
-    def make_request(request: Any, should_include_tools: bool = True) -> tuple[list[Any], list[Any]]:
+    model_config: Any
+
+    def _make_request_with_harmony(self, request: Any, should_include_tools: bool = True) -> Any:
         if is_decode_side(request):
-            return upstream(request, should_include_tools)  # type: ignore[no-any-return]
+            return super()._make_request_with_harmony(request, should_include_tools)  # type: ignore[misc]
         try:
-            prompt = conversation_of(renderer, request, should_include_tools, getattr(request, RESPONSE_FORMAT, None))
+            prompt = conversation_of(self, request, should_include_tools, getattr(request, RESPONSE_FORMAT, None))
         except ChatInputError as error:
             raise _vllm.harmony().ValidationError(str(error), parameter=error.param) from None
         tokens = tokens_of(prompt)
-        if len(tokens) >= renderer.model_config.max_model_len and not ONLY_COUNTED.get():
-            why = overflow(renderer.model_config.max_model_len, len(tokens), "messages")
+        if len(tokens) >= self.model_config.max_model_len and not ONLY_COUNTED.get():
+            why = overflow(self.model_config.max_model_len, len(tokens), "messages")
             raise _vllm.harmony().ValidationError(why, parameter="messages")
         return [], [_vllm.tokens_input(tokens, request.cache_salt)]
-
-    return make_request

@@ -13,16 +13,12 @@ from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
-from openai_harmony import Message, Role
-
 from vllm_gptoss import _vllm
 from vllm_gptoss._vllm import replaced
 from vllm_gptoss.server.chat.chat import CallDelta, ChatDelta, ChatReader
 from vllm_gptoss.server.chat.vllm_constraint import HELD, constrain, offered_tools
-from vllm_gptoss.server.harmony.events import Channel, ContentDelta, HarmonyEvent, MessageEnded, MessageStarted
 from vllm_gptoss.server.harmony.held import NOTHING
 from vllm_gptoss.server.harmony.offered import NO_TOOLS, OfferedTools
-from vllm_gptoss.server.harmony.parser import HarmonyParser
 from vllm_gptoss.server.harmony.prompt import FINAL_HEADER
 from vllm_gptoss.server.harmony.tokens import CALL
 
@@ -69,7 +65,8 @@ def chat_reader(request: Any, offered: OfferedTools, *, marks: bool = False) -> 
 class GptOssParser:
     """Overrides upstream's `HarmonyParser`. vLLM makes one per choice for output, and one to adjust a request.
 
-    Reasoning and tool calls are parsed even without `--reasoning-parser` and `--tool-call-parser`.
+    Reasoning and tool calls are parsed even without `--reasoning-parser` and `--tool-call-parser`. vLLM's Responses
+    handler, which runs if our endpoint is switched off, reads with upstream's methods.
     """
 
     _num_counted_tokens: int
@@ -80,7 +77,6 @@ class GptOssParser:
         super().__init__(tokenizer, tools, *args, **kwargs)  # type: ignore[call-arg]  # upstream's, see parser_class
         self._offered = offered_tools(tools)
         self._chat: ChatReader | None = None
-        self._turn: _Turn | None = None
 
     # Chat completions
 
@@ -143,17 +139,6 @@ class GptOssParser:
         reader.finish()
         return reader.reasoning_tokens
 
-    # Used by vLLM's Responses handler, if our endpoint is switched off
-
-    def process_chunk(self, token_ids: Sequence[int]) -> Any:
-        turn = self._turn = self._turn or _Turn(HarmonyParser(self._offered))
-        segments, reasoning = turn.segments(turn.parser.feed(token_ids))
-        return _vllm.harmony().ChunkResult(segments=segments, reasoning_token_count=reasoning)
-
-    def flush(self) -> list[Any]:
-        turn, self._turn = self._turn, None
-        return turn.segments(turn.parser.finish(cut=True))[0] if turn else []
-
     # Requests
 
     def adjust_request(self, request: Any) -> Any:
@@ -207,41 +192,6 @@ def _delta_tool_call(call: CallDelta) -> Any:
         return vllm.DeltaToolCall(index=call.index, function=function)
     function = vllm.DeltaFunctionCall(name=call.name, arguments=call.arguments)
     return vllm.DeltaToolCall(id=vllm.make_tool_call_id(), type="function", index=call.index, function=function)
-
-
-class _Turn:
-    """Converts a turn to upstream's segments."""
-
-    def __init__(self, parser: HarmonyParser) -> None:
-        self.parser = parser
-        self._started: MessageStarted | None = None
-
-    def segments(self, events: Sequence[HarmonyEvent]) -> tuple[list[Any], int]:
-        """Segments, and their number of reasoning tokens."""
-        make = _vllm.harmony().Segment
-        segments, reasoning = [], 0
-        for event in events:
-            started = self._started
-            match event:
-                case MessageStarted():
-                    self._started = event
-                case ContentDelta(text=text, tokens=tokens) if started:
-                    is_reasoning = started.channel is Channel.ANALYSIS and started.recipient is None
-                    reasoning += tokens if is_reasoning else 0
-                    segments.append(make(started.channel.value, started.recipient, text))
-                case MessageEnded(text=text) if started:
-                    message = _upstream_message(started, text)
-                    segments.append(make(started.channel.value, started.recipient, "", message))
-        return segments, reasoning
-
-
-def _upstream_message(started: MessageStarted, text: str) -> Message:
-    message = Message.from_role_and_content(Role.ASSISTANT, text).with_channel(started.channel.value)
-    if started.recipient:
-        message = message.with_recipient(started.recipient)
-    if started.content_type:
-        message = message.with_content_type(started.content_type)
-    return message
 
 
 @cache

@@ -85,7 +85,7 @@ class ContentDelta:
     index: int
     text: str
     tokens: int
-    first: int = 0
+    first: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,13 +24,7 @@ from vllm_gptoss.server.responses.run.service import Service
 from vllm_gptoss.server.responses.state.database import check_driver
 from vllm_gptoss.server.responses.state.sealing import KeyRing, new_key, parse_keys
 from vllm_gptoss.server.responses.state.store import Store
-from vllm_gptoss.server.responses.transport import (
-    container_routes,
-    conversation_routes,
-    response_routes,
-    server_route,
-)
-from vllm_gptoss.server.ui import pages
+from vllm_gptoss.server.responses.transport import container_routes, conversation_routes, response_routes
 from vllm_gptoss.settings import SettingsError
 from vllm_gptoss.tools.config import ToolConfigError
 from vllm_gptoss.tools.missing import reason
@@ -40,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class ResponsesEndpoint:
-    """The Responses API of one server: `attach_router`, then `init_state` (or `open` with another engine).
+    """The Responses API of one server: `attach` and `start`, or `attach_router` and `open` with another engine.
 
     `patience`: how long it waits for background responses when it is closed, in seconds; vLLM's `--shutdown-timeout`.
     """
@@ -88,7 +82,8 @@ class ResponsesEndpoint:
             if self._tools:
                 await self._tools.start()
                 providers = Providers(self._tools.providers, self._tools.remote)
-            await self.init_state(engine_client, state, args, providers)
+            engine = VllmEngine(engine_client, is_direct=self._is_direct)
+            await self.open(engine, served_models(state.openai_serving_models), providers)
         except Exception as error:
             await self.aclose()
             if self._taken:
@@ -109,18 +104,16 @@ class ResponsesEndpoint:
             raise ApiError("The server is starting.", status=503, kind="server_error")
         return self._service
 
-    @property
-    def background(self) -> Background | None:
-        """Runs background responses; None without a store."""
-        return self._background
-
     def attach_router(self, app: FastAPI) -> None:
         """Adds the routes; they replace vLLM's of the same path and method. The app's shutdown closes the endpoint."""
         router = APIRouter(lifespan=self._lifespan)
-        response_routes.add_routes(router, self)
+        response_routes.add_routes(router, lambda: self.service, lambda: self._background)
         conversation_routes.add_routes(router, lambda: self.service)
         container_routes.add_routes(router, lambda: self.service)
         if self.options.ui:
+            from vllm_gptoss.server.responses.transport import server_route
+            from vllm_gptoss.server.ui import pages
+
             pages.add_routes(router)
             server_route.add_routes(router, lambda: self.service)
         app.include_router(router)
@@ -133,14 +126,6 @@ class ResponsesEndpoint:
             yield
         finally:
             await self.aclose()
-
-    async def init_state(
-        self, engine_client: Any, state: Any, args: Namespace, providers: Providers | None = None
-    ) -> None:
-        """vLLM's hook, called when the engine client and the served models exist."""
-        del args
-        engine = VllmEngine(engine_client, is_direct=self._is_direct)
-        await self.open(engine, served_models(state.openai_serving_models), providers or Providers())
 
     async def open(self, engine: Engine, models: Models, providers: Providers) -> None:
         """Opens the store; requests are answered from then on. Raises `StoreError`."""
@@ -157,7 +142,7 @@ class ResponsesEndpoint:
         context = ServerContext(engine, models, self.options, providers, store, keys, self._templates, owners)
         self._service = Service(context)
         self._background = Background(self._service, store) if store else None
-        logger.info("Responses API of vllm-gptoss: store %s", self.options.url or "off")
+        logger.info("Responses API of vllm-gptoss: store %s", store.address if store else "off")
         if self._templates:
             logger.info("%d prompt templates of %s", len(self._templates), self.options.prompts)
 

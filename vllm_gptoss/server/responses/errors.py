@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from vllm_gptoss.server.http.callers import FullError
@@ -40,6 +41,20 @@ class ApiError(Exception):
 def unsupported(param: str, why: str) -> ApiError:
     """A field that this server understands but cannot honour."""
     return ApiError(f"'{param}' is not supported: {why}", param=param, code="unsupported_value")
+
+
+def unknown_parameter(name: str) -> ApiError:
+    """A field that the API does not have."""
+    return ApiError(f"Unknown parameter: '{name}'.", param=name, code="unknown_parameter")
+
+
+def checked_object(body: Any, known: Collection[str] | None = None) -> dict[str, Any]:
+    """A request body that must be an object, with no field but `known`. Raises `ApiError`."""
+    if not isinstance(body, dict):
+        raise ApiError("The request body must be a JSON object.")
+    if known is not None and (unknown := [name for name in body if name not in known]):
+        raise unknown_parameter(unknown[0])
+    return body
 
 
 def not_found(kind: str, identifier: str, param: str | None = None) -> ApiError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -28,6 +29,7 @@ class ResponsesOptions(BaseSettings):
     max_tool_rounds: tool calls of one response, even where the request sets no `max_tool_calls`
     heartbeat: seconds without an update from a server after which its background responses count as lost, and its
       conversations are unlocked
+    key_waiting, max_waiting: transactions of one API key, and of all, that wait for the store, on one server
     max_input_items: of one request
     max_background: background responses of one API key that have not ended, on one server
     total_background: the same, of all keys
@@ -56,6 +58,8 @@ class ResponsesOptions(BaseSettings):
     secret: str = ""
     max_tool_rounds: int = 128
     heartbeat: float = 30.0
+    key_waiting: int = 2_000
+    max_waiting: int = 8_000
     max_input_items: int = 10_000
     max_background: int = 64
     total_background: int = 512
@@ -91,15 +95,19 @@ class ResponsesOptions(BaseSettings):
         if self.store == "off":
             return None
         if "://" in self.store:
-            return _async_driver(self.store)
+            return _with_driver(self.store)
         path = Path(self.store) if self.store else default_path()
-        return f"sqlite+aiosqlite:///{path.expanduser().absolute()}"
+        return f"sqlite:///{path.expanduser().absolute()}"
 
 
-def _async_driver(url: str) -> str:
+def _with_driver(url: str) -> str:
+    """`url` with a driver of this package, also in place of SQLAlchemy's asynchronous ones. asyncpg names TLS `ssl`,
+    and has a cache of prepared statements."""
     scheme, rest = url.split("://", 1)
-    drivers = {"sqlite": "sqlite+aiosqlite", "postgres": "postgresql+asyncpg", "postgresql": "postgresql+asyncpg"}
-    return f"{drivers.get(scheme, scheme)}://{rest}"
+    if scheme in ("postgres", "postgresql", "postgresql+asyncpg", "postgresql+psycopg_async"):
+        rest = re.sub(r"(?<=[?&])ssl=", "sslmode=", rest)
+        return "postgresql+psycopg://" + re.sub(r"(?<=[?&])prepared_statement_cache_size=\w*&?", "", rest).rstrip("?&")
+    return f"{scheme.replace('+aiosqlite', '')}://{rest}"
 
 
 def default_path() -> Path:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 from typing import Any
 
 from vllm_gptoss import _vllm
-from vllm_gptoss.server.streaming.loop_watch import LoopWatch
+from vllm_gptoss.server.streaming.loop_watch import watch_loop
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,6 @@ class Host:
 
     def __init__(self) -> None:
         self._is_lean = False
-        self._watch = LoopWatch()
 
     def attach(self, app: Any, args: Any, settings: Any) -> None:
         del app, args
@@ -43,6 +43,6 @@ class Host:
 
     async def start(self, engine_client: Any, state: Any, args: Any) -> None:
         del engine_client, state, args
-        self._watch.start()
+        self._watch = asyncio.create_task(watch_loop(), name="gptoss event loop watch")
         if self._is_lean:
             settle()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 from fastapi import APIRouter
@@ -27,7 +27,7 @@ def add_routes(router: APIRouter) -> None:
     for file in sorted(FOLDER.rglob("*.*")):
         path = "/ui/" + file.relative_to(FOLDER).as_posix()
         path = {"/ui/index.html": "/ui/", "/ui/server.html": "/ui/server"}.get(path, path)
-        router.add_api_route(path, _route(file), methods=["GET", "HEAD"], include_in_schema=False)
+        router.add_route(path, partial(_serve, file), methods=["GET", "HEAD"], include_in_schema=False)
 
 
 async def _redirect(request: Request) -> Response:
@@ -35,8 +35,6 @@ async def _redirect(request: Request) -> Response:
     return RedirectResponse("ui/" if request.url.path.endswith("/") else request.url.path.rpartition("/")[2] + "/")
 
 
-def _route(file: Path) -> Callable[[], Awaitable[Response]]:
-    async def serve() -> Response:
-        return FileResponse(file, media_type=TYPES[file.suffix], headers=HEADERS)
-
-    return serve
+async def _serve(file: Path, request: Request) -> Response:
+    del request
+    return FileResponse(file, media_type=TYPES[file.suffix], headers=HEADERS)

@@ -69,6 +69,16 @@ def test_a_call_waits_for_approval_where_the_request_or_the_operator_requires_it
             assert ("type erase =" in server.prompt()) is (tools is ANY), row
 
 
+def test_options_that_the_browser_ignores_are_refused_where_they_restrict_it(start: Start) -> None:
+    browser = fakes.browser()
+    server = start(HELLO, providers=[browser])
+    with server.http() as http:
+        for honours, external, status in ((False, True, 200), (False, False, 400), (True, False, 200)):
+            browser.honours_web_options = honours
+            tool = {"type": "web_search", "external_web_access": external}
+            assert http.post("/responses", json={"input": "hi", "tools": [tool]}).status_code == status
+
+
 def test_counting_tokens_opens_no_python_and_no_mcp_session(start: Start) -> None:
     python, weather = fakes.python(), fakes.mcp()
     with socket.create_server(("127.0.0.1", 0)) as listener:

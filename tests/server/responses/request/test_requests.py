@@ -136,50 +136,6 @@ def test_a_text_file_is_read(start: Start) -> None:
     assert "hello file" in server.prompt()
 
 
-def test_logprobs_belong_to_their_tokens(start: Start) -> None:
-    server = start(HELLO)
-    body = {"input": "hi", "include": ["message.output_text.logprobs"], "top_logprobs": 1}
-    with server.http() as http:
-        part = http.post("/responses", json=body).raise_for_status().json()["output"][-1]["content"][0]
-    assert "".join(entry["token"] for entry in part["logprobs"]) == part["text"] == "Hello there!"
-    assert all(len(entry["top_logprobs"]) == 1 for entry in part["logprobs"])
-
-
-@pytest.mark.parametrize(("summary", "text"), [("concise", "The user greets."), ("detailed", "The user greets.")])
-def test_summaries_are_given_when_asked_for(start: Start, summary: str, text: str) -> None:
-    from tests.support.responses.events import stream
-
-    server = start(HELLO)
-    with server.http() as http:
-        events = stream(http, {"model": MODEL, "input": "hi", "reasoning": {"summary": summary}})
-    assert events[-1]["response"]["output"][0]["summary"] == [{"type": "summary_text", "text": text}]
-    assert "response.reasoning_summary_text.delta" in {event["type"] for event in events}
-
-
-def test_custom_tools_give_their_plain_text(start: Start) -> None:
-    from tests.support.responses.events import stream
-
-    wrapped = ' to=functions.patch<|channel|>commentary json<|message|>{"input":"*** Begin"}<|call|>'
-    plain = " to=functions.patch<|channel|>commentary<|message|>*** Begin<|call|>"
-    tool = {"type": "custom", "name": "patch", "description": "Applies a patch."}
-    regex = {"type": "grammar", "syntax": "regex", "definition": r"\*+ [A-Z][a-z]+"}
-    with start(wrapped).http() as http:
-        item = stream(http, {"model": MODEL, "input": "?", "tools": [tool]})[-1]["response"]["output"][-1]
-        assert (item["type"], item["input"]) == ("custom_tool_call", "*** Begin")
-        answer = {
-            "type": "custom_tool_call_output",
-            "call_id": item["call_id"],
-            "output": [{"type": "input_text", "text": "ok"}],
-        }
-        items = [{"role": "user", "content": "?"}, item, answer]
-        http.post("/responses", json={"input": items, "tools": [tool]}).raise_for_status()
-    server = start(plain)
-    with server.http() as http:
-        body = {"model": MODEL, "input": "?", "tools": [{**tool, "format": regex}]}
-        assert stream(http, body)[-1]["response"]["output"][-1]["input"] == "*** Begin"
-    assert server.engine.samplings[-1].structural_tag is not None
-
-
 def test_namespaces_are_offered_and_named_in_calls(start: Start) -> None:
     from tests.support.responses.events import stream
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from typing import Any
+
+import pytest
 
 from tests.support.responses.server import MODEL, Start, create, harmony, text_of_prompt
 from tests.support.responses.turns import HELLO, WEATHER
@@ -10,6 +14,7 @@ from tests.support.responses.turns import HELLO, WEATHER
 SUMMARY = "<|channel|>final<|message|>" + "They spoke at length. " * 10 + "<|return|>"
 SHORT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}, {"role": "user", "content": "x"}]
 COMPACTS = [{"type": "compaction", "compact_threshold": 20}]
+QUESTION = {"role": "user", "content": "my question"}
 
 
 def test_a_compaction_takes_nothing_from_max_output_tokens(start: Start) -> None:
@@ -71,6 +76,34 @@ def test_words_of_users_that_do_not_fit_are_left_to_the_summary(start: Start) ->
     assert made["status"] == "completed"
     assert [n for n in range(6) if f"user {n}" in server.prompt()] == [4, 5], "the newest stay"
     assert "They spoke at length." in server.prompt()
+
+
+EARLIER = [*SHORT[:2], QUESTION]
+
+
+@pytest.mark.parametrize(
+    ("before", "words", "stay", "are_calls_shown"),
+    [
+        ([], 1, [], False),
+        ([QUESTION], 150, ["my question"], False),
+        (EARLIER, 150, ["hi", "my question"], False),
+        (EARLIER, 1, ["hi", "my question"], True),
+    ],
+)
+def test_calls_beyond_the_window_are_summarised_and_their_question_stays(
+    start: Start, before: list[dict[str, Any]], words: int, stay: list[str], are_calls_shown: bool
+) -> None:
+    server = start(SUMMARY, max_model_len=800)
+    items = [*before]
+    for n in range(6):
+        items.append({"type": "function_call", "call_id": f"c{n}", "name": "get_weather", "arguments": "{}"})
+        items.append({"type": "function_call_output", "call_id": f"c{n}", "output": "word " * words})
+    with server.http() as http:
+        made = create(http, input=items, context_management=COMPACTS, tools=[WEATHER])
+    assert made["status"] == "completed"
+    assert re.findall(r"<.start.>user<.message.>(.*?)<.end.>", server.prompt()) == stay
+    assert "They spoke at length." in server.prompt()
+    assert ("get_weather to=" in server.prompt()) is are_calls_shown
 
 
 def test_a_forced_call_does_not_stop_a_compaction(start: Start) -> None:

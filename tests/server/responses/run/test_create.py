@@ -25,7 +25,6 @@ def test_plain_answer_is_a_whole_response(start: Start) -> None:
     assert response.output_text == "Hello there!"
     assert [item.type for item in response.output] == ["reasoning", "message"]
     assert response.status == "completed"
-    assert response.usage is not None
     assert response.usage.input_tokens == len(server.engine.prompts[0])
     assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
     assert response.usage.output_tokens_details.reasoning_tokens == len(harmony("The user greets."))

@@ -39,8 +39,10 @@ def written(pieces: list[str], *, raw: bool = False, cut: bool = False) -> tuple
 def test_the_input_streams(start: Start, wrapped: bool, escapes: bool) -> None:
     text = json.dumps({"input": PATCH}, ensure_ascii=escapes) if wrapped else PATCH
     tool = TOOL if wrapped else {**TOOL, "format": REGEX}
-    with start(called(text)).http() as http:
+    server = start(called(text))
+    with server.http() as http:
         events = stream(http, {"model": MODEL, "input": "?", "tools": [tool]})
+    assert server.engine.samplings[0].structural_tag
     deltas = [event["delta"] for event in events if event["type"] == "response.custom_tool_call_input.delta"]
     assert len(deltas) > 5
     assert "".join(deltas) == PATCH == events[-1]["response"]["output"][0]["input"]

@@ -12,6 +12,7 @@ from tests.support.responses import fakes
 from tests.support.responses.events import kinds, stream
 from tests.support.responses.server import MODEL, Start, create, harmony
 from tests.support.responses.turns import CALL, CITED, HELLO, INTERPRETER, MCP, PYTHON, SEARCH, WEATHER
+from vllm_gptoss.server.responses.run.loop import IGNORED_CALLS
 from vllm_gptoss.tools.protocol import Text, ToolCall, ToolResult
 
 
@@ -77,7 +78,7 @@ def test_a_search_is_one_item_and_its_citations_are_annotations(start: Start) ->
     assert search["action"]["sources"] == [{"type": "url", "url": fakes.PAGE.url}]
     part = message["content"][0]
     (note,) = part["annotations"]
-    assert note["lines"] == [1, 3]
+    assert (note["lines"], note["quote"]) == ([1, 3], fakes.PAGE.quote[:200])
     assert part["text"][note["start_index"] : note["end_index"]] == "([example.com](https://example.com/page))"
     assert "【7†L2】" in part["text"], "a citation of nothing stays as it was written"
     added = [event for event in events if event["type"] == "response.output_text.annotation.added"]
@@ -222,15 +223,16 @@ def test_max_output_tokens_is_one_budget_for_all_turns(start: Start) -> None:
     assert response["status"] == "incomplete"
 
 
-def test_max_tool_calls_ends_in_an_answer(start: Start) -> None:
+@pytest.mark.parametrize("ignored", [1, IGNORED_CALLS, IGNORED_CALLS + 1])
+def test_max_tool_calls_ends_in_an_answer(start: Start, ignored: int) -> None:
     tool = fakes.python()
-    server = start(PYTHON, PYTHON, HELLO, providers=[tool])
+    server = start(PYTHON, *[PYTHON] * ignored, HELLO, providers=[tool])
     with server.http() as http:
         body = {"model": MODEL, "input": "1?", "tools": [INTERPRETER], "max_tool_calls": 1}
         response = stream(http, body)[-1]["response"]
     assert len(tool.calls) == 1
     assert [item["type"] for item in response["output"]].count("code_interpreter_call") == 1
-    assert response["output"][-1]["type"] == "message"
+    assert (response["output"][-1]["type"] == "message") is (ignored <= IGNORED_CALLS)
     assert response["status"] == "completed"
 
 

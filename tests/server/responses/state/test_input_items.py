@@ -24,20 +24,19 @@ def words(number: int) -> str:
 
 def rows(server: Running, table: sa.Table) -> int:
     async def count() -> int:
-        async with server.endpoint.service.context.store._begin() as db:  # type: ignore[union-attr]
-            return int(await db.scalar(sa.select(sa.func.count()).select_from(table)) or 0)
+        query = sa.select(sa.func.count()).select_from(table)
+        return int(await server.endpoint.service.context.store._db.run(lambda db: db.scalar(query)) or 0)  # type: ignore[union-attr]
 
     return int(server.call(count()))
 
 
 def stored_bytes(server: Running) -> int:
-    async def measured() -> int:
-        async with server.endpoint.service.context.store._begin() as db:  # type: ignore[union-attr]
-            own = await db.scalar(sa.select(sa.func.sum(sa.func.length(responses.c.input))))
-            items = await db.scalar(sa.select(sa.func.sum(sa.func.length(input_items.c.item))))
+    def measured(db: sa.Connection) -> int:
+        own = db.scalar(sa.select(sa.func.sum(sa.func.length(responses.c.input))))
+        items = db.scalar(sa.select(sa.func.sum(sa.func.length(input_items.c.item))))
         return int(own or 0) + int(items or 0)
 
-    return int(server.call(measured()))
+    return int(server.call(server.endpoint.service.context.store._db.run(measured)))  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("with_ids", [True, False])
@@ -151,3 +150,22 @@ def test_a_page_of_input_items_reads_what_it_shows(start: Start) -> None:
     assert numbers["asc"] == numbers["desc"][::-1]
     assert len(numbers["asc"]) == len(set(numbers["asc"])) == 12 * 30 + sum(1 for n in numbers["asc"] if n[0] != "i")
     assert [n for n in numbers["asc"] if n.startswith("i")] == [f"i{t}_{n}" for t in range(12) for n in range(30)]
+
+
+def test_a_missing_item_is_an_error_that_names_it(start: Start) -> None:
+    server = start(HELLO)
+    with server.http() as http:
+        made = create(http, input=words(0) * 3)
+        store = server.endpoint.service.context.store
+        assert store is not None
+
+        def lose(db: sa.Connection) -> None:
+            db.execute(sa.delete(input_uses))
+            db.execute(sa.delete(input_items))
+
+        server.call(store._db.run(lose))
+        for path in ("", "/input_items"):
+            refused = http.get(f"/responses/{made['id']}{path}")
+            assert refused.status_code == 503
+            message = "The response store failed: NoResultFound: input items are missing"
+            assert refused.json()["error"]["message"] == message

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import logging
 import os
 import threading
+import time
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 
 import pytest
+import sqlalchemy as sa
 from httpx_sse import connect_sse
 
 from tests.support.responses.events import read
@@ -16,9 +22,12 @@ from tests.support.responses.turns import HELLO
 from tests.support.waiting import soon
 from vllm_gptoss.server.responses.options import ResponsesOptions
 from vllm_gptoss.server.responses.run.context import ContainerOwners
+from vllm_gptoss.server.responses.state import database as databases
 from vllm_gptoss.server.responses.state import patience
 from vllm_gptoss.server.responses.state.store import Store
 from vllm_gptoss.server.responses.state.stored import LostError, Stored, StoreError
+from vllm_gptoss.server.responses.state.upgrade import STEPS, UpgradeStep, upgrade
+from vllm_gptoss.tools.protocol import CALLER
 
 pytestmark = pytest.mark.parametrize("database", ["postgres"], indirect=True)
 
@@ -120,3 +129,138 @@ async def test_the_owner_of_a_container_that_could_not_be_written_is_written_wit
     await owners.remember("cntr_1", "alice", "alice:root")
     assert await store.containers.get("cntr_1") == ("alice", "alice:root")
     await store.aclose()
+
+
+async def test_responses_that_share_new_items_in_another_order_are_all_stored(database: None) -> None:
+    """Without one order of the inserts the database ends one of the transactions: `deadlock detected`."""
+    store = Store(ResponsesOptions(store=os.environ["GPTOSS_TEST_STORE"]))
+    await store.open()
+
+    def response(number: int, turn: int) -> Stored:
+        items = [{"id": f"msg_{turn}_{n}", "type": "message", "content": f"{turn} {n} " * 20} for n in range(60)]
+        name = f"resp_{turn}_{number}"
+        ended = {"id": name, "status": "completed", "output": []}
+        return Stored(name, "alice", ended, items[::-1] if number % 2 else items)
+
+    for turn in range(3):
+        await asyncio.gather(*(store.save(response(number, turn)) for number in range(4)))
+    await store.aclose()
+
+
+async def test_transactions_that_deadlock_are_both_carried_out(database: None) -> None:
+    """As an eviction and a save do that use the same input items in another order."""
+    store = databases.Database(sa.make_url(ResponsesOptions(store=os.environ["GPTOSS_TEST_STORE"]).url or ""))
+    await store.run(lambda db: db.exec_driver_sql("CREATE TABLE counts (id INT PRIMARY KEY, n INT)"))
+    await store.run(lambda db: db.exec_driver_sql("INSERT INTO counts VALUES (1, 0), (2, 0)"))
+    both = threading.Barrier(2)
+
+    def count(order: tuple[int, int], db: sa.Connection) -> None:
+        db.exec_driver_sql(f"UPDATE counts SET n = n + 1 WHERE id = {order[0]}")
+        with suppress(threading.BrokenBarrierError):
+            both.wait(10)
+        both.abort()  # second attempts do not wait
+        db.exec_driver_sql(f"UPDATE counts SET n = n + 1 WHERE id = {order[1]}")
+
+    async def of_key(key: str, order: tuple[int, int]) -> None:
+        CALLER.set(key)
+        await store.run(functools.partial(count, order))
+
+    await asyncio.gather(of_key("alice", (1, 2)), of_key("bob", (2, 1)))
+    rows = await store.run(lambda db: db.exec_driver_sql("SELECT n FROM counts").scalars().all())
+    await store.run(lambda db: db.exec_driver_sql("DROP TABLE counts"))
+    await store.aclose()
+    assert rows == [2, 2]
+
+
+@pytest.mark.parametrize(("failures", "attempts"), [(2, 3), (3, 3)])
+async def test_a_serialization_failure_is_repeated_twice(database: None, failures: int, attempts: int) -> None:
+    store = databases.Database(sa.make_url(ResponsesOptions(store=os.environ["GPTOSS_TEST_STORE"]).url or ""))
+    made: list[int] = []
+
+    def fail(db: sa.Connection) -> None:
+        made.append(1)
+        if len(made) <= failures:
+            db.exec_driver_sql("DO $$ BEGIN RAISE EXCEPTION 'concurrent update' USING ERRCODE = '40001'; END $$")
+
+    failed = pytest.raises(StoreError, match="The response store failed: OperationalError: concurrent update")
+    with failed if failures == attempts else nullcontext():
+        await store.run(fail)
+    await store.aclose()
+    assert len(made) == attempts
+
+
+async def test_a_response_that_another_server_deletes_while_it_is_read_is_not_there(database: None) -> None:
+    store = Store(ResponsesOptions(store=os.environ["GPTOSS_TEST_STORE"]))
+    other = Store(ResponsesOptions(store=os.environ["GPTOSS_TEST_STORE"]))
+    await store.open()
+    await other.open()
+    items = [{"id": "msg_1", "type": "message", "content": "of alice " * 200}]
+    await store.save(Stored("resp_1", "alice", {"id": "resp_1", "status": "completed", "output": []}, items))
+    event_loop, deleted = asyncio.get_running_loop(), []
+
+    def delete(connection: object, cursor: object, statement: str, *rest: object) -> None:
+        del connection, cursor, rest
+        if statement.startswith("SELECT gptoss_input_items.id") and not deleted:
+            deleted.append(asyncio.run_coroutine_threadsafe(other.delete("alice", "resp_1"), event_loop).result(30))
+
+    sa.event.listen(store._db.engine, "before_cursor_execute", delete)
+    assert await store.get("alice", "resp_1") is None
+    assert deleted == [True]
+    await store.aclose()
+    await other.aclose()
+
+
+async def test_transactions_of_one_key_leave_a_thread_to_others(database: None) -> None:
+    """Twice as many slow transactions as there are threads; another key's is not behind them."""
+    store = databases.Database(sa.make_url(ResponsesOptions(store=os.environ["GPTOSS_TEST_STORE"]).url or ""))
+    CALLER.set("alice")
+    slow = [asyncio.create_task(store.run(lambda db: db.exec_driver_sql("SELECT pg_sleep(2)"))) for _ in range(16)]
+    await asyncio.sleep(0.5)  # until every thread that takes them has one
+    CALLER.set("bob")
+    began = time.monotonic()
+    await store.run(lambda db: db.exec_driver_sql("SELECT 1"))
+    assert time.monotonic() - began < 1
+    assert not any(each.done() for each in slow)
+    await asyncio.gather(*slow)
+    await store.aclose()
+
+
+async def test_no_statement_is_prepared(database: None) -> None:
+    """A pooler in transaction mode runs a client's transactions on connections that do not have it."""
+    store = databases.Database(sa.make_url(ResponsesOptions(store=os.environ["GPTOSS_TEST_STORE"]).url or ""))
+
+    def prepared(db: sa.Connection) -> int | None:
+        for _ in range(10):
+            db.execute(sa.text("SELECT :n + 1"), {"n": 1})
+        return db.scalar(sa.text("SELECT count(*) FROM pg_prepared_statements"))
+
+    assert await store.run(prepared) == 0
+    await store.aclose()
+
+
+def test_a_step_of_an_upgrade_takes_longer_than_a_statement_may(
+    database: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(databases, "STATEMENT_TIMEOUT", "SET statement_timeout = '300ms'")
+    sleep = "SELECT pg_sleep(0.6)"
+
+    def wait(db: sa.Connection) -> None:
+        db.exec_driver_sql(sleep)
+
+    slow = UpgradeStep(STEPS[-1].version + 1, "waits", wait)
+    engine = databases.connect(sa.make_url(ResponsesOptions(store=os.environ["GPTOSS_TEST_STORE"]).url or ""))
+    with engine.begin() as db:
+        upgrade(db, (*STEPS, slow))
+    with pytest.raises(sa.exc.OperationalError, match="statement timeout"), engine.begin() as db:
+        db.exec_driver_sql(sleep)
+    engine.dispose()
+
+
+async def test_no_log_line_has_the_password(
+    database: None, start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = os.environ["GPTOSS_TEST_STORE"].replace("postgres@", "postgres:hunter2@")
+    with caplog.at_level(logging.INFO):
+        start(HELLO, config={"store": url})
+    assert "store postgresql+psycopg://postgres:***@" in caplog.text
+    assert "hunter2" not in caplog.text

@@ -17,7 +17,7 @@ from tests.support.responses.server import Start
 from tests.support.responses.turns import HELLO
 from vllm_gptoss.server.responses.options import ResponsesOptions
 from vllm_gptoss.server.responses.state.store import Store
-from vllm_gptoss.server.responses.state.stored import QuotaError, Stored, TooLargeError
+from vllm_gptoss.server.responses.state.stored import LostError, QuotaError, Stored, TakenError, TooLargeError
 
 Opened = Callable[..., Any]
 
@@ -87,8 +87,11 @@ async def test_a_response_that_is_larger_than_the_quota_is_refused(tmp_path: Pat
 
 async def test_the_total_takes_from_the_key_that_stores_most(tmp_path: Path) -> None:
     async with store_of(tmp_path, max_bytes=40_000, key_bytes=30_000) as store:
-        for number in range(25):
-            await store.save(response(number, "alice"))
+        for number in range(25):  # of which a background response's text counts when it ends
+            begun = response(number, "alice", 0)
+            begun.body["status"] = "in_progress"
+            await store.save(begun)
+            await store.update(response(number, "alice"))
         for number in range(10):
             await store.save(response(number, "bob"))
         for number in range(6):
@@ -172,3 +175,17 @@ async def test_evicting_one_keys_responses_delays_no_other_key(tmp_path: Path) -
         await asyncio.gather(*filling, return_exceptions=True)
         assert loop.longest < 0.1
         assert beside[20] < alone[10] + 0.1, (alone, beside)
+
+
+async def test_writes_that_fail_do_not_count(tmp_path: Path) -> None:
+    async with store_of(tmp_path, max_bytes=20_000) as store:
+        await store.save(response(0, "alice"))
+        await store.sweep()
+        for _ in range(20):
+            with pytest.raises(TakenError):
+                await store.save(response(0, "alice"))
+        assert not store.quotas.is_full
+        for _ in range(3):
+            with pytest.raises(LostError):
+                await store.update(response(0, "alice", 9_000))
+        assert not store.quotas.is_full

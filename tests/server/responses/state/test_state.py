@@ -73,20 +73,6 @@ def test_typed_client_reads_lists_and_deletes(start: Start) -> None:
     client.responses.delete(made.id)
 
 
-@pytest.mark.parametrize("path", ["", "/input_items"])
-def test_another_key_finds_nothing(start: Start, path: str) -> None:
-    server = start(HELLO)
-    with server.http("alice") as alice, server.http("bob") as bob:
-        made = create(alice, input="hi")
-        assert bob.get(f"/responses/{made['id']}{path}").status_code == 404
-        assert bob.delete(f"/responses/{made['id']}").status_code == 404
-        assert bob.post(f"/responses/{made['id']}/cancel").status_code == 404
-        again = {"model": MODEL, "input": "and?", "previous_response_id": made["id"]}
-        error = bob.post("/responses", json=again).json()["error"]
-        assert error["code"] == "previous_response_not_found"
-        assert alice.get(f"/responses/{made['id']}{path}").status_code == 200
-
-
 def test_a_followup_has_its_own_instructions_and_tools(start: Start) -> None:
     server = start(HELLO)
     with server.http() as http:
@@ -252,7 +238,7 @@ def test_a_conversation_of_a_dead_server_is_free_after_a_while(start: Start) -> 
         conversation = http.post("/conversations", json={}).json()["id"]
         rows = server.endpoint.service.context.store.conversations  # type: ignore[union-attr]
         tenant = tenant_of("Bearer alice")
-        assert server.call(rows.hold(tenant, conversation, "resp_dead", 0.3))
+        assert server.call(rows.hold(tenant, conversation, "resp_dead", 1.5))
         server.call(rows.release(conversation, "resp_other"))
         ask = {"model": MODEL, "input": "hi", "conversation": conversation}
         assert http.post("/responses", json=ask).json()["error"]["code"] == "conversation_locked"
@@ -260,13 +246,14 @@ def test_a_conversation_of_a_dead_server_is_free_after_a_while(start: Start) -> 
 
 
 def test_a_long_response_keeps_its_conversation(start: Start) -> None:
-    server = start(LONG, rate=50.0, config={"heartbeat": 0.3})
+    server = start(LONG, rate=30.0, config={"heartbeat": 1.5})  # 13 s; a heartbeat that a busy machine keeps
     with server.http() as http:
         ask = {"model": MODEL, "input": "hi", "conversation": http.post("/conversations", json={}).json()["id"]}
         with connect_sse(http, "POST", "/responses", json={**ask, "stream": True}) as source:
             events = source.iter_sse()
             next(events)
-            for _ in range(10):
+            end = time.monotonic() + 2.5
+            while time.monotonic() < end:
                 time.sleep(0.1)
                 assert http.post("/responses", json=ask).json()["error"]["code"] == "conversation_locked"
         brief = {**ask, "max_output_tokens": 16}

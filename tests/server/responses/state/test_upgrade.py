@@ -8,8 +8,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -43,12 +43,12 @@ async def opened(options: ResponsesOptions) -> AsyncIterator[Store]:
         await store.aclose()
 
 
-@asynccontextmanager
-async def connection_to(options: ResponsesOptions) -> AsyncIterator[sa.ext.asyncio.AsyncConnection]:
+@contextmanager
+def connection_to(options: ResponsesOptions) -> Iterator[sa.Connection]:
     database = connect(sa.make_url(options.url or ""))
-    async with database.begin() as connection:
+    with database.begin() as connection:
         yield connection
-    await database.dispose()
+    database.dispose()
 
 
 async def later(options: ResponsesOptions, kind: str) -> int:
@@ -57,9 +57,9 @@ async def later(options: ResponsesOptions, kind: str) -> int:
     return await (await asyncio.create_subprocess_exec(*command, cwd=ROOT)).wait()
 
 
-async def runs(options: ResponsesOptions) -> int:
-    async with connection_to(options) as db:
-        return len((await db.execute(sa.select(upgrading.runs))).all())
+def runs(options: ResponsesOptions) -> int:
+    with connection_to(options) as db:
+        return len(db.execute(sa.select(upgrading.runs)).all())
 
 
 def answer(name: str) -> Stored:
@@ -67,8 +67,8 @@ def answer(name: str) -> Stored:
 
 
 async def test_what_an_earlier_version_stored_is_read(options: ResponsesOptions) -> None:
-    async with connection_to(options) as db:
-        await db.run_sync(earlier.fill, time.time())
+    with connection_to(options) as db:
+        earlier.fill(db, time.time())
     async with opened(options) as store:
         chain = await store.chain("alice", earlier.SECOND)
         assert [stored.id for stored in chain or ()] == [earlier.FIRST, earlier.SECOND]
@@ -87,25 +87,25 @@ async def test_what_an_earlier_version_stored_is_read(options: ResponsesOptions)
 
 
 async def test_servers_that_upgrade_at_once_do_it_once(options: ResponsesOptions) -> None:
-    async with connection_to(options) as db:
-        await db.run_sync(earlier.fill, time.time())
+    with connection_to(options) as db:
+        earlier.fill(db, time.time())
     assert await asyncio.gather(*(later(options, "adds") for _ in range(3))) == [0, 0, 0]
-    assert await runs(options) == 1
+    assert runs(options) == 1
     async with opened(options) as store:
         assert await store.get("alice", "mine")
 
 
 async def test_an_upgrade_that_is_killed_leaves_nothing(options: ResponsesOptions) -> None:
-    async with connection_to(options) as db:
-        await db.run_sync(earlier.fill, time.time())
+    with connection_to(options) as db:
+        earlier.fill(db, time.time())
     assert await later(options, "dies") == -signal.SIGKILL
-    async with connection_to(options) as db:
-        there = await db.run_sync(lambda c: set(sa.inspect(c).get_table_names()))
-        columns = await db.run_sync(lambda c: {x["name"] for x in sa.inspect(c).get_columns("gptoss_responses")})
+    with connection_to(options) as db:
+        there = set(sa.inspect(db).get_table_names())
+        columns = {x["name"] for x in sa.inspect(db).get_columns("gptoss_responses")}
     assert not there & {upgrading.runs.name, tables.containers.name, tables.input_items.name}
     assert upgrading.COLUMN not in columns
     assert await later(options, "adds") == 0
-    assert await runs(options) == 1
+    assert runs(options) == 1
 
 
 async def test_a_server_works_on_while_a_later_one_upgrades(
@@ -129,8 +129,8 @@ async def test_a_server_works_on_while_a_later_one_upgrades(
         f"Response store: the database has schema {upgrading.NEXT}, of a newer version; this server knows schema "
         f"{upgrading.NEXT - 1} and works with it"
     ]
-    async with connection_to(options) as db:
-        colours = (await db.execute(sa.text("select colour from gptoss_responses"))).scalars()
+    with connection_to(options) as db:
+        colours = db.scalars(sa.text("select colour from gptoss_responses"))
         assert set(colours) == {"none"}
 
 
@@ -144,11 +144,13 @@ async def test_a_schema_that_it_cannot_work_with_is_refused_with_advice(options:
 
 async def test_a_database_that_is_up_to_date_is_not_changed(options: ResponsesOptions) -> None:
     """So a server's role needs no right to create tables, and a start waits for no lock."""
-    async with opened(options), connection_to(options) as db:
+    async with opened(options):
+        pass
+    with connection_to(options) as db:
         if db.dialect.name == "postgresql":
             lock = sa.func.pg_advisory_xact_lock(sa.literal(0x6770746F7373, sa.BigInteger))
-            await db.execute(sa.select(lock))
+            db.execute(sa.select(lock))
         else:
-            await db.exec_driver_sql("BEGIN IMMEDIATE")
+            db.exec_driver_sql("BEGIN IMMEDIATE")
         async with asyncio.timeout(20), opened(options):
             pass

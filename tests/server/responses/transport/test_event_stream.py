@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from pydantic_core import to_json
 
 from vllm_gptoss.server.harmony.events import Channel
-from vllm_gptoss.server.responses.run.events import Event, Output
+from vllm_gptoss.server.responses.run.events import Event, Output, TextDeltas
 from vllm_gptoss.server.responses.run.item_writers import FunctionCallWriter, MessageWriter, ReasoningWriter, Style
 from vllm_gptoss.server.responses.transport import event_stream
-from vllm_gptoss.server.responses.transport.event_stream import EventStream, frame
+from vllm_gptoss.server.responses.transport.event_stream import OPEN_NAMES, OPENAI_NAMES, EventStream, frame
 
 text = st.text(st.characters(codec="utf-8"))
 plain = st.recursive(
@@ -57,6 +57,11 @@ def test_deltas_have_the_fields_of_their_events_in_order_and_are_numbered(pieces
             assert "".join(event["delta"] for event in deltas) == "".join(pieces)
             assert {tuple(event) for event in deltas} == {_fields(kind)}
             assert {event["item_id"] for event in deltas} == {item}
+    quick = MessageWriter(Output(), style, Channel.FINAL, [])
+    for piece in pieces:
+        if not quick.adds(piece):
+            quick.delta(piece)
+    assert quick.end("", cut=False)[-1]["item"]["content"][0]["text"] == "".join(pieces)
 
 
 def _fields(kind: str) -> tuple[str, ...]:
@@ -64,6 +69,14 @@ def _fields(kind: str) -> tuple[str, ...]:
     index = {"reasoning_summary_text": ("summary_index",), "function_call_arguments": ()}.get(kind, ("content_index",))
     last = ("logprobs",) if kind == "output_text" else ()
     return ("type", "sequence_number", "item_id", "output_index", *index, "delta", *last)
+
+
+@given(st.lists(text, min_size=2, max_size=4), st.sampled_from([OPENAI_NAMES, OPEN_NAMES]))
+def test_text_that_is_sent_directly_has_the_bytes_of_its_event(pieces: list[str], names: dict[str, str]) -> None:
+    deltas = TextDeltas("response.reasoning_text.delta", {"item_id": "rs_1", "output_index": 0}, {"logprobs": []})
+    stream = EventStream(endless([], 0), names)
+    for number, piece in enumerate(pieces, 9):
+        assert stream.framed_text(deltas, number, piece) == stream.framed([deltas.event(number, piece)])
 
 
 class Reader:
@@ -82,6 +95,8 @@ class Reader:
         if len(self.taken) >= self._takes:
             await asyncio.Event().wait()
         self.taken.append(message.get("body", b""))
+        if message.get("more_body") is False:  # then an ASGI server reports a disconnect
+            self.is_gone.set()
 
 
 async def endless(closed: list[bool], pause: float) -> AsyncGenerator[list[Event], None]:
@@ -100,6 +115,7 @@ def test_a_silent_stream_is_kept_alive_and_a_client_that_goes_ends_it(monkeypatc
         reader, closed = Reader(), []
         stream = asyncio.create_task(EventStream(endless(closed, 3600))({}, reader.receive, reader.send))
         while reader.taken.count(b": keep-alive\n\n") < 2:
+            assert not stream.done()
             await asyncio.sleep(0.01)
         reader.is_gone.set()
         await stream

@@ -18,13 +18,6 @@ from vllm_gptoss.server.responses.state import caller
 from vllm_gptoss.server.responses.transport import websocket
 
 
-def test_responses_follow_each_other_on_one_connection(start: Start) -> None:
-    server = start(HELLO)
-    with dial(server) as socket:
-        for _ in range(3):
-            check_stream(ask(socket, input="hi"))
-
-
 def test_unstored_responses_continue_on_their_connection_only(start: Start) -> None:
     server = start(CALL, HELLO)
     with dial(server) as socket:
@@ -73,12 +66,6 @@ def test_errors_leave_the_connection_usable(start: Start) -> None:
         check_stream(ask(socket, input="hi"))
 
 
-def test_a_stream_id_is_on_every_event(start: Start) -> None:
-    server = start(HELLO)
-    with dial(server) as socket:
-        assert {event["stream_id"] for event in ask(socket, input="hi", stream_id="s1")} == {"s1"}
-
-
 def test_streams_of_one_connection_run_at_once_and_each_in_its_order(start: Start) -> None:
     server = start(LONG, rate=100.0)
     asked = [("a", "one"), ("b", "one"), ("a", "two"), (None, "one")]
@@ -113,13 +100,19 @@ def test_streams_beyond_the_limit_wait_and_end_with_the_socket(start: Start) -> 
     soon(lambda: server.engine.running == 0)
 
 
-def test_a_closed_socket_stops_the_engine(start: Start) -> None:
-    server = start(LONG, rate=20.0)
+@pytest.mark.parametrize("waiting", [2, 3])
+def test_a_request_beyond_those_that_may_wait_is_read_later(
+    start: Start, monkeypatch: pytest.MonkeyPatch, waiting: int
+) -> None:
+    monkeypatch.setattr(websocket, "MAX_WAITING", 3)
+    server, kinds = start(LONG, rate=100.0), list[str]()
+    body = {"type": "response.create", "model": MODEL, "input": "hi", "stream_id": "s", "max_output_tokens": 60}
     with dial(server) as socket:
-        socket.send(json.dumps({"type": "response.create", "model": MODEL, "input": "hi"}))
-        socket.recv(10)
-        soon(lambda: server.engine.running == 1)
-    soon(lambda: server.engine.running == 0)
+        for message in (*[json.dumps(body)] * waiting, "{"):
+            socket.send(message)
+        while "error" not in kinds:
+            kinds.append(json.loads(socket.recv(20))["type"])
+    assert ("response.incomplete" in kinds) is (waiting == 3)
 
 
 def test_who_leaves_with_requests_unanswered_leaves_nothing_behind(

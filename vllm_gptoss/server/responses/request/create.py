@@ -19,7 +19,7 @@ from vllm_gptoss.server.harmony.messages import EFFORTS, Effort
 from vllm_gptoss.server.harmony.tokens import VOCABULARY
 from vllm_gptoss.server.http.bodies import fail_fast
 from vllm_gptoss.server.responses import ids
-from vllm_gptoss.server.responses.errors import ApiError, not_found, unsupported
+from vllm_gptoss.server.responses.errors import ApiError, checked_object, not_found, unsupported
 from vllm_gptoss.server.responses.request.items import Item, nameless, parse_input
 from vllm_gptoss.server.responses.request.tool_params import (
     check_schema_size,
@@ -160,9 +160,7 @@ def parse_create(body: Any, filled: Filled | None = None) -> CreateRequest:
 
     `filled`: the prompt template that was taken out of the body.
     """
-    if not isinstance(body, dict):
-        raise ApiError("The request body must be a JSON object.")
-    body = dict(body)
+    body = dict(checked_object(body))
     for name, why in REFUSED.items():
         if body.pop(name, None):
             raise unsupported(name, why)
@@ -205,12 +203,7 @@ _COMPACTED = frozenset(
 
 def parse_compact(body: Any) -> CreateRequest:
     """The body of POST /v1/responses/compact as a request that stores nothing. Raises `ApiError`."""
-    if not isinstance(body, dict):
-        raise ApiError("The request body must be a JSON object.")
-    for name in body:
-        if name not in _COMPACTED:
-            raise ApiError(f"Unknown parameter: '{name}'.", param=name, code="unknown_parameter")
-    if not body.get("model"):
+    if not checked_object(body, _COMPACTED).get("model"):
         raise ApiError("Missing required parameter: 'model'.", param="model", code="missing_required_parameter")
     return parse_create({**body, "store": False})
 

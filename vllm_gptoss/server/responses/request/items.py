@@ -26,7 +26,7 @@ from openai.types.responses.response_reasoning_item import ResponseReasoningItem
 from pydantic import BaseModel
 
 from vllm_gptoss.server.responses import ids
-from vllm_gptoss.server.responses.errors import ApiError, unsupported
+from vllm_gptoss.server.responses.errors import ApiError, unknown_parameter, unsupported
 from vllm_gptoss.server.responses.request.validation import validate
 from vllm_gptoss.tools.documents import MAX_TEXT
 from vllm_gptoss.tools.unreadable import describe
@@ -140,7 +140,7 @@ def _parse_message(item: Item, where: str) -> Item:
         raise ApiError(f"Invalid '{where}.role': {role!r}.", param=f"{where}.role", code="invalid_value")
     for name in item:
         if name not in ("id", "type", "role", "status", "content", "phase", "created_by"):
-            raise ApiError(f"Unknown parameter: '{where}.{name}'.", param=f"{where}.{name}", code="unknown_parameter")
+            raise unknown_parameter(f"{where}.{name}")
     content = item.get("content")
     if isinstance(content, str):
         parsed = message_item(role, content)

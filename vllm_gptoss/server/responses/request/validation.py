@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from vllm_gptoss.server.http.bodies import fail_fast
-from vllm_gptoss.server.responses.errors import ApiError
+from vllm_gptoss.server.responses.errors import ApiError, unknown_parameter
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -46,8 +46,7 @@ def join(where: str, parts: Sequence[str | int]) -> str:
 def check_model(model: BaseModel, where: str = "") -> None:
     """Refuses fields that the API does not have, at any depth. openai-python's models keep them silently."""
     if extra := model.model_extra:
-        param = join(where, [next(iter(extra))])
-        raise ApiError(f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
+        raise unknown_parameter(join(where, [next(iter(extra))]))
     for name in model.model_fields_set:
         _check_value(getattr(model, name), join(where, [name]))
 

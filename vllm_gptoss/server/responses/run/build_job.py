@@ -25,14 +25,14 @@ from vllm_gptoss.server.responses.request.tool_params import WEB_SEARCH
 from vllm_gptoss.server.responses.run.compaction import compact_conversation
 from vllm_gptoss.server.responses.run.context import ServerContext
 from vllm_gptoss.server.responses.run.item_writers import Style
-from vllm_gptoss.server.responses.run.job import Compacted, Compaction, Job, JobLimits
+from vllm_gptoss.server.responses.run.job import Compacted, Compaction, Job, JobHooks, JobLimits
 from vllm_gptoss.server.responses.run.response_object import new_response
 from vllm_gptoss.server.responses.run.sampling import sampling_of
 from vllm_gptoss.server.responses.state.caller import Caller
 from vllm_gptoss.server.responses.state.patience import update_at_last
 from vllm_gptoss.server.responses.state.previous import Previous, previous_items
 from vllm_gptoss.server.responses.state.stored import stored_request
-from vllm_gptoss.tools.protocol import ID, ToolKind
+from vllm_gptoss.tools.protocol import ID, ToolKind, ToolResult
 
 logger = logging.getLogger(__name__)
 
@@ -264,27 +264,22 @@ def _style(context: ServerContext, request: CreateRequest, caller: Caller, tools
     )
 
 
-class _Hooks:
+@dataclass(frozen=True, slots=True)
+class _Hooks(JobHooks):
     """`JobHooks` of a request. `root`: the first response of its chain. `notebook` keys the python tool's state."""
 
-    def __init__(
-        self,
-        context: ServerContext,
-        request: CreateRequest,
-        caller: Caller,
-        root: str,
-        notebook: str,
-        history: History,
-        conversation: Conversation,
-    ) -> None:
-        self._context, self._request, self._caller = context, request, caller
-        self._root, self._notebook = root, notebook
-        self._history, self._conversation = history, conversation
+    context: ServerContext
+    request: CreateRequest
+    caller: Caller
+    root: str
+    notebook: str
+    history: History
+    conversation: Conversation
 
     async def commit(self, body: dict[str, Any], hidden: dict[str, Any]) -> None:
-        request, store = self._request, self._context.store
-        stored = stored_request(request, self._caller.tenant, body)
-        stored.hidden, stored.root = hidden, self._root
+        request, store = self.request, self.context.store
+        stored = stored_request(request, self.caller.tenant, body)
+        stored.hidden, stored.root = hidden, self.root
         is_finished = body["status"] in ("completed", "incomplete")
         if request.stores and store:
             conversation = request.conversation_id if is_finished else None
@@ -296,11 +291,14 @@ class _Hooks:
                 await store.update(stored, conversation)
         elif request.conversation_id and store and is_finished:
             await store.conversations.append(request.conversation_id, stored.items_with_hidden())
-        if is_finished and not request.stores and self._caller.memory is not None:
-            self._caller.memory.add(stored)
+        if is_finished and not request.stores and self.caller.memory is not None:
+            self.caller.memory.add(stored)
 
-    async def used_container(self, container_id: str) -> None:
-        await self._context.containers.remember(container_id, self._caller.tenant, self._notebook)
+    async def tool_ended(self, recipient: str, result: ToolResult) -> None:
+        if result.container_id:
+            await self.context.containers.remember(result.container_id, self.caller.tenant, self.notebook)
+        if result.error:
+            self.context.tool_errors.add(self.caller.tenant, recipient, result.error)
 
     async def compact(self) -> Compacted:
-        return await compact_conversation(self._context, self._request, self._caller, self._history, self._conversation)
+        return await compact_conversation(self.context, self.request, self.caller, self.history, self.conversation)

@@ -9,7 +9,6 @@ import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from vllm_gptoss.server.harmony import messages as harmony
 from vllm_gptoss.server.harmony.messages import Conversation, Effort, Message, Role
@@ -25,7 +24,7 @@ from vllm_gptoss.server.responses.request.items import Item
 from vllm_gptoss.server.responses.run.context import ServerContext
 from vllm_gptoss.server.responses.run.events import last_body
 from vllm_gptoss.server.responses.run.item_writers import Style
-from vllm_gptoss.server.responses.run.job import Compacted, Job, JobLimits
+from vllm_gptoss.server.responses.run.job import Compacted, Job, JobHooks, JobLimits
 from vllm_gptoss.server.responses.run.loop import Loop
 from vllm_gptoss.server.responses.run.response_object import Usage, new_response
 from vllm_gptoss.server.responses.run.sampling import sampling_of
@@ -57,15 +56,22 @@ async def summarise(
 async def compact_conversation(
     context: ServerContext, request: CreateRequest, caller: Caller, history: History, conversation: Conversation
 ) -> Compacted:
-    """Shortens a conversation that is about to be continued: the part before the last user message is summarised."""
+    """Shortens a conversation that is about to be continued.
+
+    The part before the last user message is summarised; so are the calls after it if nothing precedes it, or if they
+    need more than half of the context window.
+    """
     last = max((i for i, m in enumerate(history.messages) if m.role is Role.USER), default=0)
-    earlier = replace(history, messages=history.messages[:last] or history.messages)
-    text, usage = await _summary(context, request, caller, earlier)
-    users = [message for message in history.messages[:last] if message.role is Role.USER]
-    rest = [harmony.developer(SUMMARY + text), *history.messages[last:]]
+    earlier, newest = history.messages[:last], history.messages[last:]
+    users = [message for message in earlier if message.role is Role.USER]
+    half = functools.partial(fitting, newest, context.engine.max_model_len // 2)
+    if not earlier or await rendered(half, characters_of(newest)) < len(newest):  # an agent's calls after the question
+        earlier, newest = history.messages, [message for message in newest if message.role is Role.USER]
+    text, usage = await _summary(context, request, caller, replace(history, messages=earlier))
+    rest = [harmony.developer(SUMMARY + text), *newest]
     fit = functools.partial(_fitting, context, conversation, users, rest)
-    kept = (*await rendered(fit, characters_of(history.messages)), *rest)
-    return Compacted(_item(context, caller, text), usage, replace(conversation, messages=kept))
+    kept = await rendered(fit, characters_of(history.messages))
+    return Compacted(_item(context, caller, text), usage, replace(conversation, messages=(*kept, *rest)))
 
 
 def _fitting(
@@ -83,19 +89,6 @@ def _fitting(
 def _item(context: ServerContext, caller: Caller, text: str) -> Item:
     sealed = context.keys.seal(text, tenant=caller.tenant, purpose="compaction")
     return {"id": ids.new("cmp"), "type": "compaction", "encrypted_content": sealed}
-
-
-class _Unkept:
-    """`JobHooks` of an internal response, which is not stored."""
-
-    async def commit(self, body: dict[str, Any], hidden: dict[str, Any]) -> None:
-        del body, hidden
-
-    async def used_container(self, container_id: str) -> None:
-        del container_id
-
-    async def compact(self) -> Compacted:
-        raise AssertionError("a summary is not compacted")
 
 
 async def _summary(
@@ -162,7 +155,7 @@ async def _ask(
         sampling=sampling_of(request, caller, lora),
         toolset=Toolset(),
         style=Style(reasoning=False),
-        hooks=_Unkept(),
+        hooks=JobHooks(),
         limits=JobLimits(output_tokens=limit),
     )
     loop = Loop(job)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+import time
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,8 @@ from vllm_gptoss.server.responses.run.engine import Engine
 from vllm_gptoss.server.responses.state.caller import Caller
 from vllm_gptoss.server.responses.state.sealing import KeyRing
 from vllm_gptoss.server.responses.state.store import Store
-from vllm_gptoss.server.responses.state.stored import StoreError, TakenError
+from vllm_gptoss.server.responses.state.stored import StoreError
+from vllm_gptoss.tools.protocol import ToolError
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +50,6 @@ class ContainerOwners:
         try:
             await self._store.containers.put(container_id, tenant, notebook)
             self._unwritten.discard(container_id)
-        except TakenError:
-            self._unwritten.discard(container_id)  # another server has just written it
         except StoreError as error:
             logger.warning("Only this server can serve the files of container %s: %s", container_id, error)
 
@@ -59,18 +59,34 @@ class ContainerOwners:
 
     async def used(self, container_id: str, caller: Caller) -> str | None:
         """Key of the container's python state; None where the container is not the caller's."""
-        tenant, notebook = await self._owner(container_id)
-        return notebook if tenant == caller.tenant else None
-
-    async def owns(self, container_id: str, caller: Caller) -> bool:
-        """Whether a tool of the caller's left files in this container."""
-        return (await self._owner(container_id))[0] == caller.tenant
-
-    async def _owner(self, container_id: str) -> tuple[str, str]:
         known = self._owners.get(container_id)
         if known is None and self._store is not None:
             known = await self._store.containers.get(container_id)
-        return known or ("", "")
+        return known[1] if known and known[0] == caller.tenant else None
+
+
+LAST, TENANTS, LONGEST = 20, 256, 500
+"""Tool errors of one API key, API keys, and characters of one message; the oldest are removed first."""
+
+
+class ToolErrors:
+    """The last errors of tools in this process, for the web page. An API key reads only the errors of its calls."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, deque[dict[str, Any]]] = {}
+
+    def add(self, tenant: str, tool: str, error: ToolError) -> None:
+        """Keeps the error of a call that a response of `tenant` made."""
+        message = error.message[:LONGEST].encode(errors="replace").decode()  # JSON cannot hold half a surrogate pair
+        entry = {"created_at": int(time.time()), "tool": tool, "type": error.type, "message": message}
+        self._last[tenant] = last = self._last.pop(tenant, deque(maxlen=LAST))
+        last.append(entry)
+        if len(self._last) > TENANTS:
+            del self._last[next(iter(self._last))]
+
+    def of(self, tenant: str) -> list[dict[str, Any]]:
+        """The last errors of the tenant's calls, oldest first."""
+        return [*self._last.get(tenant, ())]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +101,7 @@ class ServerContext:
     keys: KeyRing
     templates: Templates = field(default_factory=Templates)
     containers: ContainerOwners = field(default_factory=ContainerOwners)
+    tool_errors: ToolErrors = field(default_factory=ToolErrors)
 
     def need_store(self, param: str) -> Store:
         """The store. Raises `ApiError` (`store_disabled`) naming `param` without one."""

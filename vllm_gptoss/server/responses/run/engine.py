@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -9,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from vllm_gptoss import _vllm
+from vllm_gptoss import _vllm, startup_line
 from vllm_gptoss.server.harmony.grammar import GRAMMAR_BACKENDS
 from vllm_gptoss.server.harmony.tokens import CALL, ENDOFTEXT, RETURN
 from vllm_gptoss.server.responses.errors import ApiError, EngineError
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 ABORTED = "The engine aborted the generation, as it does when the server is stopped."
 NOT_BEGUN = "The engine began no generation. It begins none once the server is stopped, not even after a tool's answer."
+CHOICES_S = 5.0
+"""Seconds that the web page waits for the engine, which answers between two steps."""
 HAS_ENDED = "The engine has ended: the server was stopped, or the engine failed (see the server's log)."
 
 
@@ -67,27 +70,25 @@ class Engine(Protocol):
     @property
     def max_model_len(self) -> int:
         """The context window in tokens, prompt and answer together."""
-        ...
 
     @property
     def defaults(self) -> Mapping[str, Any]:
         """Sampling defaults of the served model, e.g. `temperature`."""
-        ...
 
     @property
     def max_output_tokens(self) -> int | None:
         """The operator's limit of tokens that one response may generate; None without one."""
-        ...
 
     @property
     def holds_grammars(self) -> bool:
         """Whether every generated token satisfies `Sampling.structural_tag`."""
-        ...
 
     @property
     def has_ended(self) -> bool:
         """Whether nothing is generated any more: the server stops, or the engine died."""
-        ...
+
+    async def choices(self) -> Mapping[str, str]:
+        """What the start-up line names, by part; empty where the engine does not report it."""
 
     def generate(
         self, prompt: Sequence[int], sampling: Sampling, request_id: str, direct: Direct | None = None
@@ -96,7 +97,6 @@ class Engine(Protocol):
 
         Raises `EngineError` when generation fails, `ApiError` when the engine refuses the request.
         """
-        ...
 
 
 class VllmEngine(Engine):
@@ -107,6 +107,7 @@ class VllmEngine(Engine):
         self._is_direct = is_direct
         self._config = client.model_config
         self._defaults: dict[str, Any] = dict(self._config.get_diff_sampling_param())
+        self._choices: dict[str, str] = {}
         importlib.import_module("xgrammar")  # seconds that the first request would wait
 
     @property
@@ -133,6 +134,16 @@ class VllmEngine(Engine):
     @property
     def has_ended(self) -> bool:
         return bool(self._client.errored)
+
+    async def choices(self) -> Mapping[str, str]:
+        extension = self._client.vllm_config.parallel_config.worker_extension_cls
+        if not self._choices and extension == startup_line.EXTENSION:
+            try:
+                async with asyncio.timeout(CHOICES_S):
+                    self._choices = (await self._client.collective_rpc("gptoss_choices"))[0]
+            except Exception as error:
+                logger.warning("The engine did not report its choices: %r", error)
+        return self._choices
 
     def _params(self, sampling: Sampling) -> Any:
         fields: dict[str, Any] = {**self._defaults, **sampling.options}

@@ -38,11 +38,9 @@ class Live(Protocol):
 
     def framed(self, events: Sequence[Event]) -> bytes:
         """The bytes of the next events of the response, at least one."""
-        ...
 
     def framed_text(self, deltas: TextDeltas, number: int, text: str) -> bytes:
         """The same for the event of `deltas`."""
-        ...
 
 
 TERMINAL = frozenset({"response.completed", "response.incomplete", "response.failed", "response.cancelled", "error"})

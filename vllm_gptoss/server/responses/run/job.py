@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 from vllm_gptoss.server.harmony.messages import Conversation
 from vllm_gptoss.server.responses.prompt.toolset import Toolset
@@ -13,6 +13,7 @@ from vllm_gptoss.server.responses.request.items import Item
 from vllm_gptoss.server.responses.run.engine import Engine, Sampling
 from vllm_gptoss.server.responses.run.item_writers import Style
 from vllm_gptoss.server.responses.run.response_object import Usage
+from vllm_gptoss.tools.protocol import ToolResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,20 +25,18 @@ class Compacted:
     conversation: Conversation
 
 
-class JobHooks(Protocol):
-    """Callbacks of a running response into its server."""
+class JobHooks:
+    """Callbacks of a running response into its server. This class is for internal responses: it stores nothing."""
 
     async def commit(self, body: dict[str, Any], hidden: dict[str, Any]) -> None:
         """Stores the finished response and the hidden data of its items. Raises `StoreError`."""
-        ...
 
-    async def used_container(self, container_id: str) -> None:
-        """A tool of this response used this container."""
-        ...
+    async def tool_ended(self, recipient: str, result: ToolResult) -> None:
+        """A tool of this response returned."""
 
     async def compact(self) -> Compacted:
         """Shortens the conversation. Raises `ApiError`, or `EngineError` when it fails."""
-        ...
+        raise AssertionError("a summary is not compacted")
 
 
 class Compaction(StrEnum):

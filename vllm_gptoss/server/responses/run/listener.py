@@ -284,7 +284,7 @@ def _as_message(message: _Open, text: str) -> Message:
         return made.get(message.channel, harmony.final)(text)
     if route.kind in (Kind.PYTHON, Kind.BROWSER):
         return harmony.builtin_call(route.recipient, text)
-    return harmony.call(route.recipient, text, content_type=None if route.raw else "json")
+    return harmony.call(route.recipient, text)
 
 
 def _turn_end(tokens: Sequence[int]) -> int | None:

@@ -288,8 +288,7 @@ class Loop:
         assert route.session is not None
         result = await call_within(route.session, call, self._job.limits.tool_timeout)
         self._listener.files += [content for content in result.content if isinstance(content, File)]
-        if result.container_id:
-            await self._job.hooks.used_container(result.container_id)
+        await self._job.hooks.tool_ended(route.recipient, result)
         entry = self._listener.hidden.setdefault(item_id, {})
         entry |= {"recipient": route.recipient, "arguments": arguments, "output": _for_model(result)}
         if result.recall:

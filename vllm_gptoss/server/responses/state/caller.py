@@ -59,10 +59,10 @@ class Caller:
     """
 
     tenant: str
-    owner: str = ""
-    adds_search: bool = False
-    trace_headers: Mapping[str, str] | None = None
-    priority: int | None = None
-    session_id: str | None = None
-    data_parallel_rank: int | None = None
+    owner: str
+    adds_search: bool
+    trace_headers: Mapping[str, str] | None
+    priority: int | None
+    session_id: str | None
+    data_parallel_rank: int | None
     memory: UnstoredResponses | None = None

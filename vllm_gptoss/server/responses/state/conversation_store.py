@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from vllm_gptoss.server.responses.state.clock import now
+from vllm_gptoss.server.responses.state.database import Database
 from vllm_gptoss.server.responses.state.quotas import Quotas, StorageUsage
-from vllm_gptoss.server.responses.state.shielding import shield_methods
 from vllm_gptoss.server.responses.state.tables import conversation_items, conversations
 
 logger = logging.getLogger(__name__)
@@ -25,12 +23,11 @@ Items = Sequence[tuple[dict[str, Any], Any]]
 """Items, each with its hidden data."""
 
 
-@shield_methods
 class ConversationStore:
-    """Part of `Store`; `begin` opens a transaction, and raises `StoreError` when the database fails."""
+    """Part of `Store`; every method raises `StoreError` when the database fails."""
 
-    def __init__(self, begin: Callable[[], AbstractAsyncContextManager[AsyncConnection]], quotas: Quotas) -> None:
-        self._begin = begin
+    def __init__(self, db: Database, quotas: Quotas) -> None:
+        self._db = db
         self._quotas = quotas
 
     async def put(
@@ -42,21 +39,27 @@ class ConversationStore:
             QuotaError: the tenant may store no more.
         """
         row = {"id": identifier, "tenant": tenant, "created": created, "metadata": json.dumps(dict(labels))}
-        async with self._begin() as db:
-            mine = _mine(tenant, identifier)
-            changed = await db.execute(sa.update(conversations).where(mine).values(metadata=row["metadata"]))
-        if not changed.rowcount:
-            rows = rows_of(identifier, items)
-            await self._quotas.make_room(tenant, usage_of(rows) + StorageUsage(conversations=1))
-            async with self._begin() as db:
-                await db.execute(sa.insert(conversations).values(row))
-                await append(db, identifier, rows)
+        change = sa.update(conversations).where(_mine(tenant, identifier)).values(metadata=row["metadata"])
+        if await self._changes(change):
+            return
+        rows = rows_of(identifier, items)
+        await self._quotas.make_room(tenant, usage_of(rows) + StorageUsage(conversations=1))
+
+        def insert(db: sa.Connection) -> None:
+            db.execute(sa.insert(conversations).values(row))
+            append(db, identifier, rows)
+
+        await self._db.run(insert)
+
+    async def _changes(self, statement: sa.Update | sa.Delete) -> bool:
+        """Executes `statement`; whether it changed a row."""
+        return bool(await self._db.run(lambda db: db.execute(statement).rowcount))
 
     async def get(self, tenant: str, identifier: str) -> tuple[float, dict[str, str]] | None:
         """When the conversation was made (seconds since 1970) and its metadata; None if it is not the tenant's."""
-        async with self._begin() as db:
-            row = (await db.execute(sa.select(conversations).where(_mine(tenant, identifier)))).first()
-        return (row._mapping["created"], json.loads(row._mapping["metadata"])) if row else None
+        query = sa.select(conversations).where(_mine(tenant, identifier))
+        rows = await self._db.rows(query)
+        return next(((row.created, json.loads(row.metadata)) for row in rows), None)
 
     async def of_tenant(
         self, tenant: str, limit: int, after: str | None = None, *, ascending: bool = False
@@ -68,17 +71,18 @@ class ConversationStore:
         if after is not None:
             key, last = sa.tuple_(c.created, c.id), sa.select(c.created, c.id).where(_mine(tenant, after))
             query = query.where(key > last.scalar_subquery() if ascending else key < last.scalar_subquery())
-        async with self._begin() as db:
-            return (await db.execute(query.order_by(*order))).all()
+        return await self._db.rows(query.order_by(*order))
 
     async def delete(self, tenant: str, identifier: str) -> bool:
         """Removes a conversation with its items; False if it is not the tenant's."""
-        async with self._begin() as db:
-            gone = (await db.execute(sa.delete(conversations).where(_mine(tenant, identifier)))).rowcount
+
+        def remove(db: sa.Connection) -> bool:
+            gone = bool(db.execute(sa.delete(conversations).where(_mine(tenant, identifier))).rowcount)
             if gone:
-                inside = conversation_items.c.conversation == identifier
-                await db.execute(sa.delete(conversation_items).where(inside))
-        return bool(gone)
+                db.execute(sa.delete(conversation_items).where(conversation_items.c.conversation == identifier))
+            return gone
+
+        return await self._db.run(remove)
 
     async def append(self, identifier: str, items: Items, tenant: str = "") -> None:
         """Adds items at the end; without effect if the conversation was deleted.
@@ -91,8 +95,7 @@ class ConversationStore:
         rows = rows_of(identifier, items)
         if tenant:
             await self._quotas.make_room(tenant, usage_of(rows))
-        async with self._begin() as db:
-            await append(db, identifier, rows)
+        await self._db.run(lambda db: append(db, identifier, rows))
 
     async def items(self, identifier: str) -> list[tuple[dict[str, Any], Any]]:
         """The conversation's items in order, each with its hidden data."""
@@ -114,42 +117,30 @@ class ConversationStore:
         query = query.order_by(c.position if ascending else c.position.desc())
         if after is not None:
             query = query.where(c.position > after if ascending else c.position < after)
-        async with self._begin() as db:
-            return (await db.execute(query)).all()
+        return await self._db.rows(query)
 
-    async def position(self, identifier: str, item: str) -> int | None:
-        """The position of an item in the conversation; None if the conversation does not have it."""
+    async def positions(self, identifier: str, *items: str) -> dict[str, int]:
+        """Positions in the conversation by id, of those `items` that it has."""
         c = conversation_items.c
-        query = sa.select(c.position).where(c.conversation == identifier, c.id == item)
-        async with self._begin() as db:
-            return await db.scalar(query)
-
-    async def has_items(self, identifier: str, items: Sequence[str]) -> set[str]:
-        """The ids of `items` that are in the conversation."""
-        c = conversation_items.c
-        query = sa.select(c.id).where(c.conversation == identifier, c.id.in_(items))
-        async with self._begin() as db:
-            return set((await db.execute(query)).scalars())
+        query = sa.select(c.id, c.position).where(c.conversation == identifier, c.id.in_(items))
+        return {row.id: row.position for row in await self._db.rows(query)}
 
     async def delete_item(self, identifier: str, item: str) -> bool:
         """Removes one item; False if it is not there."""
         where = (conversation_items.c.conversation == identifier) & (conversation_items.c.id == item)
-        async with self._begin() as db:
-            return bool((await db.execute(sa.delete(conversation_items).where(where))).rowcount)
+        return await self._changes(sa.delete(conversation_items).where(where))
 
     async def hold(self, tenant: str, identifier: str, holder: str, seconds: float) -> bool:
         """Locks the conversation for `holder`, or renews that; False if another holder has it, or it does not exist."""
         c = conversations.c
         free = c.held_by.is_(None) | (c.held_by == holder) | (c.held_until < now())
-        async with self._begin() as db:
-            held = sa.update(conversations).where(_mine(tenant, identifier) & free)
-            return bool((await db.execute(held.values(held_by=holder, held_until=now() + seconds))).rowcount)
+        held = sa.update(conversations).where(_mine(tenant, identifier) & free)
+        return await self._changes(held.values(held_by=holder, held_until=now() + seconds))
 
     async def release(self, identifier: str, holder: str) -> None:
         """Unlocks the conversation, if `holder` has it, and stores the time."""
         mine = (conversations.c.id == identifier) & (conversations.c.held_by == holder)
-        async with self._begin() as db:
-            await db.execute(sa.update(conversations).where(mine).values(held_by=None, held_until=now()))
+        await self._changes(sa.update(conversations).where(mine).values(held_by=None, held_until=now()))
 
 
 def _mine(tenant: str, identifier: str) -> sa.ColumnElement[bool]:
@@ -171,18 +162,18 @@ def usage_of(rows: Sequence[Mapping[str, Any]]) -> StorageUsage:
     return StorageUsage(items=len(rows), bytes=sum(row["bytes"] for row in rows))
 
 
-async def append(db: AsyncConnection, conversation: str, rows: Sequence[Mapping[str, Any]]) -> None:
+def append(db: sa.Connection, conversation: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Adds items that are not there yet at the end, if the conversation has not been deleted meanwhile."""
     if not rows:
         return
     used = sa.case((conversations.c.held_by.is_(None), now()), else_=conversations.c.held_until)
     mine = sa.update(conversations).where(conversations.c.id == conversation)
-    if not (await db.execute(mine.values(held_until=used))).rowcount:
+    if not db.execute(mine.values(held_until=used)).rowcount:
         logger.warning("Conversation %s was deleted; %d items for it are dropped", conversation, len(rows))
         return
     c = conversation_items.c
     names = {row["id"] for row in rows}
-    there = set((await db.execute(sa.select(c.id).where(c.conversation == conversation, c.id.in_(names)))).scalars())
+    there = set(db.scalars(sa.select(c.id).where(c.conversation == conversation, c.id.in_(names))))
     new: dict[str, Any] = {}
     for row in rows:
         if row["id"] not in there:
@@ -190,4 +181,4 @@ async def append(db: AsyncConnection, conversation: str, rows: Sequence[Mapping[
     if len(new) < len(rows):
         logger.info("Conversation %s keeps %d items as they are", conversation, len(rows) - len(new))
     if new:
-        await db.execute(sa.insert(conversation_items), list(new.values()))
+        db.execute(sa.insert(conversation_items), list(new.values()))

@@ -8,42 +8,44 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.ext.asyncio import AsyncConnection
 
+from vllm_gptoss.server.responses.state.database import begin_now, insert
 from vllm_gptoss.server.responses.state.stored import Stored
 from vllm_gptoss.server.responses.state.tables import input_items, input_uses
 
 INLINE = 1024
 """Characters of JSON up to which the column has the items themselves: one short question is no history."""
+MISSING = "input items are missing"
+"""Another server has deleted them meanwhile, or the database is damaged."""
 
-_INSERT: Mapping[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 
-
-async def pack(db: AsyncConnection, stored: Stored) -> str:
-    """The `input` column of a response that has a row. Items without an id get the id of their first use."""
+def pack(db: sa.Connection, stored: Stored) -> str:
+    """The `input` column of a response. Items without an id get the id of their first use."""
     plain = json.dumps(stored.input)
     if len(plain) <= INLINE:
         return plain
     bare = [{name: value for name, value in item.items() if name != "id"} for item in stored.input]
     texts = [json.dumps(item, sort_keys=True) for item in bare]
     hashes = [hashlib.sha256(f"{stored.tenant}\0{text}".encode()).hexdigest() for text in texts]
-    known = await _known(db, set(hashes))
+    begin_now(db, "IMMEDIATE")
+    known = _known(db, set(hashes))
     fresh = {
         digest: {"hash": digest, "name": item["id"], "item": text, "bytes": len(text), "tenant": stored.tenant}
         for digest, text, item in zip(reversed(hashes), reversed(texts), reversed(stored.input), strict=True)
         if digest not in known
     }
     if fresh:
-        insert = _INSERT[db.dialect.name](input_items)
-        await db.execute(insert.on_conflict_do_nothing(index_elements=["hash"]), list(fresh.values()))
-        known |= await _known(db, set(fresh))
-    uses = [{"response": stored.key, "item": number} for number in {known[digest][0] for digest in hashes}]
-    await db.execute(sa.insert(input_uses), uses)
+        rows = [fresh[digest] for digest in sorted(fresh)]  # one order in all transactions, or they deadlock
+        db.execute(insert(db, input_items).on_conflict_do_nothing(index_elements=["hash"]), rows)
+        known |= _known(db, set(fresh))
+        if not known.keys() >= fresh.keys():
+            raise sa.exc.NoResultFound(MISSING)
+    uses = [{"response": stored.key, "item": number} for number in sorted({known[digest][0] for digest in hashes})]
+    db.execute(sa.insert(input_uses), uses)
     return json.dumps({"items": _named(stored, [known[digest] for digest in hashes])})
 
 
@@ -59,9 +61,9 @@ def _named(stored: Stored, rows: Sequence[tuple[int, str]]) -> list[list[Any]]:
     return entries
 
 
-async def _known(db: AsyncConnection, hashes: set[str]) -> dict[str, tuple[int, str]]:
+def _known(db: sa.Connection, hashes: set[str]) -> dict[str, tuple[int, str]]:
     c = input_items.c
-    found = await db.execute(sa.select(c.hash, c.id, c.name).where(c.hash.in_(hashes)))
+    found = db.execute(sa.select(c.hash, c.id, c.name).where(c.hash.in_(hashes)))
     return {row.hash: (row.id, row.name) for row in found}
 
 
@@ -75,13 +77,13 @@ def entries_of(column: str) -> list[Entry]:
     return value if isinstance(value, list) else value["items"]
 
 
-async def index_of(db: AsyncConnection, entries: Sequence[Entry], identifier: str) -> int | None:
+def index_of(db: sa.Connection, entries: Sequence[Entry], identifier: str) -> int | None:
     """Index of the first entry with this item id. Reads no item."""
     c = input_items.c
     unnamed = {entry[0] for entry in entries if isinstance(entry, list) and len(entry) == 1}
     named: set[int] = set()
     if unnamed:
-        named = set((await db.execute(sa.select(c.id).where(c.id.in_(unnamed), c.name == identifier))).scalars())
+        named = set(db.scalars(sa.select(c.id).where(c.id.in_(unnamed), c.name == identifier)))
     for index, entry in enumerate(entries):
         if isinstance(entry, dict):
             is_it = entry["id"] == identifier
@@ -92,12 +94,14 @@ async def index_of(db: AsyncConnection, entries: Sequence[Entry], identifier: st
     return None
 
 
-async def load(db: AsyncConnection, entries: Sequence[Entry]) -> list[dict[str, Any]]:
+def load(db: sa.Connection, entries: Sequence[Entry]) -> list[dict[str, Any]]:
     """The items of these entries."""
     c = input_items.c
     numbers = {entry[0] for entry in entries if isinstance(entry, list)}
-    found = await db.execute(sa.select(c.id, c.name, c.item).where(c.id.in_(numbers))) if numbers else ()
+    found = db.execute(sa.select(c.id, c.name, c.item).where(c.id.in_(numbers))) if numbers else ()
     rows = {row.id: (row.name, row.item) for row in found}
+    if len(rows) < len(numbers):
+        raise sa.exc.NoResultFound(MISSING)
     items = []
     for entry in entries:
         if isinstance(entry, list):
@@ -107,12 +111,12 @@ async def load(db: AsyncConnection, entries: Sequence[Entry]) -> list[dict[str, 
     return items
 
 
-async def forget(db: AsyncConnection, keys: Sequence[str]) -> None:
+def forget(db: sa.Connection, keys: Sequence[str]) -> None:
     """Removes the items that only these responses use."""
     mine = sa.select(input_uses.c.item).where(input_uses.c.response.in_(keys)).distinct()
-    numbers = list((await db.execute(mine)).scalars())
-    await db.execute(sa.delete(input_uses).where(input_uses.c.response.in_(keys)))
+    numbers = list(db.scalars(mine))
+    db.execute(sa.delete(input_uses).where(input_uses.c.response.in_(keys)))
     for at in range(0, len(numbers), 500):
         part = input_items.c.id.in_(numbers[at : at + 500])
         used = sa.exists().where(input_uses.c.item == input_items.c.id)
-        await db.execute(sa.delete(input_items).where(part & ~used))
+        db.execute(sa.delete(input_items).where(part & ~used))

@@ -7,18 +7,18 @@ evicted: an addition above the quota is refused. If all keys exceed the total, d
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
-from dataclasses import astuple, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 
 import sqlalchemy as sa
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from vllm_gptoss.server.responses.options import ResponsesOptions
 from vllm_gptoss.server.responses.state import input_items
+from vllm_gptoss.server.responses.state.database import Database
 from vllm_gptoss.server.responses.state.stored import UNFINISHED, QuotaError
 from vllm_gptoss.server.responses.state.tables import conversation_items, conversations, events, item_index, responses
 from vllm_gptoss.server.responses.state.tables import input_items as inputs
@@ -40,24 +40,22 @@ class StorageUsage:
     bytes: int = 0
 
     def __add__(self, other: StorageUsage) -> StorageUsage:
-        return StorageUsage(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return StorageUsage(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
     def exceeded(self, limits: StorageUsage) -> str:
         """The first field that is more than its limit; empty where none is."""
-        over = (f.name for f in fields(self) if getattr(self, f.name) > getattr(limits, f.name))
+        over = (name for name in self.__slots__ if getattr(self, name) > getattr(limits, name))
         return next(over, "")
 
 
 class Quotas:
-    """Part of `Store`; `begin` opens a transaction, and raises `StoreError` when the database fails.
+    """Part of `Store`; every method raises `StoreError` when the database fails.
 
     Counts are cached for 30 s with this server's own additions, and read again before an eviction or a refusal.
     """
 
-    def __init__(
-        self, begin: Callable[[], AbstractAsyncContextManager[AsyncConnection]], options: ResponsesOptions
-    ) -> None:
-        self._begin = begin
+    def __init__(self, db: Database, options: ResponsesOptions) -> None:
+        self._db = db
         o = options
         self._per_key = StorageUsage(o.key_responses, o.key_conversations, o.key_items, o.bytes_of_key)
         self._in_total = StorageUsage(o.max_responses, o.max_conversations, o.max_items, o.max_bytes)
@@ -75,11 +73,10 @@ class Quotas:
                 whose = "This API key" if each else "This server"
                 setting = f"GPTOSS_RESPONSES_{prefix}_{name.upper()}"
                 raise QuotaError(f"{whose} may store {getattr(limits, name)} {name} ({setting}): delete conversations.")
-        self._add(tenant, more)
+        self.add(tenant, more)
 
-    async def settle(self, tenant: str, more: StorageUsage) -> None:
+    async def settle(self, tenant: str) -> None:
         """After a response was stored: evicts the tenant's least recently used ones where it is over its quota."""
-        self._add(tenant, more)
         if (await self._usage(tenant)).exceeded(self._per_key):
             await self._evict(tenant)
 
@@ -101,14 +98,8 @@ class Quotas:
         batch = 1
         async with self._evicting:
             while name := (await self._recount(tenant) + more).exceeded(aim):
-                async with self._begin() as db:
-                    victim = tenant or await _largest(db, name)
-                    gone = 0 if name == "conversations" else await _evict_responses(db, victim, batch)
-                    if not gone and tenant is None:
-                        gone = await _evict_conversation(db, victim)
-                if not gone:
+                if not await self._db.run(functools.partial(_evict, tenant, name, batch)):
                     break
-                logger.info("Response store: %d rows of the key %s go, over the limit of %s", gone, victim[:8], name)
                 batch = min(2 * batch, _BATCH)
             return (self._known[tenant][0] + more).exceeded(limits)
 
@@ -117,15 +108,15 @@ class Quotas:
         return known[0] if known and time.monotonic() - known[1] < _RECOUNT_S else await self._recount(tenant)
 
     async def _recount(self, tenant: str | None) -> StorageUsage:
-        async with self._begin() as db:
-            usage = await _counted(db, tenant)
+        usage = await self._db.run(lambda db: _counted(db, tenant), is_read=True)
         self._known[tenant] = usage, time.monotonic()
         self._known.move_to_end(tenant)
         while len(self._known) > _TENANTS:
             self._known.popitem(last=False)
         return usage
 
-    def _add(self, tenant: str, more: StorageUsage) -> None:
+    def add(self, tenant: str, more: StorageUsage) -> None:
+        """Counts data that is being written."""
         for each in (tenant, None):
             if known := self._known.get(each):
                 self._known[each] = known[0] + more, known[1]
@@ -150,17 +141,28 @@ _KINDS = (
 )
 
 
-async def _counted(db: AsyncConnection, tenant: str | None) -> StorageUsage:
+def _counted(db: sa.Connection, tenant: str | None) -> StorageUsage:
     """Amounts that a tenant stores, or all tenants for None."""
     usage = StorageUsage()
     for kind in _KINDS:
         query = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(kind.bytes), 0)).select_from(kind.table)
-        number, size = (await db.execute(query if tenant is None else query.where(kind.tenant == tenant))).one()
+        number, size = db.execute(query if tenant is None else query.where(kind.tenant == tenant)).one()
         usage += StorageUsage(**{name: int(size) if name == "bytes" else number for name in kind.fields})
     return usage
 
 
-async def _largest(db: AsyncConnection, name: str) -> str:
+def _evict(tenant: str | None, name: str, batch: int, db: sa.Connection) -> int:
+    """Removes rows that count for the field `name`, of the tenant or for None of the largest; how many went."""
+    victim = tenant or _largest(db, name)
+    gone = 0 if name == "conversations" else _evict_responses(db, victim, batch)
+    if not gone and tenant is None:
+        gone = _evict_conversation(db, victim)
+    if gone:
+        logger.info("Response store: %d rows of the key %s go, over the limit of %s", gone, victim[:8], name)
+    return gone
+
+
+def _largest(db: sa.Connection, name: str) -> str:
     """The tenant that has most of a field of `StorageUsage`."""
     parts = []
     for kind in (kind for kind in _KINDS if name in kind.fields):
@@ -169,35 +171,35 @@ async def _largest(db: AsyncConnection, name: str) -> str:
         parts.append(query.select_from(kind.table).group_by(kind.tenant))
     rows = sa.union_all(*parts).subquery()
     most = sa.select(rows.c.tenant).where(rows.c.tenant.is_not(None)).group_by(rows.c.tenant)
-    return str(await db.scalar(most.order_by(sa.func.sum(rows.c.amount).desc()).limit(1)))
+    return str(db.scalar(most.order_by(sa.func.sum(rows.c.amount).desc()).limit(1)))
 
 
-async def _evict_responses(db: AsyncConnection, tenant: str, batch: int) -> int:
+def _evict_responses(db: sa.Connection, tenant: str, batch: int) -> int:
     """Removes up to `batch` responses, those of the least recently used chains first; how many went."""
     c = responses.c
     used = sa.select(c.root, sa.func.max(c.created).label("used")).where(c.tenant == tenant).group_by(c.root).subquery()
     query = sa.select(c.id).join(used, used.c.root == c.root)
     query = query.where(c.tenant == tenant, c.status.not_in(UNFINISHED)).order_by(used.c.used, c.created)
-    keys = list((await db.execute(query.limit(batch))).scalars())
-    await remove_responses(db, keys)
+    keys = list(db.scalars(query.limit(batch)))
+    remove_responses(db, keys)
     return len(keys)
 
 
-async def _evict_conversation(db: AsyncConnection, tenant: str) -> int:
+def _evict_conversation(db: sa.Connection, tenant: str) -> int:
     """Removes the tenant's least recently used conversation; how many went, 0 or 1."""
     c = conversations.c
     query = sa.select(c.id).where(c.tenant == tenant, c.held_by.is_(None))
-    oldest = await db.scalar(query.order_by(sa.func.coalesce(c.held_until, c.created)).limit(1))
+    oldest = db.scalar(query.order_by(sa.func.coalesce(c.held_until, c.created)).limit(1))
     if oldest is None:
         return 0
-    await db.execute(sa.delete(conversations).where(c.id == oldest))
-    await db.execute(sa.delete(conversation_items).where(conversation_items.c.conversation == oldest))
+    db.execute(sa.delete(conversations).where(c.id == oldest))
+    db.execute(sa.delete(conversation_items).where(conversation_items.c.conversation == oldest))
     return 1
 
 
-async def remove_responses(db: AsyncConnection, keys: Sequence[str]) -> None:
+def remove_responses(db: sa.Connection, keys: Sequence[str]) -> None:
     """Removes responses with their events, items and index."""
-    await db.execute(sa.delete(events).where(events.c.response.in_(keys)))
-    await db.execute(sa.delete(item_index).where(item_index.c.response.in_(keys)))
-    await input_items.forget(db, keys)
-    await db.execute(sa.delete(responses).where(responses.c.id.in_(keys)))
+    db.execute(sa.delete(events).where(events.c.response.in_(keys)))
+    db.execute(sa.delete(item_index).where(item_index.c.response.in_(keys)))
+    input_items.forget(db, keys)
+    db.execute(sa.delete(responses).where(responses.c.id.in_(keys)))

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from vllm_gptoss.server.http.callers import FullError
 from vllm_gptoss.server.responses.request.create import CreateRequest
 
 UNFINISHED = ("queued", "in_progress")
@@ -24,6 +25,15 @@ class QuotaError(StoreError):
     """The API key's quota is exceeded."""
 
     status, code = 507, "storage_quota_exceeded"
+
+
+class StoreBusyError(StoreError):
+    """As many transactions of the API key, or of all keys, wait as may wait."""
+
+    def __init__(self, full: FullError) -> None:
+        name = "KEY" if full.is_callers else "MAX"
+        super().__init__(f"{full} transactions wait for the response store (GPTOSS_RESPONSES_{name}_WAITING).")
+        self.status, self.code = (429, "rate_limit_exceeded") if full.is_callers else (503, "server_busy")
 
 
 class TakenError(StoreError):
@@ -81,20 +91,12 @@ class Stored:
     def row(self) -> dict[str, Any]:
         """The row of `gptoss_responses`."""
         body, own, hidden = json.dumps(self.body), json.dumps(self.input), json.dumps(self.hidden)
-        return {
-            "id": self.key,
-            "tenant": self.tenant,
-            "created": self.created,
-            "status": self.status,
-            "previous": self.previous,
-            "root": self.root or self.id,
-            "body": body,
-            "input": own,
-            "hidden": hidden,
-            "bytes": len(body) + len(own) + len(hidden),
-            "beat": self.beat,
-            "cancel": self.cancel,
-        }
+        same = {name: getattr(self, name) for name in (*_COLUMNS, "status")}
+        same |= {"id": self.key, "root": self.root or self.id, "body": body, "input": own, "hidden": hidden}
+        return same | {"bytes": len(body) + len(own) + len(hidden)}
+
+
+_COLUMNS = ("tenant", "created", "previous", "root", "beat", "cancel")
 
 
 def stored_request(request: CreateRequest, tenant: str, body: dict[str, Any]) -> Stored:
@@ -115,18 +117,6 @@ def row_key(tenant: str, identifier: str) -> str:
 
 def stored_of(row: Any, items: list[dict[str, Any]]) -> Stored:
     """From a row of `gptoss_responses` and its input items."""
-    m = row._mapping
-    body = json.loads(m["body"])
-    return Stored(
-        body["id"],
-        m["tenant"],
-        body,
-        items,
-        json.loads(m["hidden"]),
-        m["previous"],
-        m["root"],
-        m["created"],
-        m["beat"],
-        m["cancel"],
-        m["silent"],
-    )
+    body, hidden = json.loads(row.body), json.loads(row.hidden)
+    kept = {name: getattr(row, name) for name in (*_COLUMNS, "silent")}
+    return Stored(body["id"], body=body, input=items, hidden=hidden, **kept)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
+from vllm_gptoss.server.responses.state.database import begin_now
 from vllm_gptoss.server.responses.state.stored import StoreError, row_key
 from vllm_gptoss.server.responses.state.tables import (
     containers,
@@ -130,11 +131,10 @@ def _set(connection: sa.Connection, name: str, value: int) -> None:
 def _lock(connection: sa.Connection) -> None:
     """Blocks upgrades by other servers until the transaction ends."""
     if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql("SET LOCAL statement_timeout = 0")  # an index of a large table takes minutes
         connection.execute(sa.select(sa.func.pg_advisory_xact_lock(sa.literal(LOCK, sa.BigInteger))))
         connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{LOCK_WAIT}'")
-    else:
-        # Python's sqlite3 begins no transaction before what changes a table, and SQLite none that writes.
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
+    begin_now(connection, "IMMEDIATE")
 
 
 def add_column(connection: sa.Connection, column: sa.Column[object]) -> None:

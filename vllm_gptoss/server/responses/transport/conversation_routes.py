@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 
 from vllm_gptoss.server.responses import ids
-from vllm_gptoss.server.responses.errors import ApiError, not_found
+from vllm_gptoss.server.responses.errors import ApiError, checked_object, not_found
 from vllm_gptoss.server.responses.metrics import CONVERSATIONS
 from vllm_gptoss.server.responses.request.create import check_metadata
 from vllm_gptoss.server.responses.request.items import Item, parse_input
@@ -64,9 +64,8 @@ class _Routes:
         return found
 
     async def create(self, request: Request) -> Response:
-        body = await _object(request)
+        body = checked_object(await body_of(request), ("items", "metadata"))
         labels, items = _labels(body), await asyncio.to_thread(_items, body.get("items"))
-        _refuse_unknown(body, "items", "metadata")
         identifier, now = ids.new("conv"), time.time()
         await self._store().put(caller_of(request).tenant, identifier, labels, now, [(item, None) for item in items])
         CONVERSATIONS.inc()
@@ -84,8 +83,7 @@ class _Routes:
         return JSONResponse(_resource(conversation_id, *await self._find(conversation_id, request)))
 
     async def update(self, conversation_id: str, request: Request) -> Response:
-        body = await _object(request)
-        _refuse_unknown(body, "metadata")
+        body = checked_object(await body_of(request), ("metadata",))
         created, _ = await self._find(conversation_id, request)
         labels = _labels(body)
         await self._store().put(caller_of(request).tenant, conversation_id, labels, created)
@@ -98,12 +96,11 @@ class _Routes:
 
     async def add_items(self, conversation_id: str, request: Request) -> Response:
         await self._find(conversation_id, request)
-        body = await _object(request)
-        _refuse_unknown(body, "items", "include")
+        body = checked_object(await body_of(request), ("items", "include"))
         items = await asyncio.to_thread(_items, body.get("items"))
         if not items:
             raise ApiError("'items' must not be empty.", param="items", code="missing_required_parameter")
-        for twice in await self._store().has_items(conversation_id, [item["id"] for item in items]):
+        for twice in await self._store().positions(conversation_id, *(item["id"] for item in items)):
             raise _duplicate(twice)
         await self._store().append(conversation_id, [(item, None) for item in items], caller_of(request).tenant)
         return JSONResponse(page_of(items, {"order": "asc", "limit": "100"}))
@@ -111,17 +108,19 @@ class _Routes:
     async def list_items(self, conversation_id: str, request: Request) -> Response:
         await self._find(conversation_id, request)
         page = asked(request.query_params)
-        store, after = self._store(), None
-        if page.after is not None and (after := await store.position(conversation_id, page.after)) is None:
-            raise not_found("Item", page.after, "after")
-        found = await store.page(conversation_id, page.limit + 1, after, ascending=page.ascending)
+        store, after = self._store(), page.after
+        position = (await store.positions(conversation_id, after)).get(after) if after is not None else None
+        if after is not None and position is None:
+            raise not_found("Item", after, "after")
+        found = await store.page(conversation_id, page.limit + 1, position, ascending=page.ascending)
         return JSONResponse(listed([json.loads(row.item) for row in found], page))
 
     async def get_item(self, conversation_id: str, item_id: str, request: Request) -> Response:
         await self._find(conversation_id, request)
-        if (position := await self._store().position(conversation_id, item_id)) is None:
+        known = await self._store().positions(conversation_id, item_id)
+        if item_id not in known:
             raise not_found("Item", item_id)
-        (row,) = await self._store().page(conversation_id, 1, position - 1)
+        (row,) = await self._store().page(conversation_id, 1, known[item_id] - 1)
         return JSONResponse(json.loads(row.item))
 
     async def delete_item(self, conversation_id: str, item_id: str, request: Request) -> Response:
@@ -129,13 +128,6 @@ class _Routes:
         if not await self._store().delete_item(conversation_id, item_id):
             raise not_found("Item", item_id)
         return JSONResponse(_resource(conversation_id, created, labels))
-
-
-async def _object(request: Request) -> dict[str, Any]:
-    body = await body_of(request)
-    if not isinstance(body, dict):
-        raise ApiError("The request body must be a JSON object.")
-    return body
 
 
 def _labels(body: Mapping[str, Any]) -> dict[str, str]:
@@ -163,9 +155,3 @@ def _items(raw: Any) -> list[Item]:
 def _duplicate(identifier: str) -> ApiError:
     message = f"Duplicate item found with id {identifier}. Remove duplicate items from your input and try again."
     return ApiError(message, param="items", code="invalid_value")
-
-
-def _refuse_unknown(body: Mapping[str, Any], *known: str) -> None:
-    for name in body:
-        if name not in known:
-            raise ApiError(f"Unknown parameter: '{name}'.", param=name, code="unknown_parameter")

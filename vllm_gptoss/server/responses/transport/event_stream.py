@@ -157,7 +157,6 @@ class EventStream(Response):
             before, _, rest = frame(named(deltas.event(0, ""), self._names)).partition(b'"sequence_number":0')
             between, _, after = rest.rpartition(b'"delta":""')
             self._deltas, self._around = deltas, (before + b'"sequence_number":', between + b'"delta":', after)
-        self._next = number + 1
         before, between, after = self._around
         return b"%b%d%b%b%b" % (before, number, between, _encode(text), after)
 

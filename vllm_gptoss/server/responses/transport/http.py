@@ -91,13 +91,10 @@ def unread(error: BodyError) -> ApiError:
     return ApiError(error.detail, code=error.code, status=error.status_code, kind=kind)
 
 
-TRACE_HEADERS = ("traceparent", "tracestate")
-
-
 def caller_of(connection: HTTPConnection) -> Caller:
     """The caller of a request, from its headers."""
     headers = connection.headers
-    trace = {name: value for name in TRACE_HEADERS if (value := headers.get(name))}
+    trace = {name: value for name in ("traceparent", "tracestate") if (value := headers.get(name))}
     codex = headers.get("originator", "").startswith("codex")
     return Caller(
         callers.tenant_of(headers.get("authorization")),

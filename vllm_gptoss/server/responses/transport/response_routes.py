@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import APIRouter, Request, WebSocket
 from fastapi.responses import JSONResponse
@@ -29,23 +29,12 @@ LAST = 2**31 - 2
 """Sequence numbers are 32-bit integers in the store; no response has as many events."""
 
 
-class ResponseBackend(Protocol):
-    """The parts that the routes use; they may be created after the routes."""
+def add_routes(router: APIRouter, service: Callable[[], Service], background: Callable[[], Background | None]) -> None:
+    """Adds the routes under both prefixes: OpenAI's, and the Open Responses specification's.
 
-    @property
-    def service(self) -> Service:
-        """Makes and finds responses. Raises `ApiError` (503) before the server has started."""
-        ...
-
-    @property
-    def background(self) -> Background | None:
-        """Runs background responses; None without a store."""
-        ...
-
-
-def add_routes(router: APIRouter, backend: ResponseBackend) -> None:
-    """Adds the routes under both prefixes: OpenAI's, and the Open Responses specification's."""
-    routes = _Routes(backend)
+    background: runs background responses; None without a store
+    """
+    routes = _Routes(service, background)
     for prefix in ("/v1", OPEN_RESPONSES):
         path = f"{prefix}/responses"
         one = f"{path}/{{response_id}}"
@@ -64,28 +53,24 @@ def add_routes(router: APIRouter, backend: ResponseBackend) -> None:
 
 
 class _Routes:
-    def __init__(self, backend: ResponseBackend) -> None:
-        self._backend = backend
-
-    @property
-    def _service(self) -> Service:
-        return self._backend.service
+    def __init__(self, service: Callable[[], Service], background: Callable[[], Background | None]) -> None:
+        self._service, self._find_background = service, background
 
     @property
     def _background(self) -> Background:
-        if self._backend.background is None:
+        if (background := self._find_background()) is None:
             raise ApiError("This server stores nothing.", param="background", code="store_disabled")
-        return self._backend.background
+        return background
 
     async def create(self, raw_request: Request) -> Response:
         caller = caller_of(raw_request)
         body = await body_of(raw_request)
-        read = functools.partial(self._service.read, body, caller, is_long=is_long(raw_request))
+        read = functools.partial(self._service().read, body, caller, is_long=is_long(raw_request))
         if isinstance(body, dict) and body.get("background") is True:
             return await self._create_background(read, caller, names_of(raw_request))
         request = await read()
         hides = bool(request.stream_options and request.stream_options.include_obfuscation)
-        loop = await unless_gone(raw_request, self._service.prepare(request, caller))
+        loop = await unless_gone(raw_request, self._service().prepare(request, caller))
         if request.stream:
             return EventStream(loop.run(), names_of(raw_request), obfuscate=hides, loop=loop)
         body = await unless_gone(raw_request, last_body(loop.run()))
@@ -115,7 +100,7 @@ class _Routes:
     ) -> Response:
         caller = caller_of(raw_request)
         starting_after = max(-1, min(starting_after, LAST))
-        stored = await self._service.get(response_id, caller)
+        stored = await self._service().get(response_id, caller)
         if stream:
             if not stored.body["background"]:
                 raise ApiError("Only background responses can be streamed again.", param="stream")
@@ -129,14 +114,14 @@ class _Routes:
 
     async def delete(self, response_id: str, raw_request: Request) -> Response:
         caller = caller_of(raw_request)
-        if self._backend.background:
-            await self._backend.background.stop(response_id, caller)
-        await self._service.delete(response_id, caller)
+        if background := self._find_background():
+            await background.stop(response_id, caller)
+        await self._service().delete(response_id, caller)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, response_id: str, raw_request: Request) -> Response:
         caller = caller_of(raw_request)
-        stored = await self._service.get(response_id, caller)
+        stored = await self._service().get(response_id, caller)
         if not stored.body["background"]:
             raise ApiError("Only background responses can be cancelled.", param="response_id")
         return JSONResponse(await self._background.cancel(stored, caller))
@@ -144,21 +129,21 @@ class _Routes:
     async def input_items(self, response_id: str, raw_request: Request) -> Response:
         page = asked(raw_request.query_params)
         caller = caller_of(raw_request)
-        found = await self._service.input_items(
+        found = await self._service().input_items(
             response_id, caller, page.limit + 1, page.after, ascending=page.ascending
         )
         return JSONResponse(listed(found, page))
 
     async def websocket(self, socket: WebSocket) -> None:
-        await serve_websocket(self._service, socket)
+        await serve_websocket(self._service(), socket)
 
     async def compact(self, raw_request: Request) -> Response:
         request = await asyncio.to_thread(parse_compact, await body_of(raw_request))
         caller = caller_of(raw_request)
-        return JSONResponse(await unless_gone(raw_request, self._service.compact(request, caller)))
+        return JSONResponse(await unless_gone(raw_request, self._service().compact(request, caller)))
 
     async def input_tokens(self, raw_request: Request) -> Response:
         caller = caller_of(raw_request)
-        request = await self._service.read(await body_of(raw_request), caller, parse_count)
-        tokens = await unless_gone(raw_request, self._service.count_input(request, caller))
+        request = await self._service().read(await body_of(raw_request), caller, parse_count)
+        tokens = await unless_gone(raw_request, self._service().count_input(request, caller))
         return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})

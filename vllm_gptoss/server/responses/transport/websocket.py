@@ -20,7 +20,6 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from vllm_gptoss.server.http.bodies import Bodies, BodyError, bodies_of
 from vllm_gptoss.server.http.callers import FullError
 from vllm_gptoss.server.responses.errors import ApiError, full, internal, store_failed
-from vllm_gptoss.server.responses.request.create import CreateRequest
 from vllm_gptoss.server.responses.request.files import read_pdfs
 from vllm_gptoss.server.responses.run.events import Event
 from vllm_gptoss.server.responses.run.service import Service
@@ -143,7 +142,8 @@ class _Connection:
             # A WebSocket always streams; `stream` and its options are ignored.
             request = await self._service.read({**message, "stream": True}, self.caller)
             if request.generate is False:
-                await self._warm(request, stream_id)
+                for event in await self._service.warm(request, self.caller):
+                    await self._send(event, stream_id)
                 return
             loop = await self._service.prepare(request, self.caller)
             async with aclosing(loop.run()) as batches:
@@ -155,11 +155,6 @@ class _Connection:
         except ApiError:
             self._forget(previous)
             raise
-
-    async def _warm(self, request: CreateRequest, stream_id: str | None) -> None:
-        """`generate: false`: stores the input under an id and generates nothing."""
-        for event in await self._service.warm(request, self.caller):
-            await self._send(event, stream_id)
 
     def _forget(self, previous: Any) -> None:
         if isinstance(previous, str) and self.caller.memory is not None:
@@ -176,8 +171,7 @@ class _Connection:
             raise RuntimeError(f"the client read nothing for {SEND_S:g} s") from None
 
     async def _send_error(self, error: ApiError, stream_id: str | None) -> None:
-        event = {"type": "error", "status": error.status, "error": error.body()["error"]}
-        await self._send(event, stream_id)
+        await self._send({"type": "error", "status": error.status, **error.body()}, stream_id)
 
 
 async def _read(text: str | bytes, bodies: Bodies) -> _Message:

@@ -2,8 +2,9 @@
 
 import { download } from "./api.js";
 import { t } from "./appearance.js";
+import { codeBlock } from "./code.js";
 import { copyButton, el, link, visible } from "./dom.js";
-import { codeBlock, LIMIT, markdown } from "./markdown.js";
+import { LIMIT, markdown } from "./markdown.js";
 
 /**
  * @typedef {object} View

@@ -1,7 +1,8 @@
 // Markdown to DOM nodes, from markdown-it's tokens. HTML in the text stays text; no HTML string is ever parsed.
 
 import "./vendor/markdown-it.min.js";
-import { copyButton, el, link, visible } from "./dom.js";
+import { codeBlock } from "./code.js";
+import { el, link, visible } from "./dom.js";
 import { formula, formulaRule } from "./formulas.js";
 
 const parser = /** @type {any} */ (globalThis).markdownit({ html: false, linkify: false, maxNesting: 50 });
@@ -68,14 +69,4 @@ function leaf(token) {
     default:
       return document.createTextNode(visible(token.content));
   }
-}
-
-/**
- * Code with its language and a button that copies it.
- * @param {string} code
- * @param {string} [language]
- */
-export function codeBlock(code, language = "") {
-  const head = el("div", { class: "head" }, el("span", {}, visible(language.slice(0, 40))), copyButton(() => code));
-  return el("div", { class: "code" }, head, el("pre", { tabindex: "0" }, el("code", {}, visible(code))));
 }

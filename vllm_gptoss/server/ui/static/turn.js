@@ -3,11 +3,13 @@
 import { events, request } from "./api.js";
 import { t } from "./appearance.js";
 import { nameOf } from "./attachments.js";
+import { colour } from "./code.js";
 import { el, visible } from "./dom.js";
 import { viewOf } from "./items.js";
 
 const ENDS = ["response.completed", "response.incomplete", "response.failed", "response.cancelled", "error"];
-const RETRIES = 9; // the last after two minutes
+const RETRIES = 33; // the last after two minutes
+const LONGEST_DELAY = 4000; // ms between two of them
 
 export class Turn {
   /**
@@ -44,8 +46,8 @@ export class Turn {
    */
   add(item) {
     const view = viewOf(item, this.actions);
-    view.done(item);
     this.items.append(view.node);
+    finish(view, item);
   }
 
   /**
@@ -55,7 +57,7 @@ export class Turn {
    */
   async follow(answer, started) {
     let delay = 250;
-    for (let tries = 0; ; tries++, delay *= 2) {
+    for (let tries = 0; ; tries++, delay = Math.min(2 * delay, LONGEST_DELAY)) {
       try {
         answer ??= await request("GET", `responses/${this.response}?stream=true&starting_after=${this.last}`);
         for await (const event of events(answer)) {
@@ -85,7 +87,7 @@ export class Turn {
       const view = viewOf(event.item, this.actions);
       this.views.set(event.output_index, view);
       this.items.append(view.node);
-    } else if (type === "response.output_item.done") this.views.get(event.output_index)?.done(event.item);
+    } else if (type === "response.output_item.done") finish(this.views.get(event.output_index), event.item);
     else if (type.endsWith(".delta")) {
       this.first ||= performance.now();
       this.note.textContent = "";
@@ -122,6 +124,15 @@ export class Turn {
     this.note.setAttribute("role", "alert");
     this.note.textContent = visible(error instanceof Error ? error.message : String(error));
   }
+}
+
+/**
+ * @param {import("./items.js").View | undefined} view
+ * @param {any} item
+ */
+function finish(view, item) {
+  view?.done(item);
+  if (view) colour(view.node);
 }
 
 /**
