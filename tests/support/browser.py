@@ -49,17 +49,33 @@ class Browser:
     def shows(self, selector: str, text: str) -> Callable[[], bool]:
         return lambda: any(text in each for each in self.texts(selector))
 
+    def until(self, what: Callable[[], bool], seconds: float = 60) -> None:
+        """`soon`, which leaves most of the processor to the page and its server."""
+        soon(what, seconds, pause=0.05)
+
     def wait(self, selector: str, text: str, seconds: float = 60) -> None:
         try:
-            soon(self.shows(selector, text), seconds)
+            self.until(self.shows(selector, text), seconds)
         except AssertionError:
             pytest.fail(f"{selector} does not show {text!r}; the page: {self.texts('main')}")
 
     def click(self, text: str, within: str = "body") -> None:
         """The last button of this text."""
-        (*_, button) = [each for each in self.find(f"{within} button") if each.get_property("textContent") == text]
-        self.run("arguments[0].scrollIntoView({block: 'center'})", button)
-        button.click()
+        self.click_one(lambda: [b for b in self.find(f"{within} button") if b.get_property("textContent") == text][-1])
+
+    def click_one(self, find: Callable[[], WebElement]) -> None:
+        """The node that `find` returns, again if the page replaces it before the click."""
+
+        def is_clicked() -> bool:
+            try:
+                node = find()
+                self.run("arguments[0].scrollIntoView({block: 'center'})", node)
+                node.click()
+            except StaleElementReferenceException:
+                return False
+            return True
+
+        self.until(is_clicked)
 
     def press(self, *keys: str) -> None:
         ActionChains(self.driver).send_keys(*keys).perform()

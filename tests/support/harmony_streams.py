@@ -6,14 +6,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from vllm_gptoss.server.harmony.events import (
-    ContentDelta,
-    HarmonyEvent,
-    MessageEnded,
-    MessageStarted,
-    Repair,
-    Repaired,
-)
+from vllm_gptoss.server.harmony.events import ContentDelta, HarmonyEvent, MessageEnded, MessageStarted, Repair, Repaired
 from vllm_gptoss.server.harmony.offered import OfferedTools
 from vllm_gptoss.server.harmony.tokens import FIRST_CONTROL, VOCABULARY, control_name, encoding, token_bytes
 

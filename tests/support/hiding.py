@@ -3,7 +3,8 @@
 The app is built and its state filled by vLLM's own functions; the engine is a fake with one answer. A case is
 a JSON list: the modules, the server's `--tool-server`, environment variables. Prints a JSON line for each case: the
 log, the module that serves each route, the class of vLLM's tool server, and the answers to three requests, or the error
-that ended the start. vLLM is imported before a module is hidden, so that modules that vLLM needs too can be hidden.
+that ended the start. With null in place of the variables only the tools are made, and the line has why each is off.
+vLLM is imported before a module is hidden, so that modules that vLLM needs too can be hidden.
 """
 
 from __future__ import annotations
@@ -118,6 +119,13 @@ def without(module: str, args: Any, client: Engine) -> dict[str, Any]:
     return {"module": module, "log": said.getvalue(), **done}
 
 
+def tools_without(module: str, spec: str) -> dict[str, Any]:
+    hide(module)
+    from vllm_gptoss.tools.server import ToolServer
+
+    return {"module": module, "off": {each.name: each.unavailable for each in ToolServer.from_spec(spec).offers()}}
+
+
 def main(model: str, *cases: str) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -130,8 +138,9 @@ def main(model: str, *cases: str) -> None:
         sys.stdout.flush()
         if (child := os.fork()) == 0:
             module, args.tool_server, environ = json.loads(case)
-            os.environ.update(environ)
-            print(json.dumps(without(module, args, client)), flush=True)
+            os.environ.update(environ or {})
+            made = tools_without(module, args.tool_server) if environ is None else without(module, args, client)
+            print(json.dumps(made), flush=True)
             os._exit(0)
         os.waitpid(child, 0)
 

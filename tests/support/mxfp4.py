@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from benchmarks.reference import E2M1_VALUES, E8M0_BIAS, E8M0_VALUES
 from vllm_gptoss.engine import spec
-from vllm_gptoss.engine.reference import E2M1_VALUES, E8M0_BIAS, E8M0_VALUES
 
 E2M1_MAX_EXPONENT = 2
 """Exponent of the largest e2m1 value, 6 = 1.5 x 2^2."""

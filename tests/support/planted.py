@@ -25,10 +25,7 @@ LAYERS = (
 )
 """Steps of the fused layers: choosing, setting up, looking up, compiling, running or capturing."""
 
-MANY = (
-    "vllm_gptoss.engine.kernels.norm_rope_router:norm",
-    "vllm_gptoss.engine.model.layer_upto512:layer",
-)
+MANY = ("vllm_gptoss.engine.kernels.norm_rope_router:norm", "vllm_gptoss.engine.model.layer_upto512:layer")
 """Steps of the layers of decode steps of many tokens: running or capturing."""
 
 EXPERTS = (
@@ -45,10 +42,7 @@ EXPERTS = (
 EXPERTS_ON_A_GPU = ("vllm_gptoss.engine.kernels.experts_many:unit_maps",)
 """Steps that fakes do not have: registration of the weights with the driver."""
 
-ATTENTION = (
-    "vllm_gptoss.engine.attention.sm90:made_for",
-    "vllm_gptoss.engine.kernels.attention_many:attend",
-)
+ATTENTION = ("vllm_gptoss.engine.attention.sm90:made_for", "vllm_gptoss.engine.kernels.attention_many:attend")
 """Steps of attention for decode steps of many tokens: compiling, running or capturing."""
 
 MESSAGE = "planted, to see who catches it"

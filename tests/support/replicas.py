@@ -79,12 +79,7 @@ class Replica:
     def spawn(self) -> None:
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
-                self.command(),
-                cwd=ROOT,
-                env={**os.environ, **self.settings()},
-                stdout=log,
-                stderr=log,
-                text=True,
+                self.command(), cwd=ROOT, env={**os.environ, **self.settings()}, stdout=log, stderr=log, text=True
             )
 
     def settings(self) -> dict[str, str]:

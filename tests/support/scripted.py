@@ -22,14 +22,16 @@ HOSTILE = """
 |---|---|
 | 1 | **2** |
 """
-NUMBERS = " ".join(f"w{number}" for number in range(120))
+LAST = "w199"
+NUMBERS = " ".join(f"w{number}" for number in range(200))
 FINAL = "<|channel|>final<|message|>"
 
 SCRIPTS = {
-    "Attack.": f"<|channel|>analysis<|message|><b>{HOSTILE}</b><|end|><|start|>assistant{FINAL}{HOSTILE}<|return|>",
+    "Attack.": f"<|channel|>analysis<|message|>{HOSTILE[:120]}<|end|><|start|>assistant{FINAL}{HOSTILE}<|return|>",
     "Count.": f"{FINAL}{NUMBERS}<|return|>",
     "Talk.": FINAL + "word " * 8000 + "<|return|>",
     "Read.": f"{FINAL}Read.<|return|>",
+    "Write.": f"{FINAL}Written.<|return|>",
 }
 
 

@@ -48,7 +48,6 @@ def example(transport: str, port: int = 0) -> Iterator[tuple[str, subprocess.Pop
     command = [sys.executable, str(EXAMPLE), transport]
     environ = {**os.environ, "PORT": str(port)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
-    assert process.stdout is not None
     try:
         bound = int(process.stdout.readline())
         yield f"http://127.0.0.1:{bound}/{'sse' if transport == 'sse' else 'mcp'}", process

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_gptoss.engine import reference
+from benchmarks import reference
+from tests.support import fp8
 from vllm_gptoss.engine.experts import mxfp4
+from vllm_gptoss.engine.kernels.cache import Fp8Cache, PagedCache
 
 HEAD = 64
 
@@ -31,9 +33,11 @@ def rotate(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
 
 
-def store(rows: Tensor, slots: Tensor, kv_cache: Tensor) -> None:
+def store(rows: Tensor, slots: Tensor, kv_cache: PagedCache) -> None:
     """rows: [T, K, 128], keys and values; a token with a negative slot has none."""
     block = kv_cache.shape[2]
+    if isinstance(kv_cache, Fp8Cache):
+        rows, kv_cache = fp8.codes(rows, kv_cache.k_scale, kv_cache.v_scale), kv_cache.tensor
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:
             kv_cache[slot // block, :, slot % block] = rows[token].to(kv_cache.dtype)
@@ -48,7 +52,7 @@ def qkv_rope(
     positions: Tensor,
     cos_sin: Tensor,
     slots: Tensor,
-    kv_cache: Tensor,
+    kv_cache: PagedCache,
     q: Tensor,
     residual_out: Tensor | None,
     eps: float,
@@ -63,7 +67,7 @@ def qkv_rope(
 
 def attend(
     q: Tensor,
-    kv_cache: Tensor,
+    kv_cache: PagedCache,
     sinks: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
@@ -72,15 +76,15 @@ def attend(
     scale: float,
     window: int,
 ) -> None:
-    block = kv_cache.shape[2]
+    block, cached = kv_cache.shape[2], fp8.values(kv_cache)
     out.zero_()
     for request, length in enumerate(seq_lens.tolist()):
         mine = slice(int(query_start[request]), int(query_start[request + 1]))
         at = torch.arange(length)
-        rows = kv_cache[block_table[request, at // block].long(), :, at % block]
+        rows = cached[block_table[request, at // block].long(), :, at % block]
         heads = q[mine].unflatten(-1, (-1, HEAD))
         got = reference.sink_attention(
-            heads, rows[..., :HEAD], rows[..., HEAD:], sinks, window=window or None, scale=scale
+            heads.to(rows.dtype), rows[..., :HEAD], rows[..., HEAD:], sinks, window=window or None, scale=scale
         )
         out[mine] = got.flatten(1)
 

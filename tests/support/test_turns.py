@@ -26,7 +26,6 @@ def other(folder: Path, how: str) -> subprocess.Popen[str]:
 
 
 def waits_until_it_is_in(process: subprocess.Popen[str]) -> None:
-    assert process.stdout is not None
     assert process.stdout.readline() == "in\n"
 
 

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from benchmarks import reference
 from tests.support import mxfp4
-from vllm_gptoss.engine import reference
 
 Format = Literal["mxfp4", "bf16", "quark"]
 
@@ -163,11 +163,7 @@ def expert_tensors(prefix: str, name: str, weight: Tensor, bias: Tensor, fmt: Fo
     """One projection of a layer's experts. weight: [E, N, C]; bias: [E, N]."""
     blocks, scales = mxfp4.quantise(weight)
     if fmt == "mxfp4":
-        return {
-            f"{prefix}{name}_blocks": blocks,
-            f"{prefix}{name}_scales": scales,
-            f"{prefix}{name}_bias": bias,
-        }
+        return {f"{prefix}{name}_blocks": blocks, f"{prefix}{name}_scales": scales, f"{prefix}{name}_bias": bias}
     if fmt == "bf16":
         exact = reference.mxfp4_dequantise(blocks, scales, torch.bfloat16)
         return {f"{prefix}{name}": exact.mT.contiguous(), f"{prefix}{name}_bias": bias}
@@ -180,13 +176,7 @@ def expert_tensors(prefix: str, name: str, weight: Tensor, bias: Tensor, fmt: Fo
 
 
 def write(
-    directory: Path,
-    shape: Shape | None = None,
-    fmt: Format = "mxfp4",
-    *,
-    seed: int = 0,
-    shards: int = 1,
-    **sizes: int,
+    directory: Path, shape: Shape | None = None, fmt: Format = "mxfp4", *, seed: int = 0, shards: int = 1, **sizes: int
 ) -> Path:
     """Write config.json and the weights, in `shards` files with an index if more than one. Returns the directory.
 

@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable
 
 
-def soon(what: Callable[[], bool], seconds: float = 60.0) -> float:
-    """Seconds until `what` is true; fails after `seconds`, a bound for an event that never happens, not a target."""
+def soon(what: Callable[[], bool], seconds: float = 60.0, pause: float = 0.005) -> float:
+    """Seconds until `what` is true; fails after `seconds`, a bound for an event that never happens, not a target.
+    pause: seconds between two looks; a look that costs much would slow the event down."""
     began = time.monotonic()
     while not what():
         assert time.monotonic() - began < seconds, "it did not happen in time"
-        time.sleep(0.005)
+        time.sleep(pause)
     return time.monotonic() - began
 
 

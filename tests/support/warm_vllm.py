@@ -37,7 +37,7 @@ PRELOADED = (
     *("vllm.entrypoints.cli.main", "vllm.entrypoints.cli.serve", "vllm.entrypoints.openai.api_server"),
     *("vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.engine.async_llm"),
     *("vllm.v1.executor.multiproc_executor", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.gpt_oss"),
-    *("sqlalchemy.ext.asyncio", "sqlalchemy.dialects.sqlite.aiosqlite", "sqlalchemy.dialects.postgresql", "pypdf"),
+    *("sqlalchemy", "sqlalchemy.dialects.sqlite", "sqlalchemy.dialects.postgresql", "pypdf"),
     *("bs4", "markdown_it", "jsonschema", "loguru", "model_hosting_container_standards.sagemaker"),
 )
 _kept: list[int | subprocess.Popen[bytes]] = []
@@ -48,13 +48,7 @@ class Process:
     """A program, with the part of `subprocess.Popen` that its users need."""
 
     def __init__(
-        self,
-        arguments: Sequence[str],
-        *,
-        stdout: Any,
-        env: Mapping[str, str],
-        stdin: int | None = None,
-        **_: Any,
+        self, arguments: Sequence[str], *, stdout: Any, env: Mapping[str, str], stdin: int | None = None, **_: Any
     ) -> None:
         """arguments: a console script and what follows, or `python -m MODULE …`. stdout takes both streams."""
         self.args, self.returncode = list(arguments), None
@@ -248,7 +242,7 @@ def _become(job: dict[str, Any], reads: int, writes: int) -> None:
     os.chdir(job["cwd"])
     tempfile.tempdir = None  # of the worker that started this; each has its own
     sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    contexts._concrete_contexts["spawn"] = contexts._concrete_contexts["fork"]  # type: ignore[attr-defined]
+    contexts._concrete_contexts["spawn"] = contexts._concrete_contexts["fork"]
     if Path(sys.path[0], "sitecustomize.py").exists():
         runpy.run_path(str(Path(sys.path[0], "sitecustomize.py")))  # as where Python starts
     program, *rest = job["arguments"]

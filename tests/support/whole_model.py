@@ -9,15 +9,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vllm_gptoss.engine.checkpoint.config import Config
-from vllm_gptoss.engine.reference import ReferenceLayer, block, layer_of, linear, read_tensors, rms_norm
+from benchmarks.model_config import ModelConfig
+from benchmarks.reference import ReferenceLayer, block, layer_of, linear, read_tensors, rms_norm
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
     """All weights, in one dtype. embedding, head: [vocabulary, C]; norm: [C]."""
 
-    config: Config
+    config: ModelConfig
     embedding: Tensor
     layers: tuple[ReferenceLayer, ...]
     norm: Tensor
@@ -43,9 +43,9 @@ def load(directory: Path | str, dtype: torch.dtype = torch.float32) -> Model:
     Errors: KeyError names a tensor that is not there; use `vllm_gptoss.engine.checkpoint` to check one properly.
     """
     directory = Path(directory)
-    config = Config.from_json(json.loads((directory / "config.json").read_text()))
+    config = ModelConfig.from_json(json.loads((directory / "config.json").read_text()))
     tensors = read_tensors(directory)
-    layers = tuple(layer_of(tensors, index, config, dtype) for index in range(config.layers))
+    layers = tuple(layer_of(tensors, index, config, dtype) for index in range(config.sizes.layers))
     embedding = tensors["model.embed_tokens.weight"].to(dtype)
     head = tensors["lm_head.weight"].to(dtype)
     return Model(config, embedding, layers, tensors["model.norm.weight"].to(dtype), head)

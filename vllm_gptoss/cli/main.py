@@ -46,8 +46,10 @@ def _recipe() -> typer.Typer:
 
 
 def _eval() -> typer.Typer:
-    from vllm_gptoss.cli.eval.command import app
-
+    try:
+        from vllm_gptoss.cli.eval.command import app
+    except ImportError as error:
+        raise SystemExit(f"vllm-gptoss eval cannot run: {error}; pip install 'vllm-gptoss[eval]'") from None
     return app
 
 
@@ -95,6 +97,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 def doctor(
     command: Annotated[list[str] | None, typer.Argument(help="A `vllm serve` line to check, after `--`.")] = None,
     model: Annotated[Path | None, typer.Option(help="A checkpoint directory to check as well.")] = None,
+    tokens: Annotated[int, typer.Option(min=0, help="Report what runs a step of so many tokens.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print findings as JSON.")] = False,
 ) -> None:
     """Report whether the plugin is active here, what it chose and why, and which settings have no effect."""
@@ -105,7 +108,7 @@ def doctor(
     except ImportError as error:
         raise SystemExit(f"vllm-gptoss cannot run: {reason(error)}") from None
 
-    findings = examine(model, command or ())
+    findings = examine(model, command or (), tokens)
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
     else:
@@ -115,8 +118,9 @@ def doctor(
 
 
 def _print(findings: list[Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from vllm_gptoss.cli.recipes import draw
 
     styles = {"ok": "green", "info": "cyan", "warning": "yellow", "problem": "bold red"}
     table = Table(box=None, show_header=False, padding=(0, 1))
@@ -125,4 +129,4 @@ def _print(findings: list[Any]) -> None:
     for finding in findings:
         detail = f"{finding.detail}\n-> {finding.fix}" if finding.fix else finding.detail
         table.add_row(f"[{styles[finding.status]}]{finding.status}[/]", finding.check, detail)
-    Console().print(table)
+    draw.console().print(table)

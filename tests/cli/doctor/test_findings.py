@@ -30,8 +30,9 @@ def of(found: list[dict[str, str]], check: str) -> dict[str, str]:
 
 
 def test_a_good_environment_passes_and_proves_the_plugin_active() -> None:
-    code, found = doctor()
+    code, found = doctor("--tokens", "64")
     assert code == 0, [finding for finding in found if finding["status"] == "problem"]
+    assert of(found, "a step of 64 tokens")["detail"].startswith("layers: upstream; attention: ")
     assert of(found, "plugin: model")["detail"].endswith("vllm_gptoss.engine.model.gpt_oss:GptOssForCausalLM")
     assert of(found, "plugin: endpoint")["status"] == "ok"
     assert of(found, "plugin: streams")["status"] == "ok"
@@ -43,6 +44,29 @@ def test_a_good_environment_passes_and_proves_the_plugin_active() -> None:
     assert "GPTOSS_BROWSER_DOCUMENTS" in of(found, "browser tool")["fix"]
     assert of(found, "layers")["detail"].startswith(("gptoss (", "upstream ("))
     assert "vllm-gptoss recipe list --device auto" in of(found, "recipes")["detail"]
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "ran"),
+    [
+        ("H200", 1, "layers: one launch; attention: gptoss; experts: gptoss"),
+        ("H200", 16, "layers: six launches; attention: gptoss; experts: gptoss"),
+        ("H200", 513, "layers: upstream; attention: FLASH_ATTN, planned once a step; experts: gptoss"),
+        ("A100", 1, "layers: upstream; attention: TRITON_ATTN; experts: marlin"),
+    ],
+)
+def test_what_runs_a_step_is_reported(monkeypatch: pytest.MonkeyPatch, name: str, tokens: int, ran: str) -> None:
+    monkeypatch.setattr(findings, "detect", lambda: devices.named(name))
+    *_, last = findings.settings_and_choices(tokens)
+    assert (last.check, last.detail) == (f"a step of {tokens} tokens", ran)
+
+
+def test_a_setting_that_cannot_run_leaves_no_step_to_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(findings, "detect", lambda: devices.named("A100"))
+    monkeypatch.setenv("GPTOSS_LAYERS", "gptoss")
+    found = list(findings.settings_and_choices(1))
+    assert [each.check for each in found if each.status is Status.PROBLEM] == ["layers"]
+    assert found[-1].check == "KV cache"
 
 
 def test_a_bad_environment_fails_with_a_fix_for_each_problem(tmp_path: Path) -> None:
@@ -88,6 +112,12 @@ def test_a_second_triton_is_a_problem(monkeypatch: pytest.MonkeyPatch, second: s
     found = {finding.check: finding for finding in findings.clashes()}
     assert found["triton"].status is Status.PROBLEM
     assert " and ".join(sorted([second, "triton"])) in found["triton"].detail
+
+
+def test_an_amd_gpu_without_rocm_is_told_where_vllm_for_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(findings, "detect", lambda: devices.named("CPU"))
+    monkeypatch.setattr(findings, "AMD", tmp_path)
+    assert [(each.status, each.fix) for each in findings.toolkit()] == [(Status.WARNING, f"use {findings.ROCM}")]
 
 
 def test_missing_tool_parser_flags_matter_only_without_our_parser(monkeypatch: pytest.MonkeyPatch) -> None:

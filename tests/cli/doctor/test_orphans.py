@@ -34,7 +34,6 @@ def server(folder: Path, imports: str = "") -> Iterator[tuple[subprocess.Popen[s
     script = folder / "server.py"
     script.write_text(SERVER.format(imports=imports))
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         engine = psutil.Process(int(process.stdout.readline()))
         try:
             yield process, engine.pid

@@ -1,15 +1,11 @@
 """A server of both APIs on a real socket that answers as a test specifies: correctly, wrongly, slowly, in pieces or
-never.
-
-`python -m tests.cli.eval.server` serves right answers to `What is N + M?` in a separate process, and prints its port.
-"""
+never."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,7 +27,7 @@ class Words:
     reasoning: str = ""
     calls: Sequence[tuple[str, str]] = ()
     cut: bool = False
-    tokens: tuple[int, int, int] = (10, 20, 5)
+    tokens: int = 20
     citations: int = 0
 
 
@@ -70,39 +66,21 @@ def _is_result(message: Mapping[str, Any]) -> bool:
 
 def response(words: Words) -> dict[str, Any]:
     """A response object."""
-    items: list[dict[str, Any]] = []
-    if words.reasoning:
-        items.append(
-            {"type": "reasoning", "id": "rs", "content": [{"type": "reasoning_text", "text": words.reasoning}]}
-        )
-    for number, (name, arguments) in enumerate(words.calls):
-        items.append({"type": "function_call", "call_id": f"c{number}", "name": name, "arguments": arguments})
-    if words.text:
-        part = {"type": "output_text", "text": words.text, "annotations": [{"type": "url_citation"}] * words.citations}
-        items.append({"type": "message", "role": "assistant", "content": [part]})
-    read, written, reasoned = words.tokens
-    usage = {"input_tokens": read, "output_tokens": written, "output_tokens_details": {"reasoning_tokens": reasoned}}
+    thought = [{"type": "reasoning_text", "text": words.reasoning}]
+    part = {"type": "output_text", "text": words.text, "annotations": [{"type": "url_citation"}] * words.citations}
+    items: list[dict[str, Any]] = [{"type": "reasoning", "id": "rs", "content": thought}] if words.reasoning else []
+    items += [
+        {"type": "function_call", "call_id": f"c{number}", "name": name, "arguments": arguments}
+        for number, (name, arguments) in enumerate(words.calls)
+    ]
+    items += [{"type": "message", "role": "assistant", "content": [part]}] if words.text else []
     status = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}} if words.cut else {}
+    usage = {"output_tokens": words.tokens}
     return {"id": "r", "object": "response", "status": "completed", "output": items, "usage": usage, **status}
 
 
-def completion(words: Words) -> dict[str, Any]:
-    """A chat completion."""
-    calls = [
-        {"id": f"c{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
-        for number, (name, arguments) in enumerate(words.calls)
-    ]
-    message = {"role": "assistant", "content": words.text or None, "reasoning": words.reasoning or None}
-    finish = "length" if words.cut else "tool_calls" if calls else "stop"
-    choice = {"index": 0, "message": {**message, "tool_calls": calls}, "finish_reason": finish}
-    read, written, thought = words.tokens
-    details = {"reasoning_tokens": thought}
-    usage = {"prompt_tokens": read, "completion_tokens": written, "completion_tokens_details": details}
-    return {"id": "c", "object": "chat.completion", "choices": [choice], "usage": usage}
-
-
 def events(words: Words, chat: bool) -> list[bytes]:
-    """The same answer as a stream, text in pieces of three characters."""
+    """The answer as a stream, text in pieces of three characters."""
     pieces = [words.text[at : at + 3] for at in range(0, len(words.text), 3)]
     if not chat:
         named = [("response.created", {})]
@@ -110,38 +88,34 @@ def events(words: Words, chat: bool) -> list[bytes]:
         last = "response.incomplete" if words.cut else "response.completed"
         named.append((last, {"response": response(words)}))
         return [f"event: {name}\ndata: {json.dumps({'type': name, **data})}\n\n".encode() for name, data in named]
-    whole = completion(words)
-    (choice,) = whole["choices"]
     deltas: list[dict[str, Any]] = [{"role": "assistant", "reasoning": words.reasoning or None}]
     deltas += [{"content": piece} for piece in pieces]
-    for number, call in enumerate(choice["message"]["tool_calls"]):
-        arguments = call["function"]["arguments"]
-        deltas.append({"tool_calls": [{**call, "index": number, "function": {**call["function"], "arguments": ""}}]})
-        deltas += [{"tool_calls": [{"index": number, "function": {"arguments": one}}]} for one in arguments]
+    for index, (name, arguments) in enumerate(words.calls):
+        call = {"id": f"c{index}", "type": "function", "function": {"name": name, "arguments": ""}}
+        deltas.append({"tool_calls": [{**call, "index": index}]})
+        deltas += [{"tool_calls": [{"index": index, "function": {"arguments": one}}]} for one in arguments]
     chunks = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
-    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]})
-    chunks.append({"choices": [], "usage": whole["usage"]})
+    finish = "length" if words.cut else "tool_calls" if words.calls else "stop"
+    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
+    chunks.append({"choices": [], "usage": {"completion_tokens": words.tokens}})
     return [f"data: {json.dumps(chunk)}\n\n".encode() for chunk in chunks] + [b"data: [DONE]\n\n"]
 
 
 def rendered(reply: Reply, body: Mapping[str, Any], chat: bool) -> Raw:
     if isinstance(reply, Raw):
         return reply
-    if body.get("stream"):
-        return Raw(events(reply, chat), headers={"content-type": "text/event-stream"})
-    whole = completion(reply) if chat else response(reply)
-    return Raw([json.dumps(whole).encode()], headers={"content-type": "application/json"})
+    assert body["stream"]
+    return Raw(events(reply, chat), headers={"content-type": "text/event-stream"})
 
 
 class App:
-    """The ASGI application; `bodies` holds all requests unless `forget`."""
+    """The ASGI application; `bodies` holds all requests."""
 
-    def __init__(self, plan: Plan, forget: bool = False) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.bodies: list[dict[str, Any]] = []
         self.busiest = 0
         self._busy = 0
-        self._forget = forget
         self._seen: dict[str, int] = {}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -164,11 +138,9 @@ class App:
             self._busy -= 1
 
     async def _answer(self, body: dict[str, Any], chat: bool, send: Any) -> None:
-        before = 0
-        if not self._forget:
-            self.bodies.append(body)
-            before = self._seen.get(asked(body), 0)
-            self._seen[asked(body)] = before + 1
+        self.bodies.append(body)
+        before = self._seen.get(asked(body), 0)
+        self._seen[asked(body)] = before + 1
         await self._send(rendered(self.plan(body, before), body, chat), send)
 
     async def _send(self, raw: Raw, send: Any) -> None:
@@ -224,15 +196,4 @@ def sums(body: Mapping[str, Any], before: int) -> Words:
     del before
     found = SUM.search(asked(body))
     assert found, asked(body)
-    return Words(f"The answer is \\boxed{{{int(found[1]) + int(found[2])}}}.", "I add. " * 200, tokens=(30, 400, 300))
-
-
-def main() -> None:
-    listener = listening()
-    print(listener.getsockname()[1], flush=True)
-    server = uvicorn.Server(uvicorn.Config(App(sums, forget=True), log_level="critical", lifespan="off"))
-    asyncio.run(server.serve([listener]))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return Words(f"The answer is \\boxed{{{int(found[1]) + int(found[2])}}}.", "I add. " * 200, tokens=400)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_gptoss.cli.eval.data import READERS, DataError, load
+from vllm_gptoss.cli.eval.data import READERS, load
+from vllm_gptoss.cli.eval.questions import EvalError
 
 GPQA = (
     "Record ID,Question,Correct Answer,Incorrect Answer 1,Incorrect Answer 2,Incorrect Answer 3,Subdomain\n"
@@ -66,12 +67,12 @@ def test_aime_and_gsm8k_are_read_as_they_are_published(tmp_path: Path) -> None:
 
 BAD = {
     "empty": ("gpqa", "a.csv", "", "no questions"),
-    "no column": ("gpqa", "a.csv", "Question,Correct Answer\nx,y\n", "row 1: no Incorrect Answer 1"),
-    "empty cell": ("gpqa", "a.csv", GPQA.replace("maybe", ""), "row 2: no Incorrect Answer 2"),
-    "no letter": ("gpqa", "a.jsonl", '{"question": "?", "options": ["a", "b"], "answer": "C"}', "line 1: answer"),
+    "no column": ("gpqa", "a.csv", "Question,Correct Answer\nx,y\n", "question 1: no Incorrect Answer 1"),
+    "empty cell": ("gpqa", "a.csv", GPQA.replace("maybe", ""), "question 2: no Incorrect Answer 2"),
+    "no letter": ("gpqa", "a.jsonl", '{"question": "?", "options": ["a", "b"], "answer": "C"}', "question 1: answer"),
     "no JSON": ("aime25", "a.jsonl", '{"question": "a", "answer": 1}\n{', "line 2: no JSON"),
-    "no object": ("aime25", "a.jsonl", "[1]", "line 1: no JSON object"),
-    "no number": ("aime25", "a.jsonl", '{"question": "a", "answer": "many"}', "line 1: answer is no number"),
+    "no object": ("aime25", "a.jsonl", "[1]", "question 1: no object"),
+    "no number": ("aime25", "a.jsonl", '{"question": "a", "answer": "many"}', "question 1: answer is no number"),
     "deep": ("aime25", "a.jsonl", "[" * 100_000, "line 1: no JSON"),
     "twice": (
         "aime25",
@@ -86,7 +87,19 @@ BAD = {
     "a field too many": ("smoke", "a.yaml", "questions: [{id: a, user: b, anser: c}]", "anser"),
     "a turn's field too many": ("smoke", "a.yaml", "questions: [{id: a, turns: [{user: b, anser: c}]}]", "anser"),
     "no question": ("smoke", "a.yaml", "questions: [a]", "question 1"),
-    "no function": ("smoke", "a.yaml", "questions: [{id: a, user: b, tools: [f]}]", "no function 'f'"),
+    "no function": (
+        "smoke",
+        "a.yaml",
+        "questions: [{id: 1, user: b, number: 1}, {id: a, user: b, tools: [f]}]",
+        "question 2: no function 'f'",
+    ),
+    "no tool": ("smoke", "a.jsonl", '{"id": "a", "user": "b", "tools": [3]}', "no function 3"),
+    "a bad function": (
+        "smoke",
+        "a.yaml",
+        "{functions: {f: {parameters: {type: odd}}}, questions: [{id: a, tools: [f]}]}",
+        "odd",
+    ),
     "no schema": ("smoke", "a.yaml", "questions: [{id: a, user: b, schema: {type: thing}}]", "thing"),
     "no call": ("smoke", "a.yaml", "questions: [{id: a, user: b, calls: [f]}]", "calls.0: Input should be"),
     "number in words": ("smoke", "a.yaml", "questions: [{id: a, user: b, number: four}]", "'four' is no number"),
@@ -98,17 +111,17 @@ def test_a_bad_file_is_refused_by_its_place(tmp_path: Path, name: str) -> None:
     of, file, text, words = BAD[name]
     path = tmp_path / file
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(DataError, match=words) as error:
+    with pytest.raises(EvalError, match=words) as error:
         load(of, [path])
     assert str(path) in str(error.value)
 
 
 def test_what_is_not_there_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="No such file"):
+    with pytest.raises(EvalError, match="No such file"):
         load("gpqa", [tmp_path / "none.csv"])
-    with pytest.raises(DataError, match="--data gpqa=FILE"):
+    with pytest.raises(EvalError, match="--data gpqa=FILE"):
         load("gpqa")
-    with pytest.raises(DataError, match="there are gpqa, aime25"):
+    with pytest.raises(EvalError, match="there are gpqa, aime25"):
         load("mmlu")
 
 
@@ -127,5 +140,19 @@ def test_every_bundled_question_checks_something(name: str) -> None:
         for turn in question.turns:
             checks = (turn.says, turn.equals, turn.number, turn.schema, turn.calls, turn.reasons, turn.citations)
             assert any(checks), question.id
-            offered = {tool["name"] for tool in question.tools if tool["type"] == "function"}
+            offered = {tool["name"] for tool in question.tools if tool["type"] == "function" and tool["parameters"]}
             assert {call.name for call in turn.calls} <= offered
+        assert all(tool == {"type": "web_search"} for tool in question.tools if tool["type"] != "function")
+
+
+@pytest.mark.parametrize("count", [1, 11])
+def test_options_without_a_letter_are_refused(tmp_path: Path, count: int) -> None:
+    row = {"question": "?", "options": [str(n) for n in range(count)], "answer": "A"}
+    with pytest.raises(EvalError, match="question 1: answer must be the letter of one of 2 to 10 options"):
+        load("gpqa", [written(tmp_path, "x.jsonl", json.dumps(row))])
+
+
+def test_a_field_that_is_null_is_not_there(tmp_path: Path) -> None:
+    row = {"id": "1", "user": "?", "instructions": None, "tools": None, "number": 4}
+    (question,) = load("smoke", [written(tmp_path, "x.jsonl", json.dumps(row))]).questions
+    assert (question.instructions, question.tools, question.turns[0].number) == ("", (), 4)

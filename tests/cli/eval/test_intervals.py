@@ -86,24 +86,24 @@ def test_the_bootstrap_is_that_of_drawing_questions_one_by_one() -> None:
     found = paired(before, after)
     differences = [two - one for one, two in zip(before, after, strict=True)]
     means = sorted(fmean(dice.choices(differences, k=60)) for _ in range(20_000))
-    assert found.mean == pytest.approx(fmean(differences))
+    assert found["mean"] == pytest.approx(fmean(differences))
     # Quantiles of 10,000 and 20,000 means, each mean a multiple of 1/240
-    assert found.low == pytest.approx(means[500], abs=0.008)
-    assert found.high == pytest.approx(means[19_499], abs=0.008)
+    assert found["low"] == pytest.approx(means[500], abs=0.008)
+    assert found["high"] == pytest.approx(means[19_499], abs=0.008)
 
 
 def test_no_difference_is_none() -> None:
     same = [1.0, 0.0, 0.5] * 20
     found = paired(same, same)
-    assert (found.mean, found.low, found.high, found.p) == (0, 0, 0, 1)
-    assert paired([], []).low == -1
+    assert found == {"mean": 0, "low": 0, "high": 0, "p": 1}
+    assert paired([], [])["low"] == -1
 
 
 def test_a_known_loss_is_found_and_the_same_seed_says_the_same() -> None:
     before, after = [1.0] * 200, [0.0] * 20 + [1.0] * 180
     found = paired(before, after, seed=5)
-    assert found.mean == pytest.approx(-0.1)
-    assert -0.16 < found.low < -0.1 < found.high < -0.05
+    assert found["mean"] == pytest.approx(-0.1)
+    assert -0.16 < found["low"] < -0.1 < found["high"] < -0.05
     assert found == paired(before, after, seed=5)
 
 

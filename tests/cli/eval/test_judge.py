@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm_gptoss.cli.eval.apis import Fate, FunctionCall
-from vllm_gptoss.cli.eval.judge import Said, choice_of, judge, number_of
+from vllm_gptoss.cli.eval.judge import Answer, FunctionCall, Outcome, choice_of, judge, number_of
 from vllm_gptoss.cli.eval.questions import ExpectedCall, Question, QuestionTurn
 
 
@@ -69,48 +68,48 @@ def test_no_text_makes_it_slow(text: str) -> None:
     began = time.monotonic()
     choice_of(text)
     number_of(text)
-    judge(Question("q", (QuestionTurn("?", number=Fraction(1)),)), [Said(text)])
+    turn = QuestionTurn("?", number=1)
+    judge(Question("q", (turn,)), turn, Answer(text))
     assert time.monotonic() - began < 10
 
 
-def fate(turn: QuestionTurn, said: Said, **question: Any) -> tuple[Fate, str]:
-    verdict = judge(Question("q", (turn,), **question), [said])
-    return verdict.fate, verdict.why
+def judged(turn: QuestionTurn, answer: Answer, **question: Any) -> tuple[Outcome, str]:
+    return judge(Question("q", (turn,), **question), turn, answer)
 
 
 CHECKS = [
-    (QuestionTurn("?", number=Fraction(4)), Said("4"), Fate.RIGHT),
-    (QuestionTurn("?", number=Fraction(4)), Said("5"), Fate.WRONG),
-    (QuestionTurn("?", number=Fraction(4)), Said("four"), Fate.UNPARSED),
-    (QuestionTurn("?", number=Fraction(4)), Said(" \n"), Fate.EMPTY),
-    (QuestionTurn("?", number=Fraction(4)), Said("4", cut=True), Fate.CUT),
-    (QuestionTurn("?", choice="B", among="ABCD"), Said("Answer: B"), Fate.RIGHT),
-    (QuestionTurn("?", choice="B", among="ABCD"), Said("Answer: C"), Fate.WRONG),
-    (QuestionTurn("?", says=("paris", "24")), Said("PARIS has 24"), Fate.RIGHT),
-    (QuestionTurn("?", says=("paris", "24")), Said("PARIS has 25"), Fate.WRONG),
-    (QuestionTurn("?", equals="first"), Said("first\n"), Fate.RIGHT),
-    (QuestionTurn("?", equals="first"), Said("First!"), Fate.WRONG),
-    (QuestionTurn("?", equals=""), Said(""), Fate.RIGHT),
-    (QuestionTurn("?", reasons=True), Said("a", reasoning="b"), Fate.RIGHT),
-    (QuestionTurn("?", reasons=True), Said("a"), Fate.WRONG),
-    (QuestionTurn("?", citations=2), Said("a", citations=1), Fate.WRONG),
-    (QuestionTurn("?", schema={"type": "object"}), Said('{"a": 1}'), Fate.RIGHT),
-    (QuestionTurn("?", schema={"type": "object"}), Said('{"a": 1'), Fate.UNPARSED),
-    (QuestionTurn("?", schema={"type": "object"}), Said("[]"), Fate.WRONG),
-    (QuestionTurn("?", schema={"type": "array"}), Said("[" * 100_000), Fate.UNPARSED),
-    (QuestionTurn("?"), Said("<|channel|>final<|message|>Hi"), Fate.WRONG),
-    (QuestionTurn("?"), Said("analysisThe user wants"), Fate.WRONG),
-    (QuestionTurn("?"), Said("assistantfinalHi"), Fate.WRONG),
-    (QuestionTurn("?"), Said("commentary to=functions.f {}"), Fate.WRONG),
-    (QuestionTurn("?"), Said("Final answers are final; analysis: none, commentary: none. a <|b|> c"), Fate.RIGHT),
-    (QuestionTurn("?"), Said("finally, commentary tool"), Fate.RIGHT),
-    (QuestionTurn("?"), Said("hi", calls=[(0, FunctionCall("1", "json", "{}"))]), Fate.WRONG),
+    (QuestionTurn("?", number=Fraction(4)), Answer("4"), Outcome.RIGHT),
+    (QuestionTurn("?", number=Fraction(4)), Answer("5"), Outcome.WRONG),
+    (QuestionTurn("?", number=Fraction(4)), Answer("four"), Outcome.UNPARSED),
+    (QuestionTurn("?", number=Fraction(4)), Answer(" \n"), Outcome.EMPTY),
+    (QuestionTurn("?", number=Fraction(4)), Answer("4", cut=True), Outcome.CUT),
+    (QuestionTurn("?", choice="B", among="ABCD"), Answer("Answer: B"), Outcome.RIGHT),
+    (QuestionTurn("?", choice="B", among="ABCD"), Answer("Answer: C"), Outcome.WRONG),
+    (QuestionTurn("?", says=("paris", "24")), Answer("PARIS has 24"), Outcome.RIGHT),
+    (QuestionTurn("?", says=("paris", "24")), Answer("PARIS has 25"), Outcome.WRONG),
+    (QuestionTurn("?", equals="first"), Answer("first\n"), Outcome.RIGHT),
+    (QuestionTurn("?", equals="first"), Answer("First!"), Outcome.WRONG),
+    (QuestionTurn("?", equals=""), Answer(""), Outcome.RIGHT),
+    (QuestionTurn("?", reasons=True), Answer("a", reasoning="b"), Outcome.RIGHT),
+    (QuestionTurn("?", reasons=True), Answer("a"), Outcome.WRONG),
+    (QuestionTurn("?", citations=2), Answer("a", citations=1), Outcome.WRONG),
+    (QuestionTurn("?", schema={"type": "object"}), Answer('{"a": 1}'), Outcome.RIGHT),
+    (QuestionTurn("?", schema={"type": "object"}), Answer('{"a": 1'), Outcome.UNPARSED),
+    (QuestionTurn("?", schema={"type": "object"}), Answer("[]"), Outcome.WRONG),
+    (QuestionTurn("?", schema={"type": "array"}), Answer("[" * 100_000), Outcome.UNPARSED),
+    (QuestionTurn("?"), Answer("<|channel|>final<|message|>Hi"), Outcome.WRONG),
+    (QuestionTurn("?"), Answer("analysisThe user wants"), Outcome.WRONG),
+    (QuestionTurn("?"), Answer("assistantfinalHi"), Outcome.WRONG),
+    (QuestionTurn("?"), Answer("commentary to=functions.f {}"), Outcome.WRONG),
+    (QuestionTurn("?"), Answer("Final answers are final; analysis: none, commentary: none. a <|b|> c"), Outcome.RIGHT),
+    (QuestionTurn("?"), Answer("finally, commentary tool"), Outcome.RIGHT),
+    (QuestionTurn("?"), Answer("hi", calls=[FunctionCall("1", "json", "{}")]), Outcome.WRONG),
 ]
 
 
 @pytest.mark.parametrize(("turn", "said", "expected"), CHECKS, ids=range(len(CHECKS)))
-def test_a_check_gives_its_fate(turn: QuestionTurn, said: Said, expected: Fate) -> None:
-    assert fate(turn, said)[0] is expected
+def test_a_check_gives_its_outcome(turn: QuestionTurn, said: Answer, expected: Outcome) -> None:
+    assert judged(turn, said)[0] is expected
 
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}, "required": ["city"],
@@ -125,34 +124,34 @@ ROME, OSLO = (
 )
 
 
-def calls(*made: tuple[str, str], text: str = "done") -> Said:
-    return Said(text, calls=[(number, FunctionCall(str(number), *one)) for number, one in enumerate(made)])
+def calls(*made: tuple[str, str], text: str = "done") -> Answer:
+    return Answer(text, calls=[FunctionCall(str(number), *one) for number, one in enumerate(made)])
 
 
 CALLS = [
-    ([ROME], calls(("weather", '{"city": "Rome"}')), Fate.RIGHT, ""),
-    ([ROME], calls(("weather", '{"city": " rome"}')), Fate.RIGHT, ""),
-    ([ROME], calls(("weather", '{"city": "Rome", "days": 1}')), Fate.RIGHT, ""),
-    ([ROME], calls(("weather", '{"city": "Rome", "days": "1"}')), Fate.WRONG, "days"),
-    ([ROME], calls(("weather", '{"city": "Rome", "extra": 1}')), Fate.WRONG, "extra"),
-    ([ROME], calls(("weather", '{"city": "Paris"}')), Fate.WRONG, "not expected"),
-    ([ROME], calls(("weather", '{"city": "Rome"')), Fate.UNPARSED, "no JSON"),
-    ([ROME], calls(("weather", '"Rome"')), Fate.WRONG, "object"),
-    ([ROME], calls(("json", '{"city": "Rome"}')), Fate.WRONG, "not offered"),
-    ([ROME], calls(), Fate.WRONG, "not called"),
-    ([ROME], calls(("weather", '{"city": "Rome"}'), ("weather", '{"city": "Rome"}')), Fate.WRONG, "not expected"),
-    ([ROME, OSLO], calls(("weather", '{"city": "Oslo, Norway"}'), ("weather", '{"city": "Rome"}')), Fate.RIGHT, ""),
-    ([ROME, OSLO], calls(("weather", '{"city": "Oslo"}')), Fate.WRONG, "Rome"),
-    ([ExpectedCall("now", {})], calls(("now", "")), Fate.RIGHT, ""),
-    ([], calls(("now", "{}")), Fate.WRONG, "not expected"),
+    ([ROME], calls(("weather", '{"city": "Rome"}')), Outcome.RIGHT, ""),
+    ([ROME], calls(("weather", '{"city": " rome"}')), Outcome.RIGHT, ""),
+    ([ROME], calls(("weather", '{"city": "Rome", "days": 1}')), Outcome.RIGHT, ""),
+    ([ROME], calls(("weather", '{"city": "Rome", "days": "1"}')), Outcome.WRONG, "days"),
+    ([ROME], calls(("weather", '{"city": "Rome", "extra": 1}')), Outcome.WRONG, "extra"),
+    ([ROME], calls(("weather", '{"city": "Paris"}')), Outcome.WRONG, "not expected"),
+    ([ROME], calls(("weather", '{"city": "Rome"')), Outcome.UNPARSED, "no JSON"),
+    ([ROME], calls(("weather", '"Rome"')), Outcome.WRONG, "object"),
+    ([ROME], calls(("json", '{"city": "Rome"}')), Outcome.WRONG, "not offered"),
+    ([ROME], calls(), Outcome.WRONG, "not called"),
+    ([ROME], calls(("weather", '{"city": "Rome"}'), ("weather", '{"city": "Rome"}')), Outcome.WRONG, "not expected"),
+    ([ROME, OSLO], calls(("weather", '{"city": "Oslo, Norway"}'), ("weather", '{"city": "Rome"}')), Outcome.RIGHT, ""),
+    ([ROME, OSLO], calls(("weather", '{"city": "Oslo"}')), Outcome.WRONG, "Rome"),
+    ([ExpectedCall("now", {})], calls(("now", "")), Outcome.RIGHT, ""),
+    ([], calls(("now", "{}")), Outcome.WRONG, "not expected"),
 ]
 
 
 @pytest.mark.parametrize(("expected", "said", "wanted", "word"), CALLS, ids=range(len(CALLS)))
 def test_calls_are_the_expected_ones_and_no_others(
-    expected: list[ExpectedCall], said: Said, wanted: Fate, word: str
+    expected: list[ExpectedCall], said: Answer, wanted: Outcome, word: str
 ) -> None:
-    found, why = fate(QuestionTurn("?", calls=tuple(expected)), said, tools=TOOLS)
+    found, why = judged(QuestionTurn("?", calls=tuple(expected)), said, tools=TOOLS)
     assert found is wanted
     assert word in why
 
@@ -162,22 +161,4 @@ def test_numbers_in_arguments_are_numbers_and_true_is_none() -> None:
     tools = ({"type": "function", "name": "f", "parameters": schema},)
     for value, right in (("1", True), ("1.0", True), ("true", False), ('"1"', False), ("null", False)):
         turn = QuestionTurn("?", calls=(ExpectedCall("f", {"a": 1}),))
-        assert (fate(turn, calls(("f", f'{{"a": {value}}}')), tools=tools)[0] is Fate.RIGHT) is right
-
-
-def test_parts_count_functions_schemas_and_what_came_at_once() -> None:
-    turn = QuestionTurn("?", calls=(ROME, OSLO))
-    made = [("weather", '{"city": "Rome"}'), ("weather", '{"days": 1}'), ("storm", "{}")]
-    said = Said("x", calls=[(at // 2, FunctionCall(str(at), *one)) for at, one in enumerate(made)])
-    verdict = judge(Question("q", (turn,), tools=TOOLS), [said])
-    assert verdict.parts == {
-        "offered function": (2, 3), "schema-valid arguments": (1, 3), "expected calls": (1, 2), "in parallel": (1, 1),
-    }  # fmt: skip
-
-
-def test_the_first_turn_that_is_not_right_decides() -> None:
-    question = Question(
-        "q", (QuestionTurn("1", says=("a",)), QuestionTurn("2", says=("b",)), QuestionTurn("3", says=("c",)))
-    )
-    verdict = judge(question, [Said("a"), Said("x"), Said("")])
-    assert (verdict.fate, verdict.why) == (Fate.WRONG, "does not say 'b'")
+        assert (judged(turn, calls(("f", f'{{"a": {value}}}')), tools=tools)[0] is Outcome.RIGHT) is right

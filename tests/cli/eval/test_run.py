@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import signal
 import subprocess
@@ -19,16 +18,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tests.cli.eval.server import MODEL, SUM, Plan, Raw, Reply, Served, Words, asked, events, results, serving, sums
-from vllm_gptoss.cli.eval import client as client_module
 from vllm_gptoss.cli.eval.intervals import wilson
 from vllm_gptoss.cli.main import app
 
-FATES = ("right", "wrong", "cut", "empty", "unparsed", "refused", "failed", "timed_out", "broken")
-
-
-@pytest.fixture(autouse=True)
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "MAX_WAIT_S", 0.02)
+OUTCOMES = ("right", "wrong", "cut", "empty", "unparsed", "refused", "failed", "timed_out", "broken")
 
 
 def questions(folder: Path, count: int) -> Path:
@@ -73,24 +66,25 @@ def mixed(body: dict[str, Any], before: int) -> Reply:
 
 
 @pytest.mark.parametrize("api", ["responses", "chat"])
-def test_every_fate_is_counted_and_the_figures_follow_from_the_lines(tmp_path: Path, api: str) -> None:
+def test_every_outcome_is_counted_and_the_figures_follow_from_the_lines(tmp_path: Path, api: str) -> None:
     with serving(mixed) as served:
         done = evaluate(served.api, questions(tmp_path, 50), tmp_path / "run", "--api", api)
         assert served.app.busiest <= 8
     assert done.exit_code == 3, done.output
-    counted = Counter(line["fate"] for line in lines(tmp_path / "run"))
-    assert counted == dict(zip(FATES, (10, 5, 5, 5, 5, 5, 5, 5, 5), strict=True))
+    counted = Counter(line["outcome"] for line in lines(tmp_path / "run"))
+    assert counted == dict(zip(OUTCOMES, (10, 5, 5, 5, 5, 5, 5, 5, 5), strict=True))
     (row,) = summary(tmp_path / "run")["rows"]
-    assert row["fates"] == counted
+    assert row["outcomes"] == counted
     assert (row["samples"], row["lost"]) == (50, 20)
     assert row["accuracy"] == pytest.approx(10 / 30)
     assert (row["low"], row["high"]) == pytest.approx(wilson(10, 30))
     assert (row["worst"], row["best"]) == (10 / 50, 30 / 50)
-    answered = [line for line in lines(tmp_path / "run") if line["fate"] in FATES[:5]]
-    tokens = [line["usage"]["output"] for line in answered]
-    assert row["output_tokens"]["mean"] == pytest.approx(sum(tokens) / len(tokens))
-    assert row["output_tokens"]["total"] == 10 * 400 + 20 * 20
-    assert row["tries_again"] == 10  # two tries for the ten of 500 and no JSON
+    answered = [line for line in lines(tmp_path / "run") if line["outcome"] in OUTCOMES[:5]]
+    assert row["output_tokens"] == pytest.approx(sum(line["tokens"] for line in answered) / 30)
+    assert sum(line["tokens"] for line in answered) == 10 * 400 + 20 * 20
+    # Two tries for the five of 500; an answer that was no stream is lost at once.
+    assert len(served.app.bodies) == 55
+    assert "50 of 50: gsm8k low: 10 right, 20 not, 20 lost" in done.output
     for words in ("33.3", "5 wrong", "5 cut", "5 empty", "5 unparsed", "5 refused", "5 failed", "5 timed out"):
         assert words in re.sub(r"\s+", " ", done.output)
 
@@ -107,7 +101,7 @@ def test_the_same_command_asks_only_what_was_lost(tmp_path: Path) -> None:
         assert done.exit_code == 0, done.output
         assert "18 of 30 samples are there already" in done.output
         (row,) = summary(out)["rows"]
-        assert (row["samples"], row["lost"], row["fates"]["right"]) == (30, 0, 18)
+        assert (row["samples"], row["lost"], row["outcomes"]["right"]) == (30, 0, 18)
         assert summary(out)["complete"]
         served.app.bodies.clear()
         assert evaluate(served.api, data, out).exit_code == 0
@@ -128,6 +122,37 @@ def test_other_settings_are_another_run(tmp_path: Path) -> None:
         done = evaluate(served.api, data, out)
         assert (done.exit_code, "sha256" in done.output) == (2, True)
         assert (out / "samples.jsonl").read_bytes() == before
+
+
+def test_no_file_of_a_run_has_a_secret_of_the_extra_body(tmp_path: Path) -> None:
+    """A changed secret is no other run: tokens expire."""
+    data, out = questions(tmp_path, 3), tmp_path / "run"
+    with serving(sums) as served:
+        for number in range(2):
+            mcp = {"type": "mcp", "authorization": f"sesame{number}", "headers": {"x-key": f"sesame{number}"}}
+            body = {"tools": [mcp], "max_tokens": 1, "vendor": {"API_KEY": f"sesame{number}", "access_token": "sesame"}}
+            done = evaluate(served.api, data, out, "--extra-body", json.dumps(body))
+            assert done.exit_code == 0, done.output
+        assert served.app.bodies[0]["tools"] == [mcp | {"authorization": "sesame0", "headers": {"x-key": "sesame0"}}]
+        assert len(served.app.bodies) == 3
+    assert {file.name for file in out.iterdir() if "sesame" in file.read_text()} == set()
+    assert json.loads((out / "run.json").read_text())["extra_body"]["max_tokens"] == 1
+
+
+def test_a_call_of_the_servers_own_tool_gets_no_result(tmp_path: Path) -> None:
+    """A server refuses a result without a call's id, and the sample would be lost."""
+    call = {"type": "mcp_call", "id": "mcp_1", "name": "python", "server_label": "python", "arguments": "1 + 1"}
+
+    def called(body: dict[str, Any], before: int) -> Reply:
+        last = json.loads(events(sums(body, before), False)[-1].partition(b"data: ")[2])
+        last["response"]["output"].insert(0, call)
+        return Raw([f"data: {json.dumps(last)}\n\n".encode()], headers={"content-type": "text/event-stream"})
+
+    with serving(called) as served:
+        done = evaluate(served.api, questions(tmp_path, 1), tmp_path / "run")
+        assert len(served.app.bodies) == 1
+    assert done.exit_code == 0, done.output
+    assert lines(tmp_path / "run")[0]["why"] == "a call of 'python', which was not offered"
 
 
 def start(api: str, data: Path, out: Path) -> subprocess.Popen[str]:
@@ -162,8 +187,8 @@ def test_a_killed_run_goes_on_and_every_sample_counts_once(tmp_path: Path, how: 
         assert 20 <= kept < 400
         if how is signal.SIGINT:
             assert process.returncode == 3, output
-            assert "the same command goes on" in output
-            assert summary(out)["asked"] == kept
+            assert "the same command continues" in output
+            assert summary(out)["rows"][0]["samples"] == kept
         else:
             with file.open("ab") as end:  # a line that the kill cut in its middle
                 end.write(b'{"eval": "gsm8k", "effort": "low", "id": "q119", "repe')
@@ -211,7 +236,7 @@ def test_a_server_that_died_ends_the_run_soon_and_says_so(tmp_path: Path) -> Non
 
 def test_no_server_no_model_and_no_address_are_clear(tmp_path: Path) -> None:
     data = questions(tmp_path, 3)
-    for url, words in (("http://127.0.0.1:1/v1", "Is the server up"), ("127.0.0.1:8000", "http://")):
+    for url, words in (("http://u:pw@127.0.0.1:1/v1", "error: http://127.0.0.1:1/v1/"), ("127.0.0.1:8000", "http://")):
         done = evaluate(url, data, tmp_path / "run")
         assert (done.exit_code, words in done.output) == (2, True), done.output
         assert "Traceback" not in done.output
@@ -226,7 +251,6 @@ BAD = [
     (["--data", "mmlu=x"], "NAME=FILE"),
     (["--api", "completions"], "one of responses, chat"),
     (["--extra-body", "[]"], "no JSON object"),
-    (["--published", "7b"], "one of 120b, 20b"),
     (["--eval", "citations", "--api", "chat"], "no web_search"),
 ]
 
@@ -239,11 +263,11 @@ def test_a_wrong_command_line_is_told(tmp_path: Path, more: list[str], words: st
 
 
 def test_what_is_sent_is_what_was_said(tmp_path: Path) -> None:
-    more = ["--temperature", "0.5", "--top-p", "-1", "--max-tokens", "77", "--send-seed", "--seed", "9"]
+    more = ["--temperature", "0.5", "--top-p", "-1", "--max-tokens", "77", "--extra-body", '{"x": 1, "seed": 9}']
     with serving(sums) as served:
         for api in ("responses", "chat"):
             out = tmp_path / api
-            done = evaluate(served.api, questions(tmp_path, 1), out, *more, "--api", api, "--extra-body", '{"x": 1}')
+            done = evaluate(served.api, questions(tmp_path, 1), out, *more, "--api", api)
             assert done.exit_code == 0, done.output
         first, second = served.app.bodies
     common = {"model": MODEL, "temperature": 0.5, "seed": 9, "stream": True, "x": 1}
@@ -259,7 +283,7 @@ def test_efforts_and_repeats_are_rows_and_samples(tmp_path: Path) -> None:
         done = evaluate(served.api, questions(tmp_path, 5), out, "--effort", "high,low,none", "--repeats", "3")
     assert done.exit_code == 0
     assert [(row["effort"], row["samples"], row["questions"]) for row in summary(out)["rows"]] == [
-        ("low", 15, 5), ("high", 15, 5), (None, 15, 5),
+        ("low", 15, 5), ("high", 15, 5), ("", 15, 5),
     ]  # fmt: skip
 
 
@@ -268,14 +292,13 @@ def test_the_panel_has_published_values_and_no_foreign_markup(tmp_path: Path) ->
     data.write_text('{"id": "<script>", "question": "What is 1 + 2?", "answer": 3}')
     with serving(lambda body, before: Words("<img src=x> \\boxed{3}")) as served:
         command = ["eval", "--base-url", served.api, "--eval", "aime25", "--data", f"aime25={data}", "--out", str(out)]
-        done = CliRunner().invoke(app, [*command, "--extra-body", '{"a": "<b>"}', "--repeats", "1"])
+        done = CliRunner().invoke(app, [*command, "--model", "<script>-gpt-oss-20b", "--repeats", "1"])
     assert done.exit_code == 0, done.output
     page = (out / "panel.html").read_text()
     for words in ("38.8", "75.0", "85.8", "91.7", "arXiv:2508.10925", "100.0"):
         assert words in page
     assert "<img" not in page
     assert "<script" not in page
-    assert "&lt;b&gt;" in page
     assert "38.8" in done.output
 
 
@@ -323,7 +346,8 @@ questions:
         calls: [{name: f, arguments: {a: 1}, result: apples}, {name: f, arguments: {a: 2}, result: pears}]
         says: apples and pears
       - {user: "And then?", calls: [{name: g, result: plums}], says: plums}
-  - {id: two, tools: [f], user: "Wrongly?", calls: [{name: f, arguments: {a: 1}}]}
+  - {id: two, tools: [f], user: "Wrongly?", request: {vllm_xargs: {forced: "1 2"}},
+     calls: [{name: f, arguments: {a: 1}}]}
 """
 
 
@@ -336,14 +360,15 @@ def test_calls_are_answered_and_the_dialogue_goes_on(caller: Served, tmp_path: P
     done = CliRunner().invoke(app, [*command, "--out", str(out), "--api", api, "--effort", "low", "--model", model])
     assert done.exit_code == 0, done.output
     one, two = sorted(lines(out), key=lambda line: str(line["id"]))
-    assert (one["fate"], one["answer"]) == ("right", ["I have apples and pears", "I have plums"])
-    assert one["requests"] == (5 if model == "one" else 4)
-    assert (two["fate"], two["why"]) == ("wrong", "f: $.a: 'x' is not of type 'integer'")
-    parts = summary(out)["rows"][0]["parts"]
-    assert (parts["schema-valid arguments"]["good"], parts["schema-valid arguments"]["of"]) == (3, 4)
-    assert parts["in parallel"]["good"] == (model == "all")
-    sent = caller.app.bodies[-1]
-    assert "tools" in sent
+    assert (one["outcome"], one["answer"]) == ("right", ["I have apples and pears", "I have plums"])
+    assert len([body for body in caller.app.bodies if asked(body) != "Wrongly?"]) == (5 if model == "one" else 4)
+    assert (two["outcome"], two["why"]) == ("wrong", "f: $.a: 'x' is not of type 'integer'")
+    assert all("tools" in body for body in caller.app.bodies)
+    forced = [body.get("vllm_xargs") for body in caller.app.bodies]
+    assert {"forced": "1 2"} in forced
+    assert None in forced
+    # The server gets its reasoning back with the results of the calls.
+    assert sum("I need a call." in json.dumps(body) for body in caller.app.bodies) >= 3
 
 
 def test_a_model_that_calls_for_ever_is_stopped(tmp_path: Path) -> None:
@@ -354,7 +379,7 @@ def test_a_model_that_calls_for_ever_is_stopped(tmp_path: Path) -> None:
         done = CliRunner().invoke(app, [*command, "--out", str(out), "--effort", "low"])
         assert len(served.app.bodies) == 32
     assert done.exit_code == 0
-    assert {line["fate"] for line in lines(out)} == {"wrong"}
+    assert {line["outcome"] for line in lines(out)} == {"wrong"}
 
 
 def test_the_key_is_sent_and_kept_nowhere(tmp_path: Path) -> None:
@@ -369,36 +394,30 @@ def test_the_key_is_sent_and_kept_nowhere(tmp_path: Path) -> None:
         assert secret not in done.output
 
 
-def test_an_answer_keeps_its_end_and_reasoning_only_on_demand(tmp_path: Path) -> None:
+def test_an_answer_keeps_its_end_and_its_reasoning(tmp_path: Path) -> None:
     long: Plan = lambda body, before: Words("x" * 70_000 + " \\boxed{1}", "because " * 3)  # noqa: E731
     with serving(long) as served:
-        evaluate(served.api, questions(tmp_path, 1), tmp_path / "a")
-        evaluate(served.api, questions(tmp_path, 1), tmp_path / "b", "--keep-reasoning")
-    (line,) = lines(tmp_path / "a")
-    assert line["fate"] == "right"
+        evaluate(served.api, questions(tmp_path, 1), tmp_path / "run", "--timeout", "60", "--idle-timeout", "30")
+    (line,) = lines(tmp_path / "run")
+    assert (line["outcome"], line["reasoning"]) == ("right", ["because " * 3])
     assert line["answer"][0].endswith("\\boxed{1}")
     assert len(line["answer"][0]) < 66_000
-    assert "thought" not in line
-    assert lines(tmp_path / "b")[0]["thought"] == ["because " * 3]
 
 
 def test_half_a_character_from_a_server_is_kept_as_well_as_can_be(tmp_path: Path) -> None:
     with serving(lambda body, before: Words("\ud83d \\boxed{1}")) as served:
         done = evaluate(served.api, questions(tmp_path, 1), tmp_path / "run")
     assert done.exit_code == 0, done.output
-    assert lines(tmp_path / "run")[0]["fate"] == "right"
+    assert lines(tmp_path / "run")[0]["outcome"] == "right"
 
 
 def test_a_folder_that_is_none_is_told(tmp_path: Path) -> None:
-    data, file, device = questions(tmp_path, 5), tmp_path / "file", tmp_path / "device"
+    data, file = questions(tmp_path, 5), tmp_path / "file"
     file.touch()
-    device.mkdir()
-    (device / "samples.jsonl").symlink_to("/dev/null")
     with serving(sums) as served:
-        for out, words in ((file, "File exists"), (device, "is no file")):
-            done = evaluate(served.api, data, out)
-            assert (done.exit_code, words in done.output) == (2, True), done.output
-            assert not served.app.bodies
+        done = evaluate(served.api, data, file)
+        assert (done.exit_code, "File exists" in done.output) == (2, True), done.output
+        assert not served.app.bodies
 
 
 def test_a_full_disk_is_told_and_nothing_that_was_kept_is_lost(tmp_path: Path) -> None:
@@ -406,7 +425,7 @@ def test_a_full_disk_is_told_and_nothing_that_was_kept_is_lost(tmp_path: Path) -
     data, out = questions(tmp_path, 60), tmp_path / "run"
     with serving(sums) as served:
         command = [sys.executable, "-m", "vllm_gptoss.cli", "eval", *arguments(served.api, data, out)]
-        limited = ["bash", "-c", 'ulimit -f 8; exec "$@"', "bash", *command]
+        limited = ["bash", "-c", 'ulimit -f 32; exec "$@"', "bash", *command]
         done = subprocess.run(limited, capture_output=True, text=True, timeout=120)
         assert done.returncode == 2, done.stderr
         assert "File too large" in done.stderr
@@ -414,10 +433,13 @@ def test_a_full_disk_is_told_and_nothing_that_was_kept_is_lost(tmp_path: Path) -
         before = len(served.app.bodies)
         assert evaluate(served.api, data, out).exit_code == 0
         assert len(served.app.bodies) - before < 55
-    assert summary(out)["rows"][0]["fates"]["right"] == 60
+    assert summary(out)["rows"][0]["outcomes"]["right"] == 60
 
 
-def test_help_needs_no_server() -> None:
-    done = CliRunner().invoke(app, ["eval", "--help"], env={**os.environ, "COLUMNS": "200"})
-    assert done.exit_code == 0
-    assert "compare" in done.output
+@pytest.mark.parametrize("module", ["openai", "numpy"])
+def test_a_missing_package_is_an_error_with_the_command_that_installs_it(module: str) -> None:
+    code = f"import sys; sys.modules[{module!r}] = None; from vllm_gptoss.cli.main import app; app(['eval', '--help'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "pip install 'vllm-gptoss[eval]'" in done.stderr
+    assert "Traceback" not in done.stderr

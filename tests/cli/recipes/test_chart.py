@@ -24,7 +24,7 @@ FULL: dict[str, Any] = {
     "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
     "autoscaling": {"enabled": True},
 }
-CUSTOM = {"PodMonitor", "ScaledObject"}
+CUSTOM = {"PodMonitor", "PrometheusRule", "ScaledObject"}
 """Resources of operators: Kubernetes has no schema of these."""
 
 
@@ -80,6 +80,25 @@ def test_the_queue_is_read_by_the_name_that_the_monitor_gives_it() -> None:
     (trigger,) = made["ScaledObject", "gptoss"]["spec"]["triggers"]
     job = re.findall(r'job="([^"]+)"', trigger["metadata"]["query"])
     assert job == [f"default/{made['PodMonitor', 'gptoss']['metadata']['name']}"]
+
+
+def test_the_alerts_are_those_of_compose_for_the_job_of_the_monitor() -> None:
+    made = documents(FULL)
+    rule = made["PrometheusRule", "gptoss"]
+    assert rule["metadata"]["labels"] == made["PodMonitor", "gptoss"]["metadata"]["labels"] == {"release": "prometheus"}
+    text = (chart.CHART / "alerts.yml").read_text()
+    assert text.count('job="vllm"') == 1
+    assert rule["spec"] == yaml.safe_load(text.replace('job="vllm"', 'job="default/gptoss"'))
+    mounts = yaml.safe_load((chart.DEPLOY / "compose.yaml").read_text())["services"]["prometheus"]["volumes"]
+    (rules,) = yaml.safe_load((chart.DEPLOY / "prometheus.yml").read_text())["rule_files"]
+    assert (chart.DEPLOY / rules).samefile(chart.CHART / "alerts.yml")
+    assert f"./{rules}:/etc/prometheus/{rules}:ro" in mounts
+
+
+@pytest.mark.parametrize("monitor", [{"enabled": False}, {"enabled": True, "alerts": False}], ids=["off", "no alerts"])
+def test_no_alerts_are_installed_where_they_are_off(monitor: dict[str, Any]) -> None:
+    kinds = {kind for kind, _ in documents({"podMonitor": monitor})}
+    assert ("PodMonitor" in kinds, "PrometheusRule" in kinds) == (monitor["enabled"], False)
 
 
 def test_nodes_without_the_profile_use_the_runtimes_own() -> None:

@@ -12,12 +12,23 @@ import pytest
 
 from vllm_gptoss.cli.recipes import check, command, load
 from vllm_gptoss.cli.recipes.check import Case, Trouble
+from vllm_gptoss.cli.recipes.probe import Parsed, Release
 from vllm_gptoss.cli.recipes.schema import Recipe
 from vllm_gptoss.engine.choose import devices
 from vllm_gptoss.engine.spec import GPT_OSS_120B
 
 BY_ID = {recipe.id: recipe for recipe in load.shipped()}
 DAY = date(2026, 11, 23)
+KNOWN = Release(
+    "0.33.0",
+    (),
+    flags=frozenset({"--max-model-len"}),
+    variables=frozenset(),
+    attention_backends=frozenset(),
+    cache_dtypes=frozenset(),
+    speculative_keys=frozenset({"method"}),
+    speculative_methods=frozenset(),
+)
 
 
 def changed(name: str, **entry: Any) -> Recipe:
@@ -45,6 +56,27 @@ def test_a_wrong_expectation_is_found_with_the_tables_reason() -> None:
     (found,) = check.recipe(wrong, ())
     assert found.rule == "expects"
     assert "'marlin', the tables choose gptoss (" in found.what
+
+
+@pytest.mark.parametrize(
+    ("config", "parsed", "said"),
+    [
+        ({"speculative_config": {"methud": 1}}, Parsed(""), "knows no 'methud'; did you mean method?"),
+        ({}, Parsed("unrecognized arguments: --max-model-length=1"), "; did you mean --max-model-len?"),
+        ({}, Parsed("", refused="no room"), "here (vLLM 0.33.0): refused at the start: no room"),
+    ],
+)
+def test_what_a_release_refuses_is_found_with_its_remedy(config: dict[str, Any], parsed: Parsed, said: str) -> None:
+    *_, found = check.command(case(**config), [(KNOWN, parsed)])
+    assert found.fatal
+    assert str(found).endswith(said)
+
+
+def test_the_newest_release_decides_what_is_a_default() -> None:
+    recipe = BY_ID["20b-h100-agent"]
+    key = next(key for key in recipe.config if key != "model")
+    (found,) = check.recipe(recipe, [(KNOWN, Parsed("")), (KNOWN, Parsed("", restated=(key,)))])
+    assert (found.rule, found.what.partition(":")[0]) == ("defaults", key)
 
 
 def test_gpus_that_stand_idle_are_found() -> None:
@@ -85,39 +117,12 @@ def test_more_requests_than_batched_tokens_are_found() -> None:
     assert not check.command(case(max_num_batched_tokens=512, max_num_seqs=512), ())
 
 
-@pytest.mark.vllm
-def test_the_engine_refuses_what_the_rules_say() -> None:
-    from vllm.config import CacheConfig, ParallelConfig, SchedulerConfig
-
-    batch = {"max_model_len": 4096, "is_encoder_decoder": False, "max_num_batched_tokens": 512}
-    assert SchedulerConfig(**batch, max_num_seqs=512)
-    for refused in (
-        lambda: SchedulerConfig(**batch, max_num_seqs=513),
-        lambda: SchedulerConfig(**batch, max_num_seqs=0),
-        lambda: CacheConfig(gpu_memory_utilization=1.5),
-        lambda: CacheConfig(gpu_memory_utilization=0.0),
-        lambda: ParallelConfig(tensor_parallel_size=0),
-    ):
-        with pytest.raises(ValueError, match=r"max_num_seqs|gpu_memory_utilization|tensor_parallel_size"):
-            refused()
-
-
-def test_numbers_that_the_engine_takes_are_left_alone() -> None:
-    for config in ({"gpu_memory_utilization": 1.0}, {"max_model_len": -1}, {"max_cudagraph_capture_size": 0}):
-        assert not check.command(case("H200", **config), ())
-
-
 @pytest.mark.parametrize("device", ["V100", "T4"])
 def test_a_gpu_that_is_too_old_for_the_experts_is_found(device: str) -> None:
     (found,) = check.command(case(device), ())
     assert found.fatal
     assert "from compute capability 8.0 (A100) on" in found.what
     assert not [each for each in check.command(case("8xA100"), ()) if "compute capability" in each.what]
-
-
-def test_more_gpus_than_there_are_are_found() -> None:
-    found = list(check.settings_and_tables(case("2xH100", tensor_parallel_size=4)))
-    assert [each.what for each in found] == ["uses 4 GPUs, 2xH100 has 2"]
 
 
 def test_a_changed_figure_is_found(tmp_path: Path) -> None:
@@ -160,6 +165,7 @@ def test_measurements_expire_at_a_release_only(tmp_path: Path) -> None:
     [
         ("H100", {"additional_config": {"gptoss": {"exprts": "x"}}}, "unknown gptoss setting 'exprts'"),
         ("H100", {"additional_config": {"gptoss": {"experts": "aiter"}}}, "cannot run here"),
+        ("2xH100", {"tensor_parallel_size": 4}, "uses 4 GPUs, 2xH100 has 2"),
         ("8xH100", {"tensor_parallel_size": 6}, "64 query heads do not divide over 6"),
         ("H100", {"kv_cache_dtype": "nvfp4"}, "no attention with sinks reads it"),
     ],

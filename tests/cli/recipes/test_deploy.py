@@ -174,8 +174,6 @@ def test_docker_stop_waits_as_well() -> None:
 
 def modal_app() -> ModuleType:
     spec = importlib.util.spec_from_file_location("modal_app", DEPLOY / "modal_app.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -264,7 +262,7 @@ def queries() -> list[str]:
 
 
 def alerts() -> list[str]:
-    (group,) = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"]
+    (group,) = yaml.safe_load((DEPLOY / "chart" / "alerts.yml").read_text())["groups"]
     return [rule["expr"] for rule in group["rules"]]
 
 

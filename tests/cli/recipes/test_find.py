@@ -63,6 +63,7 @@ def test_no_recipe_is_offered_that_needs_more_memory(device: Device, sizes: set[
     found = find.for_device(RECIPES, device)
     assert {recipe.model for recipe in found.recipes} == sizes
     assert bool(found.recipes) == ("need more memory" not in found.why)
+    assert bool(found.recipes) == ("plan --model 20b --context 8k" not in found.why and "llama.cpp" not in found.why)
 
 
 def test_all_recipes_that_fit_a_card_are_found() -> None:

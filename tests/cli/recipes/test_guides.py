@@ -33,20 +33,13 @@ SET: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("120b", "8xH100", {"max-num-batched-tokens": 10240, "max-num-seqs": 128, "gpu-memory-utilization": 0.85}),
     ("120b", "8xH100", {"no-enable-prefix-caching": True}),
     ("120b", "MI355X", {"block-size": 64}),
-    (
-        "120b",
-        "MI355X",
-        {"compilation-config": {"compile_sizes": [1, 2, 4, 8, 16, 24, 32, 64, 128, 256, 4096, 8192]}},
-    ),
+    ("120b", "MI355X", {"compilation-config": {"compile_sizes": [1, 2, 4, 8, 16, 24, 32, 64, 128, 256, 4096, 8192]}}),
     ("20b", "H100", {"kv-cache-dtype": "fp8", "max-model-len": 2**15, "max-num-seqs": 32}),
     ("20b", "H100", {"tool-server": "demo"}),
 )
 """Flags: model, device, and the settings of one of their recipes."""
 
-PLAIN = (
-    *(("20b", each) for each in ("A100", "H100", "H200", "B200")),
-    *(("120b", each) for each in ("H200", "B200")),
-)
+PLAIN = (*(("20b", each) for each in ("A100", "H100", "H200", "B200")), *(("120b", each) for each in ("H200", "B200")))
 """Models and devices that the guides serve without a flag that matters today."""
 
 _WORDS = (
@@ -266,15 +259,3 @@ def test_the_first_start_in_the_guide_is_the_longest_of_the_results() -> None:
                 longest[engine["model"]] = max(longest[engine["model"]], engine.get("start_s") or 0)
     guide = (ROOT / "docs" / "guide.md").read_text()
     assert "up to {:.0f} s for the 20b and {:.0f} s for the 120b".format(*longest.values()) in guide
-
-
-SCORES_120B = ("65.3", "72.4", "79.4", "51.2", "79.6", "93.0")
-SCORES_20B = ("56.8", "67.5", "70.9", "38.8", "75.0", "85.8")
-
-
-def test_scores_of_the_guide_are_where_they_are_compared_with() -> None:
-    from vllm_gptoss.cli.eval import published
-
-    text = Path(published.__file__).read_text()
-    for score in (*SCORES_120B, *SCORES_20B):
-        assert score in text

@@ -80,6 +80,13 @@ def test_the_chinese_page_of_deployment_has_the_same_commands() -> None:
     assert set(fences(chinese)) <= set(fences(english))
 
 
+def test_chinese_pages_link_the_chinese_pages() -> None:
+    """A link to an English page that has a Chinese version is called so."""
+    for path in GUIDES[1].parent.glob("*.md"):
+        for text, target in re.findall(r"\[([^\]]*)\]\(\.\./(\w+\.md)", path.read_text()):
+            assert ("English" in text) == path.with_name(target).exists(), (path.name, target)
+
+
 GENERATED = re.compile(r"<!-- (table|recipes)\b.*?<!-- /\1 -->", re.DOTALL)
 
 

@@ -24,7 +24,8 @@ def names(text: str) -> frozenset[str]:
 
 ANSWERED = names(
     "ApiError BodyError ChatInputError DeniedError EngineError FullError LostError NotAllowedError NotEnforceableError"
-    " NotNowError PageError PythonQuotaError QuotaError Refused RetiredKeyError TakenError TooLargeError UsageError"
+    " NotNowError PageError PythonQuotaError QuotaError Refused RetiredKeyError StoreBusyError TakenError TooLargeError"
+    " UsageError"
 )
 """Errors that answer one request, or that the model reads; docs/responses.md and docs/tools.md have those."""
 HELD = names(
@@ -35,9 +36,9 @@ HELD = names(
 )
 """Errors that another part of the plugin catches."""
 OPERATORS = names(
-    "BackendError CheckpointError ChoiceError CompareError DamagedFileError DataError DeviceError"
-    " MissingVariableError NvrtcError PlanError ProbeError RecipeError RecordError RequestError"
-    " SandboxError SettingsError StoppedError StoreError ToolConfigError YamlFileError"
+    "BackendError CheckpointError ChoiceError DamagedFileError DeviceError EvalError"
+    " MissingVariableError NvrtcError PlanError ProbeError RecipeError "
+    " SandboxError SettingsError StoreError ToolConfigError YamlFileError"
 )
 """Errors that an operator reads at a start or a command, with those of Python and typer."""
 FOREIGN = frozenset({"ValueError", "typer.BadParameter"})
@@ -151,6 +152,13 @@ def test_every_bad_finding_of_doctor_has_its_line() -> None:
     assert not {name for name in names if f"`{name}" not in PAGE}
 
 
+def test_every_finding_on_the_page_is_one_of_doctor() -> None:
+    source = "".join(path.read_text() for path in (PACKAGE / "cli" / "doctor").glob("*.py"))
+    listed = {span for names in re.findall(r"doctor: ((?:`[^`]+`(?:, )?)+)", PAGE) for span in spans(names)}
+    assert len(listed) > 12
+    assert not {name for name in listed if f'"{name.partition("…")[0].strip()}' not in source}
+
+
 def test_every_rule_has_its_line() -> None:
     made = calls(Path(check.__file__), "Trouble")
     rules = {strings(call.args[1]) for call in made}
@@ -170,9 +178,7 @@ def test_every_dead_variable_and_what_replaced_it_has_its_line() -> None:
 
 
 def test_every_renamed_key_has_its_line() -> None:
-    for name in ("full_cuda_graph", "flashinfer_trtllm_mxfp8"):
-        assert name in flags.RENAMED
-        assert name in PAGE
+    assert {"full_cuda_graph", "flashinfer_trtllm_mxfp8"} <= {name for name in flags.RENAMED if name in PAGE}
 
 
 def typed(cell: str) -> list[str]:

@@ -46,7 +46,7 @@ MCP = Namespace(
         ToolDefinition("erase", "Erases weather.", {"type": "object", "properties": {}}),
     ],
 )
-PAGE = Source(0, "https://example.com/page", "Example page")
+PAGE = Source(0, "https://example.com/page", "Example page", "cats purr " * 30)
 
 
 class FakeSession(ToolSession):
@@ -82,6 +82,7 @@ class FakeProvider(ToolProvider):
     name = ""
     unavailable: str | None = None
     container_id = ""
+    honours_web_options = True
 
     def __init__(self, namespace: Namespace, answer: Answer) -> None:
         self.name = namespace.name

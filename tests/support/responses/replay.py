@@ -70,6 +70,9 @@ class ReplayEngine(Engine):
     def has_ended(self) -> bool:
         return self.ended
 
+    async def choices(self) -> Mapping[str, str]:
+        return {"layers": "replayed (a test)"}
+
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, request_id: str, direct: Direct | None = None
     ) -> AsyncGenerator[Chunk, None]:

@@ -85,10 +85,7 @@ def models(name: str | None) -> tuple[str, Any]:
 
 @contextmanager
 def running(
-    engine: ReplayEngine,
-    config: ResponsesOptions,
-    providers: Sequence[FakeProvider] = (),
-    remote: Remote | None = None,
+    engine: ReplayEngine, config: ResponsesOptions, providers: Sequence[FakeProvider] = (), remote: Remote | None = None
 ) -> Iterator[Running]:
     endpoint = ResponsesEndpoint(config)
     app = FastAPI()

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import sys
@@ -44,13 +43,13 @@ def be_later() -> None:
     store.upgrade = partial(upgrade, steps=(*STEPS, UpgradeStep(NEXT, "adds", adds)))  # type: ignore[assignment]
 
 
-async def main(url: str, kind: str) -> None:
+def main(url: str, kind: str) -> None:
     step = UpgradeStep(NEXT, kind, dies if kind == "dies" else adds, additive=kind != "breaks")
     database = connect(sa.make_url(url))
-    async with database.begin() as connection:
-        await connection.run_sync(upgrade, (*STEPS, step))
-    await database.dispose()
+    with database.begin() as connection:
+        upgrade(connection, (*STEPS, step))
+    database.dispose()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:]))
+    main(*sys.argv[1:])

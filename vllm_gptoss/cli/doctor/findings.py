@@ -6,7 +6,7 @@ import asyncio
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
@@ -22,9 +22,10 @@ from vllm_gptoss.cli.recipes import check as rules
 from vllm_gptoss.cli.recipes import command as typed
 from vllm_gptoss.cli.recipes import find, load, variables
 from vllm_gptoss.cli.recipes.deployment import choices
-from vllm_gptoss.cli.recipes.here import detect
+from vllm_gptoss.cli.recipes.here import AMD, detect
 from vllm_gptoss.cli.recipes.probe import ProbeError, answer_of, of_line
 from vllm_gptoss.engine import choose, spec
+from vllm_gptoss.engine.choose import bands
 from vllm_gptoss.engine.choose import vllm_config as describe
 from vllm_gptoss.engine.choose.device import Device
 from vllm_gptoss.engine.choose.devices import DeviceError
@@ -55,14 +56,16 @@ class Finding:
 Findings = Iterator[Finding]
 
 ABSENT = "not installed"
-INSTALL = f"pip install 'vllm{_vllm.RANGE}'"
+ROCM = "vLLM's ROCm wheels, or its image vllm/vllm-openai-rocm: docs/guide.md"
+INSTALL = f"pip install 'vllm{_vllm.RANGE}'; for AMD {ROCM}"
 
 TRITONS = {"triton", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu", "triton-nightly", "triton-rocm"}
 """Distributions that own the module `triton`."""
 
 
-def examine(model: Path | None = None, command: Sequence[str] = ()) -> list[Finding]:
-    """Runs every check, in the order of the report. `command` is a `vllm serve` line to check, if one is given.
+def examine(model: Path | None = None, command: Sequence[str] = (), tokens: int = 0) -> list[Finding]:
+    """Runs every check, in the order of the report. `command` is a `vllm serve` line to check, if one is given; tokens:
+    of a step to report, 0 for none.
 
     Without vLLM or torch, checks that need them are left out: `packages` reports each once.
     """
@@ -71,7 +74,7 @@ def examine(model: Path | None = None, command: Sequence[str] = ()) -> list[Find
     with ThreadPoolExecutor(3) as pool:  # each starts a process that imports vLLM
         probes = [pool.submit(_probe, each) for each in ("discovery", "parts") if has_vllm and has_torch]
         line = pool.submit(lambda: list(serve_line(command)) if command else [])
-        here = [*_guarded(settings_and_choices), *_guarded(recipes_here)]
+        here = [*_guarded(lambda: settings_and_choices(tokens)), *_guarded(recipes_here)]
         checks = [clashes, *([toolkit] if has_torch else []), orphaned_engines, python_tool, browser_tool]
         others = [finding for check in checks for finding in _guarded(check)]
         found = {**probes[1].result(), **probes[0].result()} if probes else {}
@@ -157,7 +160,7 @@ def active(probe: dict[str, Any]) -> Findings:
         yield Finding(status, f"plugin: {part}", f"{name} is {probe.get(part)}", fix)
     for part, name in (("runner and scheduler", "runner"), ("streams", "streams")):
         why = compatibility.why_not(name)
-        detail = f"vLLM's own: {why}" if why else "ours: vLLM has the tested functions"
+        detail = f"vLLM's own: {why}" if why else "vllm-gptoss: vLLM has the tested functions"
         yield Finding(Status.INFO if why else Status.OK, f"plugin: {part}", detail)
     for part, why in (probe.get("parts") or {}).items():
         what = f"vLLM's own implementation is used: {why.partition('; ')[0]}"
@@ -181,24 +184,38 @@ def _inactive(probe: dict[str, Any]) -> str:
     return "start vLLM and read its first lines: it logs why a plugin failed to load"
 
 
-def settings_and_choices() -> Findings:
-    """The device, and what the tables choose for it."""
+def settings_and_choices(tokens: int = 0) -> Findings:
+    """The device, what the tables choose for it, and what runs a step of `tokens` tokens (0: none) of the 20b."""
     settings = Settings.load()
     device, deployment = detect(), choose.Deployment(spec.GPT_OSS_20B, aiter=describe.uses_aiter())
     yield Finding(Status.INFO, "device", f"{device}: {choose.family(device)} row" + (_unknown(device)))
     for model in (spec.GPT_OSS_20B, spec.GPT_OSS_120B):
         ranks = choose.tensor_parallel(device, model)
         yield Finding(Status.INFO, f"{model.name}: tensor parallel", str(ranks))
-    yield Finding(Status.OK, "attention", str(choose.attention(device, deployment)))
+    attention = choose.attention(device, deployment)
+    yield Finding(Status.OK, "attention", str(attention))
+    chosen: dict[str, str] = {}
     for what, table, wish in (
         ("layers", choose.layers, settings.layers),
         ("experts", choose.experts, settings.experts),
     ):
         try:
-            yield Finding(Status.OK, what, str(table(device, deployment, wish)))
+            choice = table(device, deployment, wish)
+            chosen[what] = choice.value
+            yield Finding(Status.OK, what, str(choice))
         except choose.ChoiceError as error:
             yield Finding(Status.PROBLEM, what, str(error), f"change or unset GPTOSS_{what.upper()}")
     yield Finding(Status.OK, "KV cache", str(choose.kv_cache_dtype(device)))
+    if tokens and len(chosen) == 2:  # else a setting was refused, which is reported
+        yield step(tokens, {"layers": chosen["layers"], "attention": attention.value, "experts": chosen["experts"]})
+
+
+def step(tokens: int, chosen: Mapping[str, str]) -> Finding:
+    """What runs a step of so many tokens, by `bands` where the layers are the plugin's. chosen: by part."""
+    band = bands.of(tokens)
+    ours = {"layers": band.layers, "attention": band.attention} if chosen["layers"] == bands.GPTOSS else {}
+    ran = "; ".join(f"{part}: {value}" for part, value in {**chosen, **ours}.items())
+    return Finding(Status.INFO, f"a step of {tokens} tokens", ran)
 
 
 def recipes_here() -> Findings:
@@ -244,10 +261,12 @@ def clashes() -> Findings:
 
 def toolkit() -> Findings:
     """A driver or CUDA toolkit older than torch's CUDA breaks kernels that are compiled at run time."""
-    if detect().vendor != "nvidia":
-        return
     import torch
 
+    if detect().vendor != "nvidia":
+        if AMD.exists() and torch.version.hip is None:
+            yield Finding(Status.WARNING, "ROCm", "an AMD GPU is here, and torch was built without ROCm", f"use {ROCM}")
+        return
     wanted = torch.version.cuda or "0"
     driver = cuda.driver_cuda()
     if driver and cuda.number(driver)[0] < cuda.number(wanted)[0]:

@@ -1,6 +1,5 @@
-"""Accuracy of a served model, with the fate of every answer: `vllm-gptoss eval`.
+"""Accuracy of a served model, with the outcome of every answer: `vllm-gptoss eval`.
 
-A question (`questions`, `data`) becomes requests of one of two APIs (`apis`), which `client` sends with bounds and
-bounded retries. `dialogue` runs a question's turns and tool calls, `judge` decides its fate, `record` stores one line
-a sample, `runner` does many at once. `summary`, `panel` and `compare` read the stored samples.
+A question (`questions`, `data`) becomes requests of one of two APIs (`client`). `run` sends many at once, `judge`
+decides the outcome, `record` stores one line a sample. `report` and `compare` read the stored samples.
 """

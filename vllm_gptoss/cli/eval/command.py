@@ -3,58 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import contextlib
 import json
 import re
-import urllib.parse
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
+import openai
 import typer
 from rich.console import Console
 
-from vllm_gptoss.cli.eval import data, panel, record
-from vllm_gptoss.cli.eval.apis import APIS, LostSampleError, RequestSettings
-from vllm_gptoss.cli.eval.client import AskLimits, EvalClient
-from vllm_gptoss.cli.eval.compare import CompareError, compare
-from vllm_gptoss.cli.eval.published import TABLE, size_of
-from vllm_gptoss.cli.eval.runner import SamplePlan, StoppedError, progress
-from vllm_gptoss.cli.eval.runner import run as run_samples
-from vllm_gptoss.cli.eval.summary import summarise
+from vllm_gptoss.cli.eval import compare, data, record, report
+from vllm_gptoss.cli.eval.client import APIS, EvalClient
+from vllm_gptoss.cli.eval.judge import LOST, Outcome
+from vllm_gptoss.cli.eval.published import size_of
+from vllm_gptoss.cli.eval.questions import EvalError
+from vllm_gptoss.cli.eval.run import run
 from vllm_gptoss.version import __version__
 
-FAILED = 1
-INCOMPLETE = 3
-"""Exit codes: a score below --fail-below; lost or missing samples. 2 is a wrong command line."""
-
-
-class RequestError(ValueError):
-    """A command that cannot be run; the message has the remedy."""
-
-
 SETS = ", ".join(data.READERS)
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """The command line of one run."""
-
-    base_url: str
-    api: str
-    plan: SamplePlan
-    limits: AskLimits
-    settings: RequestSettings
-    out: Path | None
-    at_once: int
-    limit: int | None
-    keep_reasoning: bool
-    published: str | None
-    api_key: str | None
-
 
 app = typer.Typer(
     invoke_without_command=True,
@@ -63,7 +34,7 @@ app = typer.Typer(
 
 
 @app.callback()
-def run(
+def evaluate(
     context: typer.Context,
     base_url: Annotated[str, typer.Option(help="The server's API.")] = "http://127.0.0.1:8000/v1",
     evals: Annotated[str, typer.Option("--eval", help=f"Of {SETS}; several with commas.")] = "smoke",
@@ -71,53 +42,45 @@ def run(
     api: Annotated[str, typer.Option(help="responses or chat.")] = "responses",
     model: Annotated[str | None, typer.Option(help="Default: the only one that the server names.")] = None,
     files: Annotated[list[str] | None, typer.Option("--data", help="NAME=FILE, again for several files.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder; an earlier run there goes on.")] = None,
-    concurrency: Annotated[int, typer.Option(min=1, max=4096, help="Samples at once.")] = 64,
+    out: Annotated[Path | None, typer.Option(help="The run's folder; an earlier run there continues.")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, max=1000, help="Samples at once.")] = 64,
     repeats: Annotated[int | None, typer.Option(min=1, max=1000, help="Default: gpqa 8, aime25 4, others 1.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only so many questions of each set, drawn.")] = None,
-    seed: Annotated[int, typer.Option(help="For the order of options, and what is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(help="For the order of options, and the drawn questions.")] = 0,
     temperature: Annotated[float, typer.Option(help="Negative: the server's own.")] = 1.0,
     top_p: Annotated[float, typer.Option(help="Negative: the server's own.")] = 1.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of one answer, reasoning included.")] = 100_000,
-    send_seed: Annotated[
-        bool, typer.Option("--send-seed", help="Send the seed too, where the server takes it.")
-    ] = False,
-    stream: Annotated[bool, typer.Option(help="Stream answers.")] = True,
-    timeout: Annotated[float, typer.Option(min=0.01, help="Seconds for one answer.")] = 3600.0,
-    idle_timeout: Annotated[float, typer.Option(min=0.01, help="Seconds without a byte inside an answer.")] = 300.0,
+    timeout: Annotated[float, typer.Option(min=0.01, help="Seconds for one answer with all its tries.")] = 3600.0,
+    idle_timeout: Annotated[float, typer.Option(min=0.01, help="Seconds without a byte of an answer.")] = 900.0,
     tries: Annotated[int, typer.Option(min=1, max=100, help="Of one request.")] = 5,
-    extra_body: Annotated[str, typer.Option(help="JSON with further fields of every request.")] = "{}",
-    keep_reasoning: Annotated[bool, typer.Option("--keep-reasoning", help="In samples.jsonl too.")] = False,
-    published: Annotated[str | None, typer.Option(help="120b or 20b, where the model's name has neither.")] = None,
+    extra_body: Annotated[str, typer.Option(help="JSON: more fields of every request. Secrets are not stored.")] = "{}",
     fail_below: Annotated[float | None, typer.Option(help="Percent: exit 1 if an accuracy is lower.")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent, and kept nowhere.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent, and stored nowhere.")] = None,
 ) -> None:
-    """Run, score and save: samples.jsonl, summary.json and panel.html. The same command continues."""
+    """Run, score and save: samples.jsonl, summary.json and panel.html. The same command continues. Exit code 1: a score
+    below --fail-below, 2: a wrong command, 3: lost or missing samples."""
     if context.invoked_subcommand:
         return
-    named, api = _files(files or []), _one_of("--api", api, APIS)
-    published = published and _one_of("--published", published, TABLE)
-    efforts = [None if one == "none" else one for one in _listed(effort)]
-    settings = RequestSettings(
-        model or "", max_tokens, None if temperature < 0 else temperature, None if top_p < 0 else top_p, stream,
-        seed if send_seed else None, _extra(extra_body),
-    )  # fmt: skip
-
-    def evaluated() -> dict[str, Any]:
-        sets = [data.load(name, named.get(name, ()), limit, seed) for name in _listed(evals)]
-        plan, limits = SamplePlan(sets, efforts, seed, repeats), AskLimits(timeout, idle_timeout, tries)
-        request = Request(
-            base_url, api, plan, limits, settings, out, concurrency, limit, keep_reasoning, published, api_key
-        )
-        return asyncio.run(_evaluate(request, console))
-
-    console = Console()
-    summary = _errors_told(evaluated)
-    if fail_below is not None and (low := _below(summary, fail_below)):
-        console.print(f"below {fail_below}: {low}", style="bold red", markup=False)
-        raise typer.Exit(FAILED)
+    console = Console(record=True)
+    head: dict[str, Any] = {
+        "model": model, "api": _one_of("--api", api, APIS), "seed": seed, "limit": limit, "max_tokens": max_tokens,
+        "efforts": ["" if one == "none" else one for one in _listed(effort)], "extra_body": _extra(extra_body),
+        "temperature": None if temperature < 0 else temperature, "top_p": None if top_p < 0 else top_p,
+    }  # fmt: skip
+    if not base_url.startswith(("http://", "https://")):
+        raise typer.BadParameter("http:// or https:// and the server's path", param_hint="--base-url")
+    with _errors():
+        sets = _sets(_listed(evals), _files(files or []), head, repeats)
+        limits = openai.Timeout(None, connect=30.0, read=idle_timeout)
+        http = openai.AsyncOpenAI(base_url=base_url, api_key=api_key or "none", max_retries=tries - 1, timeout=limits)
+        summary = asyncio.run(_run(http, head, sets, timeout, out, concurrency, console))
+    # Lost samples count as wrong: none may hide a loss.
+    if fail_below is not None and (low := [row for row in summary["rows"] if 100 * row["worst"] < fail_below]):
+        named = ", ".join(f"{row['eval']} {row['effort']} {report.percent(row['worst'])}" for row in low)
+        console.print(f"below {fail_below}: {named}", style="bold red", markup=False)
+        raise typer.Exit(1)
     if not summary["complete"]:
-        raise typer.Exit(INCOMPLETE)
+        raise typer.Exit(3)
 
 
 @app.command("compare")
@@ -131,113 +94,119 @@ def compare_runs(
     as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
 ) -> None:
     """Report differences of two runs, which questions flipped, and whether that is more than chance."""
-    found = _errors_told(lambda: compare(before, after, seed))
+    failed = False
+    with _errors():
+        found = compare.compare(before, after, seed)
     if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(found), indent=1, default=str))
+        typer.echo(json.dumps(found, indent=1))
     else:
-        panel.show_comparison(found, Console())
-    low = [row for row in found.rows if fail_below is not None and 100 * row.difference.low < fail_below]
-    for row in low:
-        interval = f"begins at {100 * row.difference.low:+.1f} points, below {fail_below}"
-        typer.echo(f"{row.eval} {row.effort}: the interval of the difference {interval}", err=True)
-    if low:
-        raise typer.Exit(FAILED)
+        compare.show(found, Console())
+    for row in found["rows"]:
+        if fail_below is not None and 100 * (low := row["difference"]["low"]) < fail_below:
+            interval = f"begins at {100 * low:+.1f} points, below {fail_below}"
+            typer.echo(f"{row['eval']} {row['effort']}: the interval of the difference {interval}", err=True)
+            failed = True
+    if failed:
+        raise typer.Exit(1)
 
 
-def _errors_told(work: Callable[[], T]) -> T:
-    """A clear line instead of a traceback for what a user can mend."""
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    """One line instead of a traceback for errors that a user can correct."""
     try:
-        return work()
-    except (data.DataError, record.RecordError, CompareError, RequestError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
+        yield
+    except EvalError as error:
+        detail = str(error)
     except OSError as error:
-        what = (
-            f"{error.filename}: " if error.filename else "completed samples are stored, the rest could not be written: "
-        )
-        typer.echo(f"error: {what}{error.strerror or error}", err=True)
-        raise typer.Exit(2) from None
-    except ModuleNotFoundError as error:
-        typer.echo(f"error: {error}: pip install 'vllm-gptoss[eval]'", err=True)
-        raise typer.Exit(2) from None
+        detail = f"{error.filename or 'completed samples are stored, the rest could not be written'}: {error.strerror}"
+    else:
+        return
+    typer.echo(f"error: {detail}", err=True)
+    raise typer.Exit(2)
 
 
-async def _evaluate(request: Request, console: Console) -> dict[str, Any]:
-    """Runs the missing samples and writes the panel, also after a stop by the user or for a dead server."""
-    if urllib.parse.urlsplit(request.base_url).scheme not in ("http", "https"):
-        raise RequestError(f"--base-url {request.base_url!r}: http:// or https:// and what the server serves at")
-    _check_tools(request)
-    api, at_once = APIS[request.api](), request.at_once
-    async with EvalClient(request.base_url, api, request.limits, at_once=at_once, api_key=request.api_key) as client:
-        model = request.settings.model or await _only_model(client, request.base_url)
-        settings = dataclasses.replace(request.settings, model=model)
-        folder = request.out or Path(f"eval-{re.sub(r'[^A-Za-z0-9._-]+', '-', model).strip('-.')[:80]}")
-        with record.Recorder(folder, _head(request, settings)) as recorder:
-            skip = record.done(folder) & {key for key, _ in request.plan.samples()}
-            with progress(len(request.plan), len(skip), console) as told:
-                try:
-                    await run_samples(
-                        client, settings, request.plan, recorder, skip, told,
-                        at_once=at_once, keep_reasoning=request.keep_reasoning,
-                    )  # fmt: skip
-                except StoppedError as stop:
-                    console.print(f"stopped: {stop}", style="bold red", markup=False)
-                except asyncio.CancelledError:  # Ctrl-C: completed samples are stored and shown
-                    console.print("stopped; the same command goes on", style="bold red")
-    return _written(folder, console)
+def _sets(
+    names: Sequence[str], files: Mapping[str, Sequence[Path]], head: Mapping[str, Any], repeats: int | None
+) -> list[data.QuestionSet]:
+    sets = [data.load(name, files.get(name, ()), head["limit"], head["seed"]) for name in names]
+    kinds = {tool["type"] for one in sets for question in one.questions for tool in question.tools}
+    if head["api"] == "chat" and (others := kinds - {"function"}):
+        raise EvalError(f"chat completions know functions only, no {', '.join(sorted(others))}: --api responses")
+    return [one._replace(repeats=repeats or one.repeats) for one in sets]
 
 
-def _written(folder: Path, console: Console) -> dict[str, Any]:
-    summary = summarise(folder)
+async def _run(
+    http: openai.AsyncOpenAI, head: dict[str, Any], sets: Sequence[data.QuestionSet], timeout_s: float,
+    out: Path | None, at_once: int, console: Console,
+) -> dict[str, Any]:  # fmt: skip
+    """Runs the missing samples and writes the summary, also after a stop by the user or for a dead server."""
+    address = str(http.base_url.copy_with(userinfo=b""))
+    async with http:
+        model = head["model"] or await _only_model(http, address)
+        head |= {
+            "model": model, "published": size_of(model), "version": __version__,
+            "evals": {
+                one.name: {"questions": len(one.questions), "repeats": one.repeats, "sha256": one.digest}
+                for one in sets
+            },
+            "base_url": address, "date": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
+        }  # fmt: skip
+        fields = {name: head[name] for name in ("model", "temperature", "top_p")} | head["extra_body"]
+        head["extra_body"] = record.without_secrets(head["extra_body"])
+        client = EvalClient(http, APIS[head["api"]], fields, head["max_tokens"], timeout_s)
+        samples = [
+            ((one.name, effort, question.id, repeat), question.asked(head["seed"], repeat))
+            for one in sets
+            for effort in head["efforts"]
+            for repeat in range(one.repeats)
+            for question in one.questions
+        ]
+        folder = out or Path(f"eval-{re.sub(r'[^A-Za-z0-9._-]+', '-', model).strip('-.')[:80]}")
+        with record.recording(folder, head) as add:
+            there = {key for key, one in record.kept(folder).items() if one["outcome"] not in LOST}
+            left = [sample for sample in samples if sample[0] not in there]
+            try:
+                await run(client, left, at_once, _told(len(samples), len(samples) - len(left), add, console))
+            except EvalError as stop:
+                console.print(f"stopped: {stop}", style="bold red", markup=False)
+            except asyncio.CancelledError:  # Ctrl-C
+                console.print("stopped; the same command continues", style="bold red")
+    summary = report.summarise(folder)
     record.put(folder / "summary.json", summary)
-    (folder / "panel.html").write_text(panel.page(summary), encoding="utf-8")
-    panel.show(summary, console)
+    report.show(summary, console)
+    (folder / "panel.html").write_text(console.export_html(), encoding="utf-8")
     console.print(f"written to {folder}/", markup=False, highlight=False)
     return summary
 
 
-def _head(request: Request, settings: RequestSettings) -> dict[str, Any]:
-    """Settings that a later command must repeat to continue the run."""
-    plan = request.plan
-    evals = {
-        of.name: {"questions": len(of.questions), "repeats": plan.times(of), "sha256": of.digest} for of in plan.sets
-    }
-    return {
-        "model": settings.model, "base_url": _without_user(request.base_url), "api": request.api, "evals": evals,
-        "efforts": [effort or "" for effort in plan.efforts], "seed": plan.seed, "limit": request.limit,
-        "temperature": settings.temperature, "top_p": settings.top_p, "max_tokens": settings.max_tokens,
-        "sent_seed": settings.seed is not None, "stream": settings.stream, "extra_body": dict(settings.extra),
-        "published": request.published or size_of(settings.model), "version": __version__,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }  # fmt: skip
+def _told(total: int, there: int, add: Callable[[Any], None], console: Console) -> Callable[[dict[str, Any]], None]:
+    """The function that takes the line of every sample, passes it to `add`, and prints twenty times how far it is."""
+    if there:
+        console.print(f"{there} of {total} samples are there already", highlight=False)
+    counts: Counter[Outcome] = Counter()
+    began = time.monotonic()
+
+    def told(line: dict[str, Any]) -> None:
+        add(line)
+        counts[line["outcome"]] += 1
+        new, right, lost = counts.total(), counts[Outcome.RIGHT], sum(counts[one] for one in LOST)
+        if 20 * (there + new) // total > 20 * (there + new - 1) // total:
+            left = (time.monotonic() - began) / new * (total - there - new)
+            state = f"{right} right, {new - lost - right} not, {lost} lost; {left:.0f} s left"
+            text = f"{there + new} of {total}: {line['eval']} {line['effort']}: {state}"
+            console.print(text, markup=False, highlight=False)
+
+    return told
 
 
-def _below(summary: Mapping[str, Any], percent: float) -> str:
-    """Rows below a score, lost samples counted as wrong: none may hide a loss."""
-    low = [row for row in summary["rows"] if row["worst"] is None or 100 * row["worst"] < percent]
-    return ", ".join(f"{row['eval']} {row['effort'] or ''} {panel.percent(row['worst'])}" for row in low)
-
-
-async def _only_model(client: EvalClient, base_url: str) -> str:
+async def _only_model(http: openai.AsyncOpenAI, address: str) -> str:
     try:
-        names = await client.models()
-    except LostSampleError as lost:
-        raise RequestError(f"{base_url}/models: {lost.detail}. Is the server up? Else name --model") from None
+        names = [model.id async for model in http.with_options(timeout=60).models.list()]
+    except openai.OpenAIError as error:
+        raise EvalError(f"{address}models: {error}. Is the server up? Else name --model") from None
     if len(names) != 1:
-        raise RequestError(f"the server has {len(names)} models ({', '.join(names[:20])}): name one with --model")
+        raise EvalError(f"the server has {len(names)} models ({', '.join(names[:20])}): name one with --model")
     return names[0]
-
-
-def _check_tools(request: Request) -> None:
-    kinds = {str(tool["type"]) for of in request.plan.sets for question in of.questions for tool in question.tools}
-    if request.api == "chat" and (others := kinds - {"function"}):
-        raise RequestError(f"chat completions know functions only, no {', '.join(sorted(others))}: --api responses")
-
-
-def _without_user(url: str) -> str:
-    """The address without its password."""
-    parts = urllib.parse.urlsplit(url)
-    return urllib.parse.urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
 def _listed(text: str) -> list[str]:
@@ -264,10 +233,7 @@ def _files(given: Sequence[str]) -> dict[str, list[Path]]:
 
 
 def _extra(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise typer.BadParameter("no JSON object", param_hint="--extra-body")
-    return value
+    with contextlib.suppress(ValueError, RecursionError):
+        if isinstance(value := json.loads(text), dict):
+            return value
+    raise typer.BadParameter("no JSON object", param_hint="--extra-body")

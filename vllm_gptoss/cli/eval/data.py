@@ -14,194 +14,153 @@ import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from vllm_gptoss.cli.eval.questions import LETTERS, Question, QuestionSet, QuestionTurn, checked_schema, number
+from vllm_gptoss.cli.eval.questions import LETTERS, EvalError, Question, QuestionTurn, checked_schema, number
 
 BUNDLED = Path(__file__).with_name("sets")
-MAX_FILE = 256 << 20
-MAX_QUESTIONS = 1_000_000
+BOXED = "Put the final answer, a single number, in \\boxed{}."
+Row = Mapping[str, Any]
 
 
-class DataError(ValueError):
-    """A file that holds no questions; the message names file, place and what is missing."""
+class QuestionSet(NamedTuple):
+    """The questions of one eval; `digest` is the SHA-256 of the files that they came from."""
+
+    name: str
+    questions: Sequence[Question]
+    digest: str
+    repeats: int
 
 
 def load(name: str, files: Sequence[Path] = (), limit: int | None = None, seed: int = 0) -> QuestionSet:
-    """The set `name`, from `files` or from what is bundled; of `limit` questions, drawn with the seed.
+    """The set `name`, from `files` or bundled; of `limit` questions, drawn with the seed.
 
     Raises:
-        DataError: no such set, no file where one is needed, or a file that cannot be read as that set.
+        EvalError: no such set, no file where one is needed, or a file that cannot be read as that set, with the place.
     """
     if name not in READERS:
-        raise DataError(f"no eval is named {name!r}: there are {', '.join(READERS)}")
+        raise EvalError(f"no eval is named {name!r}: there are {', '.join(READERS)}")
     read, repeats = READERS[name]
-    files = files or _bundled(name)
+    if not files and not (BUNDLED / f"{name}.yaml").exists():
+        raise EvalError(f"{name} is not bundled: --data {name}=FILE; docs/eval.md has its source")
     digest = hashlib.sha256()
-    questions: list[Question] = []
-    for path in files:
-        data = _bytes(path)
-        digest.update(hashlib.sha256(data).digest())
+    found: dict[str, Question] = {}
+    for path in files or [BUNDLED / f"{name}.yaml"]:
+        before, place = len(found), str(path)
         try:
-            questions += read(path, data)
-        except (UnicodeDecodeError, yaml.YAMLError, csv.Error) as error:
-            raise DataError(f"{path}: {error}") from None
-    _check(questions, files)
+            data = path.read_bytes()
+            digest.update(hashlib.sha256(data).digest())
+            rows, functions = _rows(path, data)
+            for at, row in enumerate(rows, 1):
+                place = f"{path}, question {at}"
+                question = read(_with_tools(row, functions))
+                if found.setdefault(question.id, question) is not question:
+                    raise EvalError(f"two questions have the id {question.id!r}")
+            if len(found) == before:
+                raise EvalError("no questions")
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise EvalError(f"{place}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        except (ValueError, RecursionError, yaml.YAMLError, csv.Error) as error:
+            raise EvalError(f"{place}: {error}") from None
+        except OSError as error:
+            raise EvalError(f"{path}: {error.strerror}") from None
+    questions = list(found.values())
     if limit is not None and limit < len(questions):
         questions = random.Random(f"{seed}/{name}").sample(questions, limit)  # noqa: S311
-    return QuestionSet(name, tuple(questions), digest.hexdigest(), repeats)
+    return QuestionSet(name, questions, digest.hexdigest(), repeats)
 
 
-def _bundled(name: str) -> Sequence[Path]:
-    path = BUNDLED / f"{name}.yaml"
-    if not path.exists():
-        raise DataError(f"{name} is not bundled: --data {name}=FILE; docs/eval.md has its source")
-    return [path]
+def _rows(path: Path, data: bytes) -> tuple[Iterable[Any], Row]:
+    """The rows of CSV with a header, of YAML `{functions: {name: …}, questions: […]}`, or of JSON Lines; functions."""
+    kind, text = path.suffix.lower(), data.decode("utf-8-sig")
+    if kind == ".csv":
+        return csv.DictReader(io.StringIO(text, newline="")), {}
+    if kind not in (".yaml", ".yml"):
+        return [_json(line, at) for at, line in enumerate(text.splitlines(), 1) if line.strip()], {}
+    content = yaml.safe_load(text)
+    if not isinstance(content, dict) or not isinstance(content.get("questions"), list):
+        raise EvalError("no list of questions")
+    return content["questions"], content.get("functions") or {}
 
 
-def _bytes(path: Path) -> bytes:
+def _with_tools(row: Any, functions: Row) -> Row:
+    if not isinstance(row, Mapping):
+        raise EvalError("no object")
+    return {**row, "tools": [_tool(tool, functions) for tool in row["tools"]]} if row.get("tools") else row
+
+
+def _json(line: str, at: int) -> Any:
     try:
-        if path.stat().st_size > MAX_FILE:
-            raise DataError(f"{path} is larger than {MAX_FILE >> 20} MiB")
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from None
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        raise EvalError(f"line {at}: no JSON (one object a line is expected)") from None
 
 
-def _check(questions: Sequence[Question], files: Sequence[Path]) -> None:
-    where = ", ".join(str(path) for path in files)
-    if not questions:
-        raise DataError(f"{where}: no questions")
-    if len(questions) > MAX_QUESTIONS:
-        raise DataError(f"{where}: more than {MAX_QUESTIONS:,} questions")
-    seen: set[str] = set()
-    for question in questions:
-        if question.id in seen:
-            raise DataError(f"{where}: two questions have the id {question.id!r}")
-        seen.add(question.id)
+def _tool(tool: Any, functions: Row) -> Row:
+    """A function by its name in the file, or a tool as the Responses API has it."""
+    if isinstance(tool, str) and tool in functions:
+        tool = {"type": "function", "name": tool, **functions[tool]}
+    if not isinstance(tool, dict) or "type" not in tool or (tool["type"] == "function" and not tool.get("name")):
+        raise EvalError(f"no function {tool!r} in the file, and no tool")
+    if tool["type"] == "function":
+        tool = {"parameters": {"type": "object", "properties": {}}, **tool}
+        checked_schema(tool["parameters"])
+    return dict(tool)
 
 
-def _rows(path: Path, data: bytes) -> Iterable[tuple[str, Mapping[str, Any]]]:
-    """(place, row) of a CSV file with a header, or of JSON Lines."""
-    text = data.decode("utf-8-sig")
-    if path.suffix.lower() == ".csv":
-        for number, row in enumerate(csv.DictReader(io.StringIO(text, newline="")), 1):
-            yield f"{path}, row {number}", row
-        return
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                raise DataError(f"{path}, line {number}: no JSON (one object a line is expected)") from None
-            if not isinstance(row, dict):
-                raise DataError(f"{path}, line {number}: no JSON object")
-            yield f"{path}, line {number}", row
-
-
-def _field(where: str, row: Mapping[str, Any], *names: str) -> str:
+def _field(row: Row, *names: str) -> str:
     for name in names:
         if row.get(name) not in (None, ""):
             return str(row[name]).strip()
-    raise DataError(f"{where}: no {' or '.join(names)}")
+    raise EvalError(f"no {' or '.join(names)}")
 
 
-def _named(text: str) -> str:
-    """An id for a question without one; adding questions does not change it."""
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+def _id(row: Row, text: str) -> str:
+    """Without an id it is a hash of the text: adding questions does not change it."""
+    return str(row.get("Record ID") or row.get("id") or hashlib.sha256(text.encode()).hexdigest()[:12])
 
 
-def _gpqa(path: Path, data: bytes) -> list[Question]:
+def _choice(row: Row) -> Question:
     """The columns of gpqa_diamond.csv, or `question`, `options` and `answer` (a letter)."""
-    found = []
-    for where, row in _rows(path, data):
-        text = _field(where, row, "Question", "question")
-        if "options" in row:
-            options, letter = [str(option) for option in row["options"]], _field(where, row, "answer")
-            if letter not in LETTERS[: len(options)] or len(letter) != 1 or not 2 <= len(options) <= len(LETTERS):
-                raise DataError(f"{where}: answer must be the letter of one of 2 to {len(LETTERS)} options")
-            right = options.pop(LETTERS.index(letter))
-        else:
-            right = _field(where, row, "Correct Answer")
-            options = [_field(where, row, f"Incorrect Answer {number}") for number in (1, 2, 3)]
-        name = str(row.get("Record ID") or row.get("id") or _named(text))
-        found.append(Question(name, (QuestionTurn(text),), options=(right, *options)))
-    return found
+    text = _field(row, "Question", "question")
+    if "options" in row:
+        options, letter = [str(option) for option in row["options"]], _field(row, "answer")
+        if letter not in list(LETTERS[: len(options)]) or not 2 <= len(options) <= len(LETTERS):
+            raise EvalError(f"answer must be the letter of one of 2 to {len(LETTERS)} options")
+        options.insert(0, options.pop(LETTERS.index(letter)))
+    else:
+        options = [_field(row, name) for name in ("Correct Answer", *(f"Incorrect Answer {at}" for at in (1, 2, 3)))]
+    return Question(_id(row, text), (QuestionTurn(text),), options=tuple(options))
 
 
-BOXED = "Put the final answer, a single number, in \\boxed{}."
-
-
-def _numbers(path: Path, data: bytes) -> list[Question]:
+def _number(row: Row) -> Question:
     """`question` or `problem`, and `answer`: a number, or GSM8K's solution that ends with `#### 42`."""
-    found = []
-    for where, row in _rows(path, data):
-        text = _field(where, row, "question", "problem")
-        answer = _field(where, row, "answer").rpartition("####")[2]
-        value = number(re.sub(r"[^\d./,+-].*", "", answer.strip(), flags=re.DOTALL))
-        if value is None:
-            raise DataError(f"{where}: answer is no number: {answer[:50]!r}")
-        found.append(Question(str(row.get("id") or _named(text)), (QuestionTurn(f"{text}\n\n{BOXED}", number=value),)))
-    return found
-
-
-def _own(path: Path, data: bytes) -> list[Question]:
-    """Our own form, as in `sets/`: `{functions: {name: {description, parameters}}, questions: […]}`, or JSON Lines."""
-    if path.suffix.lower() not in (".yaml", ".yml"):
-        return [_question(where, row, {}) for where, row in _rows(path, data)]
-    content = yaml.safe_load(data)
-    if not isinstance(content, dict) or not isinstance(content.get("questions"), list):
-        raise DataError(f"{path}: no list of questions")
-    rows = enumerate(content["questions"], 1)
-    return [_question(f"{path}, question {at}", row, content.get("functions") or {}) for at, row in rows]
+    text, answer = _field(row, "question", "problem"), _field(row, "answer").rpartition("####")[2]
+    value = number(re.sub(r"[^\d./,+-].*", "", answer.strip(), flags=re.DOTALL))
+    if value is None:
+        raise EvalError(f"answer is no number: {answer[:50]!r}")
+    return Question(_id(row, text), (QuestionTurn(f"{text}\n\n{BOXED}", number=value),))
 
 
 _TURN = {each.name for each in dataclasses.fields(QuestionTurn)} - {"choice", "among"}
 _question_of = TypeAdapter(Question).validate_python
 
 
-def _question(where: str, row: Any, functions: Mapping[str, Any]) -> Question:
-    """A question of one turn has the turn's fields itself."""
-    if not isinstance(row, Mapping):
-        raise DataError(f"{where}: no object with an id and a question")
-    whole = {"turns": [{key: row[key] for key in row.keys() & _TURN}]}
-    whole |= {key: value for key, value in row.items() if value is not None and ("turns" in row or key not in _TURN)}
-    try:
-        whole["tools"] = [_tool(tool, functions) for tool in row.get("tools") or ()]
-        return _question_of(whole)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise DataError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    except ValueError as error:
-        raise DataError(f"{where}: {error}") from None
+def _own(row: Row) -> Question:
+    """The form of `sets/`. A question of one turn has the turn's fields itself."""
+    turn = {key: row[key] for key in row.keys() & _TURN}
+    rest = {key: value for key, value in row.items() if value is not None and (key not in _TURN or "turns" in row)}
+    return _question_of({"turns": [turn], **rest})
 
 
-def _tool(tool: Any, functions: Mapping[str, Any]) -> dict[str, Any]:
-    """A function by its name in the file, or a tool as the Responses API has it."""
-    if isinstance(tool, str):
-        if tool not in functions:
-            raise ValueError(f"no function {tool!r} in the file")
-        tool = {"type": "function", "name": tool, **functions[tool]}
-    if not isinstance(tool, dict) or "type" not in tool:
-        raise ValueError("a tool needs a type")
-    if tool["type"] == "function":
-        tool = {"parameters": {"type": "object", "properties": {}}, **tool}
-        checked_schema(tool["parameters"])
-        if not tool.get("name"):
-            raise ValueError("no name")
-    return dict(tool)
-
-
-READERS: Mapping[str, tuple[Callable[[Path, bytes], list[Question]], int]] = {
-    "gpqa": (_gpqa, 8),
-    "aime25": (_numbers, 4),
-    "gsm8k": (_numbers, 1),
-    "smoke": (_own, 1),
-    "toolcalls": (_own, 1),
-    "harmony": (_own, 1),
-    "citations": (_own, 1),
+READERS: Mapping[str, tuple[Callable[[Row], Question], int]] = {
+    "gpqa": (_choice, 8),
+    "aime25": (_number, 4),
+    "gsm8k": (_number, 1),
+    **dict.fromkeys(("smoke", "toolcalls", "harmony", "citations"), (_own, 1)),
 }
-"""The reader of an eval's files, and its repeats of a question: for GPQA and AIME as in gpt_oss.evals."""
+"""The reader of an eval's rows, and its repeats of a question: for GPQA and AIME as in gpt_oss.evals."""

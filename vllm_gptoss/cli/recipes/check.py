@@ -155,7 +155,8 @@ def fits(case: Case) -> Iterator[Trouble]:
     except PlanError:
         return  # a CPU, or reported by settings_and_tables
     if not found.fits:
-        yield Trouble(case.place, "plan", f"does not fit {devices.label(case.device)}: {found.why}", found.would_fit)
+        what = f"does not fit {devices.label(case.device)}: {found.why}"
+        yield Trouble(case.place, "plan", what, f"this would: {', or '.join(found.advice)}")
 
 
 def room_on_host(case: Case) -> Iterator[Trouble]:
@@ -173,10 +174,10 @@ def room_on_host(case: Case) -> Iterator[Trouble]:
 
 
 def room_for_several(case: Case) -> Iterator[Trouble]:
-    """Several H100 ran out of memory at a utilisation of 0.95, according to vLLM's usage guide."""
-    if plan.crowded(case.device, case.config):
-        what = f"--gpu-memory-utilization {case.config['gpu-memory-utilization']} on several 80 GB cards may run out"
-        yield Trouble(case.place, "utilization", what, "stay below 0.95", fatal=False)
+    """A utilisation at which others ran out of memory."""
+    if caution := plan.caution(case.device, case.config):
+        what = f"--gpu-memory-utilization {case.config.get('gpu-memory-utilization', defaults.UTILIZATION)} may run out"
+        yield Trouble(case.place, "utilization", what, caution, fatal=False)
 
 
 def aiter_is_on(case: Case) -> Iterator[Trouble]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from vllm_gptoss.cli.recipes import check as rules
@@ -23,7 +21,7 @@ from vllm_gptoss.cli.recipes.check import Case, Trouble
 from vllm_gptoss.cli.recipes.load import RecipeError
 from vllm_gptoss.cli.recipes.plan import PlanError
 from vllm_gptoss.cli.recipes.probe import Parsed, ProbeError, Release
-from vllm_gptoss.cli.recipes.schema import Family, Goal, Recipe
+from vllm_gptoss.cli.recipes.schema import SPECS, Family, Goal, Recipe, size_of
 from vllm_gptoss.engine.choose import devices
 from vllm_gptoss.engine.choose.device import Device
 from vllm_gptoss.engine.choose.devices import DeviceError
@@ -33,6 +31,15 @@ app = typer.Typer(no_args_is_help=True, help="Which command for which machine, c
 
 USAGE = 2
 """Exit code of a wrong command line; 1 is that of findings."""
+
+
+def _whole(model: str) -> str:
+    """The whole name of `20b`, `safeguard-120b` or `openai/gpt-oss-20b`; empty stays empty."""
+    if model and not any(size in model for size in SPECS):
+        raise typer.BadParameter(f"{model!r} is neither 20b nor 120b")
+    other = not model or ("/" in model and not model.startswith("openai/"))
+    return model if other else f"openai/gpt-oss-{model.removeprefix('openai/').removeprefix('gpt-oss-')}"
+
 
 Checked = Annotated[list[str] | None, typer.Argument(help="an id, a path, or a `vllm serve` line after `--`")]
 Memory = Annotated[float, typer.Option(min=0, help="GiB of one GPU, for a device that no table has")]
@@ -55,23 +62,19 @@ def machine(name: str, memory_gib: float = 0.0) -> Device:
     return replace(here.detect(), memory_gib=memory_gib) if memory_gib else here.detect()
 
 
-def _console() -> Console:
-    """As wide as the terminal; in a pipe, lines are not broken."""
-    return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=1000)
-
-
 @app.command("list")
 def list_(
     device: Annotated[str, typer.Option(help="`auto` for this machine, or as H200, 8xH100; empty: all")] = "",
-    model: Annotated[str, typer.Option(help="only of 20b or 120b")] = "",
+    model: Annotated[str, typer.Option(help="only of 20b or 120b", callback=_whole)] = "",
     goal: Annotated[Goal | None, typer.Option(help="only for this goal")] = None,
     fits: Annotated[bool, typer.Option("--fits", help="all that fit --device, also those of other GPUs")] = False,
     memory_gib: Memory = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="as the table of recipes/README.md")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="evidence, as in recipes/README.md")] = False,
 ) -> None:
     """Device, model, goal, evidence, and what we measured."""
-    recipes = [recipe for recipe in load.shipped() if model in ("", recipe.model) and goal in (None, recipe.goal)]
+    size = size_of(model) if model else ""
+    recipes = [recipe for recipe in load.shipped() if size in ("", recipe.model) and goal in (None, recipe.goal)]
     if device or fits:
         try:
             place = machine(device or "auto", memory_gib)
@@ -95,7 +98,7 @@ def list_(
         table.add_column(column, no_wrap=column in ("id", "status"))
     for each in rows:
         table.add_row(*each.values())
-    _console().print(table)
+    draw.console().print(table)
 
 
 @app.command()
@@ -106,12 +109,11 @@ def show(
     command: Annotated[bool, typer.Option("--command", help="one line for a shell")] = False,
     docker: Annotated[bool, typer.Option("--docker", help="`docker run`")] = False,
     kubernetes: Annotated[bool, typer.Option("--kubernetes", help="a Deployment with its volumes and Service")] = False,
-    upstream: Annotated[bool, typer.Option("--upstream", help="as vllm-project/recipes writes it")] = False,
 ) -> None:
     """One recipe, all of it or in one form."""
     recipe = _recipe(name)
     forms = ((config, render.config), (env, render.env), (command, render.command), (docker, render.docker))
-    wanted = [form for asked, form in (*forms, (kubernetes, render.kubernetes), (upstream, render.upstream)) if asked]
+    wanted = [form for asked, form in (*forms, (kubernetes, render.kubernetes)) if asked]
     if wanted:
         typer.echo("\n".join(form(recipe) for form in wanted), nl=False)
         return
@@ -257,7 +259,7 @@ def plan_(
     what: Planned = None,
     device: Annotated[str, typer.Option(help="on what: `auto`, or as 2xH100; a recipe has its own")] = "",
     memory_gib: Memory = 0.0,
-    model: Annotated[str, typer.Option(help="20b or 120b, instead of a recipe or a line")] = "",
+    model: Annotated[str, typer.Option(help="20b or 120b, instead of a recipe or a line", callback=_whole)] = "",
     context: Annotated[str, typer.Option(help="tokens of a request, as 32k: search settings for it")] = "",
     users: Annotated[int, typer.Option(min=0, help="requests at the same time: search settings for them")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
@@ -267,7 +269,7 @@ def plan_(
     With --context or --users, the `vllm serve` command that serves them, or the nearest one that fits.
     """
     try:
-        case = _case([f"openai/gpt-oss-{model}"] if model else what or [], device, memory_gib, line=bool(model))
+        case = _case([model] if model else what or [], device, memory_gib, line=bool(model))
         if context:
             length = flags.values(["--max-model-len", context])
             case = replace(case, config={**case.config, **length})
@@ -283,7 +285,7 @@ def plan_(
     else:
         if command:
             typer.echo(command)
-        _console().print(draw.text(found, case.place))
+        draw.console().print(draw.text(found, case.place))
     if not (found.fits and reached):
         raise typer.Exit(1)
 
@@ -293,9 +295,8 @@ def _searched(case: Case, users: int) -> tuple[Case, str, bool]:
     found = plan.search(case.spec, case.device, case.config, case.env, users)
     if found is None:
         plan.plan(case.spec, case.device, case.config, case.env)  # raises for a CPU, and a GPU that vLLM refuses
-        smaller = ", or gpt-oss-20b" if case.spec.name != "gpt-oss-20b" else ""
-        where = devices.label(case.device)
-        raise PlanError(f"no settings make {case.spec.name} fit {where}: take more or larger GPUs{smaller}")
+        instead = plan.instead(case.spec, case.device, case.env)
+        raise PlanError(f"no settings make {case.spec.name} fit {devices.label(case.device)}: use {instead}")
     config, result = found
     words = ["vllm", "serve", str(config.get("model") or f"openai/{case.spec.name}")]
     words += [word for key, value in config.items() if key != "model" for word in render.flag(key, value)]
@@ -334,13 +335,11 @@ def serve(
     name: Annotated[str, typer.Argument(help="a recipe's id", metavar="ID")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the command instead")] = False,
 ) -> None:
-    """Run `vllm serve --config` with a recipe; flags after `--` win over it."""
+    """Run `vllm serve` with a recipe's flags; flags after `--` win over them."""
     recipe = _recipe(name)
     try:
         words = launch.words(recipe, [word for word in context.args if word != "--"])
         other = launch.elsewhere(recipe, here.detect())
-        if not dry_run:
-            launch.write(recipe)
     except (RecipeError, DeviceError) as error:
         raise _stop(error) from None
     for line in filter(None, (other, *launch.overridden(recipe, os.environ))):
@@ -354,7 +353,3 @@ def serve(
     except FileNotFoundError:
         typer.echo("vllm is not on PATH; `vllm-gptoss doctor` reports what to install", err=True)
         raise typer.Exit(1) from None
-
-
-if __name__ == "__main__":
-    sys.exit(app())

@@ -88,10 +88,7 @@ def size(config: Mapping[str, Any], key: str) -> int:
 def gpus(config: Mapping[str, Any]) -> int:
     """Devices that a configuration uses."""
     keys = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size", "prefill-context-parallel-size")
-    total = 1
-    for key in keys:
-        total *= size(config, key)
-    return total
+    return math.prod(size(config, key) for key in keys)
 
 
 def choices(

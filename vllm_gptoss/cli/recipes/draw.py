@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -14,6 +16,11 @@ from vllm_gptoss.engine.choose import devices
 
 COLOURS = ("cyan", "yellow", "magenta", "blue", "green")
 WIDTH = 60
+
+
+def console() -> Console:
+    """As wide as the terminal; in a pipe, lines are not broken."""
+    return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=1000)
 
 
 def text(plan: Plan, title: str) -> RenderableType:
@@ -38,7 +45,7 @@ def _bar(plan: Plan) -> Text:
 def _said(plan: Plan) -> list[str]:
     """Sentences below the bar."""
     if not plan.fits:
-        return [f"does not fit: {plan.why}", *(f"-> {each}" for each in plan.advice or ("nothing on this host",))]
+        return [f"does not fit: {plan.why}", *(f"-> {each}" for each in plan.advice)]
     replicas = f" on each of {plan.replicas} replicas" if plan.replicas > 1 else ""
     at_once = f"{plan.requests:.1f} requests of {plan.length:,} tokens at once{replicas}"
     lines = [f"{at_once}, {plan.tokens:,} tokens of cache"]

@@ -12,6 +12,8 @@ from vllm_gptoss.cli.recipes.schema import Recipe
 from vllm_gptoss.engine.choose import devices, families
 from vllm_gptoss.engine.choose.device import Device
 
+SEARCH = "; `recipe plan --model 20b --context 8k`, with the same --device, searches settings that fit"
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -41,7 +43,7 @@ def fitting(recipes: Sequence[Recipe], device: Device) -> Found:
     family = families.of(device).name
     kin = [recipe for recipe in recipes if recipe.family == family and recipe.device.count <= device.count]
     found = tuple(recipe for recipe in kin if plan.fits(recipe.spec, device, recipe.config, recipe.env))
-    return Found(found, "" if found else f"no recipe fits {device}; `recipe plan --context 8k` searches settings")
+    return Found(found, "" if found else f"no recipe fits {device}{SEARCH}")
 
 
 def for_device(recipes: Sequence[Recipe], device: Device) -> Found:
@@ -53,7 +55,7 @@ def for_device(recipes: Sequence[Recipe], device: Device) -> Found:
         return near
     others = sorted({devices.label(recipe.device) for recipe in near.recipes if recipe not in found})
     why = f"{lost} of {len(near.recipes)} recipes for {', '.join(others)} need more memory than {device}"
-    search = "" if device.vendor == "cpu" else "; `recipe plan --context 8k` searches settings that fit"
+    search = f"; {devices.LLAMA} with less memory" if device.vendor == "cpu" else SEARCH
     start = near.why if found and near.why else "" if found else f"no recipe is for {device}"
     return Found(found, "; ".join(filter(None, (start, why))) + search)
 

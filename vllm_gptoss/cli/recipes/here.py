@@ -12,6 +12,8 @@ from vllm_gptoss.engine.choose import device
 from vllm_gptoss.engine.choose.device import Device
 from vllm_gptoss.engine.choose.devices import DeviceError
 
+AMD = Path("/dev/kfd")
+"""The driver of an AMD GPU."""
 QUERY = ["nvidia-smi", "--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
 
 
@@ -22,7 +24,7 @@ def detect() -> Device:
     Raises:
         DeviceError: there are GPUs, and torch, which reads them, is missing.
     """
-    if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
+    if not Path("/dev/nvidiactl").exists() and not AMD.exists():
         return device.without_gpu()
     try:
         return _by_driver() or device.detect()

@@ -1,53 +1,28 @@
-"""`vllm serve --config FILE` with a recipe. The file is in the cache folder; the user's flags replace its keys."""
+"""The `vllm serve` command of a recipe, followed by the user's flags: of a repeated flag, vLLM takes the last."""
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from vllm_gptoss.cli.recipes import render
 from vllm_gptoss.cli.recipes.load import RecipeError
 from vllm_gptoss.cli.recipes.schema import Recipe
 from vllm_gptoss.engine.choose import devices
 from vllm_gptoss.engine.choose.device import Device
-from vllm_gptoss.engine.kernels.nvrtc import cache_directory
 
 
 def words(recipe: Recipe, extra: Sequence[str]) -> list[str]:
-    """The command, a word each; `write` makes its file.
+    """The command, a word each.
 
     Raises:
-        RecipeError: `extra` names another file.
+        RecipeError: `extra` has a `--config`, whose keys would lose.
     """
     if any(word.partition("=")[0] == "--config" for word in extra):
         raise RecipeError(
-            f"the recipe is the one --config that vLLM takes; put your keys into a copy of it:"
+            f"the recipe's flags win over a --config; put your keys into a copy of it:"
             f" vllm-gptoss recipe show {recipe.id} --config"
         )
-    return ["vllm", "serve", "--config", str(path(recipe)), *extra]
-
-
-def path(recipe: Recipe) -> Path:
-    """`recipes/ID.yaml` in the cache folder."""
-    return Path(cache_directory().absolute(), "recipes", f"{recipe.id}.yaml")
-
-
-def write(recipe: Recipe) -> None:
-    """Replaces the file as a whole: another server may be reading it.
-
-    Raises:
-        RecipeError: the cache folder cannot be written to.
-    """
-    target = path(recipe)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=target.parent, suffix=".part", delete=False) as file:
-            file.write(render.config(recipe))
-        os.replace(file.name, target)
-    except OSError as error:
-        raise RecipeError(f"{target}: {error.strerror}; set GPTOSS_CACHE to a folder that can be written to") from None
+    return [*render.words(recipe), *extra]
 
 
 def elsewhere(recipe: Recipe, device: Device) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from vllm_gptoss.engine import spec
@@ -12,15 +13,7 @@ def model_config(model: spec.ModelSpec) -> dict[str, Any]:
     return {
         "architectures": [spec.ARCHITECTURE],
         "model_type": spec.MODEL_TYPE,
-        "num_hidden_layers": model.layers,
-        "hidden_size": model.hidden,
-        "intermediate_size": model.intermediate,
-        "num_local_experts": model.experts,
-        "num_experts_per_tok": model.active_experts,
-        "num_attention_heads": model.query_heads,
-        "num_key_value_heads": model.kv_heads,
-        "head_dim": model.head_size,
-        "vocab_size": model.vocabulary,
+        **dict(zip(spec.SIZES, dataclasses.astuple(model)[1:], strict=True)),
         "sliding_window": spec.WINDOW,
         "layer_types": [("sliding_attention", "full_attention")[layer % 2] for layer in range(model.layers)],
         "max_position_embeddings": spec.MAX_POSITIONS,

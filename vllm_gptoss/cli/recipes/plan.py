@@ -14,7 +14,7 @@ from vllm_gptoss.cli.recipes.schema import SPECS
 from vllm_gptoss.engine import choose
 from vllm_gptoss.engine.choose import devices
 from vllm_gptoss.engine.choose.device import Device
-from vllm_gptoss.engine.spec import ModelSpec
+from vllm_gptoss.engine.spec import GPT_OSS_20B, ModelSpec
 
 MEASURED = "measured"
 ESTIMATED = "estimated"
@@ -73,11 +73,6 @@ class Plan:
             return f"{-self.kv:.1f} GiB are missing before there is any KV cache"
         return f"one request of {self.length:,} tokens needs {self.least:.1f} GiB of KV cache, {self.kv:.1f} are left"
 
-    @property
-    def would_fit(self) -> str:
-        """The advice in one line."""
-        return "this would: " + ", or ".join(self.advice) if self.advice else "nothing on this host makes it fit"
-
 
 def plan(
     spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mapping[str, str], advise: bool = True
@@ -102,7 +97,7 @@ def plan(
         raise PlanError(f"uses {gpus(config)} GPUs, {devices.label(device)} has {device.count}")
     found = _plan(spec, device, config, env)
     if found.fits:
-        return replace(found, advice=(BELOW,)) if crowded(device, config) else found
+        return replace(found, advice=tuple(filter(None, [caution(device, config)])))
     return replace(found, advice=tuple(_advice(spec, device, config, env))) if advise else found
 
 
@@ -191,14 +186,18 @@ def _measured(device: Device, spec: ModelSpec, experts: str, filled: Mapping[str
 
 CEILING: Final = 0.95
 """Utilisation that the usage guide advises for one full GPU; with several it ran out of memory there."""
+SHARED: Final = 0.85
+"""Of a DGX Spark, by github.com/vllm-project/recipes/pull/632: its host runs out of memory at vLLM's default."""
 
-BELOW: Final = f"stay below {CEILING}: there vLLM's usage guide ran out of memory on several 80 GB cards"
 
-
-def crowded(device: Device, config: Mapping[str, Any]) -> bool:
-    """Several H100 at a utilisation that ran out of memory there."""
-    high = float(config.get("gpu-memory-utilization", 0)) >= CEILING
-    return high and gpus(config) > 1 and _crowds(device)
+def caution(device: Device, config: Mapping[str, Any]) -> str:
+    """What to set where a utilisation is known to run out of memory: several H100, and a DGX Spark. Empty elsewhere."""
+    used = float(config.get("gpu-memory-utilization", defaults.UTILIZATION))
+    if used >= CEILING and gpus(config) > 1 and _crowds(device):
+        return f"stay below {CEILING}: there vLLM's usage guide ran out of memory on several 80 GB cards"
+    if used > SHARED and device.arch == "sm121":
+        return f"--gpu-memory-utilization {SHARED}, because the host shares this memory"
+    return ""
 
 
 def _crowds(device: Device) -> bool:
@@ -229,6 +228,7 @@ def _changes(device: Device, config: Mapping[str, Any], users: int) -> list[tupl
     users: requests that must run concurrently. The cost is the number of settings; an fp8 cache, which is lossy, is 3.
     """
     now, high = defaults.filled(device, config), 0.94 if _crowds(device) and device.count > 1 else CEILING
+    high = SHARED if device.arch == "sm121" else high
     tensor = size(config, "tensor-parallel-size")
     seqs = dict.fromkeys(max(each, users) for each in (16, 4))
     few = [{"max-num-batched-tokens": 1024}] if now["max-num-batched-tokens"] > 1024 else []
@@ -262,6 +262,14 @@ def _advice(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Map
         if more is not None and fits(spec, more, {**config, "tensor-parallel-size": count}, env):
             yield f"--tensor-parallel-size {count}, on {devices.label(more)}"
             return
+    if not found:
+        yield instead(spec, device, env)
+
+
+def instead(spec: ModelSpec, device: Device, env: Mapping[str, str]) -> str:
+    """What serves gpt-oss where no settings make a model fit."""
+    smaller = spec != GPT_OSS_20B and search(GPT_OSS_20B, device, {"max-model-len": LENGTHS[-1]}, env, 1)
+    return f"more or larger GPUs{', gpt-oss-20b' if smaller else ''}, or llama.cpp with experts in the host's memory"
 
 
 def _as_many(device: Device, count: int) -> Device | None:
@@ -277,6 +285,8 @@ def search(
     If there is none: the one that comes nearest, in requests times length. None: nothing fits.
     """
     best, most = None, 0.0
+    if device.arch == "sm121":
+        config = {"gpu-memory-utilization": SHARED, **config}
     wanted = int(defaults.filled(device, config)["max-model-len"])
     for _, change in _changes(device, config, users):
         changed = {**config, **change}

@@ -9,9 +9,8 @@ from typing import Any
 
 import yaml
 
-from vllm_gptoss import _vllm
 from vllm_gptoss.cli.recipes.load import FOLDER
-from vllm_gptoss.cli.recipes.schema import Recipe
+from vllm_gptoss.cli.recipes.schema import Recipe, Status
 from vllm_gptoss.engine.choose import devices
 from vllm_gptoss.engine.choose.device import Vendor
 from vllm_gptoss.version import __version__
@@ -113,18 +112,6 @@ def kubernetes(recipe: Recipe) -> str:
     return _built(recipe, container["image"]) + yaml.safe_dump_all(documents, sort_keys=False, width=120)
 
 
-def upstream(recipe: Recipe) -> str:
-    """The `model` part of a recipe as vllm-project/recipes writes it: arguments as a list, variables as a map."""
-    low = ".".join(map(str, _vllm.SUPPORTED[0]))
-    own = {"additional-config"}  # without effect in stock vLLM
-    flags = [
-        word for key, value in recipe.config.items() if key != "model" and key not in own for word in flag(key, value)
-    ]
-    lost = "".join(f"# {key} is the plugin's, and left out\n" for key in sorted(own & set(recipe.config)))
-    model = {"model_id": recipe.repository, "min_vllm_version": f"{low}.0", "base_args": flags, "base_env": recipe.env}
-    return lost + yaml.safe_dump({"model": model}, sort_keys=False, width=120)
-
-
 def row(recipe: Recipe) -> dict[str, str]:
     """A recipe as lists show it. ms: time per output token, of so many requests at once, and when."""
     figures = [f"{claim.tpot_ms:.2f} ({claim.requests})" for claim in recipe.claims]
@@ -145,8 +132,8 @@ def data(recipe: Recipe) -> dict[str, Any]:
 
 
 def table(recipes: Sequence[Recipe]) -> str:
-    """The table of `recipes/README.md`."""
-    rows = [row(recipe) for recipe in recipes]
+    """The table of `recipes/README.md`: recipes with a measured or published figure."""
+    rows = [row(recipe) for recipe in recipes if recipe.status is not Status.CONFIGURATION]
     lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(each.values()) for each in rows)] if rows else []
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
