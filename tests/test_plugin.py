@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import pkgutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -19,7 +20,7 @@ from fastapi import FastAPI
 
 from tests.support import warm
 from tests.support.vllm_log import heard, lines
-from vllm_gptoss import _vllm, fallback, plugin
+from vllm_gptoss import _vllm, fallback, plugin, startup_line
 from vllm_gptoss._vllm import compatibility
 from vllm_gptoss._vllm import runner as _vllm_runner
 from vllm_gptoss.server import parts
@@ -91,10 +92,9 @@ def test_an_allow_list_without_us_keeps_us_out(allowed: str) -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("value", ["0", "false", "off"])
-def test_the_endpoint_can_be_turned_off(value: str) -> None:
+def test_the_endpoint_can_be_turned_off() -> None:
     code = DISCOVER + "import os; print('VLLM_PLUGINS' in os.environ)"
-    off = python(code, VLLM_PLUGINS=None, GPTOSS_ENDPOINT=value, GPTOSS_PARSER=value)
+    off = python(code, VLLM_PLUGINS=None, GPTOSS_ENDPOINT="off", GPTOSS_PARSER="0")
     assert off.stdout.splitlines()[-1] == "False"
 
 
@@ -287,6 +287,19 @@ def test_the_rust_front_end_is_reported_at_start(
 
 
 @pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("ui", "given", "used"),
+    [(True, "", startup_line.EXTENSION), (True, "team.Extension", "team.Extension"), (False, "", "")],
+)
+def test_workers_get_a_method_for_the_page_only_where_it_is_on(ui: bool, given: str, used: str) -> None:
+    parallel = SimpleNamespace(worker_extension_cls=given)
+    config = SimpleNamespace(additional_config={"gptoss": {"ui": ui, "host": "stock"}}, parallel_config=parallel)
+    assert plugin._wants_runner(config) is False
+    assert parallel.worker_extension_cls == used
+    assert pkgutil.resolve_name(startup_line.EXTENSION) is startup_line.WorkerChoices
+
+
+@pytest.mark.vllm
 def test_a_configuration_that_vllm_changed_does_not_stop_the_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -294,6 +307,34 @@ def test_a_configuration_that_vllm_changed_does_not_stop_the_start(
     with heard(caplog, logging.WARNING):
         assert plugin._wants_runner(SimpleNamespace(additional_config={})) is False
     assert ["AttributeError" in line for line in lines(caplog)] == [True, True], "the start and the runner"
+
+
+@pytest.mark.vllm
+def test_a_runner_that_was_requested_and_cannot_run_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_vllm_runner, "suits", lambda config: False)
+    with pytest.raises(ChoiceError, match="use host=auto"):
+        plugin._wants_runner(SimpleNamespace(additional_config={"gptoss": {"host": "gptoss"}}))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("host", ["auto", "gptoss"])
+@pytest.mark.parametrize(("worker", "is_ours"), [("auto", True), (plugin.WORKER, True), ("team.Worker", False)])
+def test_the_users_own_worker_is_reported_where_it_has_vllms_runner(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, host: str, worker: str, is_ours: bool
+) -> None:
+    monkeypatch.setattr(_vllm_runner, "suits", lambda config: True)
+    monkeypatch.setattr(fallback, "fits", lambda part, name: True)
+    monkeypatch.setattr(fallback, "_said", set())
+    monkeypatch.setattr(plugin, "_shorten_start", lambda config: None)
+    parallel = SimpleNamespace(worker_cls=worker)
+    config = SimpleNamespace(additional_config={"gptoss": {"host": host}}, parallel_config=parallel)
+    refused = host == "gptoss" and not is_ours
+    with (
+        heard(caplog, logging.WARNING),
+        pytest.raises(ChoiceError, match="names another worker; use host=auto") if refused else nullcontext(),
+    ):
+        assert plugin._wants_runner(config)
+    assert len(lines(caplog)) == (not is_ours)
 
 
 CONFIGURED = """

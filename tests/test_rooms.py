@@ -27,7 +27,6 @@ ORDER = (
     "engine.choose",
     "engine.parent_death",
     "engine.checkpoint",
-    "engine.reference",
     "engine.experts",
     "engine.attention",
     "engine.model",
@@ -53,11 +52,7 @@ ORDER = (
 SHARED = frozenset({"_vllm", "fallback", "settings", "startup_line", "version"})
 """Imports that engine and server may both have."""
 
-MAY_IMPORT: Mapping[str, frozenset[str]] = {
-    "tools": frozenset(),
-    "engine": SHARED,
-    "server": SHARED | {"tools"},
-}
+MAY_IMPORT: Mapping[str, frozenset[str]] = {"tools": frozenset(), "engine": SHARED, "server": SHARED | {"tools"}}
 """Allowed imports of each package: engine and server import nothing of each other, and nothing imports cli."""
 
 

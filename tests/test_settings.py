@@ -51,8 +51,14 @@ def test_the_document_lists_every_setting_and_variable() -> None:
     variables = {name for name in named if not name.startswith("GPTOSS_BENCH_")}  # `bench host` sets them itself
     assert [row for row in rows if row not in document] == []
     assert {name for name in variables | {"GPTOSS"} if f"`{name}`" not in document} == set()
-    options = ResponsesOptions.model_fields.keys() - Settings.model_fields.keys()
-    assert [name for name in options if f"_{name.upper()}`" not in responses] == []
+    table = re.findall(r"^\| `GPTOSS_RESPONSES_(.*?) \| (.*?) \|", responses, re.MULTILINE)
+    pairs = [zip(re.findall("([A-Z][A-Z_]*)`", names), values.split(", "), strict=True) for names, values in table]
+    shown = {name.lower(): value for pair in pairs for name, value in pair}
+    options = {name: field.default for name, field in ResponsesOptions.model_fields.items()}
+    assert shown.keys() == options.keys() - Settings.model_fields.keys()
+    for name, value in shown.items():
+        if number := re.fullmatch(r"(\d+)( MiB| GiB|)", value):
+            assert int(number[1]) * {"": 1, " MiB": 1 << 20, " GiB": 1 << 30}[number[2]] == options[name], name
 
 
 def listed(document: str) -> list[tuple[list[str], str]]:

@@ -6,22 +6,22 @@ import ast
 import functools
 from pathlib import Path
 
-from tests.contract.source import ROOT, Release, find, parameters
+from tests.contract.package_imports import SOURCES
+from tests.contract.source import ROOT, Release, find, parameters, tree
 
 
 @functools.cache
 def overrides() -> list[tuple[Path, str, ast.FunctionDef, str, str]]:
     """(file, class, method, module of the base, base) for every plugin class with a base imported from vLLM."""
     found = []
-    for path in sorted((ROOT / "vllm_gptoss").rglob("*.py")):
-        tree = ast.parse(path.read_text())
+    for path in SOURCES:
         origin = {
             alias.asname or alias.name: (str(node.module), alias.name)
-            for node in ast.walk(tree)
+            for node in ast.walk(tree(path))
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm"
             for alias in node.names
         }
-        for node in ast.walk(tree):
+        for node in ast.walk(tree(path)):
             if not isinstance(node, ast.ClassDef):
                 continue
             for base in node.bases:

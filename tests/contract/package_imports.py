@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 import ast
+import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.contract.source import ROOT, Release, has_name
+from tests.contract.source import ROOT, Release, has_name, tree
 
-PACKAGE = ROOT / "vllm_gptoss"
+SOURCES = [
+    path
+    for path in sorted((ROOT / "vllm_gptoss").rglob("*.py"))
+    if re.search(r"\b(from|import) vllm\b", path.read_text())
+]
+"""Files of the package that import vLLM."""
 
 
-def imports_of_vllm(path: Path) -> Iterator[tuple[str, str | None, int]]:
+@functools.cache
+def imports_of_vllm(path: Path) -> list[tuple[str, str | None, int]]:
     """(module, name or None, line) of every import of vLLM outside a `try`/`except ImportError`."""
-    tree = ast.parse(path.read_text())
     guarded = {
         id(node)
-        for outer in ast.walk(tree)
+        for outer in ast.walk(tree(path))
         if isinstance(outer, ast.Try) and any("ImportError" in ast.dump(handler) for handler in outer.handlers)
         for node in ast.walk(outer)
     }
-    for node in ast.walk(tree):
+    found: list[tuple[str, str | None, int]] = []
+    for node in ast.walk(tree(path)):
         if id(node) in guarded:
             continue
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm" and not node.level:
-            yield from ((str(node.module), alias.name, node.lineno) for alias in node.names)
+            found += [(str(node.module), alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.Import):
-            yield from ((a.name, None, node.lineno) for a in node.names if a.name.split(".")[0] == "vllm")
+            found += [(a.name, None, node.lineno) for a in node.names if a.name.split(".")[0] == "vllm"]
+    return found
 
 
 def alternatives(path: Path) -> Iterator[list[tuple[str, str]]]:
     """For each `try`/`except ImportError`, the imports of which one must succeed."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Try) and any("ImportError" in ast.dump(handler) for handler in node.handlers):
             found = [
                 (str(inner.module), alias.name)
@@ -41,9 +50,6 @@ def alternatives(path: Path) -> Iterator[list[tuple[str, str]]]:
             ]
             if found:
                 yield found
-
-
-SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 
 def missing(release: Release) -> list[tuple[str, str]]:

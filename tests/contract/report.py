@@ -56,6 +56,7 @@ def _definitions(new: Release, old: Release) -> Iterator[Change]:
             yield change
 
 
+@functools.cache
 def _source(release: Release, file: str) -> VllmSource:
     path = release.root / file
     return VllmSource(path.read_bytes() if path.is_file() else b"")

@@ -39,12 +39,7 @@ SEAMS = (
     ),
     Seam("vllm.plugins", "load_general_plugins", (), "doctor's discovery"),
     Seam("vllm.plugins", "load_endpoint_plugins", ("supported_tasks",), "doctor's discovery"),
-    Seam(
-        "vllm.plugins.endpoint_plugins.interface",
-        "EndpointPlugin.attach_router",
-        ("app",),
-        "adding our routes",
-    ),
+    Seam("vllm.plugins.endpoint_plugins.interface", "EndpointPlugin.attach_router", ("app",), "adding our routes"),
     Seam(
         "vllm.plugins.endpoint_plugins.interface",
         "EndpointPlugin.init_state",
@@ -132,12 +127,7 @@ SEAMS = (
         ("scheduler_output", "non_block"),
         "measuring the API server without a model",
     ),
-    Seam(
-        "vllm.model_executor.models.gpt_oss",
-        "GptOssForCausalLM",
-        ("vllm_config", "prefix"),
-        "subclassing the model",
-    ),
+    Seam("vllm.model_executor.models.gpt_oss", "GptOssForCausalLM", ("vllm_config", "prefix"), "subclassing the model"),
 )
 
 

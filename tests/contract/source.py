@@ -45,6 +45,7 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@functools.cache
 def top_level(path: Path) -> dict[str, ast.stmt]:
     """Names that a module defines or imports at its top level, also inside `if` and `try`, and what binds them."""
     names: dict[str, ast.stmt] = {}

@@ -12,12 +12,15 @@ import pytest
 
 from demo.server import NAME, on_gpu, serve
 from tests.contract.mutation import mutated
+from tests.support import warm_vllm
 
 CHANGED = (
     ("vllm/parser/harmony.py", "HarmonyParser.parse_delta"),
     ("vllm/v1/engine/output_processor.py", "OutputProcessor.process_outputs"),
 )
 """The engine part stays: without the plugin, vLLM has no MXFP4 experts for a CPU without AMX."""
+COMPARED = "import importlib.util; importlib.util.find_spec('vllm').origin = {origin!r}"
+"""The server has imported the installed vLLM; the plugin compares the changed copy."""
 
 
 @pytest.mark.slow
@@ -25,7 +28,6 @@ CHANGED = (
 @pytest.mark.skipif(on_gpu(), reason="changes the vLLM that is installed for CPU")
 def test_a_newer_vllm_serves_with_the_affected_parts_off(model_dir: Path, tmp_path: Path) -> None:
     spec = importlib.util.find_spec("vllm")
-    assert spec is not None
     assert spec.origin is not None
     installed = Path(spec.origin).parents[1]
     shutil.copytree(installed / "vllm", tmp_path / "vllm", copy_function=os.symlink)
@@ -36,8 +38,9 @@ def test_a_newer_vllm_serves_with_the_affected_parts_off(model_dir: Path, tmp_pa
     metadata = tmp_path / "vllm-0.34.0+cpu.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.34.0+cpu\n")
+    (tmp_path / "sitecustomize.py").write_text(COMPARED.format(origin=str(tmp_path / "vllm" / "__init__.py")))
     environ = {"PYTHONPATH": str(tmp_path), "GPTOSS_RESPONSES_STORE": "off"}
-    with serve(model_dir, tmp_path / "log", environment=environ) as server:
+    with serve(model_dir, tmp_path / "log", environment=environ, popen=warm_vllm.popen) as server:
         question = {"model": NAME, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 20}
         chat = httpx.post(f"{server.api}/chat/completions", json=question, timeout=120)
         response = httpx.post(f"{server.api}/responses", json={"model": NAME, "input": "hello"}, timeout=120)

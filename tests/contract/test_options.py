@@ -32,10 +32,11 @@ def rows() -> Rows:
     found: Rows = {}
     for line in (ROOT / "docs" / "options.md").read_text().splitlines():
         cells = [set(re.findall(r"`([^`]+)`", cell)) for cell in line.split("|")[1:-1]]
-        if path := re.match(r"\| `POST (\S+)`", line):
-            _, honoured, refused, ignored = cells
-            assert len(honoured) + len(refused) + len(ignored) == len(honoured | refused | ignored), path[1]
-            found[path[1]] = (honoured, refused, ignored)
+        for path in re.findall(r"`POST (/\S+)`", line):
+            known = found.get(path, (set(), set(), set()))
+            assert sum(map(len, (*known, *cells[1:]))) == len(set().union(*known, *cells[1:])), path
+            honoured, refused, ignored = (old | new for old, new in zip(known, cells[1:], strict=True))
+            found[path] = (honoured, refused, ignored)
     return found
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -82,23 +80,20 @@ def test_every_change_is_named_with_its_difference(release: Release) -> None:
     assert {part for change in found for part in change.parts} == set(compatibility.PARTS)
 
 
-def test_a_tested_release_changes_nothing() -> None:
-    assert report.changes(TESTED, TESTED) == []
-
-
-def test_the_command_takes_a_folder_and_a_wheel(tmp_path: Path, release: Release) -> None:
+def test_the_command_takes_a_folder_and_a_wheel_and_a_tested_release_changes_nothing(
+    tmp_path: Path, release: Release, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     wheel = tmp_path / "vllm-0.34.0-cp312-abi3-linux_x86_64.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         for file in {file for files in compatibility.releases()["0.33.0"].values() for file in files}:
             archive.write(release.root / file, file)
         archive.write(release.root / "vllm/__init__.py", "vllm/__init__.py")
         archive.writestr("vllm/_C.so", b"binary")
-    environ = os.environ | {"GPTOSS_CACHE": str(tmp_path / "cache")}
-    command = [sys.executable, "-m", "tests.contract.report", str(wheel), str(UNPACKED)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=280)
-    assert done.returncode == 1, done.stderr
-    assert "changed: vllm/parser/harmony.py:HarmonyParser.parse_delta" in done.stdout
-    assert "vLLM vllm-0.33.0 compared with 0.33.0: 0 differences" in done.stdout
+    monkeypatch.setattr(vllm_source, "CACHE", tmp_path / "cache")
+    assert report.main([str(wheel), str(UNPACKED)]) == 1
+    said = capsys.readouterr().out
+    assert "changed: vllm/parser/harmony.py:HarmonyParser.parse_delta" in said
+    assert "vLLM vllm-0.33.0 compared with 0.33.0: 0 differences" in said
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["vllm-0.34.0"]
     assert not (tmp_path / "cache" / "vllm-0.34.0" / "vllm" / "_C.so").exists()
 

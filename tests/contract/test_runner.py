@@ -53,7 +53,6 @@ def test_running_requests_can_be_passed_over(release: Release) -> None:
     assert schedule is not None
     text = ast.unparse(schedule)
     passed = re.search(r"if self.current_step < request.next_decode_eligible_step:\s+req_index \+= 1\s+continue", text)
-    assert passed is not None
     assert passed.start() < text.index("num_new_tokens = request.num_tokens_with_spec")
 
 
@@ -73,16 +72,24 @@ def test_a_running_request_is_asked_for_in_one_way(release: Release) -> None:
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
 def test_the_worker_can_be_named_before_the_platform_names_one(release: Release) -> None:
     config = release.module("vllm.config.vllm")
-    assert config is not None
     text = config.read_text()
     assert text.index("self.try_verify_and_update_config()") < text.index(
         "current_platform.check_and_update_config(self)"
     )
     platform = release.module("vllm.platforms.cuda")
-    assert platform is not None
     assert 'if parallel_config.worker_cls == "auto":' in platform.read_text()
     assert (
         f'"{spec.ARCHITECTURE}": GptOssForCausalLMConfig'
         in (release.module("vllm.model_executor.models.config") or platform).read_text()
     )
     assert find(release, "vllm.v1.worker.gpu_worker", "Worker._make_model_runner") is not None
+
+
+@pytest.mark.parametrize("release", releases(), ids=lambda release: release.version)
+def test_an_extension_adds_its_methods_to_the_worker_and_clients_call_them_by_name(release: Release) -> None:
+    begin = find(release, "vllm.v1.worker.worker_base", "WorkerWrapperBase.init_worker")
+    assert begin is not None
+    assert "worker_class.__bases__ + (worker_extension_cls,)" in ast.unparse(begin)
+    call = find(release, "vllm.v1.engine.async_llm", "AsyncLLM.collective_rpc")
+    assert call is not None
+    assert "method" in parameters(call)

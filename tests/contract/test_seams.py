@@ -63,7 +63,6 @@ def test_a_chat_stream_begins_before_the_first_tokens_are_read(release: Release)
     The parser recognises it by the type of the list, so the list must reach the parser unchanged.
     """
     path = release.module("vllm.entrypoints.openai.chat_completion.serving")
-    assert path is not None
     source = path.read_text()
     body = source[source.index("async for res in result_generator") : source.index("async def chat_completion_full")]
     assert body.index("first_iteration = False") < body.index("res.outputs")
@@ -127,6 +126,17 @@ def test_a_plan_is_made_from_two_bounds_that_we_set(release: Release) -> None:
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
+def test_a_graph_of_drafts_is_captured_and_replayed_with_one_number_of_tokens(release: Release) -> None:
+    """Why the kernel of a graph may be chosen by the tokens of a request: no step with more of them replays it."""
+    graphs = source(release, "vllm.v1.worker.gpu.cudagraph_utils")
+    assert "max_query_len=desc.max_query_len or desc.uniform_token_count" in graphs
+    assert "or desc.uniform_token_count == uniform_token_count" in graphs
+    assert "desc.max_query_len >= max_query_len" in graphs
+    v1 = source(release, "vllm.v1.worker.gpu_model_runner")
+    assert "self.uniform_decode_query_len = 1 + self.num_spec_tokens" in v1
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
 def test_harmony_is_switched_on_by_the_model_type(release: Release) -> None:
     """Why the model keeps its `model_type`."""
     text = source(release, "vllm.renderers.online_renderer")
@@ -140,3 +150,4 @@ def test_no_announced_hook_has_appeared_unused(release: Release, part: str) -> N
     """The plugin's routes should use the first, its parser override the others."""
     hook = re.compile(r"def (replace_route|classify_token_phases|supports_token_phase_classification)\b")
     assert [file for file in (release.root / "vllm" / part).rglob("*.py") if hook.search(file.read_text())] == []
+    assert not list((release.root / "vllm" / "models").glob("gpt_oss*")), "the model class has another base there"

@@ -11,7 +11,6 @@ def _set(names: str) -> frozenset[str]:
 
 REPLACED: Mapping[str, str] = {
     "module.HarmonyParser": "_vllm/replaced.py",
-    "renderer._make_request_with_harmony": "_vllm/replaced.py",
     "state[name]": "_vllm/replaced.py",
     "request.make_request_output": "_vllm/replaced.py",
     "layer.attn_backend": "engine/attention/sm90.py",
@@ -45,7 +44,7 @@ FILLED: Mapping[str, frozenset[str]] = {
     ),
     "server/responses/endpoint.py": _set("args.tool_server"),
     "_vllm/replaced.py": _set("args.tool_server handler.tool_server theirs[name]"),
-    "_vllm/runner.py": _set("parallel.worker_cls scheduling.scheduler_cls"),
+    "_vllm/runner.py": _set("parallel.worker_cls parallel.worker_extension_cls scheduling.scheduler_cls"),
     "engine/runner/scheduler.py": _set(
         "first.scheduler_stats known.new_block_ids known.num_computed_tokens known.num_output_tokens "
         "known.req_ids message.outputs message.scheduler_stats request.last_sched_seq "
@@ -80,7 +79,9 @@ OURS: Mapping[str, frozenset[str]] = {
     "plugin.py": _set("os.environ['VLLM_PLUGINS'] os.environ[COPIED]"),
     "engine/runner/batch.py": _set("self.sampler.sampling_states[name]"),
     "engine/runner/scheduler.py": _set("ours.groups ours.quiet ours.size"),
-    "engine/runner/captured_steps.py": _set("tables._num_dirty_rows"),
+    "engine/attention/sm90.py": _set("layer.impl.most_per_request"),
+    "engine/runner/captured_steps.py": _set("have.seq_lens_cpu_upper_bound[:count] tables._num_dirty_rows"),
+    "engine/runner/model_runner.py": _set("batch.inputs.has_structured_output_reqs"),
     "server/chat/custom_tools.py": _set("custom.written"),
     "server/chat/vllm_parser.py": _set("calls[-1].arguments"),
 }

@@ -28,7 +28,6 @@ def said(wanted: str) -> list[tuple[Conversation, Step]]:
 
 def test_every_function_call_fits_the_schema_that_is_offered() -> None:
     for conversation, step in said("functions"):
-        assert step.call is not None
         name = step.call.removeprefix("functions.")
         assert name in (conversation.tools or ())
         schema = function(name, conversation)["parameters"]
@@ -40,7 +39,6 @@ def test_every_namespace_call_fits_the_schema_of_its_server() -> None:
     for conversation in conversations():
         for name in conversation.namespaces:
             for found, step in said(name):
-                assert step.call is not None
                 schema = tools()["namespaces"][name][step.call.split(".")[1]]["parameters"]
                 assert name in found.namespaces
                 jsonschema.validate(json.loads(step.text), schema)
@@ -62,7 +60,6 @@ def test_arguments_and_answers_keep_the_order_of_their_schema() -> None:
     """The grammar of calls forces it; the browser's calls may be any JSON object."""
     for conversation in conversations():
         for step in (step for turn in conversation.turns for step in turn.steps if step.call and step.text):
-            assert step.call is not None
             space, _, name = step.call.partition(".")
             if space == "functions" and step.json:
                 schema = function(name, conversation)["parameters"] or {"properties": {"input": {}}}
@@ -87,7 +84,7 @@ def test_json_answers_fit_their_format() -> None:
     assert len(with_format) >= 3
     for conversation in with_format:
         for turn in conversation.turns:
-            jsonschema.validate(json.loads(turn.steps[-1].text), conversation.format["schema"])  # type: ignore[index]
+            jsonschema.validate(json.loads(turn.steps[-1].text), conversation.format["schema"])
 
 
 def test_two_conversations_that_look_alike_differ_in_what_the_prompt_shows() -> None:

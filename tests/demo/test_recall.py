@@ -10,18 +10,19 @@ from pathlib import Path
 import pytest
 
 from tests.support import warm_vllm
-from tests.support.scale import count
+from tests.support.scale import SOAK, count
 from vllm_gptoss.engine.choose.device import detect
 
-EVERY = count(1, 8)
-"""All steps in `make soak`, each eighth in `make test`."""
+EVERY = count(1, 16)
+"""All steps in `make soak`, each sixteenth in `make test`."""
+PLUGINS = {"with the plugin": "gptoss"} | ({"stock vLLM": ""} if SOAK else {})
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("plugins", ["", "gptoss"], ids=["stock vLLM", "with the plugin"])
+@pytest.mark.parametrize("plugins", PLUGINS.values(), ids=PLUGINS)
 def test_every_step_is_recalled_token_for_token(model_dir: Path, plugins: str) -> None:
     """In a separate process: an engine leaves threads and global state behind."""
     if not plugins and "amx" not in detect().features:
