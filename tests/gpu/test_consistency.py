@@ -24,6 +24,7 @@ from vllm_gptoss.cli.bench.consistency import is_consistent
 pytestmark = [
     *SM90,
     pytest.mark.slow,
+    pytest.mark.alone,  # vLLM compares the memory of the whole GPU around a sleep
     pytest.mark.timeout(900),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM for CUDA"),
 ]
@@ -60,7 +61,7 @@ ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, str]]] = {
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """Of each engine: two with operations at a time, because float64 takes 25 GiB for each, concurrently with two
-    without. Engines that sleep run alone: vLLM compares the memory of the whole GPU."""
+    without. Engines that sleep run alone."""
     base = tmp_path_factory.mktemp("consistency")
     for seed, name in enumerate(("first", "second")):
         checkpoint.write(replace(shapes.shape("20b:2"), vocabulary=VOCABULARY), base / name, seed)
