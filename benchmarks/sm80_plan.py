@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import datetime
+import functools
 import json
 import re
 import sys
@@ -110,11 +111,12 @@ class Compiled:
     limit: int
 
 
-def ptxas(source: str, arch: str, macros: dict[str, int | str]) -> tuple[int, int, int]:
+@functools.cache
+def ptxas(source: str, arch: str, macros: tuple[tuple[str, int | str], ...]) -> tuple[int, int, int]:
     """(registers, bytes of spill stores, bytes of static shared memory) of the one kernel of a source."""
     library, program = nvrtc.library(), ctypes.c_void_p()
     options = [f"--gpu-architecture={arch}", "--std=c++17", "--use_fast_math", "--ptxas-options=-v"]
-    options += [f"-D{name}={value}" for name, value in macros.items()]
+    options += [f"-D{name}={value}" for name, value in macros]
     array = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
     if library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None):
         raise nvrtc.NvrtcError("nvrtcCreateProgram failed")
@@ -140,16 +142,13 @@ def kernels(arch: str) -> Iterator[tuple[str, Path, dict[str, int | str], int, i
     """(name, source, macros, dynamic shared memory, threads) of each kernel of a 20b step on an architecture."""
     limit, model = LIMITS[arch], spec.GPT_OSS_20B
     for which in experts.ONLY:
-        seen = set()
-        for tokens in (1, 4, 8, 16, 64):
+        for tokens in (1, 8, 16, 64):
             made = experts_plan_for(which, tokens, limit)
-            if (made.tuning, made.most, made.slot) not in seen:
-                seen.add((made.tuning, made.most, made.slot))
-                name = f"{which}, {tokens} tokens"
-                yield name, experts.SOURCE, made.macros(model), made.shared, made.tuning.warps * 32
-    for window, tokens in ((0, 1), (spec.WINDOW, 1), (spec.WINDOW, 256)):
+            name = f"{which}, {tokens} token{'s' * (tokens > 1)}"
+            yield name, experts.SOURCE, made.macros(model), made.shared, made.tuning.warps * 32
+    for name, window, tokens in (("full", 0, 1), ("window, to 64 tokens", 128, 64), ("window, from 65 on", 128, 65)):
         plan = attention_plan(tokens, window, limit)
-        name = f"attention_many, {f'window, {tokens} tokens' if window else 'all keys'}"
+        name = f"attention_many, {name}"
         yield name, attention_many.SOURCE, plan.macros, plan.shared_bytes, plan.warps * 32
     cuda, columns = norm_rope_router.CUDA, model.hidden
     yield "norm_many", cuda / "norm_many.cu", {"COLUMNS": columns}, 0, -(-columns // 256) * 32
@@ -159,7 +158,7 @@ def kernels(arch: str) -> Iterator[tuple[str, Path, dict[str, int | str], int, i
 def compiled(arch: str) -> Iterator[Compiled]:
     """What ptxas makes of each of `kernels`."""
     for name, path, macros, dynamic, threads in kernels(arch):
-        registers, spilled, static = ptxas(nvrtc.source(path), arch, macros)
+        registers, spilled, static = ptxas(nvrtc.source(path), arch, tuple(macros.items()))
         yield Compiled(name, arch, registers, spilled, dynamic + static, threads, LIMITS[arch])
 
 
