@@ -257,6 +257,17 @@ def float64(files: Sequence[Row]) -> str:
     return markdown(head, ([r, str(n), *(number(by[r, n, v][name], 4) for v, name in sides)] for r, n in kinds))
 
 
+def compiled(files: Sequence[Row]) -> str:
+    """Registers of a thread, spilled bytes, and KB of shared memory of a block, by architecture."""
+    rows = [row for file in files for row in file["rows"]]
+    archs, names = (list(dict.fromkeys(row[key] for row in rows)) for key in ("arch", "kernel"))
+    cells = {
+        (row["kernel"], row["arch"]): f"{row['registers']} / {row['spilled']} / {number(row['shared'] / 1024, 0)}"
+        for row in rows
+    }
+    return markdown(["kernel", *archs], ([name, *(cells[name, arch] for arch in archs)] for name in names))
+
+
 def hardware(files: Sequence[Row]) -> str:
     """What `choose` gives for one GPU of each family, AITER on for AMD; `vllm-gptoss doctor` prints the same there."""
     del files
@@ -349,6 +360,7 @@ KINDS: dict[str, Callable[[Sequence[Row]], str]] = {
     "accuracy": accuracy,
     "consistency": consistency,
     "float64": float64,
+    "compiled": compiled,
     "hardware": hardware,
     "bands": bands,
     "features": features,
