@@ -17,6 +17,7 @@ from vllm_gptoss.engine import choose
 from vllm_gptoss.engine.checkpoint.load import LoadCheck
 from vllm_gptoss.engine.choose import device
 from vllm_gptoss.engine.choose import vllm_config as describe
+from vllm_gptoss.engine.model import early
 from vllm_gptoss.engine.model.addresses import keep_scratch
 from vllm_gptoss.engine.model.fused_path import MAX_TOKENS, FusedPath
 from vllm_gptoss.settings import Settings
@@ -115,4 +116,5 @@ def set_up(model: Any, config: Any) -> FusedPath | None:
         startup_line.note("tokens per request in layers of many tokens", several)
     few = FusedPath(model, deployment, several.value)
     sm90.plan_once(model, several.value)
+    fallback.attempt("kernels compiled beside loading", "auto", lambda: early.start(model, deployment))
     return few
