@@ -328,23 +328,31 @@ def at_once(loads: Loads) -> None:
     Raises:
         NvrtcError: what the first of them raised, once all have ended.
     """
-    for thread in _in_background:
-        thread.join()
+    wait_for_background()
     _on_threads(loads)
 
 
 def in_background(loads: Loads) -> None:
-    """Makes calls as `at_once` does, and returns before. A call that fails is left to where its kernel is needed.
+    """Makes calls as `at_once` does, and returns before. `loads` is evaluated on a thread.
 
-    They may allocate nothing: vLLM loads weights meanwhile. `loads` is evaluated on a thread.
+    The calls may allocate nothing, because vLLM loads weights meanwhile. One that fails is logged, and left to the code
+    that needs its kernel.
     """
 
     def run() -> None:
-        with contextlib.suppress(Exception):
+        try:
             _on_threads(loads)
+        except Exception as error:
+            logger.info("kernels are compiled at their first use: %r", error)
 
     _in_background.append(threading.Thread(target=run, name="gptoss-kernels", daemon=True))
     _in_background[-1].start()
+
+
+def wait_for_background() -> None:
+    """Waits for `in_background`. No kernel may be loaded while a CUDA graph is captured."""
+    for thread in _in_background:
+        thread.join()
 
 
 def _on_threads(loads: Loads) -> None:
