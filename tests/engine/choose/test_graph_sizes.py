@@ -9,8 +9,7 @@ import pytest
 from vllm.config import CUDAGraphMode
 from vllm.config.vllm import OptimizationLevel
 
-from tests.engine.choose.test_vllm_config import MODEL, THREE_DRAFTS, compilation, config, parallel
-from tests.engine.choose.test_vllm_config import transfer as kv_transfer
+from tests.support.vllm_configs import MODEL, THREE_DRAFTS, compilation, config, parallel, transfer
 from vllm_gptoss._vllm import runner
 from vllm_gptoss.engine.choose import graph_sizes
 
@@ -50,7 +49,7 @@ def test_a_plain_server_captures_fewer_sizes(monkeypatch: pytest.MonkeyPatch) ->
         {"speculative_config": THREE_DRAFTS},
         {"lora_config": SimpleNamespace()},
         {"parallel_config": parallel(tensor_parallel_size=2)},
-        {"kv_transfer_config": kv_transfer("ExampleConnector")},
+        {"kv_transfer_config": transfer("ExampleConnector")},
         {"additional_config": {"gptoss": {"layers": "upstream"}}},
     ],
     ids=str,

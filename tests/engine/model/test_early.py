@@ -17,9 +17,9 @@ from vllm_gptoss.engine.choose.device import Device
 from vllm_gptoss.engine.experts import mxfp4, sm90
 from vllm_gptoss.engine.kernels import cache, experts, experts_prefill, nvrtc, step
 from vllm_gptoss.engine.kernels.experts import CompileJob, Projection
+from vllm_gptoss.engine.model import early
 from vllm_gptoss.engine.spec import GPT_OSS_20B
 
-early = pytest.importorskip("vllm_gptoss.engine.model.early")
 SMALL = replace(GPT_OSS_20B, experts=2)
 
 

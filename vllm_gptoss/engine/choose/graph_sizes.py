@@ -22,7 +22,7 @@ def chosen(config: Any) -> list[int] | None:
         return None
     here, deployment = Device("nvidia", "", runner.gpu_architecture(), 0), describe.configuration(config)
     layers = choose.layers(here, deployment, Settings.load(config.additional_config).layers)
-    if deployment.drafts or "upstream" in (layers.value, choose.runner(here, deployment).value):
+    if "upstream" in (layers.value, choose.runner(here, deployment).value):
         return None
     scheduling = config.scheduler_config
     sizes = bands.graph_sizes(scheduling.max_num_seqs, scheduling.max_num_batched_tokens)
