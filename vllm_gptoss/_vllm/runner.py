@@ -116,7 +116,7 @@ def suits(config: Any) -> bool:
 
 def has_default_graphs(config: Any) -> bool:
     """Whether the user left the CUDA graphs of a `VllmConfig` to vLLM, which then captures PIECEWISE and FULL ones."""
-    from vllm.config import CUDAGraphMode
+    from vllm.config.compilation import CUDAGraphMode
 
     graphs = config.compilation_config
     return (
