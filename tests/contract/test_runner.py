@@ -85,6 +85,20 @@ def test_the_worker_can_be_named_before_the_platform_names_one(release: Release)
     assert find(release, "vllm.v1.worker.gpu_worker", "Worker._make_model_runner") is not None
 
 
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
+def test_sizes_of_graphs_that_were_set_are_kept(release: Release) -> None:
+    """`choose/graph_sizes.py` sets them without a maximum: vLLM's entry adds none then, and later code takes theirs."""
+    entry = find(release, "vllm.model_executor.models.config", "GptOssForCausalLMConfig.verify_and_update_config")
+    assert entry is not None
+    condition = (
+        "compilation_config.cudagraph_capture_sizes is None and compilation_config.max_cudagraph_capture_size is None"
+    )
+    assert f"if {condition}:" in ast.unparse(entry)
+    later = find(release, "vllm.config.vllm", "VllmConfig._set_cudagraph_sizes")
+    assert later is not None
+    assert "list(set(self.compilation_config.cudagraph_capture_sizes))" in ast.unparse(later)
+
+
 @pytest.mark.parametrize("release", releases(), ids=lambda release: release.version)
 def test_an_extension_adds_its_methods_to_the_worker_and_clients_call_them_by_name(release: Release) -> None:
     begin = find(release, "vllm.v1.worker.worker_base", "WorkerWrapperBase.init_worker")

@@ -44,7 +44,10 @@ FILLED: Mapping[str, frozenset[str]] = {
     ),
     "server/responses/endpoint.py": _set("args.tool_server"),
     "_vllm/replaced.py": _set("args.tool_server handler.tool_server theirs[name]"),
-    "_vllm/runner.py": _set("parallel.worker_cls parallel.worker_extension_cls scheduling.scheduler_cls"),
+    "_vllm/runner.py": _set(
+        "parallel.worker_cls parallel.worker_extension_cls scheduling.scheduler_cls "
+        "vllm_config.compilation_config.cudagraph_capture_sizes"
+    ),
     "engine/runner/scheduler.py": _set(
         "first.scheduler_stats known.new_block_ids known.num_computed_tokens known.num_output_tokens "
         "known.req_ids message.outputs message.scheduler_stats request.last_sched_seq "

@@ -17,6 +17,8 @@ from vllm_gptoss.engine import choose
 from vllm_gptoss.engine.checkpoint.load import LoadCheck
 from vllm_gptoss.engine.choose import device
 from vllm_gptoss.engine.choose import vllm_config as describe
+from vllm_gptoss.engine.kernels import nvrtc
+from vllm_gptoss.engine.model import early
 from vllm_gptoss.engine.model.addresses import keep_scratch
 from vllm_gptoss.engine.model.fused_path import MAX_TOKENS, FusedPath
 from vllm_gptoss.settings import Settings
@@ -84,6 +86,7 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
 
     def process_weights_after_loading(self) -> None:
         """vLLM's hook after it has processed the weights of every layer."""
+        nvrtc.wait_for_background()
         keep_scratch(self)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -115,4 +118,5 @@ def set_up(model: Any, config: Any) -> FusedPath | None:
         startup_line.note("tokens per request in layers of many tokens", several)
     few = FusedPath(model, deployment, several.value)
     sm90.plan_once(model, several.value)
+    nvrtc.in_background(early.loads(model, deployment))
     return few
