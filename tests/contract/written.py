@@ -13,8 +13,6 @@ REPLACED: Mapping[str, str] = {
     "module.HarmonyParser": "_vllm/replaced.py",
     "state[name]": "_vllm/replaced.py",
     "request.make_request_output": "_vllm/replaced.py",
-    "layer.attn_backend": "engine/attention/sm90.py",
-    "layer.impl": "engine/attention/sm90.py",
     "module.MODELS_CONFIG_MAP[architecture]": "_vllm/runner.py",
 }
 """Where each attribute is replaced. docs/harmony.md has the reasons."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -82,6 +84,29 @@ def flash_attention_version() -> int | None:
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
     return get_flash_attn_version()
+
+
+@contextmanager
+def flash_attention_backend(path: str) -> Iterator[None]:
+    """Registers the class `path` as vLLM's backend `FLASH_ATTN`, for the layers that vLLM builds meanwhile.
+
+    vLLM caches the backend of a configuration, so both ends clear that cache: no other model gets the class. A class
+    that another plugin has registered stays.
+    """
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    backend = AttentionBackendEnum.FLASH_ATTN
+    if backend.is_overridden():
+        yield
+        return
+    selector._cached_get_attn_backend.cache_clear()
+    register_backend(backend, path)
+    try:
+        yield
+    finally:
+        backend.clear_override()
+        selector._cached_get_attn_backend.cache_clear()
 
 
 def replace_parameter(layer: Any, name: str, tensor: Any) -> None:
