@@ -122,6 +122,20 @@ SITUATIONS = {
         )
         for name, transfer in CONNECTORS.items()
     },
+    **{
+        f"KV connector: offloading from {mib} MiB, host asked for": Situation(
+            ALL,
+            (1, 32, 64, 64),
+            {
+                "kv_transfer_config": {"kv_role": "kv_both", **OFFLOADING},
+                **wish(layers="gptoss", host="gptoss"),
+                "kv_cache_memory_bytes": mib * 2**20,
+                "disable_hybrid_kv_cache_manager": False,
+            },
+            job={"steps": True},
+        )
+        for mib in (2048, 64)
+    },
     "experts asked for": Situation(ALL, (256,), {"max_num_seqs": 256, **wish(experts="gptoss")}),
     "layers upstream": Situation(EXPERTS_ONLY, (1, 64), wish(layers="upstream")),
     "experts upstream": Situation(NOTHING, (1, 64), wish(experts="upstream", layers="upstream")),
@@ -217,6 +231,14 @@ def test_a_prefix_was_cached(name: str, results: dict[str, jobs.Results]) -> Non
 def test_requests_were_preempted(name: str, results: dict[str, jobs.Results]) -> None:
     results[name].rounds("job")
     assert results[name]["job"]["preemptions"] > 0
+
+
+@pytest.mark.parametrize("name", [name for name, each in SITUATIONS.items() if each.job.get("steps")])
+def test_decode_steps_without_transfers_took_the_short_way(name: str, results: dict[str, jobs.Results]) -> None:
+    results[name].rounds("job")
+    steps = results[name]["job"]["steps"]
+    assert steps["gptoss"] > 50, steps
+    assert steps["upstream"] > 3, f"no step with a prompt or a transfer: {steps}"
 
 
 def test_the_files_of_a_start_are_there() -> None:

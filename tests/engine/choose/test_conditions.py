@@ -179,7 +179,7 @@ RUNNER = [
     ({"prefill_context_parallel": 2}, "several GPUs"),
     ({"drafts": "ngram"}, "drafts"),
     ({"lora": True}, "LoRA is on"),
-    ({"kv_connectors": ("OffloadingConnector",)}, "a KV connector"),
+    ({"kv_connectors": ("OffloadingConnector", "ExampleConnector")}, "the KV connector ExampleConnector"),
     ({"moves_experts": True}, "vLLM moves experts between ranks"),
     ({"piecewise_graphs": True}, "cudagraph_mode=PIECEWISE has no graph of a whole step"),
     ({"graphs": False}, "no CUDA graphs are captured"),
@@ -196,11 +196,19 @@ def test_what_keeps_vllms_runner_is_named(changes: dict[str, Any], why: str) -> 
         choose.runner(H200, of(**changes), "gptoss")
 
 
-def test_drafts_take_the_runner_only_where_asked_for() -> None:
-    eagle3 = of(drafts="eagle3", draft_tokens=3)
-    choice = choose.runner(H200, eagle3)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"drafts": "eagle3", "draft_tokens": 3},
+        {"kv_connectors": ("OffloadingConnector",)},
+        {"kv_connectors": ("NixlConnector", "LMCacheConnectorV1", "LMCacheMPConnector")},
+    ],
+    ids=str,
+)
+def test_drafts_and_connectors_take_the_runner_only_where_asked_for(changes: dict[str, Any]) -> None:
+    choice = choose.runner(H200, of(**changes))
     assert (choice.value, "host=gptoss tries it" in choice.reason) == ("upstream", True)
-    assert choose.runner(H200, eagle3, "gptoss").value == "gptoss"
+    assert choose.runner(H200, of(**changes), "gptoss").value == "gptoss"
 
 
 @pytest.mark.parametrize(

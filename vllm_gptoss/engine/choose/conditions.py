@@ -189,6 +189,17 @@ EXPERTS: tuple[Condition, ...] = (
 # The runner
 
 
+NOTIFIED = ("OffloadingConnector", "NixlConnector", "LMCacheConnectorV1", "LMCacheMPConnector")
+"""KV connectors that read no attention metadata of a step in a FULL graph."""
+
+
+def notified_connectors(device: Device, deployment: Deployment) -> str | None:
+    """Of the runner: other KV connectors, alone or in a MultiConnector."""
+    del device
+    others = [name for name in deployment.kv_connectors if name not in NOTIFIED]
+    return f"the KV connector {', '.join(others)}" if others else None
+
+
 RUNNER: tuple[Condition, ...] = (
     sm90,
     when(
@@ -197,7 +208,7 @@ RUNNER: tuple[Condition, ...] = (
     ),
     when(lambda d: d.drafts not in (None, "eagle3"), "drafts by {d.drafts}"),
     LORA,
-    when(lambda d: d.kv_connectors, "a KV connector"),
+    notified_connectors,
     when(lambda d: d.moves_experts, "vLLM moves experts between ranks"),
     PIECEWISE,
     when(lambda d: not d.graphs, "no CUDA graphs are captured"),
