@@ -212,6 +212,19 @@ def load_and_run(monkeypatch: pytest.MonkeyPatch, wish: str) -> tuple[Any, list[
     return moe.moe_backend, done, steps
 
 
+def test_with_lora_on_attention_vllm_makes_the_experts_without_it(
+    vllm_experts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's experts that take adapters have another layout, which our kernels do not read."""
+    found = Deployment(GPT_OSS_20B, lora_on_attention=True)
+    monkeypatch.setattr(describe, "configuration", lambda config: found)
+    for wish, lora in (("gptoss", False), ("auto", True)):
+        monkeypatch.setattr(quantization._vllm, "current_config", lambda wish=wish: wishing(experts=wish))
+        moe = SimpleNamespace(moe_backend="auto", is_lora_enabled=True, experts_per_token=4, num_experts=32)
+        made = quantization.GptOssQuantConfig()._make_moe_method(moe)
+        assert (isinstance(made, method.GptOssExpertsMethod), moe.is_lora_enabled) == (not lora, lora)
+
+
 def test_without_a_fault_our_experts_serve(
     vllm_experts: None, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
 ) -> None:

@@ -51,9 +51,9 @@ FILLED: Mapping[str, frozenset[str]] = {
         "step.num_scheduled_tokens step.pending_structured_output_tokens step.total_num_scheduled_tokens"
     ),
     "engine/runner/model_runner.py": _set("states.num_computed_tokens_np[batch.rows]"),
-    "engine/experts/config.py": _set("moe.moe_backend"),
+    "engine/experts/config.py": _set("moe.is_lora_enabled moe.moe_backend"),
     "engine/experts/dequantize.py": _set("layer[f'{name}_scale']"),
-    "engine/experts/method.py": _set("moe.moe_backend"),
+    "engine/experts/method.py": _set("moe.is_lora_enabled moe.moe_backend"),
 }
 """Values that vLLM hands us and we fill in or change: arguments, one request, one output, one layer's configuration."""
 

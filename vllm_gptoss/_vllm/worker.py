@@ -34,6 +34,23 @@ def kv_connector() -> Any | None:
     return connector if connector.has_connector_metadata() else None
 
 
+def has_adapter(linears: Any) -> bool:
+    """Whether a request of the step about to run has a LoRA adapter, from where vLLM's LoRA kernels read it.
+
+    linears: projections of a layer, of which at least one must be wrapped for LoRA. True where none is, or where the
+    wrapper is unknown.
+    """
+    wrappers = (getattr(linear, "punica_wrapper", None) for linear in linears)
+    found = next((wrapper for wrapper in wrappers if wrapper is not None), None)
+    metadata = getattr(found, "token_mapping_meta", None)
+    return metadata is None or not bool(metadata.no_lora_flag_cpu.all())
+
+
+def without_adapters(linear: Any) -> Any:
+    """The linear layer that a LoRA wrapper of vLLM's holds; the layer itself without a wrapper."""
+    return getattr(linear, "base_layer", linear)
+
+
 def in_piecewise_graph(context: Any) -> bool:
     """True where vLLM replays or captures graphs between attention layers: those belong to the compiled model."""
     from vllm.config import CUDAGraphMode

@@ -21,6 +21,7 @@ class Measured:
     tokens_per_request: int
     """Most tokens of one request in steps of 17 to 512 tokens, with drafts one more than those."""
     kv_cache_dtypes: tuple[str, ...]
+    lora: bool
 
 
 SM90: Final = Measured(
@@ -32,4 +33,5 @@ SM90: Final = Measured(
     host_kv_connectors=(),
     tokens_per_request=4,  # drafts-120b-h200-2026-11-28.json
     kv_cache_dtypes=("auto", "bfloat16"),
+    lora=False,
 )
