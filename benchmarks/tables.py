@@ -304,6 +304,7 @@ FEATURES: dict[str, Row] = {
     "expert parallel": {"tensor_parallel": 2, "expert_parallel": True},
     "decode context parallel": {"tensor_parallel": 2, "decode_context_parallel": 2},
     "LoRA": {"lora": True},
+    "LoRA limited to attention": {"lora": True, "lora_on_attention": True},
     "fp8 KV cache": {"kv_cache_dtype": "fp8"},
     "n-gram drafts": {"drafts": "ngram", "draft_tokens": 3},
     "EAGLE3 drafts": {"drafts": "eagle3", "draft_tokens": 3},

@@ -24,7 +24,7 @@ def parts() -> Any:
         post_update,
         prepare_pos_seq_lens,
     )
-    from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
+    from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR, ActiveKVConnector
     from vllm.v1.worker.gpu.model_runner import ExecuteModelState
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
     from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -39,6 +39,7 @@ def parts() -> Any:
         post_update=post_update,
         prepare_pos_seq_lens=prepare_pos_seq_lens,
         NO_OP_KV_CONNECTOR=NO_OP_KV_CONNECTOR,
+        ActiveKVConnector=ActiveKVConnector,
         ExecuteModelState=ExecuteModelState,
         DefaultModelState=DefaultModelState,
         Sampler=Sampler,

@@ -40,10 +40,13 @@ def test_layers_are_upstreams_on_another_gpu(name: str) -> None:
     assert why in choice.reason
 
 
+ADAPTED: dict[str, Any] = {"lora": True, "lora_on_attention": True}
 LAYERS = [
     ({"device_type": "cpu"}, "the kernels are CUDA kernels"),
     ({"dtype": "float16"}, "activations are float16, not bfloat16"),
-    ({"lora": True}, "LoRA is on"),
+    ({"lora": True}, "LoRA is not limited to attention (--lora-target-modules)"),
+    ({**ADAPTED, "tensor_parallel": 2}, "LoRA is on, with several GPUs or drafts"),
+    ({**ADAPTED, "drafts": "ngram"}, "LoRA is on, with several GPUs or drafts"),
     ({"kv_cache_dtype": "fp8_e5m2"}, "the KV cache is fp8_e5m2, not bfloat16 or fp8_e4m3"),
     ({"kv_cache_dtype": "fp8", "one_scale": False}, "the fp8 KV cache has scales for each head"),
     ({"data_parallel": 2}, "data parallelism is on"),
@@ -89,6 +92,7 @@ UNTRIED = [
     ({"tensor_parallel": 4}, "more than 2 GPUs, or a pipeline"),
     ({"pipeline_parallel": 2}, "more than 2 GPUs, or a pipeline"),
     ({"drafts": "draft_model"}, "drafts by draft_model"),
+    (ADAPTED, "LoRA"),
     ({"kv_connectors": ("OffloadingConnector", "NixlConnector")}, "the KV connector NixlConnector"),
     ({"kv_cache_dtype": "fp8"}, "a KV cache of fp8"),
     ({"kv_cache_dtype": "fp8_e4m3", "one_scale": True, "caches": (CODES, USUAL)}, "a KV cache of fp8_e4m3"),
@@ -178,8 +182,8 @@ RUNNER = [
     ({"data_parallel": 2}, "several GPUs"),
     ({"prefill_context_parallel": 2}, "several GPUs"),
     ({"drafts": "ngram"}, "drafts"),
-    ({"lora": True}, "LoRA is on"),
-    ({"kv_connectors": ("OffloadingConnector",)}, "a KV connector"),
+    (ADAPTED, "LoRA is on"),
+    ({"kv_connectors": ("OffloadingConnector", "ExampleConnector")}, "the KV connector ExampleConnector"),
     ({"moves_experts": True}, "vLLM moves experts between ranks"),
     ({"piecewise_graphs": True}, "cudagraph_mode=PIECEWISE has no graph of a whole step"),
     ({"graphs": False}, "no CUDA graphs are captured"),
@@ -196,11 +200,19 @@ def test_what_keeps_vllms_runner_is_named(changes: dict[str, Any], why: str) -> 
         choose.runner(H200, of(**changes), "gptoss")
 
 
-def test_drafts_take_the_runner_only_where_asked_for() -> None:
-    eagle3 = of(drafts="eagle3", draft_tokens=3)
-    choice = choose.runner(H200, eagle3)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"drafts": "eagle3", "draft_tokens": 3},
+        {"kv_connectors": ("OffloadingConnector",)},
+        {"kv_connectors": ("NixlConnector", "LMCacheConnectorV1", "LMCacheMPConnector")},
+    ],
+    ids=str,
+)
+def test_drafts_and_connectors_take_the_runner_only_where_asked_for(changes: dict[str, Any]) -> None:
+    choice = choose.runner(H200, of(**changes))
     assert (choice.value, "host=gptoss tries it" in choice.reason) == ("upstream", True)
-    assert choose.runner(H200, eagle3, "gptoss").value == "gptoss"
+    assert choose.runner(H200, of(**changes), "gptoss").value == "gptoss"
 
 
 @pytest.mark.parametrize(
@@ -226,7 +238,7 @@ def test_layers_of_upstream_take_no_several_tokens_of_a_request() -> None:
 
 
 EXPERTS = [
-    ({"lora": True}, "has no LoRA path"),
+    ({"lora": True}, "LoRA is not limited to attention (--lora-target-modules)"),
     ({"dtype": "float16"}, "activations are float16, not bfloat16"),
     ({"micro_batches": True}, "two streams at once"),
     ({"mps": True}, "MPS runs other processes"),
@@ -269,8 +281,10 @@ def test_what_a_start_finds_out_late_is_no_obstacle_where_it_is_usual(changes: d
     assert choose.experts(H200, of(**changes)).value == "gptoss"
 
 
-@pytest.mark.parametrize("changes", [{"tensor_parallel": 4}, {"expert_parallel": True}, {"data_parallel": 4}], ids=str)
-def test_experts_never_run_on_so_many_gpus_are_taken_by_wish(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changes", [{"tensor_parallel": 4}, {"expert_parallel": True}, {"data_parallel": 4}, ADAPTED], ids=str
+)
+def test_experts_that_were_never_run_so_are_taken_by_wish(changes: dict[str, Any]) -> None:
     assert choose.experts(H200, of(**changes)).value == "triton"
     assert choose.experts(H200, of(**changes), "gptoss").value == "gptoss"
 

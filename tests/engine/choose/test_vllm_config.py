@@ -12,6 +12,7 @@ from vllm.config import (
     CacheConfig,
     CUDAGraphMode,
     LoadConfig,
+    LoRAConfig,
     OffloadConfig,
     PrefetchOffloadConfig,
     UVAOffloadConfig,
@@ -32,6 +33,11 @@ def test_a_plain_server_is_described_by_its_model_alone() -> None:
     assert replace(found, device_type="cuda", piecewise_graphs=False, graphs=True) == describe.Deployment(GPT_OSS_20B)
 
 
+def test_graphs_for_steps_without_adapters_are_needed() -> None:
+    lora, whole = LoRAConfig(target_modules=["o_proj"]), compilation(cudagraph_specialize_lora=False)
+    assert not describe.configuration(config(lora_config=lora, compilation_config=whole)).lora_on_attention
+
+
 @pytest.mark.parametrize(
     ("changes", "field", "value"),
     [
@@ -43,6 +49,9 @@ def test_a_plain_server_is_described_by_its_model_alone() -> None:
         ({"parallel_config": parallel(enable_expert_parallel=True)}, "expert_parallel", True),
         ({"parallel_config": parallel(enable_dbo=True)}, "micro_batches", True),
         ({"lora_config": SimpleNamespace()}, "lora", True),
+        ({"lora_config": LoRAConfig()}, "lora_on_attention", False),
+        ({"lora_config": LoRAConfig(target_modules=["q_proj", "o_proj"])}, "lora_on_attention", True),
+        ({"lora_config": LoRAConfig(target_modules=["qkv_proj", "experts"])}, "lora_on_attention", False),
         ({"kv_transfer_config": transfer("NixlConnector")}, "kv_connectors", ("NixlConnector",)),
         ({"kv_transfer_config": transfer("MultiConnector", "A", "B")}, "kv_connectors", ("A", "B")),
         ({"cache_config": CacheConfig(cache_dtype="fp8")}, "kv_cache_dtype", "fp8"),

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,6 +54,51 @@ def test_many_tokens_are_taken_where_each_request_has_one(
     assert path.could_take(tokens) == taken
     stepping(monkeypatch, longest, mode="PIECEWISE")
     assert not path.could_take(tokens), "a piecewise graph belongs to the compiled model"
+
+
+def wrapped(no_lora: bool) -> Any:
+    """A projection in vLLM's LoRA wrapper."""
+    metadata = SimpleNamespace(no_lora_flag_cpu=torch.tensor([no_lora]))
+    return SimpleNamespace(punica_wrapper=SimpleNamespace(token_mapping_meta=metadata))
+
+
+PLAIN = SimpleNamespace()
+
+
+@pytest.mark.parametrize(
+    ("qkv_proj", "o_proj", "taken"),
+    [
+        (wrapped(True), wrapped(True), True),
+        (wrapped(False), wrapped(False), False),
+        (PLAIN, wrapped(True), True),
+        (PLAIN, wrapped(False), False),
+        (PLAIN, PLAIN, False),
+        (SimpleNamespace(punica_wrapper=SimpleNamespace()), PLAIN, False),
+    ],
+)
+def test_a_step_with_a_lora_adapter_is_vllms(
+    path: fused_path.FusedPath, monkeypatch: pytest.MonkeyPatch, qkv_proj: Any, o_proj: Any, taken: bool
+) -> None:
+    """Also where the wrappers are not what we know. Without LoRA nothing is read of them."""
+    stepping(monkeypatch, 1)
+    layer = SimpleNamespace(attn=SimpleNamespace(qkv_proj=qkv_proj, o_proj=o_proj))
+    path.model = SimpleNamespace(layers=[None, layer], start_layer=1)
+    assert path.could_take(1)
+    path.deployment = replace(path.deployment, lora=True, lora_on_attention=True)
+    assert [path.could_take(tokens) for tokens in (1, 17)] == [taken] * 2
+
+
+@pytest.mark.vllm
+def test_the_flag_is_the_one_that_vllm_sets() -> None:
+    """`LoRAKernelMeta.prepare_tensors` of the tokens' adapters, -1 without one, before each step."""
+    from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
+
+    metadata = LoRAKernelMeta.make(max_loras=2, max_num_tokens=8, device="cpu")
+    linear = SimpleNamespace(punica_wrapper=SimpleNamespace(token_mapping_meta=metadata))
+    assert fused_path.worker.has_adapter([linear]), "before the first step"
+    for adapters, any_of_them in (([-1, -1], False), ([-1, 0], True), ([1, 1], True), ([-1], False)):
+        metadata.prepare_tensors(torch.tensor(adapters))
+        assert fused_path.worker.has_adapter([linear]) is any_of_them
 
 
 @pytest.mark.parametrize(

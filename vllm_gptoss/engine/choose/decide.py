@@ -79,7 +79,9 @@ def tokens_per_request(device: Device, deployment: Deployment, wish: str = "auto
 
 
 def runner(device: Device, deployment: Deployment, wish: str = "auto") -> Choice[str]:
-    """What prepares and samples decode steps: `gptoss` replays them, else `upstream`. Drafts require `gptoss`.
+    """What prepares and samples decode steps: `gptoss` replays them, else `upstream`.
+
+    Drafts, and KV connectors that `measured.SM90` lacks, require the wish `gptoss`.
 
     Raises:
         ChoiceError: `gptoss` was requested and cannot run here.
@@ -87,8 +89,10 @@ def runner(device: Device, deployment: Deployment, wish: str = "auto") -> Choice
     choice = _pick("host", families.of(device).runner, device, deployment, "auto")
     if choice.value != "gptoss" and wish == "gptoss":  # `upstream` is no value of this setting
         raise ChoiceError(f"host=gptoss cannot run here: {choice.reason.rpartition('not gptoss: ')[2]}; use host=auto")
-    if choice.value == "gptoss" and deployment.drafts and wish != "gptoss":
-        return Choice("upstream", "not gptoss: never compared with vLLM's runner with drafts; host=gptoss tries it")
+    connected = set(deployment.kv_connectors) - set(measured.SM90.host_kv_connectors)
+    never = "drafts" if deployment.drafts else "a KV connector" if connected else None
+    if choice.value == "gptoss" and never and wish != "gptoss":
+        return Choice("upstream", f"not gptoss: never compared with vLLM's runner with {never}; host=gptoss tries it")
     return choice
 
 

@@ -67,7 +67,7 @@ class FusedPath:
     def could_take(self, tokens: int) -> bool:
         """Whether the step about to run fits: few tokens, or at most `per_request` of each request; real attention
         metadata, not inside piecewise graphs. While a graph is captured, of every step that may replay it."""
-        if tokens > self.most:
+        if tokens > self.most or self._adapts():
             return False
         context = worker.forward_context()
         if context is None or not isinstance(context.attn_metadata, dict) or not context.attn_metadata:
@@ -75,6 +75,13 @@ class FusedPath:
         if worker.in_piecewise_graph(context) or torch.compiler.is_compiling():
             return False
         return tokens <= MAX_TOKENS or worker.longest_query(context) <= self.per_request
+
+    def _adapts(self) -> bool:
+        """Whether the step has a LoRA adapter. While a graph is captured: whether steps that replay it may have one."""
+        if not self.deployment.lora:
+            return False
+        attention = self.model.layers[self.model.start_layer].attn
+        return bool(worker.has_adapter((attention.qkv_proj, attention.o_proj)))
 
     def check_addresses(self) -> bool:
         """Returns True if every weight is where `prepare` found it.

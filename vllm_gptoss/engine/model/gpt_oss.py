@@ -8,6 +8,7 @@ quantization stay upstream's. Only `forward` differs: a step of few tokens, or o
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM as UpstreamGptOssForCausalLM
@@ -32,8 +33,11 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
     """gpt-oss as vLLM builds it; registered under the same architecture name."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self.layers_wish = Settings.load(vllm_config.additional_config).layers
+        wish = Settings.load(vllm_config.additional_config).layers
+        with ExitStack() as stack:
+            register_attention(vllm_config, wish, stack)
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.layers_wish = wish
         self.load_check = fallback.attempt("checkpoint check", "auto", lambda: LoadCheck(vllm_config))
         few = fallback.attempt("layers", self.layers_wish, lambda: set_up(self, vllm_config))
         self.fused_path = few if fallback.together("layers", few is not None) else None
@@ -95,6 +99,21 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
         return loaded
 
 
+def register_attention(config: Any, wish: str, stack: ExitStack) -> None:
+    """Registers the plugin's attention until `stack` closes, if the fused layers are expected to run.
+
+    Raises:
+        ChoiceError: `layers=gptoss` was requested and cannot run.
+    """
+    choice = fallback.attempt(
+        "layers", wish, lambda: choose.layers(device.detect(), describe.configuration(config), wish)
+    )
+    if choice is not None and choice.value == "gptoss":
+        from vllm_gptoss.engine.attention import sm90
+
+        fallback.attempt("attention", "auto", lambda: stack.enter_context(sm90.registered()))
+
+
 def set_up(model: Any, config: Any) -> FusedPath | None:
     """The fused path if it is chosen. Records the choices for the start-up line.
 
@@ -117,6 +136,6 @@ def set_up(model: Any, config: Any) -> FusedPath | None:
     if deployment.drafts is not None:
         startup_line.note("tokens per request in layers of many tokens", several)
     few = FusedPath(model, deployment, several.value)
-    sm90.plan_once(model, several.value)
+    sm90.set_up(model, several.value)
     nvrtc.in_background(early.loads(model, deployment))
     return few
