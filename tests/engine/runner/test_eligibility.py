@@ -70,7 +70,7 @@ def test_a_connector_with_nothing_to_do_leaves_the_step_ours(metadata: Any) -> N
         SimpleNamespace(reqs_to_recv={}, reqs_in_batch={"a"}, scheduler_clock=7.5),
         SimpleNamespace(metadata=(NOTHING, SimpleNamespace(requests=["a"])), extra=None),
         SimpleNamespace(metadata=(NOTHING, NOTHING), extra={"a": 1}),
-        SimpleNamespace(unknown=object()),
+        SimpleNamespace(unknown="metadata"),
         (),
     ],
     ids=str,
