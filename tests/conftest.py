@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import os
 import re
 import shutil
@@ -116,7 +117,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduler(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    ours = logging.getLogger("vllm_gptoss")  # as an earlier test left it: with vLLM's level and handlers
+    ours.handlers, ours.propagate = [], True
+    ours.setLevel(logging.NOTSET)
     if item.get_closest_marker("namespaces") and (why := without_namespaces()):
         pytest.skip(why)
 

@@ -26,13 +26,13 @@ def _descendants(pid: int) -> list[int]:
 
 def _is_first(pid: int) -> bool:
     """Whether it is the first process of a pid namespace, as the fork server is where namespaces are allowed."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the latter: it ended while it was read
         status = Path(f"/proc/{pid}/status").read_text()
         return next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[-1] == "1"
     return True
 
 
 def _children(pid: int) -> list[int]:
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return []
