@@ -75,6 +75,7 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
             if not fallback.together("layers", choice is not None):
                 self.fused_path = None
                 return None
+            few.connect()
             self.is_prepared = True
             keep_scratch(self, few.places)
             return few if few.could_take(tokens) else None  # what is prepared may take less than was thought
