@@ -91,9 +91,9 @@ def test_what_cannot_be_compiled_leaves_the_few_tokens(
     monkeypatch.setattr(many_tokens.nvrtc, "at_once", refuse)
     place: Any = SimpleNamespace(experts=SimpleNamespace(many=object()))
     with heard(caplog, logging.INFO) as said:
-        assert many_tokens.prepared([place], path.deployment) == fused_path.MAX_TOKENS
+        assert many_tokens.prepared([place], path.deployment, "auto") == fused_path.MAX_TOKENS
         place.experts.many = None
-        assert many_tokens.prepared([place], path.deployment) == fused_path.MAX_TOKENS
+        assert many_tokens.prepared([place], path.deployment, "auto") == fused_path.MAX_TOKENS
     compiled, missing = lines(said)
     assert "cannot be compiled: no" in compiled
     assert "no kernels of the plugin for the experts" in missing

@@ -18,6 +18,8 @@ class Measured:
     tokens_per_request: int
     """Most tokens of one request in steps of 17 to 512 tokens, with drafts one more than those."""
     kv_cache_dtypes: tuple[str, ...]
+    many_tokens_ranks: tuple[int, ...]
+    """Sizes of a tensor-parallel group in decode steps of 17 to 512 tokens."""
 
 
 SM90: Final = Measured(
@@ -28,4 +30,5 @@ SM90: Final = Measured(
     kv_connectors=("ExampleConnector", "OffloadingConnector"),
     tokens_per_request=4,  # drafts-120b-h200-2026-11-28.json
     kv_cache_dtypes=("auto", "bfloat16"),
+    many_tokens_ranks=(1,),
 )

@@ -59,12 +59,12 @@ class FusedPath:
     `prepare` at the first step, when weights and cache are there.
     """
 
-    def __init__(self, model: Any, deployment: choose.Deployment, per_request: int = 1) -> None:
+    def __init__(self, model: Any, deployment: choose.Deployment, per_request: int = 1, wish: str = "auto") -> None:
         self.model, self.deployment, self.per_request = model.model, deployment, per_request
         self.places: list[Place] = []
         self.one_token: one_token.OneToken | None = None
         self.push: all_reduce.PushAllReduce | None = None
-        self.most = many_tokens.most(deployment)
+        self.most = many_tokens.most(deployment, wish)
 
     def could_take(self, tokens: int) -> bool:
         """Whether the step about to run fits: few tokens, or at most `per_request` of each request; real attention
@@ -108,7 +108,7 @@ class FusedPath:
         began = time.monotonic()
         with ThreadPoolExecutor(2) as beside:  # the one launch's kernel takes as long as five of the others
             path = beside.submit(one_token.build, places, self.deployment)
-            most = beside.submit(many_tokens.prepared, places, self.deployment)
+            most = beside.submit(many_tokens.prepared, places, self.deployment, wish)
             nvrtc.at_once(load for place in places for load in loads(place))
         self.places, self.one_token, self.most = places, path.result(), most.result()
         logger.info("kernels of the fused layers: ready after %.1f s", time.monotonic() - began)
@@ -176,7 +176,7 @@ class FusedPath:
         reduce = self._reduce(x.shape[0])
         with transferred([place], context):
             if x.shape[0] > MAX_TOKENS:
-                return many_tokens.layer(place, x, residual, positions, context)
+                return many_tokens.layer(place, x, residual, positions, context, reduce)
             return layer_upto16.layer(
                 place.tensors,
                 place.cache,

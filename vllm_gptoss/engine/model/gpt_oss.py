@@ -104,7 +104,7 @@ def set_up(model: Any, config: Any) -> FusedPath | None:
     choice = choose.layers(here, deployment, wish)
     startup_line.note("layers", choice)
     if choice.value == "gptoss":
-        startup_line.note("layers of many tokens", choose.many_tokens(here, deployment))
+        startup_line.note("layers of many tokens", choose.many_tokens(here, deployment, wish))
     startup_line.note("attention", choose.attention(here, deployment))
     startup_line.note("KV cache", choose.kv_cache_dtype(here, deployment.kv_cache_dtype))
     if choice.value != "gptoss":
@@ -114,6 +114,6 @@ def set_up(model: Any, config: Any) -> FusedPath | None:
     several = choose.tokens_per_request(here, deployment, wish)
     if deployment.drafts is not None:
         startup_line.note("tokens per request in layers of many tokens", several)
-    few = FusedPath(model, deployment, several.value)
+    few = FusedPath(model, deployment, several.value, wish)
     sm90.plan_once(model, several.value)
     return few
