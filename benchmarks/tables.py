@@ -333,7 +333,9 @@ def features(files: Sequence[Row]) -> str:
         # the layers' attention plans nothing on the host, which the runner requires
         if runner.value == "gptoss" and layers.value != "gptoss":
             runner = choose.Choice("upstream", "not gptoss: the layers are vLLM's")
-        table.append([name, _part(layers), _part(experts), _part(runner)])
+        few = f" up to {token_bands.FUSED_TOKENS} tokens"
+        part = few if choose.many_tokens(H200, found).value != token_bands.AROUND_CUBLAS else ""
+        table.append([name, _part(layers) + part * (layers.value == "gptoss"), _part(experts), _part(runner)])
     return markdown(["feature", "layers", "experts", "runner"], table)
 
 

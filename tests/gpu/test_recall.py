@@ -154,6 +154,12 @@ SITUATIONS = {
     "experts upstream": Situation(NOTHING, (1, 64), wish(experts="upstream", layers="upstream")),
     "stock": Situation({}, (1, 64), environ={"VLLM_PLUGINS": "none"}),
     "two GPUs": Situation(TWO_GPUS, (1, 64), {"tensor_parallel_size": 2}, gpus=2),
+    "two GPUs, layers asked for": Situation(
+        SIX_LAUNCHES,
+        (1, 8, 24, "short", 256),
+        {"tensor_parallel_size": 2, "max_num_seqs": 256, **wish(layers="gptoss")},
+        gpus=2,
+    ),
 }
 """Two GPUs: an engine of several processes; the rest runs in one."""
 

@@ -82,6 +82,17 @@ def all_ranks(yes: bool) -> bool:
     return bool(said)
 
 
+def gathered(item: Any) -> list[Any]:
+    """`item` of each tensor-parallel rank, in their order. A collective: all ranks must call it in one order."""
+    import torch
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    found: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(found, item, group=group.cpu_group)
+    return found
+
+
 def is_last_pipeline_rank() -> bool:
     """True in the worker that ends the pipeline."""
     from vllm.distributed import get_pp_group

@@ -159,8 +159,8 @@ def test_one_gpu_takes_one_launch_and_kernels_around_the_products(model: Any) ->
 
 
 MANY_TOKENS = [
-    ({"tensor_parallel": 2}, "several GPUs"),
-    ({"pipeline_parallel": 2}, "several GPUs"),
+    ({"tensor_parallel": 2}, "never run by us with 2 GPUs; layers=gptoss tries it"),
+    ({"pipeline_parallel": 2}, "a pipeline shares the model"),
     ({"own_experts": False}, "another backend runs the experts, or maps them"),
     ({"hidden": 2900}, "2900 columns are not a multiple of 64"),
     ({"hidden": 47 * 64}, "do not divide among clusters"),
@@ -232,9 +232,15 @@ def test_several_tokens_are_ours_where_measured_or_asked_for(drafts: int, wish: 
 
 
 def test_layers_of_upstream_take_no_several_tokens_of_a_request() -> None:
-    choice = choose.tokens_per_request(H200, of(draft_tokens=3, tensor_parallel=2), "gptoss")
+    choice = choose.tokens_per_request(H200, of(draft_tokens=3, pipeline_parallel=2), "gptoss")
     assert choice.value == 1
-    assert "several GPUs" in choice.reason
+    assert "a pipeline shares the model" in choice.reason
+
+
+def test_several_gpus_take_kernels_around_the_products_where_asked_for() -> None:
+    for ranks in (2, 4):
+        assert choose.many_tokens(H200, of(tensor_parallel=ranks), "gptoss").value == "around cuBLAS"
+    assert choose.tokens_per_request(H200, of(draft_tokens=3, tensor_parallel=2), "gptoss").value == 4
 
 
 EXPERTS = [

@@ -137,9 +137,9 @@ def test_what_cannot_be_compiled_leaves_the_few_tokens(
     monkeypatch.setattr(many_tokens.nvrtc, "at_once", refuse)
     place: Any = SimpleNamespace(experts=SimpleNamespace(many=object()))
     with heard(caplog, logging.INFO) as said:
-        assert many_tokens.prepared([place], path.deployment) == fused_path.MAX_TOKENS
+        assert many_tokens.prepared([place], path.deployment, "auto") == fused_path.MAX_TOKENS
         place.experts.many = None
-        assert many_tokens.prepared([place], path.deployment) == fused_path.MAX_TOKENS
+        assert many_tokens.prepared([place], path.deployment, "auto") == fused_path.MAX_TOKENS
     compiled, missing = lines(said)
     assert "cannot be compiled: no" in compiled
     assert "no kernels of the plugin for the experts" in missing
@@ -179,3 +179,25 @@ def test_every_kernel_of_the_path_is_compiled_before_the_first_step(monkeypatch:
         ):
             assert fused_path.dense.plan(mode, rows, columns, tokens, 132, top_k) in compiled
         assert fused_path.attention.plan(tokens, 8, 0) in compiled
+
+
+@pytest.mark.parametrize("why", [None, "rank 1: no peer access"])
+def test_ranks_agree_on_the_largest_step_and_on_who_sums(
+    path: fused_path.FusedPath, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str | None
+) -> None:
+    """A rank on another path than its peers would wait for a sum that they never send."""
+
+    def connected(*_: Any) -> Any:
+        if why:
+            raise fused_path.UnavailableError(why)
+        return "push"
+
+    monkeypatch.setattr(fused_path.all_reduce, "connect", connected)
+    monkeypatch.setattr(fused_path.worker, "gathered", lambda item: [item, 16])
+    monkeypatch.setattr(fused_path.worker, "tensor_parallel_rank", lambda: 0)
+    path.deployment = Deployment(GPT_OSS_20B, tensor_parallel=2)
+    path.places, path.most = [a_place()], 512
+    with heard(caplog, logging.INFO) as said:
+        path.connect()
+    assert (path.most, path.push) == (16, None if why else "push")
+    assert lines(said) == ([f"layers: vLLM's all-reduce ({why})"] if why else [])

@@ -148,7 +148,7 @@ def around_products(device: Device, deployment: Deployment) -> str | None:
 
 
 AROUND: tuple[Condition, ...] = (
-    when(lambda d: d.tensor_parallel > 1 or d.pipeline_parallel > 1, "several GPUs share the model: never run by us"),
+    when(lambda d: d.pipeline_parallel > 1, "a pipeline shares the model: never run by us"),
     when(lambda d: d.own_experts is False, "another backend runs the experts, or maps them"),
     around_products,
 )

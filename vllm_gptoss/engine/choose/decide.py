@@ -55,9 +55,18 @@ def one_token(device: Device, deployment: Deployment) -> Choice[str]:
     return _pick("one token", families.of(device).one_token, device, deployment, "auto")
 
 
-def many_tokens(device: Device, deployment: Deployment) -> Choice[str]:
-    """The layers of a decode step of more tokens than the fused ones take: `around cuBLAS` or `upstream`."""
-    return _pick("many tokens", families.of(device).many_tokens, device, deployment, "auto")
+def many_tokens(device: Device, deployment: Deployment, wish: str = "auto") -> Choice[str]:
+    """The layers of a decode step of more tokens than the fused ones take: `around cuBLAS` or `upstream`.
+
+    wish: that of the layers. More GPUs than were measured require `gptoss`.
+    """
+    choice, ranks = (
+        _pick("many tokens", families.of(device).many_tokens, device, deployment, "auto"),
+        deployment.tensor_parallel,
+    )
+    if choice.value == bands.AROUND_CUBLAS and ranks not in measured.SM90.many_tokens_ranks and wish != "gptoss":
+        return Choice(bands.UPSTREAM, f"never run by us with {ranks} GPUs; layers=gptoss tries it")
+    return choice
 
 
 def tokens_per_request(device: Device, deployment: Deployment, wish: str = "auto") -> Choice[int]:
@@ -68,7 +77,7 @@ def tokens_per_request(device: Device, deployment: Deployment, wish: str = "auto
     drafts, most = deployment.draft_tokens, bands.MOST_PER_REQUEST
     if drafts == 0:
         return Choice(1, "no drafts")
-    layers = many_tokens(device, deployment)
+    layers = many_tokens(device, deployment, wish)
     if layers.value != bands.AROUND_CUBLAS:
         return Choice(1, layers.reason)
     if drafts >= most:

@@ -22,6 +22,8 @@ class Measured:
     """Most tokens of one request in steps of 17 to 512 tokens, with drafts one more than those."""
     kv_cache_dtypes: tuple[str, ...]
     lora: bool
+    many_tokens_ranks: tuple[int, ...]
+    """Sizes of a tensor-parallel group in decode steps of 17 to 512 tokens."""
 
 
 SM90: Final = Measured(
@@ -34,4 +36,5 @@ SM90: Final = Measured(
     tokens_per_request=4,  # drafts-120b-h200-2026-11-28.json
     kv_cache_dtypes=("auto", "bfloat16"),
     lora=False,
+    many_tokens_ranks=(1,),
 )

@@ -81,6 +81,7 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
             if not fallback.together("layers", choice is not None):
                 self.fused_path = None
                 return None
+            few.connect()
             self.is_prepared = True
             keep_scratch(self, few.places)
             return few if few.could_take(tokens) else None  # what is prepared may take less than was thought
@@ -125,7 +126,7 @@ def set_up(model: Any, config: Any) -> FusedPath | None:
     choice = choose.layers(here, deployment, wish)
     startup_line.note("layers", choice)
     if choice.value == "gptoss":
-        startup_line.note("layers of many tokens", choose.many_tokens(here, deployment))
+        startup_line.note("layers of many tokens", choose.many_tokens(here, deployment, wish))
     startup_line.note("attention", choose.attention(here, deployment))
     startup_line.note("KV cache", choose.kv_cache_dtype(here, deployment.kv_cache_dtype))
     if choice.value != "gptoss":
@@ -135,7 +136,7 @@ def set_up(model: Any, config: Any) -> FusedPath | None:
     several = choose.tokens_per_request(here, deployment, wish)
     if deployment.drafts is not None:
         startup_line.note("tokens per request in layers of many tokens", several)
-    few = FusedPath(model, deployment, several.value)
+    few = FusedPath(model, deployment, several.value, wish)
     sm90.set_up(model, several.value)
     nvrtc.in_background(early.loads(model, deployment))
     return few
