@@ -94,6 +94,7 @@ def states(built: Any, config: Any, layout: str) -> tuple[list[Tensor], list[Ten
     from vllm.distributed import get_tensor_model_parallel_rank
 
     from tests.support import standins
+    from vllm_gptoss.engine.choose import bands
     from vllm_gptoss.engine.choose import vllm_config as describe
     from vllm_gptoss.engine.model import addresses, fused_path, layer_upto16
 
@@ -108,8 +109,10 @@ def states(built: Any, config: Any, layout: str) -> tuple[list[Tensor], list[Ten
     layer_upto16.dense = SimpleNamespace(qkv_rope=standins.qkv_rope, out_proj=standins.out_proj, router=standins.router)  # type: ignore[assignment]
     layer_upto16.attention = SimpleNamespace(attend=standins.attend, HEAD=standins.HEAD)  # type: ignore[assignment]
     if layout == "tensor":
+        few, path.most = path.most, bands.MANY_TOKENS  # as where it is asked for
         path.connect()
         assert path.push is None, "there is no GPU: vLLM's all-reduce serves, and every rank has noticed"
+        path.most = few
         push = path.push = Push()  # type: ignore[assignment]
         inner.aux_hidden_state_layers = AUX
     tokens = sequences(config.model_config.get_vocab_size())

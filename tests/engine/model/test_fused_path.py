@@ -181,23 +181,32 @@ def test_every_kernel_of_the_path_is_compiled_before_the_first_step(monkeypatch:
         assert fused_path.attention.plan(tokens, 8, 0) in compiled
 
 
-@pytest.mark.parametrize("why", [None, "rank 1: no peer access"])
+@pytest.mark.parametrize(
+    ("theirs", "why", "push"), [(512, "", ["push"]), (512, "rank 1: no peer access", [None]), (16, "", [])]
+)
 def test_ranks_agree_on_the_largest_step_and_on_who_sums(
-    path: fused_path.FusedPath, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str | None
+    path: fused_path.FusedPath,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    theirs: int,
+    why: str,
+    push: list[str | None],
 ) -> None:
     """A rank on another path than its peers would wait for a sum that they never send."""
+    made: list[str | None] = []
 
     def connected(*_: Any) -> Any:
+        made.append(None if why else "push")
         if why:
             raise fused_path.UnavailableError(why)
         return "push"
 
     monkeypatch.setattr(fused_path.all_reduce, "connect", connected)
-    monkeypatch.setattr(fused_path.worker, "gathered", lambda item: [item, 16])
+    monkeypatch.setattr(fused_path.worker, "gathered", lambda item: [item, theirs])
     monkeypatch.setattr(fused_path.worker, "tensor_parallel_rank", lambda: 0)
     path.deployment = Deployment(GPT_OSS_20B, tensor_parallel=2)
     path.places, path.most = [a_place()], 512
     with heard(caplog, logging.INFO) as said:
         path.connect()
-    assert (path.most, path.push) == (16, None if why else "push")
+    assert (path.most, made, path.push) == (theirs, push, next(iter(push), None))
     assert lines(said) == ([f"layers: vLLM's all-reduce ({why})"] if why else [])

@@ -71,12 +71,12 @@ MANY_PAIRS: Final = 3
 (docs/kernels/experiments.md).
 """
 
-_SPACED = ((16, 128, 8), (128, 256, 16), (256, 768, 32), (768, 1025, 64))
+_SPACED = ((16, 256, 8), (256, 768, 32), (768, 1025, 64))
 GRAPHS: Final = (1, 2, 3, 4, 6, 8, 12, *(size for spaced in _SPACED for size in range(*spaced)))
-"""Sizes, in tokens, of the steps for which CUDA graphs are captured, 50 instead of vLLM's 83. A step is padded to the
+"""Sizes, in tokens, of the steps for which CUDA graphs are captured, 58 instead of vLLM's 83. A step is padded to the
 next one.
 
-Up to 128 tokens they are vLLM's and 3, 6 and 12, because a padded token may read further experts. Beyond, by the times
+Up to 256 tokens they are vLLM's and 3, 6 and 12, because a padded token may read further experts. Beyond, by the times
 of docs/kernels/measurements.md, more padding than vLLM's costs at most 3 % of a step, from 768 tokens on 5 %. Bands and
 the kernels of `engine/kernels/experts_many.py` end at one of the sizes.
 """

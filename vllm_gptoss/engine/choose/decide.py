@@ -60,10 +60,8 @@ def many_tokens(device: Device, deployment: Deployment, wish: str = "auto") -> C
 
     wish: that of the layers. More GPUs than were measured require `gptoss`.
     """
-    choice, ranks = (
-        _pick("many tokens", families.of(device).many_tokens, device, deployment, "auto"),
-        deployment.tensor_parallel,
-    )
+    choice = _pick("many tokens", families.of(device).many_tokens, device, deployment, "auto")
+    ranks = deployment.tensor_parallel
     if choice.value == bands.AROUND_CUBLAS and ranks not in measured.SM90.many_tokens_ranks and wish != "gptoss":
         return Choice(bands.UPSTREAM, f"never run by us with {ranks} GPUs; layers=gptoss tries it")
     return choice

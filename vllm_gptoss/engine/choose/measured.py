@@ -23,7 +23,7 @@ class Measured:
     kv_cache_dtypes: tuple[str, ...]
     lora: bool
     many_tokens_ranks: tuple[int, ...]
-    """Sizes of a tensor-parallel group in decode steps of 17 to 512 tokens."""
+    """Sizes of a tensor-parallel group whose decode steps of 17 to 512 tokens are the plugin's, summed by push."""
 
 
 SM90: Final = Measured(

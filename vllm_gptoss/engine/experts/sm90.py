@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,10 +14,10 @@ import torch
 from torch import Tensor
 
 from vllm_gptoss.engine import spec
-from vllm_gptoss.engine.choose import RankExperts, bands
+from vllm_gptoss.engine.choose import bands
 from vllm_gptoss.engine.experts import mxfp4
 from vllm_gptoss.engine.kernels import nvrtc
-from vllm_gptoss.engine.kernels.experts import CompileJob, FewTokenExperts, Projection, partial_sums, partial_tokens
+from vllm_gptoss.engine.kernels.experts import FewTokenExperts, Projection, partial_sums, partial_tokens
 from vllm_gptoss.engine.kernels.experts_many import ManyTokenExperts
 from vllm_gptoss.engine.kernels.experts_plan import MAX_TOKENS, NARROW_TOKENS, WIDE_TOKENS
 from vllm_gptoss.engine.kernels.experts_prefill import PrefillExperts
@@ -133,41 +132,15 @@ def prepare(
         ):
             raise LayoutError("upstream's Hopper layout is not the one these kernels read")
     try:
-        layer = _whole(FewTokenExperts(up, down, active, routed, alpha=alpha, limit=limit, expert_map=expert_map), most)
+        few = FewTokenExperts(up, down, active, routed, alpha=alpha, limit=limit, expert_map=expert_map)
+        whole = most > WIDE_TOKENS and few.max_tokens == MAX_TOKENS
+        layer = LayerExperts(few, ManyTokenExperts(few), PrefillExperts(few)) if whole else LayerExperts(few)
     except ValueError as error:
         raise LayoutError(str(error)) from None
-    few = layer.few
-    nvrtc.at_once(layer.loads(torch.bfloat16, sys.maxsize if layer.many else most))
+    nvrtc.at_once(layer.loads(torch.bfloat16, sys.maxsize if whole else most))
     for tokens in {partial_tokens(1), partial_tokens(most)}:
         partial_sums(few.device, active * down.rows, tokens)
     return layer
-
-
-def _whole(few: FewTokenExperts, most: int) -> LayerExperts:
-    whole = most > WIDE_TOKENS and few.max_tokens == MAX_TOKENS
-    return LayerExperts(few, ManyTokenExperts(few), PrefillExperts(few)) if whole else LayerExperts(few)
-
-
-def of_sizes(sizes: RankExperts, active: int, routed: int, device: int) -> LayerExperts:
-    """The layer that `prepare` makes of such experts, without memory: to compile its kernels before weights exist."""
-
-    def projection(rows: int, columns: int) -> Projection:
-        empty = functools.partial(torch.empty, device="meta")
-        values = empty(sizes.count, rows // 4, columns * 2, dtype=torch.uint8)
-        scales = empty(sizes.count, -(-rows // 256) * 8, -(-columns // 128) * 128, dtype=torch.uint8)
-        return Projection(values, scales, empty(sizes.count, rows, dtype=torch.float32))
-
-    both = projection(2 * sizes.intermediate, sizes.hidden), projection(sizes.hidden, sizes.intermediate)
-    few = FewTokenExperts(*both, active, routed, alpha=spec.SWIGLU_ALPHA, limit=spec.SWIGLU_LIMIT)
-    few.device = device
-    return _whole(few, bands.MANY_TOKENS)
-
-
-def kernels(layer: LayerExperts) -> Iterator[tuple[Any, ...]]:
-    """The calls of `loads` that allocate nothing: for logits, as `prepare` does, and for the fused layers' ids."""
-    most = bands.MANY_TOKENS
-    calls = (*layer.loads(torch.bfloat16, sys.maxsize if layer.many else most), *layer.loads(torch.int32, most))
-    yield from (call for call in calls if isinstance(call[1], CompileJob))
 
 
 def most_of_few(few: FewTokenExperts) -> int:

@@ -20,7 +20,6 @@ import os
 import re
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -316,47 +315,14 @@ def load(device: int, path: Path, arch: str, defines: Mapping[str, int | str], o
     return Module(cubin(source(path), arch, options), device)
 
 
-Loads = Iterable[tuple[Callable[..., object], *tuple[Hashable, ...]]]
-"""Calls that compile and load: a function and its arguments."""
+def at_once(loads: Iterable[tuple[Callable[..., object], *tuple[Hashable, ...]]]) -> None:
+    """Makes calls that compile and load, each different one on a thread: NVRTC works outside the interpreter's lock.
 
-_in_background: list[threading.Thread] = []
-
-
-def at_once(loads: Loads) -> None:
-    """Makes calls, each different one on a thread: NVRTC works outside the interpreter's lock. First waits for those of
-    `in_background`.
+    loads: a function and its arguments.
 
     Raises:
         NvrtcError: what the first of them raised, once all have ended.
     """
-    wait_for_background()
-    _on_threads(loads)
-
-
-def in_background(loads: Loads) -> None:
-    """Makes calls as `at_once` does, and returns before. `loads` is evaluated on a thread.
-
-    The calls may allocate nothing, because vLLM loads weights meanwhile. One that fails is logged, and left to the code
-    that needs its kernel.
-    """
-
-    def run() -> None:
-        try:
-            _on_threads(loads)
-        except Exception as error:
-            logger.info("kernels are compiled at their first use: %r", error)
-
-    _in_background.append(threading.Thread(target=run, name="gptoss-kernels", daemon=True))
-    _in_background[-1].start()
-
-
-def wait_for_background() -> None:
-    """Waits for `in_background`. No kernel may be loaded while a CUDA graph is captured."""
-    for thread in _in_background:
-        thread.join()
-
-
-def _on_threads(loads: Loads) -> None:
     with ThreadPoolExecutor() as threads:
         for load in [threads.submit(*load) for load in dict.fromkeys(loads)]:
             load.result()

@@ -124,12 +124,15 @@ class FusedPath:
     def connect(self) -> None:
         """Agrees with the other ranks on the largest step, and connects the all-reduce of `all_reduce`.
 
-        Without it vLLM's all-reduce runs, on all ranks. A collective: every rank is prepared.
+        Without it vLLM's all-reduce runs, on all ranks, as where steps of many tokens are vLLM's: neither was measured
+        with an engine. A collective: every rank is prepared.
         """
         ranks = self.deployment.tensor_parallel
         if ranks == 1:
             return
         self.most = min(worker.gathered(self.most))
+        if self.most == MAX_TOKENS:
+            return
         weight, rank = self.places[0].tensors.out_weight, worker.tensor_parallel_rank()
         try:
             self.push = all_reduce.connect(weight.device.index or 0, rank, ranks, weight.shape[0], worker.gathered)

@@ -18,8 +18,6 @@ from vllm_gptoss.engine import choose
 from vllm_gptoss.engine.checkpoint.load import LoadCheck
 from vllm_gptoss.engine.choose import device
 from vllm_gptoss.engine.choose import vllm_config as describe
-from vllm_gptoss.engine.kernels import nvrtc
-from vllm_gptoss.engine.model import early
 from vllm_gptoss.engine.model.addresses import keep_scratch
 from vllm_gptoss.engine.model.fused_path import MAX_TOKENS, FusedPath
 from vllm_gptoss.settings import Settings
@@ -91,7 +89,6 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
 
     def process_weights_after_loading(self) -> None:
         """vLLM's hook after it has processed the weights of every layer."""
-        nvrtc.wait_for_background()
         keep_scratch(self)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
@@ -138,5 +135,4 @@ def set_up(model: Any, config: Any) -> FusedPath | None:
         startup_line.note("tokens per request in layers of many tokens", several)
     few = FusedPath(model, deployment, several.value, wish)
     sm90.set_up(model, several.value)
-    nvrtc.in_background(early.loads(model, deployment))
     return few
