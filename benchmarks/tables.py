@@ -274,13 +274,13 @@ def compiled(files: Sequence[Row]) -> str:
 def sm80(files: Sequence[Row]) -> str:
     """Experts for sm_80 in blocks of 99 KB and vLLM's Marlin, us a layer: with the fewest multiprocessors, and all."""
     by = {(r["tokens"], r["grid"]): r for file in files for r in file["rows"] if r["shared"] == 99 * 1024}
-    few, every = (choose(grid for _, grid in by) for choose in (min, max))
-    head = ["tokens", *(cell for n in (few, every) for cell in (f"{n} blocks", f"Marlin on {n}", "ratio"))]
+    few, every = (pick(grid for _, grid in by) for pick in (min, max))
+    head = ["tokens", *(cell for n in (few, every) for cell in (f"{n} blocks", f"Marlin on {n}")), "ratio"]
     table = []
     for tokens in dict.fromkeys(tokens for tokens, _ in by):
-        pairs = [(by[tokens, few], "marlin_held_us"), (by[tokens, every], "marlin_us")]
-        cells = [(number(r[key], 1), number(r["us"], 1), _ratio(r[key], r["us"])) for r, key in pairs]
-        table.append([str(tokens), *(cell for theirs, ours, ratio in cells for cell in (ours, theirs, ratio))])
+        held, whole = by[tokens, few], by[tokens, every]
+        times = [held["us"], held["marlin_held_us"], whole["us"], whole["marlin_us"]]
+        table.append([str(tokens), *(number(us, 1) for us in times), _ratio(whole["marlin_us"], whole["us"])])
     return markdown(head, table)
 
 
