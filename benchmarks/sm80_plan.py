@@ -3,7 +3,8 @@
     python benchmarks/sm80_plan.py [--out FILE]
 
 Needs no GPU. Of each architecture: registers of a thread, spilled bytes and shared memory of a block, for the shapes of
-the 20b, by NVRTC's ptxas. The kernels have run on none of these GPUs; `sm80.py` runs the same PTX on Hopper.
+the 20b, by NVRTC's ptxas. The kernels have run on none of these GPUs; `sm80_experts.py` and `sm80_attention.py`
+run two of them as PTX on Hopper.
 """
 
 from __future__ import annotations

@@ -258,14 +258,30 @@ def float64(files: Sequence[Row]) -> str:
 
 
 def compiled(files: Sequence[Row]) -> str:
-    """Registers of a thread, spilled bytes, and KB of shared memory of a block, by architecture."""
+    """Registers of a thread, spilled bytes, and KB of shared memory of a block, by architecture; alike ones once."""
     rows = [row for file in files for row in file["rows"]]
     archs, names = (list(dict.fromkeys(row[key] for row in rows)) for key in ("arch", "kernel"))
     cells = {
         (row["kernel"], row["arch"]): f"{row['registers']} / {row['spilled']} / {number(row['shared'] / 1024, 0)}"
         for row in rows
     }
-    return markdown(["kernel", *archs], ([name, *(cells[name, arch] for arch in archs)] for name in names))
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for arch in archs:
+        alike.setdefault(tuple(cells[name, arch] for name in names), []).append(arch)
+    return markdown(["kernel", *map(", ".join, alike.values())], zip(names, *alike, strict=True))
+
+
+def sm80(files: Sequence[Row]) -> str:
+    """Experts for sm_80 in blocks of 99 KB and vLLM's Marlin, us a layer: with the fewest multiprocessors, and all."""
+    by = {(r["tokens"], r["grid"]): r for file in files for r in file["rows"] if r["shared"] == 99 * 1024}
+    few, every = (pick(grid for _, grid in by) for pick in (min, max))
+    head = ["tokens", *(cell for n in (few, every) for cell in (f"{n} blocks", f"Marlin on {n}")), "ratio"]
+    table = []
+    for tokens in dict.fromkeys(tokens for tokens, _ in by):
+        held, whole = by[tokens, few], by[tokens, every]
+        times = [held["us"], held["marlin_held_us"], whole["us"], whole["marlin_us"]]
+        table.append([str(tokens), *(number(us, 1) for us in times), _ratio(whole["marlin_us"], whole["us"])])
+    return markdown(head, table)
 
 
 def hardware(files: Sequence[Row]) -> str:
@@ -364,6 +380,7 @@ KINDS: dict[str, Callable[[Sequence[Row]], str]] = {
     "consistency": consistency,
     "float64": float64,
     "compiled": compiled,
+    "sm80": sm80,
     "hardware": hardware,
     "bands": bands,
     "features": features,
