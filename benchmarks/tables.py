@@ -257,6 +257,33 @@ def float64(files: Sequence[Row]) -> str:
     return markdown(head, ([r, str(n), *(number(by[r, n, v][name], 4) for v, name in sides)] for r, n in kinds))
 
 
+def compiled(files: Sequence[Row]) -> str:
+    """Registers of a thread, spilled bytes, and KB of shared memory of a block, by architecture; alike ones once."""
+    rows = [row for file in files for row in file["rows"]]
+    archs, names = (list(dict.fromkeys(row[key] for row in rows)) for key in ("arch", "kernel"))
+    cells = {
+        (row["kernel"], row["arch"]): f"{row['registers']} / {row['spilled']} / {number(row['shared'] / 1024, 0)}"
+        for row in rows
+    }
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for arch in archs:
+        alike.setdefault(tuple(cells[name, arch] for name in names), []).append(arch)
+    return markdown(["kernel", *map(", ".join, alike.values())], zip(names, *alike, strict=True))
+
+
+def sm80(files: Sequence[Row]) -> str:
+    """Experts for sm_80 in blocks of 99 KB and vLLM's Marlin, us a layer: with the fewest multiprocessors, and all."""
+    by = {(r["tokens"], r["grid"]): r for file in files for r in file["rows"] if r["shared"] == 99 * 1024}
+    few, every = (pick(grid for _, grid in by) for pick in (min, max))
+    head = ["tokens", *(cell for n in (few, every) for cell in (f"{n} blocks", f"Marlin on {n}")), "ratio"]
+    table = []
+    for tokens in dict.fromkeys(tokens for tokens, _ in by):
+        held, whole = by[tokens, few], by[tokens, every]
+        times = [held["us"], held["marlin_held_us"], whole["us"], whole["marlin_us"]]
+        table.append([str(tokens), *(number(us, 1) for us in times), _ratio(whole["marlin_us"], whole["us"])])
+    return markdown(head, table)
+
+
 def hardware(files: Sequence[Row]) -> str:
     """What `choose` gives for one GPU of each family, AITER on for AMD; `vllm-gptoss doctor` prints the same there."""
     del files
@@ -293,6 +320,7 @@ FEATURES: dict[str, Row] = {
     "expert parallel": {"tensor_parallel": 2, "expert_parallel": True},
     "decode context parallel": {"tensor_parallel": 2, "decode_context_parallel": 2},
     "LoRA": {"lora": True},
+    "LoRA limited to attention": {"lora": True, "lora_on_attention": True},
     "fp8 KV cache": {"kv_cache_dtype": "fp8"},
     "n-gram drafts": {"drafts": "ngram", "draft_tokens": 3},
     "EAGLE3 drafts": {"drafts": "eagle3", "draft_tokens": 3},
@@ -321,7 +349,9 @@ def features(files: Sequence[Row]) -> str:
         # the layers' attention plans nothing on the host, which the runner requires
         if runner.value == "gptoss" and layers.value != "gptoss":
             runner = choose.Choice("upstream", "not gptoss: the layers are vLLM's")
-        table.append([name, _part(layers), _part(experts), _part(runner)])
+        few = f" up to {token_bands.FUSED_TOKENS} tokens"
+        part = few if choose.many_tokens(H200, found).value != token_bands.AROUND_CUBLAS else ""
+        table.append([name, _part(layers) + part * (layers.value == "gptoss"), _part(experts), _part(runner)])
     return markdown(["feature", "layers", "experts", "runner"], table)
 
 
@@ -349,6 +379,8 @@ KINDS: dict[str, Callable[[Sequence[Row]], str]] = {
     "accuracy": accuracy,
     "consistency": consistency,
     "float64": float64,
+    "compiled": compiled,
+    "sm80": sm80,
     "hardware": hardware,
     "bands": bands,
     "features": features,

@@ -52,13 +52,14 @@ def hot_microseconds(work: Callable[[], Any], launches: int, seconds: float) -> 
     return replayed(graph, max(1, int(0.3e6 / each))) / launches
 
 
-def write(path: str, rows: list[dict[str, Any]]) -> None:
-    """Rows with what produced them: GPU, torch, date and command."""
+def write(path: str, rows: list[dict[str, Any]], **about: Any) -> None:
+    """Rows with what produced them: GPU, torch, date and command, and `about`."""
     result = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
         "command": " ".join([f"python benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        **about,
         "rows": rows,
     }
     Path(path).write_text(json.dumps(result, indent=1) + "\n")

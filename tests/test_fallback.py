@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from tests.support import planted
 from tests.support.vllm_log import heard, lines
@@ -74,7 +75,7 @@ def vllm_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(describe, "configuration", lambda config: Deployment(GPT_OSS_20B))
     monkeypatch.setattr(describe, "built_model", lambda deployment, model: deployment)
     monkeypatch.setattr(describe, "first_step", lambda deployment, places, auxiliary: deployment)
-    monkeypatch.setattr(planned, "plan_once", lambda model, per_request: True)
+    monkeypatch.setattr(planned, "set_up", lambda model, per_request: True)
     monkeypatch.setattr(fused_path.FusedPath, "could_take", lambda self, tokens: tokens <= self.most)
     monkeypatch.setattr(addresses, "look_up", lambda layer, rank: place)
     monkeypatch.setattr(fused_path.worker, "tensor_parallel_rank", lambda: 0)
@@ -97,6 +98,26 @@ def test_without_a_fault_the_fused_path_serves(vllm_model: None, said: pytest.Lo
     assert serve("auto", tokens) == ["ours", "ours"]
     assert serve("gptoss", tokens) == ["ours", "ours"]
     assert lines(said) == []
+
+
+@pytest.mark.parametrize(
+    ("layers", "name"), [("auto", "GptOssFlashAttentionBackend"), ("upstream", "FlashAttentionBackend")]
+)
+def test_vllm_builds_layers_with_our_attention_where_they_may_be_ours(
+    vllm_model: None, monkeypatch: pytest.MonkeyPatch, layers: str, name: str
+) -> None:
+    upstream, flash_attention, seen = gpt_oss.UpstreamGptOssForCausalLM, AttentionBackendEnum.FLASH_ATTN, []
+    built = upstream.__init__
+
+    def building(self: Any, **given: Any) -> None:
+        seen.append(flash_attention.get_class().__name__)
+        built(self, **given)
+
+    monkeypatch.setattr(upstream, "__init__", building)
+    monkeypatch.setattr(planned.worker, "flash_attention_version", lambda: 3)
+    gpt_oss.GptOssForCausalLM(vllm_config=wishing(layers=layers))
+    assert seen == [name]
+    assert flash_attention.get_class().__name__ == "FlashAttentionBackend"
 
 
 @pytest.mark.parametrize("where", planted.LAYERS)
@@ -189,6 +210,19 @@ def load_and_run(monkeypatch: pytest.MonkeyPatch, wish: str) -> tuple[Any, list[
     made.process_weights_after_loading(layer)
     steps = [made.apply_monolithic(layer, torch.zeros(1, 64), torch.zeros(1, 32)) for _ in range(2)]
     return moe.moe_backend, done, steps
+
+
+def test_with_lora_on_attention_vllm_makes_the_experts_without_it(
+    vllm_experts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's experts that take adapters have another layout, which our kernels do not read."""
+    found = Deployment(GPT_OSS_20B, lora_on_attention=True)
+    monkeypatch.setattr(describe, "configuration", lambda config: found)
+    for wish, lora in (("gptoss", False), ("auto", True)):
+        monkeypatch.setattr(quantization._vllm, "current_config", lambda wish=wish: wishing(experts=wish))
+        moe = SimpleNamespace(moe_backend="auto", is_lora_enabled=True, experts_per_token=4, num_experts=32)
+        made = quantization.GptOssQuantConfig()._make_moe_method(moe)
+        assert (isinstance(made, method.GptOssExpertsMethod), moe.is_lora_enabled) == (not lora, lora)
 
 
 def test_without_a_fault_our_experts_serve(

@@ -337,6 +337,33 @@ def test_the_users_own_worker_is_reported_where_it_has_vllms_runner(
     assert len(lines(caplog)) == (not is_ours)
 
 
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("wanted", "sizes", "first", "later"),
+    [(True, [1, 2], [1, 2], [1, 2]), (True, None, None, "vLLM's"), (False, [1, 2], None, "vLLM's")],
+)
+def test_sizes_of_graphs_are_set_before_vllms_entry_sets_its_own(
+    monkeypatch: pytest.MonkeyPatch, wanted: bool, sizes: list[int] | None, first: object, later: object
+) -> None:
+    from vllm.model_executor.models import config as module
+
+    class Theirs:
+        @staticmethod
+        def verify_and_update_config(config: SimpleNamespace) -> None:
+            assert config.compilation_config.cudagraph_capture_sizes == first
+            config.compilation_config.cudagraph_capture_sizes = first or "vLLM's"
+
+    monkeypatch.setitem(module.MODELS_CONFIG_MAP, "Model", Theirs)
+    _vllm_runner.use_classes("Model", "a.Worker", "a.Scheduler", lambda config: wanted, lambda config: sizes)
+    parallel = SimpleNamespace(worker_cls="auto", distributed_executor_backend=None)
+    scheduling = SimpleNamespace(scheduler_cls=None, async_scheduling=None)
+    graphs = SimpleNamespace(cudagraph_capture_sizes=None)
+    config = SimpleNamespace(parallel_config=parallel, scheduler_config=scheduling, compilation_config=graphs)
+    module.MODELS_CONFIG_MAP["Model"].verify_and_update_config(config)
+    assert graphs.cudagraph_capture_sizes == later
+    assert (parallel.worker_cls == "a.Worker") is wanted
+
+
 CONFIGURED = """
 import asyncio, json, multiprocessing, sys, time
 from vllm.engine.arg_utils import EngineArgs

@@ -51,7 +51,7 @@ SCHEDULER = "vllm_gptoss.engine.runner.scheduler.GptOssScheduler"
 def _use_runner() -> None:
     from vllm_gptoss._vllm import runner
 
-    runner.use_classes(spec.ARCHITECTURE, WORKER, SCHEDULER, _wants_runner)
+    runner.use_classes(spec.ARCHITECTURE, WORKER, SCHEDULER, _wants_runner, _graph_sizes)
 
 
 def _wants_runner(config: Any) -> bool:
@@ -84,6 +84,14 @@ def _wants_runner(config: Any) -> bool:
     if settings.host == "gptoss" and why:
         raise ChoiceError(f"host=gptoss cannot run here: {why}; use host=auto")
     return bool(wanted)
+
+
+def _graph_sizes(config: Any) -> list[int] | None:
+    """The sizes of the CUDA graphs that vLLM captures; None for its own."""
+    from vllm_gptoss import fallback
+    from vllm_gptoss.engine.choose import graph_sizes
+
+    return fallback.attempt("sizes of CUDA graphs", "auto", lambda: graph_sizes.chosen(config))
 
 
 def _shorten_start(config: Any) -> None:

@@ -48,7 +48,7 @@ class Settings(BaseModel):
     host: Literal["auto", "stock", "gptoss"] = Field(
         "auto",
         description="`stock` leaves vLLM's own way to stream completions and to run a decode step; `gptoss` runs the"
-        " plugin's runner, also with drafts",
+        " plugin's runner, also with drafts and KV connectors",
     )
     strict_tools: bool = Field(True, description="constrain tool calls to the offered tools and schemas")
     store: str = Field(

@@ -137,6 +137,32 @@ def test_a_graph_of_drafts_is_captured_and_replayed_with_one_number_of_tokens(re
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
+def test_steps_without_an_adapter_have_a_flag_and_graphs_of_their_own(release: Release) -> None:
+    """Why the fused layers may be in a graph: no step with an adapter replays one that was captured without."""
+    flag = source(release, "vllm.lora.ops.triton_ops.lora_kernel_metadata")
+    assert "no_lora = torch.all(token_lora_mapping == -1)\n        self.no_lora_flag_cpu[0] = no_lora" in flag
+    assert "self.token_mapping_meta.prepare_tensors(self.token_lora" in source(
+        release, "vllm.lora.punica_wrapper.punica_gpu"
+    )
+    assert "self.base_layer = base_layer" in source(release, "vllm.lora.layers.base_linear")
+    assert "return [0] + [c for c in captured if c > 0]" in source(release, "vllm.v1.worker.gpu.lora_utils")
+    graphs = source(release, "vllm.v1.worker.gpu.cudagraph_utils")
+    assert "lora_capture_hook(desc.num_active_loras, num_reqs, num_tokens)" in graphs
+    assert "desc.num_active_loras == num_active_loras" in graphs
+    runner = source(release, "vllm.v1.worker.gpu.model_runner")
+    assert runner.index("self._set_active_loras(*lora_inputs)") < runner.index("self.model(**model_inputs)")
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
+def test_experts_outside_the_target_modules_are_not_wrapped(release: Release) -> None:
+    """Why our experts, which vLLM makes as without LoRA, may stay."""
+    text = source(release, "vllm.lora.model_manager")
+    wraps = text[text.index("def _create_lora_modules") :]
+    skips = wraps.index("not self._match_target_modules(module_name)")
+    assert skips < wraps.index("continue", skips) < wraps.index("new_module = from_layer(")
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
 def test_harmony_is_switched_on_by_the_model_type(release: Release) -> None:
     """Why the model keeps its `model_type`."""
     text = source(release, "vllm.renderers.online_renderer")

@@ -13,8 +13,6 @@ REPLACED: Mapping[str, str] = {
     "module.HarmonyParser": "_vllm/replaced.py",
     "state[name]": "_vllm/replaced.py",
     "request.make_request_output": "_vllm/replaced.py",
-    "layer.attn_backend": "engine/attention/sm90.py",
-    "layer.impl": "engine/attention/sm90.py",
     "module.MODELS_CONFIG_MAP[architecture]": "_vllm/runner.py",
 }
 """Where each attribute is replaced. docs/harmony.md has the reasons."""
@@ -44,7 +42,10 @@ FILLED: Mapping[str, frozenset[str]] = {
     ),
     "server/responses/endpoint.py": _set("args.tool_server"),
     "_vllm/replaced.py": _set("args.tool_server handler.tool_server theirs[name]"),
-    "_vllm/runner.py": _set("parallel.worker_cls parallel.worker_extension_cls scheduling.scheduler_cls"),
+    "_vllm/runner.py": _set(
+        "parallel.worker_cls parallel.worker_extension_cls scheduling.scheduler_cls "
+        "vllm_config.compilation_config.cudagraph_capture_sizes"
+    ),
     "engine/runner/scheduler.py": _set(
         "first.scheduler_stats known.new_block_ids known.num_computed_tokens known.num_output_tokens "
         "known.req_ids message.outputs message.scheduler_stats request.last_sched_seq "
@@ -53,9 +54,9 @@ FILLED: Mapping[str, frozenset[str]] = {
         "step.num_scheduled_tokens step.pending_structured_output_tokens step.total_num_scheduled_tokens"
     ),
     "engine/runner/model_runner.py": _set("states.num_computed_tokens_np[batch.rows]"),
-    "engine/experts/config.py": _set("moe.moe_backend"),
+    "engine/experts/config.py": _set("moe.is_lora_enabled moe.moe_backend"),
     "engine/experts/dequantize.py": _set("layer[f'{name}_scale']"),
-    "engine/experts/method.py": _set("moe.moe_backend"),
+    "engine/experts/method.py": _set("moe.is_lora_enabled moe.moe_backend"),
 }
 """Values that vLLM hands us and we fill in or change: arguments, one request, one output, one layer's configuration."""
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from demo import dataset, prompts
 from demo.render import encode, target
-from tests.support import jobs, tiny, warm
+from tests.support import adapter, jobs, tiny, warm
 from vllm_gptoss.engine.choose.device import detect
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(500)]
@@ -37,25 +37,6 @@ SCHEMA = {
 }
 
 
-def lora(directory: Path, shape: tiny.Shape) -> Path:
-    """A random adapter of rank 4 on the attention projections, in PEFT's format."""
-    rng = torch.Generator().manual_seed(3)
-    query, key = shape.query_heads * shape.head_size, shape.kv_heads * shape.head_size
-    sizes = {"q_proj": (shape.hidden, query), "k_proj": (shape.hidden, key), "v_proj": (shape.hidden, key)}
-    sizes["o_proj"] = (query, shape.hidden)
-    tensors = {}
-    for layer in range(shape.layers):
-        for name, (columns, rows) in sizes.items():
-            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            tensors[f"{prefix}.lora_A.weight"] = (torch.randn(4, columns, generator=rng) * 0.2).bfloat16()
-            tensors[f"{prefix}.lora_B.weight"] = (torch.randn(rows, 4, generator=rng) * 0.2).bfloat16()
-    directory.mkdir()
-    save_file(tensors, directory / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": list(sizes), "bias": "none"}
-    (directory / "adapter_config.json").write_text(json.dumps(config))
-    return directory
-
-
 def damaged(directory: Path) -> Path:
     """The random model without one sinks tensor: vLLM loads it, with uninitialised memory in its place."""
     tiny.write(directory)
@@ -76,11 +57,11 @@ def capital() -> tuple[list[int], list[int]]:
 def results(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> jobs.Results:
     base = tmp_path_factory.mktemp("features")
     shape = tiny.Shape()
-    model, adapter = str(tiny.write(base / "model", shape)), str(lora(base / "adapter", shape))
+    model, adapted_by = str(tiny.write(base / "model", shape)), str(adapter.write(base / "adapter", shape))
     long = torch.randint(0, 500, (300,), generator=torch.Generator().manual_seed(1)).tolist()
     prompts = [long, [*long[:256], 7, 8, 9], long[:130]]
     plain = [[{"prompt": p, "max_tokens": 8, "min_tokens": 8} for p in prompts]] * 2
-    adapted = [[{"prompt": long[:20], "max_tokens": 6, "lora": name}] for name in (None, adapter)]
+    adapted = [[{"prompt": long[:20], "max_tokens": 6, "lora": name}] for name in (None, adapted_by)]
     # <|start|>assistant<|channel|>final<|message|>: the grammar holds from the final channel on.
     final = [200006, 173781, 200005, 17196, 200008]
     sampling = {"max_tokens": 60, "temperature": 1.0, "structured_outputs": {"json": SCHEMA}}

@@ -166,9 +166,9 @@ def _swap(pieces: Tensor) -> Tensor:
     return pieces.gather(2, to[None, :, :, None].expand_as(pieces))
 
 
-def product(kernel: Callable[..., None], rows: int, columns: int, tokens: int) -> None:
-    x, weight, bias = draw(tokens, columns), draw(rows, columns, scale=columns**-0.5), draw(rows)
-    wanted, tiled = x.double() @ weight.double().T + bias.double(), tile(x)
+def product(kernel: Callable[..., None], rows: int, columns: int, tokens: int, biased: bool = True) -> None:
+    x, weight, bias = draw(tokens, columns), draw(rows, columns, scale=columns**-0.5), draw(rows) if biased else None
+    wanted, tiled = x.double() @ weight.double().T + (0 if bias is None else bias.double()), tile(x)
     out, again = poison(tokens, rows), poison(tokens, rows)
     for to in (out, again):
         kernel(tiled, weight, bias, to)

@@ -50,11 +50,14 @@ def start(where: str, settings: dict[str, str]) -> Done:
 
 
 @pytest.fixture(scope="module")
-def starts() -> Iterator[dict[tuple[str, bool], Done]]:
-    """The output of each start, by the location of its fault and the requested part."""
+def starts(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, bool], Done]]:
+    """The output of the starts that the chosen tests need, by the location of its fault and the requested part."""
+    here = [item for item in request.session.items if item.path == request.path]
+    chosen = {item.callspec.params["where"] if hasattr(item, "callspec") else "" for item in here}
+    wanted = [each for each in STARTS if each[0] in chosen or each[0] == COMPILER]
     with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-        done = pool.map(lambda each: start(*each), STARTS)
-        yield {(where, bool(settings)): each for (where, settings), each in zip(STARTS, done, strict=True)}
+        done = pool.map(lambda each: start(*each), wanted)
+        yield {(where, bool(settings)): each for (where, settings), each in zip(wanted, done, strict=True)}
 
 
 def answer(done: Done) -> dict[str, Any]:

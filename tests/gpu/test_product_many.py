@@ -20,6 +20,11 @@ def test_product_of_every_token(shape: tuple[int, int], tokens: int) -> None:
     cases.product(product_many.product, *shape, tokens)
 
 
+@pytest.mark.parametrize("parallel", PARALLEL)
+def test_product_of_a_rank_that_adds_no_bias(parallel: int) -> None:
+    cases.product(product_many.product, C, OUT[1] // parallel, 31, biased=False)
+
+
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("tokens", [1, 17, 31, 32])
 @pytest.mark.parametrize("parallel", PARALLEL)

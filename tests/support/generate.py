@@ -2,12 +2,13 @@
 
 Run as a program: `python -m tests.support.generate JOBS OUT`, JOBS a JSON object of jobs by name:
     {"model": directory, "environ": {...}, "args": {arguments of LLM}, "rounds": [[request, ...], ...],
-     "seconds": limit of the job, "paths": whether to report the active parts, "sleep": whether to sleep after a round}
+     "seconds": limit of the job, "paths": whether to report the active parts, "sleep": whether to sleep after a round,
+     "steps": whether to count the steps that the plugin's runner takes, and the others}
     request: {"prompt": [token, ...], "lora": directory or null, ...fields of SamplingParams}
 vLLM is imported once and each job forked from there. Writes OUT/<name>.json: one list per round of
     {"tokens", "logprobs": [{token: logprob}], "prompt_logprobs": [...], "cached": prompt tokens found in the cache,
      "text"}
-and "paths", and "preemptions" where statistics are on; or {"error": ...}; and OUT/<name>.log with what the
+and "paths", "steps", and "preemptions" where statistics are on; or {"error": ...}; and OUT/<name>.log with what the
 job logged.
 """
 
@@ -57,7 +58,7 @@ def run(job: dict[str, Any], out: Path) -> None:
     except Exception as error:
         out.write_text(json.dumps({"error": f"{type(error).__name__}: {error}"}))
         raise
-    rounds = []
+    rounds, steps = [], count_steps(llm) if job.get("steps") else None
     for requests in job["rounds"]:
         prompts, params, adapters = [], [], []
         for request in requests:
@@ -84,7 +85,23 @@ def run(job: dict[str, Any], out: Path) -> None:
         if job.get("sleep"):
             llm.sleep(level=1)
             llm.wake_up()
-    out.write_text(json.dumps({"rounds": rounds, **facts(llm, job)}))
+    out.write_text(json.dumps({"rounds": rounds, "steps": steps, **facts(llm, job)}))
+
+
+def count_steps(llm: Any) -> dict[str, int]:
+    """Numbers of steps from here on, by what runs them: `gptoss`, the plugin's runner, or `upstream`."""
+    short_way = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.short_way
+    found = {"gptoss": 0, "upstream": 0}
+    if short_way is not None:
+        take = short_way.take
+
+        def counted(*step: Any) -> Any:
+            taken = take(*step)
+            found["upstream" if taken is None else "gptoss"] += 1
+            return taken
+
+        short_way.take = counted
+    return found
 
 
 def facts(llm: Any, job: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ def parts() -> Any:
         post_update,
         prepare_pos_seq_lens,
     )
-    from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
+    from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR, ActiveKVConnector
     from vllm.v1.worker.gpu.model_runner import ExecuteModelState
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
     from vllm.v1.worker.gpu.sample.sampler import Sampler
@@ -39,6 +39,7 @@ def parts() -> Any:
         post_update=post_update,
         prepare_pos_seq_lens=prepare_pos_seq_lens,
         NO_OP_KV_CONNECTOR=NO_OP_KV_CONNECTOR,
+        ActiveKVConnector=ActiveKVConnector,
         ExecuteModelState=ExecuteModelState,
         DefaultModelState=DefaultModelState,
         Sampler=Sampler,
@@ -65,11 +66,11 @@ def marks_padding() -> bool:
     return bool(envs.VLLM_MOE_SKIP_PADDING)
 
 
-def use_classes(architecture: str, worker: str, scheduler: str, wants: Any) -> None:
+def use_classes(architecture: str, worker: str, scheduler: str, wants: Any, sizes: Any) -> None:
     """Makes vLLM use these classes (qualified names) for models of `architecture`, unless the user named others.
 
     vLLM calls the entry of `MODELS_CONFIG_MAP` before the platform sets `worker_cls`. Our entry is a subclass of
-    vLLM's. wants: whether a `VllmConfig` gets the classes. Idempotent.
+    vLLM's. wants: whether a `VllmConfig` gets the classes; sizes: of its CUDA graphs, None for vLLM's. Idempotent.
     """
     from vllm.model_executor.models import config as module
 
@@ -80,9 +81,12 @@ def use_classes(architecture: str, worker: str, scheduler: str, wants: Any) -> N
     class WithClasses(theirs):  # type: ignore[misc, valid-type]
         @staticmethod
         def verify_and_update_config(vllm_config: Any) -> None:
+            wanted = wants(vllm_config)
+            if wanted and (found := sizes(vllm_config)):
+                vllm_config.compilation_config.cudagraph_capture_sizes = found  # vLLM's entry sets a maximum otherwise
             theirs.verify_and_update_config(vllm_config)
             parallel, scheduling = vllm_config.parallel_config, vllm_config.scheduler_config
-            if not wants(vllm_config):
+            if not wanted:
                 return
             if parallel.worker_cls == "auto":
                 parallel.worker_cls = worker
@@ -109,6 +113,29 @@ def suits(config: Any) -> bool:
     parallel = config.parallel_config
     alone = current_platform.is_cuda() and parallel.world_size == 1 and parallel.data_parallel_size == 1
     return alone and config.model_config.runner_type == "generate" and bool(config.use_v2_model_runner)
+
+
+def has_default_graphs(config: Any) -> bool:
+    """Whether the user left the CUDA graphs of a `VllmConfig` to vLLM, which then captures PIECEWISE and FULL ones."""
+    from vllm.config.compilation import CUDAGraphMode
+
+    graphs = config.compilation_config
+    return (
+        graphs.cudagraph_capture_sizes is None
+        and graphs.max_cudagraph_capture_size is None
+        and graphs.cudagraph_mode in (None, CUDAGraphMode.FULL_AND_PIECEWISE)
+        and config.optimization_level >= 2  # below, vLLM captures no FULL graphs
+        and config.performance_mode == "balanced"
+        and not config.model_config.enforce_eager
+    )
+
+
+def gpu_architecture() -> str:
+    """`sm90`, …, from the driver's management library; empty if unknown."""
+    from vllm.platforms import current_platform
+
+    found = current_platform.get_device_capability()
+    return f"sm{found.major}{found.minor}" if found else ""
 
 
 def cache_groups(manager: Any) -> tuple[tuple[Any, int], ...] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -30,6 +32,23 @@ def kv_connector() -> Any | None:
         return None
     connector = get_kv_transfer_group()
     return connector if connector.has_connector_metadata() else None
+
+
+def has_adapter(linears: Any) -> bool:
+    """Whether a request of the step about to run has a LoRA adapter, from where vLLM's LoRA kernels read it.
+
+    linears: projections of a layer, of which at least one must be wrapped for LoRA. True where none is, or where the
+    wrapper is unknown.
+    """
+    wrappers = (getattr(linear, "punica_wrapper", None) for linear in linears)
+    found = next((wrapper for wrapper in wrappers if wrapper is not None), None)
+    metadata = getattr(found, "token_mapping_meta", None)
+    return metadata is None or not bool(metadata.no_lora_flag_cpu.all())
+
+
+def without_adapters(linear: Any) -> Any:
+    """The linear layer that a LoRA wrapper of vLLM's holds; the layer itself without a wrapper."""
+    return getattr(linear, "base_layer", linear)
 
 
 def in_piecewise_graph(context: Any) -> bool:
@@ -63,6 +82,17 @@ def all_ranks(yes: bool) -> bool:
     return bool(said)
 
 
+def gathered(item: Any) -> list[Any]:
+    """`item` of each tensor-parallel rank, in their order. A collective: all ranks must call it in one order."""
+    import torch
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    found: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(found, item, group=group.cpu_group)
+    return found
+
+
 def is_last_pipeline_rank() -> bool:
     """True in the worker that ends the pipeline."""
     from vllm.distributed import get_pp_group
@@ -82,6 +112,29 @@ def flash_attention_version() -> int | None:
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
     return get_flash_attn_version()
+
+
+@contextmanager
+def flash_attention_backend(path: str) -> Iterator[None]:
+    """Registers the class `path` as vLLM's backend `FLASH_ATTN`, for the layers that vLLM builds meanwhile.
+
+    vLLM caches the backend of a configuration, so both ends clear that cache: no other model gets the class. A class
+    that another plugin has registered stays.
+    """
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    backend = AttentionBackendEnum.FLASH_ATTN
+    if backend.is_overridden():
+        yield
+        return
+    selector._cached_get_attn_backend.cache_clear()
+    register_backend(backend, path)
+    try:
+        yield
+    finally:
+        backend.clear_override()
+        selector._cached_get_attn_backend.cache_clear()
 
 
 def replace_parameter(layer: Any, name: str, tensor: Any) -> None:

@@ -53,6 +53,13 @@ def impl(kind: type[FlashAttentionImpl], window: int | None = None, **other: Any
     return kind(64, 64, 0.125, 8, None, window, **given)
 
 
+def enabled(window: int | None = None, most: int = 1) -> Any:
+    """Our attention of a layer, after `set_up`. most: tokens of one request."""
+    made = impl(sm90.GptOssFlashAttentionImpl, window)
+    made.most_per_request = most
+    return made
+
+
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, float, int]]:
     """What the kernel was given: tokens of queries and output, scale and window."""
@@ -84,7 +91,7 @@ def step(of: Any, tokens: int, longest: int = 1, padded: int | None = None, **ot
 def test_decode_steps_of_the_band_are_ours(
     launched: list[tuple[int, int, float, int]], tokens: int, longest: int, ours: bool
 ) -> None:
-    answer = step(impl(sm90.GptOssFlashAttentionImpl), tokens, longest)
+    answer = step(enabled(), tokens, longest)
     assert bool(launched) is ours
     assert isinstance(answer, torch.Tensor) is ours
 
@@ -96,9 +103,7 @@ def test_decode_steps_of_the_band_are_ours(
 def test_drafts_are_ours_up_to_a_limit_of_each_request(
     launched: list[tuple[int, int, float, int]], tokens: int, longest: int, ours: bool
 ) -> None:
-    of = impl(sm90.GptOssFlashAttentionImpl)
-    of.most_per_request = 8
-    step(of, tokens, longest)
+    step(enabled(most=8), tokens, longest)
     assert bool(launched) is ours
 
 
@@ -106,17 +111,17 @@ def test_drafts_are_ours_up_to_a_limit_of_each_request(
 def test_the_kernel_gets_the_layers_window_and_scale(
     launched: list[tuple[int, int, float, int]], given: int | None, window: int
 ) -> None:
-    step(impl(sm90.GptOssFlashAttentionImpl, given), 30)
+    step(enabled(given), 30)
     assert launched == [(30, 30, 0.125, window)]
 
 
 def test_rows_past_the_step_are_not_computed(launched: list[tuple[int, int, float, int]]) -> None:
-    step(impl(sm90.GptOssFlashAttentionImpl), 30, padded=32)
+    step(enabled(), 30, padded=32)
     assert launched == [(30, 32, 0.125, 0)]
 
 
 def test_what_is_not_plain_is_upstreams(launched: list[tuple[int, int, float, int]]) -> None:
-    of = impl(sm90.GptOssFlashAttentionImpl)
+    of = enabled()
     assert step(of, 30, metadata=None) == "upstream"  # profiling
     assert step(of, 30, output_scale=torch.ones(1)) == "upstream"
     assert of.most_per_request == 1
@@ -130,7 +135,7 @@ def test_a_fault_leaves_the_layer_to_upstream_with_one_line(
         raise nvrtc.NvrtcError("no such kernel")
 
     monkeypatch.setattr(attention_many, "attend", broken)
-    of = impl(sm90.GptOssFlashAttentionImpl)
+    of = enabled()
     assert [step(of, 30) for _ in range(2)] == ["upstream", "upstream"]
     assert lines(said) == ["attention: upstream from here on (NvrtcError: no such kernel)"]
     assert of.most_per_request == 0
@@ -139,7 +144,7 @@ def test_a_fault_leaves_the_layer_to_upstream_with_one_line(
 def test_a_cache_that_it_cannot_read_leaves_the_layer_to_upstream(
     launched: list[tuple[int, int, float, int]], said: pytest.LogCaptureFixture
 ) -> None:
-    of, rows = impl(sm90.GptOssFlashAttentionImpl), torch.zeros(30, 64, 64, dtype=torch.bfloat16)
+    of, rows = enabled(), torch.zeros(30, 64, 64, dtype=torch.bfloat16)
     cache = torch.zeros(2, 8, 48, 128, dtype=torch.bfloat16)
     metadata = SimpleNamespace(num_actual_tokens=30, max_query_len=1, causal=True)
     assert of.forward(None, rows, None, None, cache, metadata, rows.clone()) == "upstream"
@@ -218,18 +223,17 @@ def test_a_step_of_drafts_is_planned_if_and_only_if_fa3_is_in_its_graph(
 
 
 def layers(*windows: int | None, **other: Any) -> list[Any]:
-    """As many of vLLM's `Attention`, built for FlashAttention 3."""
+    """As many of vLLM's `Attention`, built while our backend is registered."""
+    backend = sm90.GptOssFlashAttentionBackend
     return [
-        SimpleNamespace(
-            attn_backend=FlashAttentionBackend, dtype=torch.bfloat16, impl=impl(FlashAttentionImpl, window, **other)
-        )
+        SimpleNamespace(attn_backend=backend, dtype=torch.bfloat16, impl=impl(backend.get_impl_cls(), window, **other))
         for window in windows
     ]
 
 
 def model(attention: list[Any]) -> Any:
     of = [SimpleNamespace(attn=SimpleNamespace(attn=layer)) for layer in attention]
-    return SimpleNamespace(model=SimpleNamespace(layers=of))
+    return SimpleNamespace(model=SimpleNamespace(layers=[*of, SimpleNamespace()]))  # a layer of another stage
 
 
 @pytest.fixture
@@ -239,21 +243,23 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     return calls
 
 
-def test_layers_get_ours_as_theirs_was_made(loaded: list[tuple[int, int, int]]) -> None:
+@pytest.mark.parametrize("most", [1, 8])
+def test_layers_take_decode_steps_once_their_kernels_are_compiled(
+    loaded: list[tuple[int, int, int]], most: int
+) -> None:
     attention = layers(128, None, 128)
-    before = [dict(vars(layer.impl)) for layer in attention]
-    assert sm90.plan_once(model(attention))
+    assert [step(layer.impl, 30) for layer in attention] == ["upstream"] * 3
+    assert sm90.set_up(model(attention), most)
     assert sorted(loaded) == [(0, 8, 0), (0, 8, 128)]
-    for layer, was in zip(attention, before, strict=True):
-        assert layer.attn_backend is sm90.GptOssFlashAttentionBackend
-        assert type(layer.impl) is layer.attn_backend.get_impl_cls()
-        assert vars(layer.impl) == was | {"most_per_request": 1}
+    assert [layer.impl.most_per_request for layer in attention] == [most] * 3
 
 
-def test_layers_get_the_most_tokens_of_a_request(loaded: list[tuple[int, int, int]]) -> None:
-    attention = layers(128, None)
-    assert sm90.plan_once(model(attention), 8)
-    assert [layer.impl.most_per_request for layer in attention] == [8, 8]
+def test_layers_that_vllm_built_with_another_backend_are_not_ours(loaded: list[tuple[int, int, int]]) -> None:
+    attention = layers(128)
+    attention[0].attn_backend = FlashAttentionBackend
+    assert not sm90.set_up(model(attention))
+    assert not loaded
+    assert step(attention[0].impl, 30) == "upstream"
 
 
 @pytest.mark.parametrize(
@@ -269,9 +275,8 @@ def test_what_the_kernel_does_not_compute_stays_upstreams(
     loaded: list[tuple[int, int, int]], said: pytest.LogCaptureFixture, other: dict[str, Any], why: str
 ) -> None:
     attention = layers(128, None, **other)
-    assert sm90.plan_once(model(attention))
-    assert {type(layer.impl) for layer in attention} == {FlashAttentionImpl}
-    assert {layer.attn_backend for layer in attention} == {sm90.GptOssFlashAttentionBackend}
+    assert sm90.set_up(model(attention))
+    assert [step(layer.impl, 30) for layer in attention] == ["upstream"] * 2
     startup_line.say()
     choices = startup_line.WorkerChoices().gptoss_choices()
     assert choices == {"attention of vLLM's layers": f"FlashAttention 3 ({why})"}
@@ -286,6 +291,6 @@ def test_a_kernel_that_does_not_compile_leaves_upstreams(
 
     monkeypatch.setattr(attention_many, "load", refused)
     attention = layers(128, None)
-    assert sm90.plan_once(model(attention))
-    assert {type(layer.impl) for layer in attention} == {FlashAttentionImpl}
+    assert sm90.set_up(model(attention))
+    assert [step(layer.impl, 30) for layer in attention] == ["upstream"] * 2
     assert lines(said) == ["attention: upstream from here on (NvrtcError: NVRTC failed)"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
+import torch
 from vllm.config import CUDAGraphMode
+from vllm.platforms import current_platform
+from vllm.v1.attention import selector
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionMetadataBuilder
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from tests.support.plans import Common, builder
 from vllm_gptoss.engine.attention import sm90
@@ -84,24 +86,48 @@ def test_a_step_that_no_graph_replays_is_planned_as_it_is(
     assert [common for common, _ in given] == [Common(tokens, 7, 90)]
 
 
-def model(*backends: type) -> Any:
-    layers = [SimpleNamespace(attn=SimpleNamespace(attn=SimpleNamespace(attn_backend=b))) for b in backends]
-    return SimpleNamespace(model=SimpleNamespace(layers=[*layers, SimpleNamespace()]))  # a layer of another stage
+FLASH_ATTN = AttentionBackendEnum.FLASH_ATTN
+
+
+@pytest.fixture
+def selected(monkeypatch: pytest.MonkeyPatch) -> Callable[[], type]:
+    """The class that vLLM's cached selection gives to a layer with sinks, where vLLM prefers FlashAttention 3."""
+    monkeypatch.setattr(sm90.worker, "flash_attention_version", lambda: 3)
+    monkeypatch.setattr(current_platform, "get_attn_backend_cls", lambda *_, **__: FLASH_ATTN.get_path(), raising=False)
+    wanted = selector.AttentionSelectorConfig(64, torch.bfloat16, "auto", None, has_sink=True)
+    return lambda: selector._cached_get_attn_backend(None, wanted)
+
+
+def test_layers_built_meanwhile_get_it_and_no_others(selected: Callable[[], type]) -> None:
+    """vLLM caches the class by configuration, and a model that is built before or after has the same one."""
+    assert selected() is FlashAttentionBackend
+    with sm90.registered():
+        assert selected() is sm90.GptOssFlashAttentionBackend
+        assert selected().get_name() == FlashAttentionBackend.get_name()
+    assert selected() is FlashAttentionBackend
+    with pytest.raises(ZeroDivisionError), sm90.registered():
+        selected().get_name(1 / 0)
+    assert selected() is FlashAttentionBackend
+
+
+def test_the_class_of_another_plugin_stays(selected: Callable[[], type]) -> None:
+    register_backend(FLASH_ATTN, f"{__name__}.{Other.__name__}")
+    try:
+        with sm90.registered():
+            assert FLASH_ATTN.get_class() is Other
+        assert FLASH_ATTN.get_class() is Other
+    finally:
+        FLASH_ATTN.clear_override()
 
 
 class Other(FlashAttentionBackend):
     pass
 
 
-@pytest.mark.parametrize(("version", "given"), [(3, True), (2, False), (None, False)])
-def test_only_layers_that_vllm_built_for_flash_attention_3_get_it(
-    monkeypatch: pytest.MonkeyPatch, version: int | None, given: bool
+@pytest.mark.parametrize("version", [2, None])
+def test_without_flash_attention_3_nothing_is_registered(
+    selected: Callable[[], type], monkeypatch: pytest.MonkeyPatch, version: int | None
 ) -> None:
     monkeypatch.setattr(sm90.worker, "flash_attention_version", lambda: version)
-    of = model(FlashAttentionBackend, Other)
-    assert sm90.plan_once(of) is given
-    first, second = (layer.attn.attn.attn_backend for layer in of.model.layers[:2])
-    assert (first is not FlashAttentionBackend) is given
-    assert issubclass(first, FlashAttentionBackend)
-    assert first.get_name() == FlashAttentionBackend.get_name()
-    assert second is Other
+    with sm90.registered():
+        assert selected() is FlashAttentionBackend

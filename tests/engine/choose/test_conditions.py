@@ -40,10 +40,13 @@ def test_layers_are_upstreams_on_another_gpu(name: str) -> None:
     assert why in choice.reason
 
 
+ADAPTED: dict[str, Any] = {"lora": True, "lora_on_attention": True}
 LAYERS = [
     ({"device_type": "cpu"}, "the kernels are CUDA kernels"),
     ({"dtype": "float16"}, "activations are float16, not bfloat16"),
-    ({"lora": True}, "LoRA is on"),
+    ({"lora": True}, "LoRA is not limited to attention (--lora-target-modules)"),
+    ({**ADAPTED, "tensor_parallel": 2}, "LoRA is on, with several GPUs or drafts"),
+    ({**ADAPTED, "drafts": "ngram"}, "LoRA is on, with several GPUs or drafts"),
     ({"kv_cache_dtype": "fp8_e5m2"}, "the KV cache is fp8_e5m2, not bfloat16 or fp8_e4m3"),
     ({"kv_cache_dtype": "fp8", "one_scale": False}, "the fp8 KV cache has scales for each head"),
     ({"data_parallel": 2}, "data parallelism is on"),
@@ -89,6 +92,7 @@ UNTRIED = [
     ({"tensor_parallel": 4}, "more than 2 GPUs, or a pipeline"),
     ({"pipeline_parallel": 2}, "more than 2 GPUs, or a pipeline"),
     ({"drafts": "draft_model"}, "drafts by draft_model"),
+    (ADAPTED, "LoRA"),
     ({"kv_connectors": ("OffloadingConnector", "NixlConnector")}, "the KV connector NixlConnector"),
     ({"kv_cache_dtype": "fp8"}, "a KV cache of fp8"),
     ({"kv_cache_dtype": "fp8_e4m3", "one_scale": True, "caches": (CODES, USUAL)}, "a KV cache of fp8_e4m3"),
@@ -155,8 +159,8 @@ def test_one_gpu_takes_one_launch_and_kernels_around_the_products(model: Any) ->
 
 
 MANY_TOKENS = [
-    ({"tensor_parallel": 2}, "several GPUs"),
-    ({"pipeline_parallel": 2}, "several GPUs"),
+    ({"tensor_parallel": 2}, "never run by us with 2 GPUs; layers=gptoss tries it"),
+    ({"pipeline_parallel": 2}, "a pipeline shares the model"),
     ({"own_experts": False}, "another backend runs the experts, or maps them"),
     ({"hidden": 2900}, "2900 columns are not a multiple of 64"),
     ({"hidden": 47 * 64}, "do not divide among clusters"),
@@ -178,8 +182,8 @@ RUNNER = [
     ({"data_parallel": 2}, "several GPUs"),
     ({"prefill_context_parallel": 2}, "several GPUs"),
     ({"drafts": "ngram"}, "drafts"),
-    ({"lora": True}, "LoRA is on"),
-    ({"kv_connectors": ("OffloadingConnector",)}, "a KV connector"),
+    (ADAPTED, "LoRA is on"),
+    ({"kv_connectors": ("OffloadingConnector", "ExampleConnector")}, "the KV connector ExampleConnector"),
     ({"moves_experts": True}, "vLLM moves experts between ranks"),
     ({"piecewise_graphs": True}, "cudagraph_mode=PIECEWISE has no graph of a whole step"),
     ({"graphs": False}, "no CUDA graphs are captured"),
@@ -196,11 +200,19 @@ def test_what_keeps_vllms_runner_is_named(changes: dict[str, Any], why: str) -> 
         choose.runner(H200, of(**changes), "gptoss")
 
 
-def test_drafts_take_the_runner_only_where_asked_for() -> None:
-    eagle3 = of(drafts="eagle3", draft_tokens=3)
-    choice = choose.runner(H200, eagle3)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"drafts": "eagle3", "draft_tokens": 3},
+        {"kv_connectors": ("OffloadingConnector",)},
+        {"kv_connectors": ("NixlConnector", "LMCacheConnectorV1", "LMCacheMPConnector")},
+    ],
+    ids=str,
+)
+def test_drafts_and_connectors_take_the_runner_only_where_asked_for(changes: dict[str, Any]) -> None:
+    choice = choose.runner(H200, of(**changes))
     assert (choice.value, "host=gptoss tries it" in choice.reason) == ("upstream", True)
-    assert choose.runner(H200, eagle3, "gptoss").value == "gptoss"
+    assert choose.runner(H200, of(**changes), "gptoss").value == "gptoss"
 
 
 @pytest.mark.parametrize(
@@ -220,13 +232,19 @@ def test_several_tokens_are_ours_where_measured_or_asked_for(drafts: int, wish: 
 
 
 def test_layers_of_upstream_take_no_several_tokens_of_a_request() -> None:
-    choice = choose.tokens_per_request(H200, of(draft_tokens=3, tensor_parallel=2), "gptoss")
+    choice = choose.tokens_per_request(H200, of(draft_tokens=3, pipeline_parallel=2), "gptoss")
     assert choice.value == 1
-    assert "several GPUs" in choice.reason
+    assert "a pipeline shares the model" in choice.reason
+
+
+def test_several_gpus_take_kernels_around_the_products_where_asked_for() -> None:
+    for ranks in (2, 4):
+        assert choose.many_tokens(H200, of(tensor_parallel=ranks), "gptoss").value == "around cuBLAS"
+    assert choose.tokens_per_request(H200, of(draft_tokens=3, tensor_parallel=2), "gptoss").value == 4
 
 
 EXPERTS = [
-    ({"lora": True}, "has no LoRA path"),
+    ({"lora": True}, "LoRA is not limited to attention (--lora-target-modules)"),
     ({"dtype": "float16"}, "activations are float16, not bfloat16"),
     ({"micro_batches": True}, "two streams at once"),
     ({"mps": True}, "MPS runs other processes"),
@@ -269,8 +287,10 @@ def test_what_a_start_finds_out_late_is_no_obstacle_where_it_is_usual(changes: d
     assert choose.experts(H200, of(**changes)).value == "gptoss"
 
 
-@pytest.mark.parametrize("changes", [{"tensor_parallel": 4}, {"expert_parallel": True}, {"data_parallel": 4}], ids=str)
-def test_experts_never_run_on_so_many_gpus_are_taken_by_wish(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changes", [{"tensor_parallel": 4}, {"expert_parallel": True}, {"data_parallel": 4}, ADAPTED], ids=str
+)
+def test_experts_that_were_never_run_so_are_taken_by_wish(changes: dict[str, Any]) -> None:
     assert choose.experts(H200, of(**changes)).value == "triton"
     assert choose.experts(H200, of(**changes), "gptoss").value == "gptoss"
 

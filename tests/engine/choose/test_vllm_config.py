@@ -10,45 +10,20 @@ import pytest
 import torch
 from vllm.config import (
     CacheConfig,
-    CompilationConfig,
     CUDAGraphMode,
-    DeviceConfig,
-    KVTransferConfig,
     LoadConfig,
+    LoRAConfig,
     OffloadConfig,
-    ParallelConfig,
     PrefetchOffloadConfig,
     UVAOffloadConfig,
-    VllmConfig,
 )
 
+from tests.support.vllm_configs import THREE_DRAFTS, compilation, config, parallel, transfer
 from vllm_gptoss.engine.choose import KvCache
 from vllm_gptoss.engine.choose import vllm_config as describe
 from vllm_gptoss.engine.spec import GPT_OSS_20B
 
 pytestmark = pytest.mark.vllm
-
-SIZES = {
-    "num_hidden_layers": 24,
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_local_experts": 32,
-    "num_experts_per_tok": 4,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "vocab_size": 201_088,
-}
-THREE_DRAFTS = SimpleNamespace(method="eagle3", num_speculative_tokens=3)
-MODEL = SimpleNamespace(model="gpt-oss-20b", hf_config=SimpleNamespace(**SIZES), dtype=torch.bfloat16)
-
-
-def config(**changes: Any) -> Any:
-    """vLLM's real configuration around a model that is only named."""
-    made = VllmConfig(device_config=DeviceConfig("cpu"))
-    for name, value in {"model_config": MODEL, **changes}.items():
-        setattr(made, name, value)
-    return made
 
 
 def test_a_plain_server_is_described_by_its_model_alone() -> None:
@@ -58,25 +33,9 @@ def test_a_plain_server_is_described_by_its_model_alone() -> None:
     assert replace(found, device_type="cuda", piecewise_graphs=False, graphs=True) == describe.Deployment(GPT_OSS_20B)
 
 
-def parallel(**sizes: Any) -> Any:
-    made = ParallelConfig()
-    for name, value in sizes.items():
-        setattr(made, name, value)
-    return made
-
-
-def compilation(**changes: Any) -> Any:
-    made = CompilationConfig()
-    for name, value in changes.items():
-        setattr(made, name, value)
-    return made
-
-
-def transfer(name: str, *inner: str) -> KVTransferConfig:
-    extra = {"connectors": [{"kv_connector": each, "kv_role": "kv_both"} for each in inner]}
-    return KVTransferConfig(
-        kv_connector=name, engine_id="a", kv_role="kv_both", kv_connector_extra_config=extra if inner else {}
-    )
+def test_graphs_for_steps_without_adapters_are_needed() -> None:
+    lora, whole = LoRAConfig(target_modules=["o_proj"]), compilation(cudagraph_specialize_lora=False)
+    assert not describe.configuration(config(lora_config=lora, compilation_config=whole)).lora_on_attention
 
 
 @pytest.mark.parametrize(
@@ -90,6 +49,9 @@ def transfer(name: str, *inner: str) -> KVTransferConfig:
         ({"parallel_config": parallel(enable_expert_parallel=True)}, "expert_parallel", True),
         ({"parallel_config": parallel(enable_dbo=True)}, "micro_batches", True),
         ({"lora_config": SimpleNamespace()}, "lora", True),
+        ({"lora_config": LoRAConfig()}, "lora_on_attention", False),
+        ({"lora_config": LoRAConfig(target_modules=["q_proj", "o_proj"])}, "lora_on_attention", True),
+        ({"lora_config": LoRAConfig(target_modules=["qkv_proj", "experts"])}, "lora_on_attention", False),
         ({"kv_transfer_config": transfer("NixlConnector")}, "kv_connectors", ("NixlConnector",)),
         ({"kv_transfer_config": transfer("MultiConnector", "A", "B")}, "kv_connectors", ("A", "B")),
         ({"cache_config": CacheConfig(cache_dtype="fp8")}, "kv_cache_dtype", "fp8"),

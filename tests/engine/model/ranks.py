@@ -50,6 +50,25 @@ def plan() -> Iterator[list[tuple[int, int, int, bool]]]:
         turn += 1
 
 
+class Push:
+    """Sums as `PushAllReduce` does, for steps of up to 9 tokens, and checks that no generation follows itself."""
+
+    def __init__(self) -> None:
+        self.last, self.calls = -1, 0
+
+    def fits(self, tokens: int) -> bool:
+        return tokens <= 9
+
+    def __call__(self, x: Tensor, generation: int) -> Tensor:
+        from vllm_gptoss._vllm import worker
+
+        assert self.fits(x.shape[0])
+        assert generation != self.last, "a peer may not have read this generation yet"
+        self.last, self.calls = generation, self.calls + 1
+        summed: Tensor = worker.all_reduce(x)
+        return summed
+
+
 def build(model: str, tensor: int, pipeline: int, layers: str = "upstream") -> tuple[Any, Any]:
     """vLLM's gpt-oss with this rank's weights, as the loader leaves them, and its config."""
     from vllm.config import set_current_vllm_config
@@ -75,6 +94,7 @@ def states(built: Any, config: Any, layout: str) -> tuple[list[Tensor], list[Ten
     from vllm.distributed import get_tensor_model_parallel_rank
 
     from tests.support import standins
+    from vllm_gptoss.engine.choose import bands
     from vllm_gptoss.engine.choose import vllm_config as describe
     from vllm_gptoss.engine.model import addresses, fused_path, layer_upto16
 
@@ -89,6 +109,11 @@ def states(built: Any, config: Any, layout: str) -> tuple[list[Tensor], list[Ten
     layer_upto16.dense = SimpleNamespace(qkv_rope=standins.qkv_rope, out_proj=standins.out_proj, router=standins.router)  # type: ignore[assignment]
     layer_upto16.attention = SimpleNamespace(attend=standins.attend, HEAD=standins.HEAD)  # type: ignore[assignment]
     if layout == "tensor":
+        few, path.most = path.most, bands.MANY_TOKENS  # as where it is asked for
+        path.connect()
+        assert path.push is None, "there is no GPU: vLLM's all-reduce serves, and every rank has noticed"
+        path.most = few
+        push = path.push = Push()  # type: ignore[assignment]
         inner.aux_hidden_state_layers = AUX
     tokens = sequences(config.model_config.get_vocab_size())
     hidden = [torch.full((length, inner.norm.weight.shape[0]), float("nan")) for length in LENGTHS]
@@ -105,6 +130,8 @@ def states(built: Any, config: Any, layout: str) -> tuple[list[Tensor], list[Ten
                 for index, state in enumerate(extra):
                     aux[request][index, first : first + count] = state[at : at + count]
             at += count
+    if layout == "tensor":
+        assert push.calls > 0
     return None if out is None else (hidden, aux)
 
 

@@ -79,6 +79,29 @@ MOVES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+class LoRALinear(nn.Module):
+    """As vLLM wraps a linear layer, `BaseLinearLayerWithLoRA` of vllm/lora/layers/base_linear.py."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.weight_of_an_adapter = nn.Parameter(torch.zeros(3))
+
+
+def test_the_weights_below_loras_wrappers_are_found() -> None:
+    plain, wrapped = a_layer(), a_layer()
+    attention = wrapped.attn
+    attention.qkv_proj, attention.o_proj = LoRALinear(attention.qkv_proj), LoRALinear(attention.o_proj)
+    place, other = addresses.look_up(wrapped, 0), addresses.look_up(plain, 0)
+    below = (attention.qkv_proj.base_layer, attention.o_proj.base_layer)
+    tensors = place.tensors
+    assert [tensors.qkv_weight.data_ptr(), tensors.out_weight.data_ptr()] == [each.weight.data_ptr() for each in below]
+    assert [name for _, name, _ in place.weights] == [name for _, name, _ in other.weights]
+    assert addresses.moved([place]) is None
+    rebind(attention.o_proj.base_layer.bias)
+    assert addresses.moved([place]) is not None
+
+
 @pytest.mark.parametrize("name", MOVES)
 def test_every_weight_that_moves_is_found(name: str) -> None:
     layers = [a_layer(), a_layer()]

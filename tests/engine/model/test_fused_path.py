@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,6 +56,51 @@ def test_many_tokens_are_taken_where_each_request_has_one(
     assert not path.could_take(tokens), "a piecewise graph belongs to the compiled model"
 
 
+def wrapped(no_lora: bool) -> Any:
+    """A projection in vLLM's LoRA wrapper."""
+    metadata = SimpleNamespace(no_lora_flag_cpu=torch.tensor([no_lora]))
+    return SimpleNamespace(punica_wrapper=SimpleNamespace(token_mapping_meta=metadata))
+
+
+PLAIN = SimpleNamespace()
+
+
+@pytest.mark.parametrize(
+    ("qkv_proj", "o_proj", "taken"),
+    [
+        (wrapped(True), wrapped(True), True),
+        (wrapped(False), wrapped(False), False),
+        (PLAIN, wrapped(True), True),
+        (PLAIN, wrapped(False), False),
+        (PLAIN, PLAIN, False),
+        (SimpleNamespace(punica_wrapper=SimpleNamespace()), PLAIN, False),
+    ],
+)
+def test_a_step_with_a_lora_adapter_is_vllms(
+    path: fused_path.FusedPath, monkeypatch: pytest.MonkeyPatch, qkv_proj: Any, o_proj: Any, taken: bool
+) -> None:
+    """Also where the wrappers are not what we know. Without LoRA nothing is read of them."""
+    stepping(monkeypatch, 1)
+    layer = SimpleNamespace(attn=SimpleNamespace(qkv_proj=qkv_proj, o_proj=o_proj))
+    path.model = SimpleNamespace(layers=[None, layer], start_layer=1)
+    assert path.could_take(1)
+    path.deployment = replace(path.deployment, lora=True, lora_on_attention=True)
+    assert [path.could_take(tokens) for tokens in (1, 17)] == [taken] * 2
+
+
+@pytest.mark.vllm
+def test_the_flag_is_the_one_that_vllm_sets() -> None:
+    """`LoRAKernelMeta.prepare_tensors` of the tokens' adapters, -1 without one, before each step."""
+    from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
+
+    metadata = LoRAKernelMeta.make(max_loras=2, max_num_tokens=8, device="cpu")
+    linear = SimpleNamespace(punica_wrapper=SimpleNamespace(token_mapping_meta=metadata))
+    assert fused_path.worker.has_adapter([linear]), "before the first step"
+    for adapters, any_of_them in (([-1, -1], False), ([-1, 0], True), ([1, 1], True), ([-1], False)):
+        metadata.prepare_tensors(torch.tensor(adapters))
+        assert fused_path.worker.has_adapter([linear]) is any_of_them
+
+
 @pytest.mark.parametrize(
     ("tokens", "longest", "taken"),
     [(17, 1, True), (32, 2, True), (512, 8, True), (512, 9, False), (513, 4, False), (16, 16, True)],
@@ -91,9 +137,9 @@ def test_what_cannot_be_compiled_leaves_the_few_tokens(
     monkeypatch.setattr(many_tokens.nvrtc, "at_once", refuse)
     place: Any = SimpleNamespace(experts=SimpleNamespace(many=object()))
     with heard(caplog, logging.INFO) as said:
-        assert many_tokens.prepared([place], path.deployment) == fused_path.MAX_TOKENS
+        assert many_tokens.prepared([place], path.deployment, "auto") == fused_path.MAX_TOKENS
         place.experts.many = None
-        assert many_tokens.prepared([place], path.deployment) == fused_path.MAX_TOKENS
+        assert many_tokens.prepared([place], path.deployment, "auto") == fused_path.MAX_TOKENS
     compiled, missing = lines(said)
     assert "cannot be compiled: no" in compiled
     assert "no kernels of the plugin for the experts" in missing
@@ -133,3 +179,34 @@ def test_every_kernel_of_the_path_is_compiled_before_the_first_step(monkeypatch:
         ):
             assert fused_path.dense.plan(mode, rows, columns, tokens, 132, top_k) in compiled
         assert fused_path.attention.plan(tokens, 8, 0) in compiled
+
+
+@pytest.mark.parametrize(
+    ("theirs", "why", "push"), [(512, "", ["push"]), (512, "rank 1: no peer access", [None]), (16, "", [])]
+)
+def test_ranks_agree_on_the_largest_step_and_on_who_sums(
+    path: fused_path.FusedPath,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    theirs: int,
+    why: str,
+    push: list[str | None],
+) -> None:
+    """A rank on another path than its peers would wait for a sum that they never send."""
+    made: list[str | None] = []
+
+    def connected(*_: Any) -> Any:
+        made.append(None if why else "push")
+        if why:
+            raise fused_path.UnavailableError(why)
+        return "push"
+
+    monkeypatch.setattr(fused_path.all_reduce, "connect", connected)
+    monkeypatch.setattr(fused_path.worker, "gathered", lambda item: [item, theirs])
+    monkeypatch.setattr(fused_path.worker, "tensor_parallel_rank", lambda: 0)
+    path.deployment = Deployment(GPT_OSS_20B, tensor_parallel=2)
+    path.places, path.most = [a_place()], 512
+    with heard(caplog, logging.INFO) as said:
+        path.connect()
+    assert (path.most, made, path.push) == (theirs, push, next(iter(push), None))
+    assert lines(said) == ([f"layers: vLLM's all-reduce ({why})"] if why else [])

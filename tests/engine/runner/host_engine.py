@@ -48,6 +48,7 @@ PARTS = SimpleNamespace(
     InputBatch=SimpleNamespace,
     UvaBuffer=uva_buffer,
     ExecuteModelState=SimpleNamespace,
+    NO_OP_KV_CONNECTOR=None,
     prepare_pos_seq_lens=prepare_pos_seq_lens,
     combine_sampled_and_draft_tokens=combine_sampled_and_draft_tokens,
     post_update=post_update,
@@ -106,6 +107,23 @@ class HostGraphs(Graphs):
         return SimpleNamespace(replay=launch)
 
 
+class Connector:
+    """vLLM's notifications of a KV connector, with how many steps of the model have run at each."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.told = engine, []
+
+    def pre_forward(self, step: Any, inputs: Any, attn_metadata: Any = None) -> None:
+        self.told.append(("pre_forward", len(self.engine.seen), step.kv_connector_metadata, inputs.req_ids))
+
+    def finish_forward(self) -> None:
+        self.told.append(("finish_forward", len(self.engine.seen)))
+
+    def post_forward(self, finished: set[str], defer_finalize: bool = False) -> Any:
+        self.told.append(("post_forward", len(self.engine.seen), finished, defer_finalize))
+        return f"output {len(self.engine.seen)}"
+
+
 class Engine:
     """A runner's states and its short way, with a model that puts down what it is given."""
 
@@ -134,7 +152,7 @@ class Engine:
                 sampling_states=SimpleNamespace(**{name: SimpleNamespace(np=None, gpu=gpu()) for name in PARAMETERS}),
             ),
             max_num_reqs=ROWS, num_speculative_steps=0,
-            prompt_logprobs_worker=None, finish_requests=self.finish,
+            prompt_logprobs_worker=None, finish_requests=self.finish, kv_connector=Connector(self),
             cudagraph_manager=SimpleNamespace(
                 dispatch=lambda n, *_, **__: Descriptor("full", n, n), run_fullgraph=self.run_model
             ),

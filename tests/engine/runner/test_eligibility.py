@@ -52,6 +52,46 @@ def test_anything_else_is_vllms(change: dict[str, Any]) -> None:
     assert not eligibility.only_decodes(step(**change))
 
 
+NOTHING = SimpleNamespace(load_jobs={}, store_jobs={}, jobs_to_flush=None)
+CLOCK = SimpleNamespace(reqs_to_recv={}, reqs_in_batch=set(), scheduler_clock=7.5)
+
+
+@pytest.mark.parametrize("metadata", [NOTHING, CLOCK, SimpleNamespace(metadata=(NOTHING, CLOCK), extra=None)], ids=str)
+def test_a_connector_with_nothing_to_do_leaves_the_step_ours(metadata: Any) -> None:
+    assert eligibility.only_decodes(step(kv_connector_metadata=metadata))
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        SimpleNamespace(load_jobs={1: "job"}, store_jobs={}, jobs_to_flush=None),
+        SimpleNamespace(load_jobs={}, store_jobs={1: "job"}, jobs_to_flush=None),
+        SimpleNamespace(load_jobs={}, store_jobs={}, jobs_to_flush={1}),
+        SimpleNamespace(reqs_to_recv={}, reqs_in_batch={"a"}, scheduler_clock=7.5),
+        SimpleNamespace(metadata=(NOTHING, SimpleNamespace(requests=["a"])), extra=None),
+        SimpleNamespace(metadata=(NOTHING, NOTHING), extra={"a": 1}),
+        SimpleNamespace(unknown="metadata"),
+        (),
+    ],
+    ids=str,
+)
+def test_a_connector_with_work_leaves_the_step_to_vllm(metadata: Any) -> None:
+    assert not eligibility.only_decodes(step(kv_connector_metadata=metadata or object()))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("job", ["", "load_jobs", "store_jobs", "jobs_to_flush"])
+def test_vllms_own_metadata_is_read(job: str) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
+
+    jobs: Any = {"load_jobs": {}, "store_jobs": {}, "jobs_to_flush": set()}
+    offloading = OffloadingConnectorMetadata(**jobs | ({job: {1: None}} if job else {}))
+    both = MultiKVConnectorMetadata(metadata=(NixlConnectorMetadata(), offloading))
+    assert [eligibility.transfers(each) for each in (offloading, both)] == [bool(job)] * 2
+
+
 DRAFTS: dict[str, Any] = {
     "num_scheduled_tokens": {"a": 4, "b": 4},
     "total_num_scheduled_tokens": 8,
@@ -157,7 +197,7 @@ SPECIAL = ("pcp_manager", "batch_sharder", "ubatch_runner", "fast_prefill", "ada
         ("is_encoder_decoder", True, "no text generation"),
         ("uses_inputs_embeds", True, "embeddings as input"),
         ("encoder_cache", {}, "embeddings as input"),
-        ("kv_connector", "a connector", "a connector"),
+        ("kv_connector", "another", "a KV connector of an unknown kind"),
         ("aux_output_connector", "one", "outputs of the model other than its tokens"),
         ("use_aux_hidden_state_outputs", True, "outputs of the model other than its tokens"),
         ("observability_config.cudagraph_metrics", True, "metrics of graphs"),
@@ -177,10 +217,13 @@ SPECIAL = ("pcp_manager", "batch_sharder", "ubatch_runner", "fast_prefill", "ada
 def test_a_runner_that_does_more_than_the_graphs_contain_is_vllms(
     path: str, value: Any, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = SimpleNamespace(FULL=FULL, NO_OP_KV_CONNECTOR=None, Sampler=Sampler, DefaultModelState=State)
+    parts = SimpleNamespace(
+        FULL=FULL, NO_OP_KV_CONNECTOR=None, ActiveKVConnector=SimpleNamespace, Sampler=Sampler, DefaultModelState=State
+    )
     monkeypatch.setattr(eligibility.vllm, "parts", lambda: parts)
     assert eligibility.why_not(replayed(**{path: value})) == why
     assert eligibility.why_not(replayed()) is None
+    assert eligibility.why_not(replayed(kv_connector=SimpleNamespace())) is None
 
 
 def sampler(**states: Any) -> Any:

@@ -242,12 +242,39 @@ def test_vllms_sampler_gets_the_step_of_the_short_way(engine: Engine, monkeypatc
     assert given.input_batch.seq_lens_cpu_upper_bound.tolist() == [engine.length["a"] + 1, engine.length["b"] + 1]
 
 
+def test_a_kv_connector_is_notified_as_around_vllms_graph(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a step, before and after the model, and with the requests that have ended. Where vLLM samples, vLLM's own
+    `sample_tokens` sends the last notification."""
+    connector, nothing = engine.runner.kv_connector, SimpleNamespace(load_jobs={}, store_jobs={})
+    connector.told.clear()
+    ran = len(engine.seen)
+    step = engine.step(["a", "b"], kv_connector_metadata=nothing, finished_req_ids={"c"})
+    taken = engine.short_way.take(step)
+    before = [("pre_forward", ran, nothing, ["a", "b"]), ("finish_forward", ran + 1)]
+    assert connector.told == before
+    output = engine.short_way.sample(taken)
+    assert connector.told == [*before, ("post_forward", ran + 1, {"c"}, False)]
+    monkeypatch.setattr(output, "ready", SimpleNamespace(synchronize=lambda: None), raising=False)
+    monkeypatch.setattr(captured_steps.vllm, "parts", lambda: SimpleNamespace(ModelRunnerOutput=SimpleNamespace))
+    assert output.get_output().kv_connector_output == output.get_kv_connector_output() == f"output {ran + 1}"
+
+
+def test_a_step_that_transfers_is_vllms(engine: Engine) -> None:
+    connector = engine.runner.kv_connector
+    connector.told.clear()
+    step = engine.step(["a", "b"], kv_connector_metadata=SimpleNamespace(load_jobs={}, store_jobs={3: "a job"}))
+    assert engine.short_way.take(step) is None
+    assert connector.told == [], "vLLM notifies the connector of its own step"
+    engine.decode("a", "b", kv_connector_metadata=SimpleNamespace(load_jobs={}, store_jobs={}))
+
+
 @pytest.mark.parametrize("why", [None, "a connector"])
+@pytest.mark.parametrize("connected", [False, True])
 def test_the_capture_decides_once_whether_steps_are_replayed(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str | None
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str | None, connected: bool
 ) -> None:
     runner: Any = object.__new__(GptOssModelRunner)
-    runner.wish, runner.may_replay = "auto", True
+    runner.wish, runner.may_replay, runner.kv_connector = "auto", True, engine if connected else None
     monkeypatch.setattr(GPUModelRunner, "capture_model", lambda self: 7)
     monkeypatch.setattr(eligibility, "why_not", lambda runner: why)
     monkeypatch.setattr(model_runner.slices, "ask_short", lambda: None)
@@ -257,7 +284,9 @@ def test_the_capture_decides_once_whether_steps_are_replayed(
         assert runner.capture_model() == 7
     assert runner.short_way is (None if why else engine.short_way)
     off = "host: upstream from here on (a connector)"
-    assert lines(caplog) == [off if why else "host: decode steps are replayed (GPTOSS_HOST=stock turns it off)"]
+    said = ["host: decode steps are replayed (GPTOSS_HOST=stock turns it off)"]
+    said += ["host: vLLM plans every step, and runs those in which the KV connector loads or stores"] * connected
+    assert lines(caplog) == ([off] if why else said)
 
 
 @pytest.mark.parametrize("change", ["initialize_kv_cache", "capture_model", "shutdown", "reset_lora_state"])

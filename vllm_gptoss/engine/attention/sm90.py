@@ -14,11 +14,14 @@ window, and this backend sets that window on the builder.
 The layout of a plan depends on the window, the longest sequence and whether a request has several tokens
 (`mha_fwd_get_scheduler_metadata` of vLLM's flash-attention, hopper/flash_api.cpp). A FULL graph contains the layout of
 its capture, so every step that may replay it is planned in the same way.
+
+vLLM builds the layers with this backend: `engine/model/gpt_oss.py` registers it as `FLASH_ATTN` meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -78,10 +81,10 @@ class GptOssFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
 class GptOssFlashAttentionImpl(FlashAttentionImpl):
     """vLLM's attention of one layer. Steps for which `is_ours` holds run the plugin's kernel.
 
-    most_per_request: tokens of one request in such a step; 0 after a fault, which leaves all steps to vLLM.
+    most_per_request: tokens of one request in such a step; 0 until `set_up` and after a fault: vLLM runs all steps.
     """
 
-    most_per_request = 1
+    most_per_request = 0
 
     def forward(
         self,
@@ -149,47 +152,52 @@ class GptOssFlashAttentionBackend(FlashAttentionBackend):
         return GptOssFlashAttentionImpl
 
 
-def plan_once(model: Any, per_request: int = 1) -> bool:
-    """Gives this backend to the layers of `model` that vLLM built for FlashAttention 3; whether there are any.
+def registered() -> AbstractContextManager[None]:
+    """While it is open, layers that vLLM builds for FlashAttention 3 get this backend."""
+    ours = GptOssFlashAttentionBackend
+    if worker.flash_attention_version() != 3:
+        return nullcontext()
+    backend: AbstractContextManager[None] = worker.flash_attention_backend(f"{ours.__module__}.{ours.__qualname__}")
+    return backend
+
+
+def set_up(model: Any, per_request: int = 1) -> bool:
+    """Makes our kernel run decode steps in the layers that vLLM built with this backend; whether there are any.
 
     per_request: most tokens of one request in a step that our kernel takes.
     """
-    if worker.flash_attention_version() != 3:
-        return False
     attention = [layer.attn.attn for layer in model.model.layers if hasattr(layer, "attn")]
-    theirs = [layer for layer in attention if layer.attn_backend is FlashAttentionBackend]
-    ours = fallback.attempt("attention", "auto", lambda: made_for(theirs))
-    for index, layer in enumerate(theirs):
-        layer.attn_backend = GptOssFlashAttentionBackend
-        if ours is not None:
-            layer.impl = ours[index]
+    ours = [layer for layer in attention if layer.attn_backend is GptOssFlashAttentionBackend]
+    if not ours:
+        return False
+    if fallback.attempt("attention", "auto", lambda: compiled(ours)):
+        for layer in ours:
             layer.impl.most_per_request = per_request
-    return bool(theirs)
+    return True
 
 
-def made_for(layers: Sequence[Any]) -> list[GptOssFlashAttentionImpl] | None:
-    """What `layers` would have for their attention, had vLLM built them for this backend; kernels compiled.
+def compiled(layers: Sequence[Any]) -> bool:
+    """Compiles the kernels of `layers`. False if the kernel does not compute a layer's attention.
 
-    None if the kernel does not compute a layer's attention; the start-up line has the reason. The fused layers may
-    run nevertheless: they choose their attention kernels themselves.
+    The start-up line has the reason. The fused layers may run nevertheless: they choose their attention kernels
+    themselves.
 
     Raises:
         NvrtcError: a kernel cannot be compiled or loaded.
     """
     if why := next(filter(None, map(obstacle, layers)), None):
         startup_line.note("attention of vLLM's layers", f"FlashAttention 3 ({why})")
-        return None
-    made = [as_ours(layer.impl) for layer in layers]
+        return False
     device = torch.cuda.current_device()
-    nvrtc.at_once((attention_many.load, device, impl.num_kv_heads, impl.window) for impl in made)
-    return made
+    nvrtc.at_once((attention_many.load, device, layer.impl.num_kv_heads, layer.impl.window) for layer in layers)
+    return True
 
 
 def obstacle(layer: Any) -> str | None:
     """Why the kernel cannot be this layer's attention, or None."""
     impl = layer.impl
-    if type(impl) is not FlashAttentionImpl or impl.vllm_flash_attn_version != 3:
-        return f"a layer's attention is {type(impl).__name__}, not FlashAttention 3's"
+    if impl.vllm_flash_attn_version != 3:
+        return f"a layer's attention is FlashAttention {impl.vllm_flash_attn_version}"
     if impl.kv_cache_dtype not in ("auto", "bfloat16") or layer.dtype != torch.bfloat16:
         return f"queries are {layer.dtype}, the KV cache {impl.kv_cache_dtype}"
     if impl.sinks is None or impl.sinks.dtype != torch.bfloat16:
@@ -201,20 +209,3 @@ def obstacle(layer: Any) -> str | None:
     window = impl.sliding_window[0] + 1
     why: str | None = attention_many.unsupported(impl.num_heads, impl.num_kv_heads, impl.head_size, window)
     return why
-
-
-def as_ours(impl: FlashAttentionImpl) -> GptOssFlashAttentionImpl:
-    """Our attention of what `impl` was made of."""
-    return GptOssFlashAttentionImpl(
-        impl.num_heads,
-        impl.head_size,
-        impl.scale,
-        impl.num_kv_heads,
-        None,
-        impl.sliding_window[0] + 1 or None,
-        impl.kv_cache_dtype,
-        impl.logits_soft_cap,
-        impl.attn_type,
-        impl.kv_sharing_target_layer_name,
-        impl.sinks,
-    )

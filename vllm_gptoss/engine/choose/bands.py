@@ -70,3 +70,21 @@ MANY_PAIRS: Final = 3
 120b. Both take as long there where routing is even and the GPU is hot, and this one takes less where it is not even
 (docs/kernels/experiments.md).
 """
+
+_SPACED = ((16, 256, 8), (256, 768, 32), (768, 1025, 64))
+GRAPHS: Final = (1, 2, 3, 4, 6, 8, 12, *(size for spaced in _SPACED for size in range(*spaced)))
+"""Sizes, in tokens, of the steps for which CUDA graphs are captured, 58 instead of vLLM's 83. A step is padded to the
+next one.
+
+Up to 256 tokens they are vLLM's and 3, 6 and 12, because a padded token may read further experts. Beyond, by the times
+of docs/kernels/measurements.md, more padding than vLLM's costs at most 3 % of a step, from 768 tokens on 5 %. Bands and
+the kernels of `engine/kernels/experts_many.py` end at one of the sizes.
+"""
+
+
+def graph_sizes(requests: int, tokens: int) -> list[int]:
+    """The sizes where a step has at most so many requests and tokens.
+
+    `requests` is one of them: vLLM captures no decode step of more, so the largest step would have no graph.
+    """
+    return sorted(size for size in {*GRAPHS, requests, tokens} if size <= min(tokens, max(GRAPHS)))

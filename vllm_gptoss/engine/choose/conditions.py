@@ -72,12 +72,16 @@ def _unread(found: KvCache, deployment: Deployment) -> str | None:
 
 
 LORA = when(lambda d: d.lora, "LoRA is on")
+ANY_LORA = when(
+    lambda d: d.lora and not d.lora_on_attention, "LoRA is not limited to attention (--lora-target-modules)"
+)
 PIECEWISE = when(lambda d: d.piecewise_graphs, "cudagraph_mode=PIECEWISE has no graph of a whole step")
 
 LAYERS: tuple[Condition, ...] = (
     sm90,
     when(lambda d: d.dtype != "bfloat16", "activations are {d.dtype}, not bfloat16"),
-    LORA,
+    ANY_LORA,
+    when(lambda d: d.lora and (d.tensor_parallel > 1 or d.drafts), "LoRA is on, with several GPUs or drafts"),
     when(
         lambda d: d.kv_cache_dtype not in ("auto", "bfloat16", *cache.VLLM_E4M3),
         "the KV cache is {d.kv_cache_dtype}, not bfloat16 or fp8_e4m3",
@@ -144,7 +148,7 @@ def around_products(device: Device, deployment: Deployment) -> str | None:
 
 
 AROUND: tuple[Condition, ...] = (
-    when(lambda d: d.tensor_parallel > 1 or d.pipeline_parallel > 1, "several GPUs share the model: never run by us"),
+    when(lambda d: d.pipeline_parallel > 1, "a pipeline shares the model: never run by us"),
     when(lambda d: d.own_experts is False, "another backend runs the experts, or maps them"),
     around_products,
 )
@@ -167,7 +171,7 @@ NO_AITER = when(lambda d: not d.aiter, "VLLM_ROCM_USE_AITER is not set to 1")
 
 EXPERTS: tuple[Condition, ...] = (
     sm90,
-    NO_LORA,
+    ANY_LORA,
     when(lambda d: d.dtype != "bfloat16", "activations are {d.dtype}, not bfloat16"),
     when(lambda d: d.micro_batches, "may not run on two streams at once, which dual-batch overlap does"),
     when(lambda d: d.mps, "MPS runs other processes' kernels concurrently, which would deadlock the plugin's"),
@@ -189,6 +193,17 @@ EXPERTS: tuple[Condition, ...] = (
 # The runner
 
 
+NOTIFIED = ("OffloadingConnector", "NixlConnector", "LMCacheConnectorV1", "LMCacheMPConnector")
+"""KV connectors that read no attention metadata of a step in a FULL graph."""
+
+
+def notified_connectors(device: Device, deployment: Deployment) -> str | None:
+    """Of the runner: other KV connectors, alone or in a MultiConnector."""
+    del device
+    others = [name for name in deployment.kv_connectors if name not in NOTIFIED]
+    return f"the KV connector {', '.join(others)}" if others else None
+
+
 RUNNER: tuple[Condition, ...] = (
     sm90,
     when(
@@ -197,7 +212,7 @@ RUNNER: tuple[Condition, ...] = (
     ),
     when(lambda d: d.drafts not in (None, "eagle3"), "drafts by {d.drafts}"),
     LORA,
-    when(lambda d: d.kv_connectors, "a KV connector"),
+    notified_connectors,
     when(lambda d: d.moves_experts, "vLLM moves experts between ranks"),
     PIECEWISE,
     when(lambda d: not d.graphs, "no CUDA graphs are captured"),
@@ -213,8 +228,9 @@ def beyond(measured: Measured, *, whole: bool) -> tuple[Condition, ...]:
     """Combinations that were never run; they require an explicit setting. whole: the layers, not the experts alone."""
     sizes = measured.tensor_parallel
     ranks = when(lambda d: d.expert_ranks not in sizes or d.expert_parallel, f"more than {max(sizes)} GPUs")
+    lora = when(lambda d: d.lora and not measured.lora, "LoRA")
     if not whole:
-        return (ranks,)
+        return (ranks, lora)
 
     def never_connected(device: Device, deployment: Deployment) -> str | None:
         del device
@@ -226,6 +242,7 @@ def beyond(measured: Measured, *, whole: bool) -> tuple[Condition, ...]:
             lambda d: d.tensor_parallel not in sizes or d.pipeline_parallel not in measured.pipeline_parallel,
             f"more than {max(sizes)} GPUs, or a pipeline",
         ),
+        lora,
         when(lambda d: d.drafts not in (None, *measured.drafts), "drafts by {d.drafts}"),
         when(lambda d: d.kv_cache_dtype not in measured.kv_cache_dtypes, "a KV cache of {d.kv_cache_dtype}"),
         never_connected,

@@ -55,9 +55,16 @@ def one_token(device: Device, deployment: Deployment) -> Choice[str]:
     return _pick("one token", families.of(device).one_token, device, deployment, "auto")
 
 
-def many_tokens(device: Device, deployment: Deployment) -> Choice[str]:
-    """The layers of a decode step of more tokens than the fused ones take: `around cuBLAS` or `upstream`."""
-    return _pick("many tokens", families.of(device).many_tokens, device, deployment, "auto")
+def many_tokens(device: Device, deployment: Deployment, wish: str = "auto") -> Choice[str]:
+    """The layers of a decode step of more tokens than the fused ones take: `around cuBLAS` or `upstream`.
+
+    wish: that of the layers. More GPUs than were measured require `gptoss`.
+    """
+    choice = _pick("many tokens", families.of(device).many_tokens, device, deployment, "auto")
+    ranks = deployment.tensor_parallel
+    if choice.value == bands.AROUND_CUBLAS and ranks not in measured.SM90.many_tokens_ranks and wish != "gptoss":
+        return Choice(bands.UPSTREAM, f"never run by us with {ranks} GPUs; layers=gptoss tries it")
+    return choice
 
 
 def tokens_per_request(device: Device, deployment: Deployment, wish: str = "auto") -> Choice[int]:
@@ -68,7 +75,7 @@ def tokens_per_request(device: Device, deployment: Deployment, wish: str = "auto
     drafts, most = deployment.draft_tokens, bands.MOST_PER_REQUEST
     if drafts == 0:
         return Choice(1, "no drafts")
-    layers = many_tokens(device, deployment)
+    layers = many_tokens(device, deployment, wish)
     if layers.value != bands.AROUND_CUBLAS:
         return Choice(1, layers.reason)
     if drafts >= most:
@@ -79,7 +86,9 @@ def tokens_per_request(device: Device, deployment: Deployment, wish: str = "auto
 
 
 def runner(device: Device, deployment: Deployment, wish: str = "auto") -> Choice[str]:
-    """What prepares and samples decode steps: `gptoss` replays them, else `upstream`. Drafts require `gptoss`.
+    """What prepares and samples decode steps: `gptoss` replays them, else `upstream`.
+
+    Drafts, and KV connectors that `measured.SM90` lacks, require the wish `gptoss`.
 
     Raises:
         ChoiceError: `gptoss` was requested and cannot run here.
@@ -87,8 +96,10 @@ def runner(device: Device, deployment: Deployment, wish: str = "auto") -> Choice
     choice = _pick("host", families.of(device).runner, device, deployment, "auto")
     if choice.value != "gptoss" and wish == "gptoss":  # `upstream` is no value of this setting
         raise ChoiceError(f"host=gptoss cannot run here: {choice.reason.rpartition('not gptoss: ')[2]}; use host=auto")
-    if choice.value == "gptoss" and deployment.drafts and wish != "gptoss":
-        return Choice("upstream", "not gptoss: never compared with vLLM's runner with drafts; host=gptoss tries it")
+    connected = set(deployment.kv_connectors) - set(measured.SM90.host_kv_connectors)
+    never = "drafts" if deployment.drafts else "a KV connector" if connected else None
+    if choice.value == "gptoss" and never and wish != "gptoss":
+        return Choice("upstream", f"not gptoss: never compared with vLLM's runner with {never}; host=gptoss tries it")
     return choice
 
 

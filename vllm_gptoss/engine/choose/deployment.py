@@ -54,6 +54,8 @@ class Deployment:
     kv_cache_dtype: str = "auto"
     kv_connectors: tuple[str, ...] = ()
     lora: bool = False
+    lora_on_attention: bool = False
+    """Adapters change only attention's projections, and steps without an adapter have CUDA graphs of their own."""
     drafts: str | None = None
     draft_tokens: int = 0
     piecewise_graphs: bool = False

@@ -31,6 +31,7 @@ def configuration(config: Any) -> Deployment:
         kv_cache_dtype=config.cache_config.cache_dtype,
         kv_connectors=() if transfer is None else connectors(vars(transfer)),
         lora=config.lora_config is not None,
+        lora_on_attention=adapts_attention(config),
         drafts=None if speculative is None else speculative.method,
         draft_tokens=0 if speculative is None else config.num_speculative_tokens,
         piecewise_graphs=_vllm.only_piecewise_graphs(config),
@@ -104,6 +105,17 @@ def connectors(transfer: Mapping[str, Any]) -> tuple[str, ...]:
     if name == "MultiConnector" and isinstance(inner, list):
         return tuple(found for each in inner if isinstance(each, Mapping) for found in connectors(each))
     return () if name is None else (str(name),)
+
+
+ATTENTION = frozenset(("qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj"))
+"""Attention's projections, as `--lora-target-modules` names them."""
+
+
+def adapts_attention(config: Any) -> bool:
+    """Whether a `VllmConfig` limits LoRA to attention, and captures graphs without adapters beside those with."""
+    modules = getattr(config.lora_config, "target_modules", None) or ()
+    captures = bool(modules) and config.compilation_config.cudagraph_specialize_lora
+    return bool(captures) and ATTENTION.issuperset(modules)
 
 
 def uses_aiter(environ: Mapping[str, str] | None = None) -> bool:

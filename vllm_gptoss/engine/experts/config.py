@@ -28,13 +28,14 @@ class GptOssQuantConfig(GptOssMxfp4Config):
     """MXFP4 experts of gpt-oss, kernel chosen by `vllm_gptoss.engine.choose`."""
 
     def _make_moe_method(self, moe: Any) -> Any:
-        wish, asked = Settings.load(_vllm.current_config().additional_config).experts, moe.moe_backend
+        wish = Settings.load(_vllm.current_config().additional_config).experts
+        asked = moe.moe_backend, moe.is_lora_enabled
         own = fallback.attempt("experts", wish, lambda: _own_method(moe, wish))
         if own is not None and own[1] is not None:
             startup_line.note("experts", own[0])
             return own[1]
         if own is None:
-            moe.moe_backend = asked
+            moe.moe_backend, moe.is_lora_enabled = asked
         elif wish not in ("auto", "upstream", *PLUGINS):
             moe.moe_backend = BACKENDS.get(wish, wish)
         method = super()._make_moe_method(moe)

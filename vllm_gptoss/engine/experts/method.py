@@ -26,6 +26,8 @@ class GptOssExpertsMethod(GptOssMxfp4MoEMethod):
     def __init__(self, moe: Any, deployment: choose.Deployment, wish: str) -> None:
         if moe.moe_backend == "auto":
             moe.moe_backend = "triton"
+        if deployment.lora_on_attention:
+            moe.is_lora_enabled = False  # vLLM's experts that take adapters have another layout
         super().__init__(moe)
         # `--moe-backend` was not given, or this method would not have been chosen
         self.deployment, self.wish = replace(deployment, moe_backend="auto"), wish

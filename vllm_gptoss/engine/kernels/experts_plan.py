@@ -46,15 +46,22 @@ def compiled_for(tokens: int) -> int:
 
 
 def shared_bytes(
-    tuning: Tuning, tiles: int, rows: int, active: int = 4, wide_experts: int = 0, most: int = WIDE_TOKENS
+    tuning: Tuning,
+    tiles: int,
+    rows: int,
+    active: int = 4,
+    wide_experts: int = 0,
+    most: int = WIDE_TOKENS,
+    slot: int = 16,
 ) -> int:
     """Dynamic shared memory of one block, mirroring the layout at the head of experts.cu.
 
     tiles: C/64; rows: activation rows staged, see `staged_rows`; wide_experts: local experts of a wide kernel, else 0;
-    most: tokens that such a kernel is compiled for.
+    most: tokens that such a kernel is compiled for; slot: tokens of its slots, WIDE_SLOT.
     """
     pairs = active * (most if wide_experts else NARROW_TOKENS)
-    slots = (wide_experts + pairs // 16) * (34 if pairs > 256 else 18) if wide_experts else pairs * 10
+    entry = 2 + slot * (2 if pairs > 256 else 1)
+    slots = (wide_experts + pairs // slot) * entry if wide_experts else pairs * 10
     sorting = 128 if wide_experts else 1
     meta = -(-(-(-(8 * pairs + slots + 28 + 32 * tuning.warps + sorting) // 4) * 4) // 128) * 128
     reduction = tuning.warps * 1024 * tuning.tiles if tuning.share > 1 else 0

@@ -95,7 +95,8 @@ def source(path: Path) -> str:
 def compile_cubin(source: str, arch: str, options: Sequence[str] = ()) -> bytes:
     """Compiles CUDA C++ to machine code. Needs no GPU.
 
-    source: one self-contained file; arch: `sm_90`, `sm_90a`, …; options: NVRTC options such as `-DN=8`.
+    source: one self-contained file; arch: `sm_90`, `sm_90a`, …, or `compute_80`, … for PTX, which the driver compiles
+    when it loads it; options: NVRTC options such as `-DN=8`.
 
     Raises:
         NvrtcError: with the compiler's log.
@@ -111,10 +112,10 @@ def compile_cubin(source: str, arch: str, options: Sequence[str] = ()) -> bytes:
             raise NvrtcError(f"NVRTC {version()} failed with {status}:\n{_log(program)}")
         if "Potential Performance Loss" in (said := _log(program)):  # ptxas serialises wgmma: C7510 and the following
             logger.warning("NVRTC %s makes a kernel slower than it was measured: %s", version(), said.strip())
-        size = ctypes.c_size_t()
-        nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        size, kind = ctypes.c_size_t(), "PTX" if arch.startswith("compute") else "CUBIN"
+        nvrtc[f"nvrtcGet{kind}Size"](program, ctypes.byref(size))
         image = ctypes.create_string_buffer(size.value)
-        nvrtc.nvrtcGetCUBIN(program, image)
+        nvrtc[f"nvrtcGet{kind}"](program, image)
         return image.raw
     finally:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))

@@ -173,10 +173,11 @@ def kernel(device: int, plan: ProductPlan) -> nvrtc.Kernel:
     return nvrtc.load(device, SOURCE, "sm_90a", plan.macros).kernel("product_many", plan.shared_bytes)
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor) -> None:
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """out = x W^T + bias.
 
-    x: in the layout of `tiled`, T tokens; weight: [N, C] bf16, row-major; bias: [N] bf16; out: [T, N] bf16, row-major.
+    x: in the layout of `tiled`, T tokens; weight: [N, C] bf16, row-major; bias: [N] bf16 or None; out: [T, N] bf16,
+    row-major.
 
     Raises:
         ValueError: more than MAX_TOKENS tokens, or a shape without a kernel.
@@ -214,7 +215,7 @@ def rotated(
 def _launch(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     out: Tensor,
     rope: dict[str, int | None] | None = None,
     element: str = cache.BF16,

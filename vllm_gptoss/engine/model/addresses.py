@@ -9,9 +9,10 @@ at its address:
 | | sleep and wake, both levels | vLLM's allocator maps new memory at the old virtual addresses |
 | sharded state, tensorizer, dummy weights | they load before the first step |
 
-`choose` refuses the operations that move weights: offloading, LoRA, load balancing of experts, elastic expert
-parallelism. Any other movement is found by `moved` before the next launch that no graph replays. Memory that
-must hold a value between launches is registered as a buffer (`keep_scratch`), which vLLM saves and restores.
+LoRA wraps the linear layers after they are built, and `look_up` reads the wrapped ones. `choose` refuses the operations
+that move weights: offloading, load balancing of experts, elastic expert parallelism. Any other movement is found by
+`moved` before the next launch that no graph replays. Memory that must hold a value between launches is registered as a
+buffer (`keep_scratch`), which vLLM saves and restores.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from vllm_gptoss._vllm import worker
 from vllm_gptoss.engine.kernels import cache, dense, scratch
 from vllm_gptoss.engine.kernels.layer import LayerTensors
 from vllm_gptoss.engine.model.layer_binding import Place
@@ -55,7 +57,7 @@ def _parameters(layer: Any) -> Iterator[tuple[nn.Module, str]]:
     for norm in (layer.input_layernorm, layer.post_attention_layernorm):
         yield norm, "weight"
     yield attention, "sinks"
-    for linear in (attention.qkv_proj, attention.o_proj, router):
+    for linear in (*map(worker.without_adapters, (attention.qkv_proj, attention.o_proj)), router):
         yield from ((linear, "weight"), (linear, "bias"))
     if attention.attn.kv_cache_dtype in cache.VLLM_E4M3:
         yield from ((attention.attn, "_k_scale"), (attention.attn, "_v_scale"))
@@ -64,18 +66,18 @@ def _parameters(layer: Any) -> Iterator[tuple[nn.Module, str]]:
 def look_up(layer: Any, tensor_parallel_rank: int) -> Place:
     """What the kernels need of one of vLLM's layers."""
     block, router, runner = layer.attn, layer.mlp.router, layer.mlp.experts
-    bias = block.o_proj.bias
+    qkv_proj, o_proj = worker.without_adapters(block.qkv_proj), worker.without_adapters(block.o_proj)
     own = own_experts(layer)
     tensors = LayerTensors(
         norm=layer.input_layernorm.weight.data,
-        qkv_weight=block.qkv_proj.weight.data,
-        qkv_bias=block.qkv_proj.bias.data,
+        qkv_weight=qkv_proj.weight.data,
+        qkv_bias=qkv_proj.bias.data,
         # vLLM may replace the module's buffer by a bf16 copy; captured graphs keep the address of this one.
         cos_sin=block.rotary_emb.cos_sin_cache,
         sinks=block.sinks.data,
         window=block.attn.sliding_window or 0,
-        out_weight=block.o_proj.weight.data,
-        out_bias=bias.data if tensor_parallel_rank == 0 else None,  # one rank adds it, the all-reduce spreads it
+        out_weight=o_proj.weight.data,
+        out_bias=o_proj.bias.data if tensor_parallel_rank == 0 else None,  # one rank adds it, the all-reduce spreads it
         post_norm=layer.post_attention_layernorm.weight.data,
         router_weight=router.weight.data,
         router_bias=router.bias.data,

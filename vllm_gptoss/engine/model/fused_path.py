@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_gptoss import _vllm
 from vllm_gptoss._vllm import worker
 from vllm_gptoss.engine import choose
 from vllm_gptoss.engine.choose import bands, device
 from vllm_gptoss.engine.choose import vllm_config as describe
-from vllm_gptoss.engine.kernels import attention, cache, dense, nvrtc
+from vllm_gptoss.engine.kernels import all_reduce, attention, cache, dense, nvrtc
 from vllm_gptoss.engine.model import addresses, layer_upto16, many_tokens, one_token
 from vllm_gptoss.engine.model.layer_binding import Place, transferred
 from vllm_gptoss.fallback import UnavailableError
@@ -58,16 +59,17 @@ class FusedPath:
     `prepare` at the first step, when weights and cache are there.
     """
 
-    def __init__(self, model: Any, deployment: choose.Deployment, per_request: int = 1) -> None:
+    def __init__(self, model: Any, deployment: choose.Deployment, per_request: int = 1, wish: str = "auto") -> None:
         self.model, self.deployment, self.per_request = model.model, deployment, per_request
         self.places: list[Place] = []
         self.one_token: one_token.OneToken | None = None
-        self.most = many_tokens.most(deployment)
+        self.push: all_reduce.PushAllReduce | None = None
+        self.most = many_tokens.most(deployment, wish)
 
     def could_take(self, tokens: int) -> bool:
         """Whether the step about to run fits: few tokens, or at most `per_request` of each request; real attention
         metadata, not inside piecewise graphs. While a graph is captured, of every step that may replay it."""
-        if tokens > self.most:
+        if tokens > self.most or self._adapts():
             return False
         context = worker.forward_context()
         if context is None or not isinstance(context.attn_metadata, dict) or not context.attn_metadata:
@@ -75,6 +77,13 @@ class FusedPath:
         if worker.in_piecewise_graph(context) or torch.compiler.is_compiling():
             return False
         return tokens <= MAX_TOKENS or worker.longest_query(context) <= self.per_request
+
+    def _adapts(self) -> bool:
+        """Whether the step has a LoRA adapter. While a graph is captured: whether steps that replay it may have one."""
+        if not self.deployment.lora:
+            return False
+        attention = self.model.layers[self.model.start_layer].attn
+        return bool(worker.has_adapter((attention.qkv_proj, attention.o_proj)))
 
     def check_addresses(self) -> bool:
         """Returns True if every weight is where `prepare` found it.
@@ -106,11 +115,35 @@ class FusedPath:
         began = time.monotonic()
         with ThreadPoolExecutor(2) as beside:  # the one launch's kernel takes as long as five of the others
             path = beside.submit(one_token.build, places, self.deployment)
-            most = beside.submit(many_tokens.prepared, places, self.deployment)
+            most = beside.submit(many_tokens.prepared, places, self.deployment, wish)
             nvrtc.at_once(load for place in places for load in loads(place))
         self.places, self.one_token, self.most = places, path.result(), most.result()
         logger.info("kernels of the fused layers: ready after %.1f s", time.monotonic() - began)
         return choice
+
+    def connect(self) -> None:
+        """Agrees with the other ranks on the largest step, and connects the all-reduce of `all_reduce`.
+
+        Without it vLLM's all-reduce runs, on all ranks, as where steps of many tokens are vLLM's: neither was measured
+        with an engine. A collective: every rank is prepared.
+        """
+        ranks = self.deployment.tensor_parallel
+        if ranks == 1:
+            return
+        self.most = min(worker.gathered(self.most))
+        if self.most == MAX_TOKENS:
+            return
+        weight, rank = self.places[0].tensors.out_weight, worker.tensor_parallel_rank()
+        try:
+            self.push = all_reduce.connect(weight.device.index or 0, rank, ranks, weight.shape[0], worker.gathered)
+        except UnavailableError as error:
+            _vllm.init_logger("vllm.gptoss").info("layers: vLLM's all-reduce (%s)", error)
+
+    def _reduce(self, tokens: int) -> layer_upto16.Reduce | None:
+        """Sums over the ranks in a step of so many tokens, the same function on all of them; None on one GPU."""
+        if self.deployment.tensor_parallel == 1:
+            return None
+        return self.push if self.push and self.push.fits(tokens) else lambda x, _: worker.all_reduce(x)
 
     def __call__(
         self,
@@ -150,9 +183,10 @@ class FusedPath:
         self, place: Place, x: Tensor, residual: Tensor | None, positions: Tensor, context: Any
     ) -> tuple[Tensor, Tensor]:
         """One block. x: [T, C] bf16 is added to residual [T, C] bf16; returns the experts' output and that sum."""
+        reduce = self._reduce(x.shape[0])
         with transferred([place], context):
             if x.shape[0] > MAX_TOKENS:
-                return many_tokens.layer(place, x, residual, positions, context)
+                return many_tokens.layer(place, x, residual, positions, context, reduce)
             return layer_upto16.layer(
                 place.tensors,
                 place.cache,
@@ -160,6 +194,6 @@ class FusedPath:
                 positions,
                 x,
                 residual,
-                reduce=worker.all_reduce if self.deployment.tensor_parallel > 1 else None,
+                reduce=reduce,
                 others=place.others if place.tensors.experts is None else None,
             )

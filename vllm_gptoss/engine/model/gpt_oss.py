@@ -8,6 +8,7 @@ quantization stay upstream's. Only `forward` differs: a step of few tokens, or o
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM as UpstreamGptOssForCausalLM
@@ -30,8 +31,11 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
     """gpt-oss as vLLM builds it; registered under the same architecture name."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str = "") -> None:
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self.layers_wish = Settings.load(vllm_config.additional_config).layers
+        wish = Settings.load(vllm_config.additional_config).layers
+        with ExitStack() as stack:
+            register_attention(vllm_config, wish, stack)
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.layers_wish = wish
         self.load_check = fallback.attempt("checkpoint check", "auto", lambda: LoadCheck(vllm_config))
         few = fallback.attempt("layers", self.layers_wish, lambda: set_up(self, vllm_config))
         self.fused_path = few if fallback.together("layers", few is not None) else None
@@ -75,6 +79,7 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
             if not fallback.together("layers", choice is not None):
                 self.fused_path = None
                 return None
+            few.connect()
             self.is_prepared = True
             keep_scratch(self, few.places)
             return few if few.could_take(tokens) else None  # what is prepared may take less than was thought
@@ -92,6 +97,21 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
         return loaded
 
 
+def register_attention(config: Any, wish: str, stack: ExitStack) -> None:
+    """Registers the plugin's attention until `stack` closes, if the fused layers are expected to run.
+
+    Raises:
+        ChoiceError: `layers=gptoss` was requested and cannot run.
+    """
+    choice = fallback.attempt(
+        "layers", wish, lambda: choose.layers(device.detect(), describe.configuration(config), wish)
+    )
+    if choice is not None and choice.value == "gptoss":
+        from vllm_gptoss.engine.attention import sm90
+
+        fallback.attempt("attention", "auto", lambda: stack.enter_context(sm90.registered()))
+
+
 def set_up(model: Any, config: Any) -> FusedPath | None:
     """The fused path if it is chosen. Records the choices for the start-up line.
 
@@ -103,7 +123,7 @@ def set_up(model: Any, config: Any) -> FusedPath | None:
     choice = choose.layers(here, deployment, wish)
     startup_line.note("layers", choice)
     if choice.value == "gptoss":
-        startup_line.note("layers of many tokens", choose.many_tokens(here, deployment))
+        startup_line.note("layers of many tokens", choose.many_tokens(here, deployment, wish))
     startup_line.note("attention", choose.attention(here, deployment))
     startup_line.note("KV cache", choose.kv_cache_dtype(here, deployment.kv_cache_dtype))
     if choice.value != "gptoss":
@@ -113,6 +133,6 @@ def set_up(model: Any, config: Any) -> FusedPath | None:
     several = choose.tokens_per_request(here, deployment, wish)
     if deployment.drafts is not None:
         startup_line.note("tokens per request in layers of many tokens", several)
-    few = FusedPath(model, deployment, several.value)
-    sm90.plan_once(model, several.value)
+    few = FusedPath(model, deployment, several.value, wish)
+    sm90.set_up(model, several.value)
     return few

@@ -17,8 +17,10 @@ from vllm_gptoss.engine.kernels.cache import PagedCache
 from vllm_gptoss.engine.kernels.layer import LayerTensors, Requests
 from vllm_gptoss.engine.spec import RMS_NORM_EPS
 
-Reduce = Callable[[Tensor], Tensor]
-"""Sums a tensor over the ranks."""
+Reduce = Callable[[Tensor, int], Tensor]
+"""Sums a tensor over the ranks: (addend [T, C] bf16, `AFTER_ATTENTION` or `AFTER_EXPERTS`) to [T, C] bf16."""
+AFTER_ATTENTION, AFTER_EXPERTS = 0, 1
+"""Generations of `engine/kernels/all_reduce.py`: a layer has one call of each, so no two in succession are alike."""
 OtherExperts = Callable[[Tensor, Tensor], Tensor]
 """Experts of another backend: (normed [T, C] bf16, router logits [T, E] f32) to [T, C] bf16, summed over the ranks."""
 
@@ -45,7 +47,7 @@ def layer(
     if reduce is None:
         return experts(tensors, *route(tensors, hidden, None, others is not None), reduce, others), hidden
     total = torch.empty_like(hidden)
-    routed = route(tensors, reduce(hidden), summed, others is not None, total)
+    routed = route(tensors, reduce(hidden, AFTER_ATTENTION), summed, others is not None, total)
     return experts(tensors, *routed, reduce, others), total
 
 
@@ -154,4 +156,4 @@ def experts(
     assert tensors.experts is not None
     out = torch.empty_like(normed)
     tensors.experts(normed, ids, weights, out)
-    return out if reduce is None else reduce(out)
+    return out if reduce is None else reduce(out, AFTER_EXPERTS)

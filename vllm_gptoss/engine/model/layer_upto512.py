@@ -34,20 +34,23 @@ def layer(
     positions: Tensor,
     x: Tensor,
     residual: Tensor | None,
+    reduce: layer_upto16.Reduce | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(the experts' output, the sum they are to be added to), both [T, C] bf16.
 
     x, residual: [T, C] bf16, added up first; cache: [blocks, K, block size, 128];
-    positions: [T] int64.
+    positions: [T] int64; reduce: where several ranks share the layer.
     """
     own = x.shape[0] <= bands.PRODUCT_TOKENS and product_many.fits(tensors.qkv_weight, tensors.out_weight)
     q, summed = project(tensors, cache, requests, positions, x, residual, own=own)
     product = attend(tensors, cache, requests, q, own=own)
+    if reduce is not None:
+        product = reduce(product, layer_upto16.AFTER_ATTENTION)
     total = torch.empty_like(product)
     normed, ids, weights, _ = layer_upto16.route(tensors, product, summed, False, total, norm_rope_router.router)
     out = torch.empty_like(normed)
     experts(normed, ids, weights, out)
-    return out, total
+    return out if reduce is None else reduce(out, layer_upto16.AFTER_EXPERTS), total
 
 
 def project(

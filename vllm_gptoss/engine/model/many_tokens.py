@@ -16,18 +16,18 @@ from vllm_gptoss import _vllm
 from vllm_gptoss.engine import choose
 from vllm_gptoss.engine.choose import bands, device
 from vllm_gptoss.engine.kernels import attention_many, cache, norm_rope_router, nvrtc, product_many
-from vllm_gptoss.engine.model import layer_upto512
+from vllm_gptoss.engine.model import layer_upto16, layer_upto512
 from vllm_gptoss.engine.model.layer_binding import Place
 
 
-def most(deployment: choose.Deployment) -> int:
-    """Tokens of the largest step that this path may run, as known before the first step."""
-    return bands.FUSED_TOKENS if obstacle(deployment) else bands.MANY_TOKENS
+def most(deployment: choose.Deployment, wish: str) -> int:
+    """Tokens of the largest step that this path may run, as known before the first step. wish: of the layers."""
+    return bands.FUSED_TOKENS if obstacle(deployment, wish) else bands.MANY_TOKENS
 
 
-def prepared(places: Sequence[Place], deployment: choose.Deployment) -> int:
+def prepared(places: Sequence[Place], deployment: choose.Deployment, wish: str) -> int:
     """As `most`, called once layers and cache exist. Compiles all kernels. Logs one line if vLLM keeps these steps."""
-    why = obstacle(deployment) or obstacle_at_hand(places)
+    why = obstacle(deployment, wish) or obstacle_at_hand(places)
     if why is None:
         return bands.MANY_TOKENS
     few = bands.FUSED_TOKENS
@@ -36,9 +36,9 @@ def prepared(places: Sequence[Place], deployment: choose.Deployment) -> int:
     return few
 
 
-def obstacle(deployment: choose.Deployment) -> str | None:
+def obstacle(deployment: choose.Deployment, wish: str) -> str | None:
     """The reason why vLLM runs these steps, or None."""
-    choice = choose.many_tokens(device.detect(), deployment)
+    choice = choose.many_tokens(device.detect(), deployment, wish)
     return None if choice.value == bands.AROUND_CUBLAS else choice.reason
 
 
@@ -67,9 +67,17 @@ def loads(place: Place) -> Iterator[tuple[Any, ...]]:
     yield from place.experts.loads(torch.int32, bands.MANY_TOKENS)
 
 
-def layer(place: Place, x: Tensor, residual: Tensor | None, positions: Tensor, context: Any) -> tuple[Tensor, Tensor]:
+def layer(
+    place: Place,
+    x: Tensor,
+    residual: Tensor | None,
+    positions: Tensor,
+    context: Any,
+    reduce: layer_upto16.Reduce | None = None,
+) -> tuple[Tensor, Tensor]:
     """One block. x: [T, C] bf16 is added to residual [T, C] bf16; returns the experts' output and that sum."""
     assert place.experts is not None
     experts = place.experts.kernel(x.shape[0])
     assert experts is not None
-    return layer_upto512.layer(place.tensors, experts, place.cache, place.requests(context), positions, x, residual)
+    requests = place.requests(context)
+    return layer_upto512.layer(place.tensors, experts, place.cache, requests, positions, x, residual, reduce)

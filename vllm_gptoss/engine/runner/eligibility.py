@@ -33,7 +33,8 @@ def why_not(runner: Any) -> str | None:
         "drafts that the layers or EAGLE3's graphs do not take": has_drafts(runner) and not verifies(runner),
         "no text generation": runner.is_pooling_model or runner.is_encoder_decoder,
         "embeddings as input": runner.uses_inputs_embeds or runner.encoder_cache is not None,
-        "a connector": runner.kv_connector is not vllm.parts().NO_OP_KV_CONNECTOR,
+        "a KV connector of an unknown kind": runner.kv_connector is not vllm.parts().NO_OP_KV_CONNECTOR
+        and type(runner.kv_connector) is not vllm.parts().ActiveKVConnector,
         "outputs of the model other than its tokens": runner.aux_output_connector is not None
         or (runner.use_aux_hidden_state_outputs and not has_drafts(runner)),
         "metrics of graphs": bool(runner.observability_config.cudagraph_metrics),
@@ -100,10 +101,23 @@ def _why_not_inside(runner: Any) -> str | None:
     return next((why for why, applies in reasons.items() if applies), None)
 
 
+def transfers(metadata: Any) -> bool:
+    """Whether the metadata of a step contains work for the worker side of its KV connector.
+
+    Each connector's metadata has other fields. All are empty in a step without work, except a clock, which is a float.
+    The metadata of a MultiConnector has a tuple of others. True for an object whose fields cannot be read.
+    """
+    if isinstance(metadata, tuple):
+        return any(map(transfers, metadata))
+    fields = getattr(metadata, "__dict__", {"unknown": metadata}).values()
+    return any(transfers(each) if isinstance(each, tuple) else not isinstance(each, float) and each for each in fields)
+
+
 def only_decodes(step: Any, each: int = 1) -> bool:
     """Whether a `SchedulerOutput` only schedules one more token for each of its requests, and `each` - 1 drafts.
 
-    Requests may have ended and got blocks since the last step. A grammar's mask comes with the sampling.
+    Requests may have ended and got blocks since the last step. A grammar's mask comes with the sampling. A KV connector
+    loads and stores nothing.
     """
     known, drafts = step.scheduled_cached_reqs, step.scheduled_spec_decode_tokens
     count = len(known.req_ids)
@@ -115,7 +129,7 @@ def only_decodes(step: Any, each: int = 1) -> bool:
         and len(drafts) == (count if each > 1 else 0)
         and all(len(of) == each - 1 == step.num_scheduled_tokens[name] - 1 for name, of in drafts.items())
         and not step.scheduled_encoder_inputs
-        and step.kv_connector_metadata is None
+        and (step.kv_connector_metadata is None or not transfers(step.kv_connector_metadata))
         and step.ec_connector_metadata is None
         and step.aux_output_connector_metadata is None
         and known.req_ids == list(step.num_scheduled_tokens)

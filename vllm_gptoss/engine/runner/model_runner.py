@@ -92,7 +92,9 @@ class ShortWay:
         self.batch = batch
         prepare = self.graphs.work(("before", batch.count))
         prepare.run(self.graphs, lambda: captured_steps.before(runner, self.buffers, batch))
+        runner.kv_connector.pre_forward(step, batch.inputs)
         made = runner.cudagraph_manager.run_fullgraph(batch.descriptor)
+        runner.kv_connector.finish_forward()
         if self.buffers.each == 1:
             return Taken(batch, made[: batch.count], step.finished_req_ids)
         batch.inputs.has_structured_output_reqs = step.has_structured_output_requests
@@ -155,7 +157,9 @@ class ShortWay:
         made.run(self.graphs, lambda: captured_steps.after(self.runner, self.buffers, batch, taken.hidden))
         self.events[turn].record()
         self.turn = (turn + 1) % RING
-        return StepOutput(batch.req_ids, batch.indices, self.buffers.ring.np[turn, : batch.count], self.events[turn])
+        tokens = self.buffers.ring.np[turn, : batch.count]
+        moved = self.runner.kv_connector.post_forward(taken.finished)
+        return StepOutput(batch.req_ids, batch.indices, tokens, self.events[turn], moved)
 
 
 class GptOssModelRunner(GPUModelRunner):
@@ -218,6 +222,8 @@ class GptOssModelRunner(GPUModelRunner):
             raise fallback.UnavailableError(why)
         say = _vllm.init_logger("vllm.gptoss").info
         say("host: decode steps are replayed (GPTOSS_HOST=stock turns it off)")
+        if self.kv_connector is not vllm.parts().NO_OP_KV_CONNECTOR:
+            say("host: vLLM plans every step, and runs those in which the KV connector loads or stores")
         if why := slices.ask_short():
             say("host: the engine's threads keep the time slices they have (%s)", why)
         return ShortWay(self)

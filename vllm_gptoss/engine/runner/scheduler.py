@@ -139,7 +139,8 @@ class GptOssScheduler(AsyncScheduler):
         """vLLM's last output for a step without waiting requests and without requests left to schedule."""
         self.is_calm = False
         """Whether the last two such outputs were equal and no request was added since. The output is then reused."""
-        if self.connector is None and self.aux_output_connector is None:  # both keep the manager they were given
+        # Both keep the manager that they were given. A KV connector reads every request of a step as it is planned.
+        if self.connector is None and self.aux_output_connector is None:
             fallback.attempt("host: scheduler", "auto", self._use_short_way)
 
     def _use_short_way(self) -> None:

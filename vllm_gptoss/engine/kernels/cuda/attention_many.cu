@@ -1,5 +1,5 @@
-// Attention with sinks over a paged cache (cache.cuh) for a decode step of many tokens (sm_90): one
-// launch, no schedule made before it, no combine kernel.
+// Attention with sinks over a paged cache (cache.cuh) for a decode step of many tokens (sm_80 on):
+// one launch, no schedule made before it, no combine kernel.
 //
 // A piece is one token, one key/value head with its 8 query heads, and a run of keys. A CTA takes
 // one piece. Its warps take chunks of 16 keys in turn, each through its own ring in shared memory

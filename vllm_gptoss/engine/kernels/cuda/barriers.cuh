@@ -55,9 +55,16 @@ template <int ID, int THREADS> __device__ __forceinline__ void named_sync() {
   asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
 }
 
-// The kernel before has ended and its writes are visible.
-__device__ __forceinline__ void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// The kernel before has ended and its writes are visible. Nothing before sm_90: kernels of a stream
+// run in turn there.
+__device__ __forceinline__ void pdl_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 // The kernel after may start as soon as every block has signalled or ended.
 __device__ __forceinline__ void pdl_launch() {
+#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }

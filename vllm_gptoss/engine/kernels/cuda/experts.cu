@@ -1,4 +1,4 @@
-// MXFP4 experts of gpt-oss for few tokens on sm90. Compiled by NVRTC; see docs/kernels/.
+// MXFP4 experts of gpt-oss for few tokens, from sm_80 on. Compiled by NVRTC; see docs/kernels/.
 //
 // Weight rows are the M dimension of mma.m16n8k16, tokens are N = 8. The weights lie as
 // triton_kernels' HopperMXValueLayout and HopperMXScaleLayout put them (engine/experts/mxfp4.py has
@@ -16,7 +16,7 @@
 // so that an expert's weights are decoded once for two mma. The second mma is skipped for up to 8
 // tokens, and blocks take shares of equal cost instead of equal size. A block stages as many of its
 // slots as fit, works on them, and stages the next. TOKENS = 256 is the same with more memory for
-// pairs.
+// pairs. WIDE_SLOT = 8 halves the rows that must fit, for GPUs with 99 KB of shared memory.
 //
 // Compile-time: TOKENS at most, 16, 64 or 256, KT tiles of 64 columns, NROWS weight rows (multiple
 // of 16), SKT column pairs of 32 in the scale storage, EXPERTS local experts, ACTIVE experts per
@@ -32,15 +32,18 @@
 #include "routing.cuh"
 #include "combine.cuh"
 
+#ifndef WIDE_SLOT
+#define WIDE_SLOT 16
+#endif
 constexpr bool WIDE = TOKENS > 16;
-constexpr int SLOT_LOG = WIDE ? 4 : 3, SLOT = 1 << SLOT_LOG, HALVES = SLOT / 8;
+constexpr int SLOT_LOG = WIDE && WIDE_SLOT == 16 ? 4 : 3, SLOT = 1 << SLOT_LOG, HALVES = SLOT / 8;
 constexpr int MAX_PAIRS = TOKENS * ACTIVE;
 constexpr int MAX_SLOTS = WIDE ? EXPERTS + MAX_PAIRS / SLOT : MAX_PAIRS;
 constexpr int NT = NROWS / 16;  // row tiles of an expert
 constexpr int NU = NT / R;      // units of a slot
 // A unit for more than 8 tokens takes 11 eighths of one for fewer: of 8, 10, 11, 12 and 13 the best
 // from 48 to 256 tokens (docs/kernels/experiments.md).
-constexpr int COST = 8, BOTH_COST = WIDE ? 11 : COST;
+constexpr int COST = 8, BOTH_COST = HALVES > 1 ? 11 : COST;
 constexpr int KS = (KT + WPU - 1) / WPU;           // tiles of 64 columns per warp
 constexpr int ROUNDS = (KS + DEPTH - 1) / DEPTH;   // turns of the ring in one unit
 constexpr bool EVEN = KT == WPU * ROUNDS * DEPTH;  // no warp has a tile less than another
@@ -61,6 +64,7 @@ constexpr int QUAD_BYTES = KT * 128;  // four weight rows
 constexpr u64 EXPERT_BYTES = (u64)(NROWS / 4) * QUAD_BYTES;
 constexpr int SCALE_ROWS = (NROWS + 255) / 256 * 8;
 constexpr u64 EXPERT_SCALE_BYTES = (u64)SCALE_ROWS * SKT * 64;
+static_assert(WIDE_SLOT == 8 || WIDE_SLOT == 16, "tokens of a slot");
 static_assert(!WIDE || WPU == 1, "two halves of a slot are not exchanged between warps");
 static_assert(NWARPS % WPU == 0 && NROWS % 16 == 0 && NWARPS >= 4 && DEPTH % CHUNK == 0, "shape");
 static_assert(EXPERTS <= 128, "slots are found by one thread per expert, four warps");

@@ -14,9 +14,14 @@ __device__ __forceinline__ u32 lds4(u32 a) {
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a));
   return v;
 }
+// Before sm_90 there is only the sum with -0, which changes no product.
 __device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
   u32 d;
+#if __CUDA_ARCH__ >= 900
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+#else
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
+#endif
   return d;
 }
 

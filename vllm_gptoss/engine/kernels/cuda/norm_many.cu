@@ -1,4 +1,4 @@
-// norm(x + r) of every token of a step (sm_90): a CTA a token, 8 columns a thread.
+// norm(x + r) of every token of a step (sm_80 on): a CTA a token, 8 columns a thread.
 //
 // Macros set by the host (engine/kernels/norm_rope_router.py): COLUMNS, C, a multiple of 8.
 #include "barriers.cuh"

@@ -36,7 +36,7 @@ static_assert(SHARE % (ROPE ? 8 : 2) == 0, "sums are sent in pairs; RoPE's units
 struct Args {
   const bf16* x;     // tiled, [TILES, padded, 64] bf16
   const bf16* w;     // [rows, COLUMNS] row-major
-  const bf16* bias;  // [rows]
+  const bf16* bias;  // [rows], or null without ROPE
   bf16* y;           // [tokens, rows]; ROPE: of these only the queries are written
   int tokens, padded, rows;
   // ROPE; rows: heads of 64, queries, keys, values
@@ -167,7 +167,7 @@ __device__ __forceinline__ void finish(const Args& a, const Sums& s, int first, 
   for (int e = thread; e < a.tokens * PAIRS; e += THREADS) {
     const int token = e / PAIRS, at = e % PAIRS * 2, row = first + at;
     if (row >= a.rows) continue;
-    float2 sum = unpack(*(const u32*)(a.bias + row));
+    float2 sum = a.bias ? unpack(*(const u32*)(a.bias + row)) : make_float2(0.f, 0.f);
 #pragma unroll
     for (int r = 0; r < CLUSTER; ++r) {
       const float2 v = *(const float2*)&s.from[r][token][at];

@@ -1,4 +1,4 @@
-// RoPE on a step's queries and keys, and keys and values into the paged cache (sm_90): a CTA a
+// RoPE on a step's queries and keys, and keys and values into the paged cache (sm_80 on): a CTA a
 // token. Queries are turned where they lie.
 //
 // A thread takes 8 elements d of a head and the 8 at d + 32, which RoPE turns together.

@@ -1,0 +1,48 @@
+"""Risks of the kernels on GPUs before and after Hopper, which no test runs on: they do not compile, spill, or need more
+shared memory or registers than there are."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.sm80_plan import KIB, LIMITS, MULTIPROCESSOR, REGISTERS, attention_plan, compiled, experts_plan_for
+from tests.engine.kernels.cubins import judged
+from vllm_gptoss.engine import spec
+from vllm_gptoss.engine.kernels import experts, nvrtc
+from vllm_gptoss.engine.kernels.experts_plan import NARROW_TOKENS
+
+
+@pytest.mark.parametrize("arch", LIMITS)
+def test_kernels_compile_without_spills_and_a_block_fits(arch: str) -> None:
+    made = list(compiled(arch))
+    assert {each.kernel.partition(",")[0] for each in made} == {
+        "experts_up", "experts_down", "attention_many", "norm_many", "rope_many",
+    }  # fmt: skip
+    for each in made:
+        assert each.registers * each.threads <= REGISTERS, each
+        assert each.shared <= each.limit, each
+        assert each.spilled == 0, each
+
+
+@pytest.mark.parametrize("limit", sorted(set(LIMITS.values())))
+def test_every_number_of_tokens_has_kernels(limit: int) -> None:
+    """82 blocks: a narrow kernel stages two slots a block, so slots may not outnumber blocks."""
+    for tokens in range(1, 65):
+        for which in experts.ONLY:
+            plan = experts_plan_for(which, tokens, limit)
+            assert plan.shared <= limit
+            assert plan.most >= tokens
+            assert plan.rows >= plan.slot if plan.most > NARROW_TOKENS else tokens * 4 <= 82
+        for window in (0, 128):
+            many = attention_plan(tokens, window, limit)
+            assert many.blocks * (many.shared_bytes + KIB + 256) <= MULTIPROCESSOR[limit]
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 16, 64])
+def test_slots_of_eight_lay_shared_memory_out_alike(tokens: int) -> None:
+    plan = experts_plan_for("experts_down", tokens, min(LIMITS.values()))
+    check = f"\nstatic_assert(META_BYTES + RED_BYTES + RING_BYTES + {plan.rows} * XSTRIDE == {plan.shared});"
+    options = [f"-D{name}={value}" for name, value in plan.macros(spec.GPT_OSS_20B).items()]
+    judged(nvrtc.source(experts.SOURCE) + check, "sm_86", options)
+    with pytest.raises(nvrtc.NvrtcError, match="static assertion failed"):
+        judged(nvrtc.source(experts.SOURCE) + check.replace("== ", "== 1 + "), "sm_86", options)
