@@ -87,10 +87,13 @@ def list_(
     if as_json:
         typer.echo(json.dumps([render.data(recipe) for recipe in recipes], indent=2))
         return
-    rows = [render.row(recipe) for recipe in recipes]
     if markdown:
-        typer.echo(render.table(recipes), nl=False)
+        evidence = render.table(recipes)
+        typer.echo(evidence, nl=False)
+        if recipes and not evidence:
+            typer.echo(f"none of these {len(recipes)} recipes was measured: `recipe list` has them", err=True)
         return
+    rows = [render.row(recipe) for recipe in recipes]
     if not rows:
         return  # `find` has printed why
     table = Table(box=None, padding=(0, 1))
