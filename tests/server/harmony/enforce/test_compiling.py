@@ -14,6 +14,7 @@ import xgrammar
 from tests.support.confined_workers import kill_workers
 from vllm_gptoss.server.harmony.enforce import compiling
 from vllm_gptoss.server.harmony.enforce.errors import NotEnforceableError, NotNowError
+from vllm_gptoss.server.harmony.enforce.job import Written
 from vllm_gptoss.server.harmony.enforce.json_grammar import write
 from vllm_gptoss.server.harmony.tokens import CALL, ENDOFTEXT, RETURN, VOCABULARY, encode, token_bytes
 from vllm_gptoss.tools.confined import pool
@@ -148,10 +149,19 @@ TAGGED = [{"properties": {"mode": {"const": mode}, mode: {"type": "string"}}, "r
         {"type": "object", "required": ["mode"], "oneOf": TAGGED},
         {"type": "object", "required": ["mode"], "properties": {"mode": {"type": "string"}}, "oneOf": TAGGED},
         {"type": "object", "required": None, "properties": {"a": {"$ref": "#/$defs/L%3Ci%3E"}, "b": {"$ref": "#T"}}},
+        {"anyOf": [{"$anchor": "N", "type": "integer"}, {"type": "array", "items": {"$ref": "#N"}}]},
     ],
 )
 def test_a_union_by_a_tag_and_every_reference_of_the_schema_have_a_grammar(schema: Any) -> None:
     write(json.dumps({"$defs": {"L<i>": {"$anchor": "T", "type": "integer"}}, **schema}), 32)
+
+
+def test_the_grammars_of_one_request_share_their_bytes() -> None:
+    room = compiling.Room()
+    room.take(Written("x" * (compiling.MAX_GRAMMARS - 1)))
+    with pytest.raises(NotEnforceableError, match=f"more than {compiling.MAX_GRAMMARS} bytes together"):
+        room.take(Written("xx"))
+    room.take(Written("x"))  # the refused one has reserved nothing
 
 
 def test_depth_is_bounded_not_the_stack() -> None:

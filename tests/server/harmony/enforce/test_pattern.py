@@ -52,3 +52,10 @@ def test_what_has_no_automaton_is_refused_quickly_and_in_words(pattern: str, why
     with pytest.raises(NotEnforceableError, match=why):
         automaton_of(pattern)
     assert time.process_time() - began < 5
+
+
+def test_a_pattern_has_at_most_so_many_characters() -> None:
+    longest = "(a|b)" * 200
+    assert automaton_of(longest)
+    with pytest.raises(NotEnforceableError, match=f"is longer than {len(longest)} characters"):
+        automaton_of(longest + "c")
