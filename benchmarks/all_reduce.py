@@ -85,7 +85,7 @@ class Rank:
             self.chain(x, add)
             torch.cuda.synchronize()
             dist.barrier(self.cpu)
-            # NCCL has a thread of its own, which may not end the capture
+            # a thread of NCCL may not end the capture
             with around(), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 out = self.chain(x, add)
         torch.cuda.synchronize()

@@ -19,7 +19,7 @@ from torch import Tensor
 from vllm_gptoss.engine.kernels import experts, nvrtc
 
 ARCH = "compute_80"
-"""PTX, which the driver compiles for the GPU at hand."""
+"""PTX, which the driver compiles for this GPU."""
 GRIDS = (82, 108, 128)
 """Multiprocessors of an RTX 3090, an A100 and a 4090."""
 REPEATS = 12

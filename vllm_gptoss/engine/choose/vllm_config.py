@@ -112,7 +112,7 @@ ATTENTION = frozenset(("qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj"))
 
 
 def adapts_attention(config: Any) -> bool:
-    """Whether a `VllmConfig` limits LoRA to attention, and captures graphs without adapters beside those with."""
+    """Whether a `VllmConfig` limits LoRA to attention, and captures graphs both with and without adapters."""
     modules = getattr(config.lora_config, "target_modules", None) or ()
     captures = bool(modules) and config.compilation_config.cudagraph_specialize_lora
     return bool(captures) and ATTENTION.issuperset(modules)
