@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from vllm_gptoss.server.responses.request.create import CreateRequest
@@ -14,22 +15,27 @@ JSON = "application/json"
 
 def create_body() -> dict[str, Any]:
     """`openapi_extra` of POST /v1/responses."""
+    return _body(_create_schema())
+
+
+def object_body(*names: str) -> dict[str, Any]:
+    """`openapi_extra` of a route with an object of these fields as body; fields of create have its descriptions."""
+    known = _create_schema()["properties"]
+    items = {"type": "array", "items": known["input"]["anyOf"][1]["items"]}
+    return _body({"type": "object", "properties": {name: known.get(name, items) for name in names}})
+
+
+@cache
+def _create_schema() -> dict[str, Any]:
+    """pydantic takes about 50 ms for it, and nine routes refer to it."""
     schema = CreateRequest.model_json_schema()
     inlined: dict[str, Any] = _inline(schema, schema.get("$defs", {}), ())
-    inlined.pop("$defs", None)
     inlined["properties"] |= {
         "input": {"anyOf": [{"type": "string"}, {"type": "array", "items": _tagged([*ITEMS, "message"])}]},
         "tools": {"type": "array", "items": _tagged(MODELS)},
         "tool_choice": {"anyOf": [{"enum": ["auto", "none", "required"]}, {"type": "object"}]},
     }
-    return _body(inlined)
-
-
-def object_body(*names: str) -> dict[str, Any]:
-    """`openapi_extra` of a route with an object of these fields as body; fields of create have its descriptions."""
-    known = create_body()["requestBody"]["content"][JSON]["schema"]["properties"]
-    items = {"type": "array", "items": known["input"]["anyOf"][1]["items"]}
-    return _body({"type": "object", "properties": {name: known.get(name, items) for name in names}})
+    return inlined
 
 
 def _body(schema: Mapping[str, Any]) -> dict[str, Any]:
