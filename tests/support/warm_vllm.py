@@ -159,10 +159,12 @@ def main(path: str, model: str) -> None:
     get_quantization_config = importlib.import_module("vllm.model_executor.layers.quantization").get_quantization_config
     get_quantization_config("mxfp4")  # imports a hundred modules
     read_tokenizer(model)
+    replace_kernels()
     assert "vllm_gptoss" not in sys.modules
     sys.modules["tests.support.warm_vllm"] = sys.modules["__main__"]
     globals()["_socket"] = lambda: path  # what is forked may ask for more
     gc.freeze()  # vLLM collects seven times in an engine's life: 1.9 s over what is imported here
+    gc.unfreeze = lambda: None  # which vLLM calls before the last two of them
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
@@ -176,6 +178,14 @@ def main(path: str, model: str) -> None:
                 _wait_for(line)
             line.close()
     shutil.rmtree(Path(path).parent)
+
+
+def replace_kernels() -> None:
+    """Replaces vLLM's Triton kernels by those for CPUs: each worker would search the attributes of all modules."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    CpuPlatform.register_triton_kernel_overrides()
+    CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)  # type: ignore[method-assign]
 
 
 def read_tokenizer(model: str) -> None:
