@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(durations.Recorder())
     folder = tempfile.mkdtemp(prefix="gptoss-trust-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    os.environ.setdefault("SSL_CERT_FILE", certificate(Path(folder), "nobody.invalid")[0])  # 40 ms less for each client
+    os.environ["SSL_CERT_FILE"] = certificate(Path(folder), "nobody.invalid")[0]  # read in 40 ms less by each client
     settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("any machine")  # how long an example takes is no test's claim
     if "COVERAGE_PROCESS_CONFIG" in os.environ:
