@@ -160,6 +160,7 @@ def main(path: str, model: str) -> None:
     get_quantization_config("mxfp4")  # imports a hundred modules
     read_tokenizer(model)
     replace_kernels()
+    widen_head()
     assert "vllm_gptoss" not in sys.modules
     sys.modules["tests.support.warm_vllm"] = sys.modules["__main__"]
     globals()["_socket"] = lambda: path  # what is forked may ask for more
@@ -186,6 +187,38 @@ def replace_kernels() -> None:
 
     CpuPlatform.register_triton_kernel_overrides()
     CpuPlatform.register_triton_kernel_overrides = classmethod(lambda cls: None)  # type: ignore[method-assign]
+
+
+def widen_head() -> None:
+    """Multiplies by vLLM's LM head in float32, rounded to bfloat16: 8 rows of logits in 20 ms instead of 90.
+
+    Without AMX or AVX-512, torch's product of bfloat16 takes about 11 ms a row. Both add in float32.
+    """
+    import torch
+    from vllm.model_executor.layers import utils
+
+    if torch.cpu._is_avx512_supported():
+        return
+    dispatch = utils.dispatch_cpu_unquantized_gemm
+
+    def dispatched(layer: Any, remove_weight: bool) -> None:
+        dispatch(layer, remove_weight)
+        if remove_weight:  # any other layer
+            return
+        narrow, wide = layer.cpu_linear, dict[tuple[int, int], torch.Tensor]()
+
+        def product(rows: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
+            if len(rows) < 2 or bias is not None:
+                return narrow(rows, weight, bias)
+            key = weight.data_ptr(), weight._version
+            if key not in wide:
+                wide.clear()
+                wide[key] = weight.float()
+            return torch.nn.functional.linear(rows.float(), wide[key]).to(rows.dtype)
+
+        layer.cpu_linear = product
+
+    utils.dispatch_cpu_unquantized_gemm = dispatched
 
 
 def read_tokenizer(model: str) -> None:
