@@ -164,8 +164,7 @@ def run_in_copy() -> None:
         if (ROOT / name).is_file():
             (TREE / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, TREE / name)
-    for name in (".cache", ".venv"):
-        (TREE / name).symlink_to(ROOT / name)
+    (TREE / ".cache").symlink_to(ROOT / ".cache")
     # a mutant may have the size and the second of the file's bytecode
     environment = os.environ | {"PYTHONPATH": str(TREE), "PYTHONDONTWRITEBYTECODE": "1"}
     os.chdir(TREE)
