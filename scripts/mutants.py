@@ -57,7 +57,7 @@ class Tests:
     """A plugin of pytest: chooses and sorts the tests of one mutant, and records which pass and fail."""
 
     def __init__(self, longest: float) -> None:
-        self.longest, self.log = longest, CACHE / "log"
+        self.longest, self.log, self.end = longest, CACHE / "log", 0.0
         self.log.write_text("")
 
     @pytest.hookimpl(trylast=True)
@@ -65,6 +65,10 @@ class Tests:
         seconds = {item: durations.kept().get(durations.function(item.nodeid), (0.1, 0.1))[0] for item in items}
         items[:] = [one for one in items if seconds[one] <= self.longest]
         items.sort(key=seconds.__getitem__)
+
+    def pytest_runtest_setup(self) -> None:
+        if time.monotonic() > self.end:
+            pytest.exit("no time is left")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         if report.failed or (report.when == "call" and report.passed):
@@ -114,7 +118,8 @@ def files_of(mutant: Mutant, folder: str) -> list[str]:
 
 
 def forked(arguments: list[str], tests: Tests, limit: float) -> tuple[set[str], list[str]]:
-    """Runs pytest in a child process for at most `limit` seconds. Returns the passed and the failed tests."""
+    """Runs in a child process the tests that begin within `limit` seconds. Returns the passed and the failed ones."""
+    tests.end = time.monotonic() + limit
     if (child := os.fork()) == 0:
         os.setsid()
         null = os.open(os.devnull, os.O_RDWR)
@@ -123,9 +128,8 @@ def forked(arguments: list[str], tests: Tests, limit: float) -> tuple[set[str], 
         plugins = [word for name in ("xdist", "cacheprovider", "cov") for word in ("-p", f"no:{name}")]
         options = ["-x", f"--timeout={TEST_SECONDS}", "-m", SELECT, *plugins]
         os._exit(any(pytest.main([*options, one], [tests]) not in (0, 5) for one in arguments))
-    end = time.monotonic() + limit
     try:
-        while not os.waitpid(child, os.WNOHANG)[0] and time.monotonic() < end:
+        while not os.waitpid(child, os.WNOHANG)[0] and time.monotonic() < tests.end + 2 * TEST_SECONDS:
             time.sleep(0.02)
     finally:
         with suppress(OSError):
