@@ -201,6 +201,18 @@ class Held:
         return bool(matcher.accept_string(text.encode()) and matcher.accept_token(256))
 
 
+@pytest.mark.parametrize(
+    ("schema", "allowed", "refused"),
+    [
+        ({"properties": {"a": {}, "b": {}}, "required": ["a"]}, ['{"a":1}', '{"b":1,"a":2}'], ["{}", '{"b":1}']),
+        ({"type": "string", "pattern": "^b+$"}, ['"b"', '"bb"'], ['""', '"a"', "b"]),
+    ],
+)
+def test_a_keyword_admits_its_values_and_no_other(schema: Any, allowed: list[str], refused: list[str]) -> None:
+    held = Held({"type": "object", **schema})
+    assert [text for text in (*allowed, *refused) if text in held] == allowed
+
+
 @pytest.mark.soak
 def test_the_grammar_is_the_schema() -> None:
     seen: Counter[str] = Counter()
