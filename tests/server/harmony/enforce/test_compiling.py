@@ -114,6 +114,9 @@ def test_a_new_schema_compiles_only_what_is_new_in_it() -> None:
     ("schema", "keyword"),
     [
         ({"not": {}}, "not"),
+        ({"const": "\ud800"}, "enum"),
+        ({"allOf": [{"patternProperties": {"^a": {}}}, {"properties": {"b": {}}}]}, "patternProperties"),
+        ({"allOf": [{"prefixItems": [{}]}, {"items": {"type": "string"}}]}, "prefixItems"),
         ({"$ref": "#"}, "$ref"),
         ({"$ref": "https://example.org/schema"}, "$ref"),
         ({"$ref": "#/$defs/missing"}, "$ref"),

@@ -204,12 +204,21 @@ class Held:
 @pytest.mark.parametrize(
     ("schema", "allowed", "refused"),
     [
-        ({"properties": {"a": {}, "b": {}}, "required": ["a"]}, ['{"a":1}', '{"b":1,"a":2}'], ["{}", '{"b":1}']),
+        (
+            {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a"]},
+            ['{"a":1}', '{"b":1,"a":2}'],
+            ["{}", '{"b":1}'],
+        ),
         ({"type": "string", "pattern": "^b+$"}, ['"b"', '"bb"'], ['""', '"a"', "b"]),
+        ({"type": "string", "pattern": "^[^a]$"}, ['" "', r'"\u001f"'], ['"a"', r'"\u0020"']),
+        ({"type": "string", "minLength": 2}, ['"ab"', r'"\n\u0041"'], ['"a"']),
+        ({"type": "integer"}, ["1", "-20"], ["1.5", '"1"']),
+        ({"const": "\ue000"}, ['"\ue000"'], ['""', '"a"']),
     ],
+    ids=["required", "pattern", "escapes", "least length", "integer", "private use"],
 )
 def test_a_keyword_admits_its_values_and_no_other(schema: Any, allowed: list[str], refused: list[str]) -> None:
-    held = Held({"type": "object", **schema})
+    held = Held(schema)
     assert [text for text in (*allowed, *refused) if text in held] == allowed
 
 
