@@ -124,7 +124,7 @@ def test_a_new_schema_compiles_only_what_is_new_in_it() -> None:
         ({"enum": []}, "enum"),
         (False, "schema"),
         ({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}, "oneOf"),
-        ({"allOf": [{"anyOf": [{"const": n} for n in range(10)]}] * 9}, "anyOf"),
+        ({"allOf": [{"anyOf": [{"const": n} for n in range(10)]}] * 3}, "anyOf"),
         ({"minimum": float("nan")}, "minimum"),
         ({"maximum": 1e300}, "maximum"),
         ({"type": "string", "pattern": "^[a-z ]{1,500}$"}, "schema"),
