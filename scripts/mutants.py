@@ -5,8 +5,8 @@
 
 A rule chooses the mutants (`scripts/mutant_rules.py`). A mutant's tests are the test file of its name, the test files
 that import its module, and its mirrored folder, in this order. They run in a process forked after the imports until the
-first fails. A test that detects a mutant must pass without it. `run` continues where it stopped. `tests/mutants.yaml`
-lists the mutants that no test can detect, with the reason.
+first fails. A test that detects a mutant must pass without it. `run` changes files of a copy of the tree only, and
+continues where it stopped. `tests/mutants.yaml` lists the mutants that no test can detect, with the reason.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import ast
 import importlib
 import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -31,7 +33,9 @@ import yaml
 from scripts.mutant_rules import ROOT, Mutant, chosen
 from tests.support import durations
 
-CACHE = ROOT / ".cache" / "mutants"
+CACHE = (ROOT / ".cache" / "mutants").resolve()
+TREE = CACHE / "tree"
+"""The copy, which has the same `.cache`."""
 RESULT = CACHE / "result.json"
 EQUIVALENT = ROOT / "tests" / "mutants.yaml"
 SELECT = "not serve and not gpu and not soak and not alone"
@@ -53,7 +57,7 @@ class Tests:
     """A plugin of pytest: chooses and sorts the tests of one mutant, and records which pass and fail."""
 
     def __init__(self, longest: float) -> None:
-        self.longest, self.log = longest, CACHE / "log"
+        self.longest, self.log, self.end = longest, CACHE / "log", 0.0
         self.log.write_text("")
 
     @pytest.hookimpl(trylast=True)
@@ -61,6 +65,10 @@ class Tests:
         seconds = {item: durations.kept().get(durations.function(item.nodeid), (0.1, 0.1))[0] for item in items}
         items[:] = [one for one in items if seconds[one] <= self.longest]
         items.sort(key=seconds.__getitem__)
+
+    def pytest_runtest_setup(self) -> None:
+        if time.monotonic() > self.end:
+            pytest.exit("no time is left")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         if report.failed or (report.when == "call" and report.passed):
@@ -110,7 +118,8 @@ def files_of(mutant: Mutant, folder: str) -> list[str]:
 
 
 def forked(arguments: list[str], tests: Tests, limit: float) -> tuple[set[str], list[str]]:
-    """Runs pytest in a child process for at most `limit` seconds. Returns the passed and the failed tests."""
+    """Runs in a child process the tests that begin within `limit` seconds. Returns the passed and the failed ones."""
+    tests.end = time.monotonic() + limit
     if (child := os.fork()) == 0:
         os.setsid()
         null = os.open(os.devnull, os.O_RDWR)
@@ -119,12 +128,13 @@ def forked(arguments: list[str], tests: Tests, limit: float) -> tuple[set[str], 
         plugins = [word for name in ("xdist", "cacheprovider", "cov") for word in ("-p", f"no:{name}")]
         options = ["-x", f"--timeout={TEST_SECONDS}", "-m", SELECT, *plugins]
         os._exit(any(pytest.main([*options, one], [tests]) not in (0, 5) for one in arguments))
-    end = time.monotonic() + limit
-    while not os.waitpid(child, os.WNOHANG)[0] and time.monotonic() < end:
-        time.sleep(0.02)
-    with suppress(OSError):
-        os.killpg(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+    try:
+        while not os.waitpid(child, os.WNOHANG)[0] and time.monotonic() < tests.end + 2 * TEST_SECONDS:
+            time.sleep(0.02)
+    finally:
+        with suppress(OSError):
+            os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
     return tests.outcomes()
 
 
@@ -149,12 +159,25 @@ def verdict(mutant: Mutant, folder: str, asked: argparse.Namespace, good: set[st
         return failed[0] if failed else ""
 
 
+def run_in_copy() -> None:
+    """Copies the files that git does not ignore to `TREE`, and replaces this process by one that runs there."""
+    shutil.rmtree(TREE, ignore_errors=True)
+    TREE.mkdir(parents=True)
+    listed = subprocess.check_output(("git", "ls-files", "-coz", "--exclude-standard"), cwd=ROOT, text=True)
+    for name in listed.split("\0"):
+        if (ROOT / name).is_file():
+            (TREE / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, TREE / name)
+    (TREE / ".cache").symlink_to(ROOT / ".cache")
+    # a mutant may have the size and the second of the file's bytecode
+    environment = os.environ | {"PYTHONPATH": str(TREE), "PYTHONDONTWRITEBYTECODE": "1"}
+    os.chdir(TREE)
+    os.execve(sys.executable, [sys.executable, "-m", "scripts.mutants", *sys.argv[1:]], environment)  # noqa: S606
+
+
 def run(asked: argparse.Namespace) -> None:
     """Tests the chosen mutants without a stored verdict, the folders in turn; with --again also those that survived."""
-    sys.dont_write_bytecode = True  # a mutant may have the size and the second of the file's bytecode
-    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # restores the file
-    CACHE.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the tests too
     verdicts = stored()
     good, bad = set(filter(None, verdicts.values())), set[str]()
     for module in WARM:
@@ -205,7 +228,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=30, help="limit of one mutant")
     parser.add_argument("--longest", type=float, default=5, help="leave out longer tests, by tests/durations.txt")
     asked = parser.parse_args()
-    run(asked) if asked.action == "run" else report()
+    if asked.action == "report":
+        return report()
+    run(asked) if ROOT == TREE else run_in_copy()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -292,6 +293,13 @@ async def test_a_missing_key_turns_the_tool_off_and_names_the_variable(name: str
     assert API_BACKENDS[name].key_variable in provider.unavailable
     with pytest.raises(BackendError):
         await API_BACKENDS[name]().start()
+
+
+@pytest.mark.parametrize(("opens", "is_on"), [("fetch", True), ("documents", False)])
+async def test_without_a_search_the_tool_is_on_if_it_opens_pages(opens: str, is_on: bool) -> None:
+    async with aclosing(BrowserProvider(BrowserConfig.model_validate({"open_with": opens}), environ={})) as provider:
+        await provider.start()
+        assert (provider.unavailable is None) is is_on
 
 
 def test_the_environment_chooses_the_backend_and_offline_needs_nothing() -> None:

@@ -326,6 +326,9 @@ async def test_a_turn_that_is_asked_again_is_told_what_the_lost_attempt_ran(prov
     assert (await run(await opened(known), "count")).text == "2\n"
     provider._evict("again", _ROOM_LOST)
     assert _UNSEEN not in (await run(await opened(second), "1")).text, "what is lost is not here"
+    provider._evict("again", _ROOM_LOST)
+    await provider.forget("again")
+    assert _ROOM_LOST not in (await run(await opened(second), "1")).text, "a forgotten conversation"
 
 
 async def _has_file(container: object, name: str) -> bool:

@@ -201,6 +201,27 @@ class Held:
         return bool(matcher.accept_string(text.encode()) and matcher.accept_token(256))
 
 
+@pytest.mark.parametrize(
+    ("schema", "allowed", "refused"),
+    [
+        (
+            {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a"]},
+            ['{"a":1}', '{"b":1,"a":2}'],
+            ["{}", '{"b":1}'],
+        ),
+        ({"type": "string", "pattern": "^b+$"}, ['"b"', '"bb"'], ['""', '"a"', "b"]),
+        ({"type": "string", "pattern": "^[^a]$"}, ['" "', r'"\u001f"'], ['"a"', r'"\u0020"']),
+        ({"type": "string", "minLength": 2}, ['"ab"', r'"\n\u0041"'], ['"a"']),
+        ({"type": "integer"}, ["1", "-20"], ["1.5", '"1"']),
+        ({"const": "\ue000"}, ['"\ue000"'], ['""', '"a"']),
+    ],
+    ids=["required", "pattern", "escapes", "least length", "integer", "private use"],
+)
+def test_a_keyword_admits_its_values_and_no_other(schema: Any, allowed: list[str], refused: list[str]) -> None:
+    held = Held(schema)
+    assert [text for text in (*allowed, *refused) if text in held] == allowed
+
+
 @pytest.mark.soak
 def test_the_grammar_is_the_schema() -> None:
     seen: Counter[str] = Counter()

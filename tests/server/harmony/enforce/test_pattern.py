@@ -14,7 +14,7 @@ from vllm_gptoss.server.harmony.enforce.pattern import automaton_of
 SAME_AS_RE = [
     "^https?://", r"\.py$", "^a|b$", "^(a|b)*c{2,3}$", "x(?:yz)?$", "^$", "", "(^a|b$)",
     "[^a-c]b", "a.c", "a^b", "(a$)b", r"^[\w.-]+$", r"^\d{3}-\w+$", "^[a-c]{0,2}(x|y)+?$", "^(ab|a)(bc|c)$",
-    "(a|)*b", r"[\]\-x]", "^(?:a{2}b?){1,2}$",
+    "(a|)*b", r"[\]\-x]", "^(?:a{2}b?){1,2}$", r"^\x61[\u0062x]$",
 ]  # fmt: skip
 
 
@@ -39,6 +39,7 @@ def test_an_automaton_finds_what_re_finds(pattern: str) -> None:
         ("a)", "nothing opens"),
         ("a{2,1}", "from more to less"),
         ("*a", "nothing to repeat"),
+        ("^*a", "repeats an anchor"),
         (r"^\p{L}", "uses"),
         ("(?<=a)b", "looks ahead or behind"),
         (r"(a)\1", "uses"),
