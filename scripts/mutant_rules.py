@@ -73,7 +73,8 @@ class Source:
                 yield self.span(test), f"(not ({self.text(*self.span(test))}))"
             case ast.Compare():
                 for left, right, kind in zip([node.left, *node.comparators], node.comparators, node.ops, strict=False):
-                    yield self.between(left, right), f" {COMPARED[type(kind)]} "
+                    if not set("()") & set(self.text(*self.between(left, right))):
+                        yield self.between(left, right), f" {COMPARED[type(kind)]} "
             case ast.BoolOp():
                 word, other = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
                 for left, right in pairwise(node.values):

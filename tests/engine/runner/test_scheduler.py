@@ -47,15 +47,14 @@ def scheduler(config: Any, kind: type, blocks: int, caching: bool) -> Any:
 
 
 def request(name: str, rng: random.Random, shared: list[int]) -> Any:
+    """With a prompt that begins with `shared`."""
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
 
     init_none_hash(sha256)
-    prompt = shared[: rng.choice([0, 40, 100])] + [
-        rng.randrange(1000) for _ in range(rng.choice([1, 15, 16, 17, 31, 32, rng.randint(1, 200)]))
-    ]
+    prompt = shared + [rng.randrange(1000) for _ in range(rng.choice([1, 15, 16, 17, 31, 32, rng.randint(1, 200)]))]
     stops = rng.sample(range(1000), rng.choice([0, 0, 2, 10]))
     most = rng.randint(1, 120)
     params = SamplingParams(max_tokens=most, min_tokens=min(most, rng.choice([0, 0, 3])), stop_token_ids=stops)
@@ -108,7 +107,7 @@ def answer(names: dict[str, bool], rng: random.Random) -> Any:
 
 
 def run(made: Any, seed: int, counts: dict[str, int]) -> list[Any]:
-    """Plans and messages of a run. `seed` determines requests, aborts and tokens. Two steps are in flight."""
+    """Plans and messages of a run. `seed` determines requests, aborts, tokens, and whether two steps are in flight."""
     from vllm.v1.request import RequestStatus
 
     rng = random.Random(seed)
@@ -117,7 +116,11 @@ def run(made: Any, seed: int, counts: dict[str, int]) -> list[Any]:
     plans, under_way, step = [], [], 0
     while arrivals or made.has_requests() or under_way:
         while arrivals and arrivals[0][0] <= step:
-            made.add_request(request(arrivals.pop(0)[1], rng, shared))
+            begins = [shared[: rng.choice([0, 40, 100])]]
+            # the tokens of running requests whose last block has just become full
+            full = [one._all_token_ids[:] for one in made.running if len(one._all_token_ids) % planning.BLOCK == 0]
+            begins += [tokens for tokens in full if len(tokens) < 200]
+            made.add_request(request(arrivals.pop(0)[1], rng, begins[-1]))
         if rng.random() < 0.03 and made.running:
             made.finish_requests([rng.choice(made.running).request_id], RequestStatus.FINISHED_ABORTED)
         if rng.random() < 0.01:
@@ -128,7 +131,7 @@ def run(made: Any, seed: int, counts: dict[str, int]) -> list[Any]:
         reads = {name: not made.requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
         if reads:
             under_way.append((output, reads))
-        if under_way and (len(under_way) == 2 or not reads):
+        if under_way and (len(under_way) == 2 - seed % 2 or not reads):
             done, reads = under_way.pop(0)
             plans.append(told(made.update_from_output(done, answer(reads, rng))))
         step += 1
@@ -155,7 +158,7 @@ def test_plans_are_the_same(config: Any, blocks: int, caching: bool, seed: int) 
         def _of_nobody(self, *step: Any) -> Any:
             before = self.nobody
             planned = super()._of_nobody(*step)
-            self.repeated += before is self.nobody
+            self.repeated += before is self.nobody is not None
             return planned
 
         def _go_on(self, *step: Any) -> Any:
@@ -173,7 +176,7 @@ def test_plans_are_the_same(config: Any, blocks: int, caching: bool, seed: int) 
     ours.kv_cache_manager.needs_nothing = lambda request: asked.append(needs(request)) or asked[-1]
     found = run(ours, seed, {"preempted": 0})
     assert found == wanted
-    assert sum(asked) > len(asked) / 2, "it should spare most of the searches"
+    assert sum(asked) > len(asked) / 3, "it should spare many searches"
     assert ours.short_steps > 20, "hardly any step went the short way"
     assert ours.beside_others > 5, "hardly any step was planned with others"
     assert ours.repeated > 20, "vLLM planned nearly all empty steps"

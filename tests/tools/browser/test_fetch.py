@@ -64,6 +64,7 @@ class Site:
         bodies: dict[str, tuple[bytes, str]] = {
             "/page": (b"<title>T</title><p>caf\xe9</p>", "text/html; charset=iso-8859-1"),
             "/meta": ('<meta charset="shift_jis"><p>日本</p>'.encode("shift_jis"), "text/html"),
+            "/header": ("<p>日本</p>".encode("shift_jis"), "text/html; charset=shift_jis"),
             "/undeclared": (b"<p>caf\xe9</p>", "text/html"),
             "/bogus": ("<p>café</p>".encode(), "text/html; charset=no-such"),
             "/utf16": ("<p>café</p>".encode("utf-16"), "text/html"),
@@ -117,6 +118,7 @@ Made = tuple[Site, str, Fetcher]
     [
         ("/page", ["café"]),
         ("/meta", ["日本"]),
+        ("/header", ["日本"]),
         ("/undeclared", ["café"]),
         ("/bogus", ["café"]),
         ("/utf16", ["café"]),

@@ -187,6 +187,17 @@ async def test_without_external_web_access_only_documents_answer(provider: Brows
     assert "may not use the web" in refused.text
 
 
+async def test_pages_that_another_process_has_shown_are_found_again(provider: BrowserProvider) -> None:
+    async with aclosing(await start()) as other:
+        session = await other.open("c", SessionOptions())
+        shown = [await do(session, "search", query="Velmora"), await do(session, "open", id=0)]
+    past = [{"recipient": "browser.open", "recall": result.recall} for result in shown]
+    session = await provider.open("c", SessionOptions(past=past))
+    found = await do(session, "find", pattern="87 METRES")
+    assert found.action == BrowserAction("find_in_page", url=DAM, pattern="87 METRES")
+    assert found.text.startswith("[2] ")
+
+
 @pytest.mark.parametrize(
     ("web", "said"),
     [

@@ -230,12 +230,11 @@ def upper(payload: bytes) -> str:
 
 
 async def test_a_fork_server_that_cannot_start_says_where_to_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    workers = Pool(Nursery([]))
+    workers, browser = Pool(Nursery([])), BrowserProvider(BrowserConfig(), environ={})
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(ConfinedError, match="with the reason in the log"):
         await workers.start()
     monkeypatch.setattr("vllm_gptoss.tools.browser.provider.pool", lambda: workers)
-    browser = BrowserProvider(BrowserConfig(), environ={})
     await browser.start()
     assert "no process can be had that reads pages: " in (browser.unavailable or "")
 
