@@ -74,6 +74,7 @@ class Terminal:
     def __init__(self, command: list[str], environ: dict[str, str]) -> None:
         pid, self.master = pty.fork()
         if pid == 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a shell's background jobs ignore
             os.chdir(ROOT)
             os.execvpe(command[0], command, {**os.environ, "PYTHONPATH": str(ROOT), **environ})
         self.leader = psutil.Process(pid)
