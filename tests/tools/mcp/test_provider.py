@@ -335,6 +335,11 @@ def test_whatever_a_server_calls_itself_becomes_a_name_that_can_be_called(said: 
     assert LABEL.fullmatch(name)
 
 
+@pytest.mark.parametrize(("kind", "name"), [("mcp", "mcp_python"), ("auto", "python"), ("python", "python")])
+def test_only_what_is_no_plain_mcp_server_may_be_called_python(kind: Any, name: str) -> None:
+    assert McpProvider("", McpServerConfig(command="python", kind=kind)).name == name
+
+
 def test_tools_keep_names_of_their_own_when_odd_ones_meet() -> None:
     own = ["a b", "a_b", "a!b", "a b", "", "..", "repo/read.file", "x" * 200]
     names = tool_names(own)

@@ -22,7 +22,8 @@ class SlowKernel:
     """Replies at once and flushes for a while before it is idle, as ipykernel may where it gets no processor."""
 
     def __init__(self, folder: Path, flush_s: float) -> None:
-        self.session, self.flush_s, self.unfinished = Session(key=KEY.encode()), flush_s, 0
+        self.session, self.flush_s = Session(key=KEY.encode()), flush_s
+        self.unfinished = self.finished = 0
         context = zmq.asyncio.Context()
         self.shell, self.iopub = context.socket(zmq.ROUTER), context.socket(zmq.PUB)
         for socket, number in ((self.shell, 1), (self.iopub, 2)):
@@ -36,7 +37,7 @@ class SlowKernel:
             await self._say(self.iopub, "status", {"execution_state": "busy"}, request)
             await self._say(self.shell, "kernel_info_reply", {"status": "ok"}, request, identities)
             await asyncio.sleep(self.flush_s)
-            self.unfinished -= 1
+            self.unfinished, self.finished = self.unfinished - 1, self.finished + 1
             await self._say(self.iopub, "status", {"execution_state": "idle"}, request)
 
     async def _say(
@@ -63,7 +64,7 @@ async def test_a_kernel_is_ready_when_it_has_finished_and_not_when_it_has_replie
     directory = os.open(tmp_path, os.O_PATH)
     try:
         client = await KernelClient.connect(directory, NAME, KEY, **BOUNDS, timeout_s=20)
-        assert kernel.unfinished == 0
+        assert (kernel.unfinished, kernel.finished) == (0, 2)
         await client.aclose()
     finally:
         os.close(directory)

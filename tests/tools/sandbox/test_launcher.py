@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +14,8 @@ import pytest
 
 from tests.support.waiting import until
 from vllm_gptoss.tools.python import PythonOptions
-from vllm_gptoss.tools.python.jupyter import make_namespaces
-from vllm_gptoss.tools.sandbox import launcher, wire
+from vllm_gptoss.tools.python.jupyter import make_bubblewrap, make_namespaces
+from vllm_gptoss.tools.sandbox import bubblewrap, launcher, wire
 
 
 async def test_a_request_that_is_not_answered_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,3 +41,21 @@ async def test_a_cancelled_spawn_leaves_no_cage() -> None:
         await spawning
     await until(lambda: not set(psutil.Process().children(recursive=True)) - before)
     await made.aclose()
+
+
+async def test_a_start_that_is_cancelled_while_bubblewrap_says_nothing_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        silent = Path(folder, "bwrap")
+        silent.write_text("#!/bin/sh\nexec sleep 60")
+        for path in (silent, silent.parent):  # as root another user runs it
+            path.chmod(0o755)
+        monkeypatch.setattr(bubblewrap, "find", lambda: str(silent))
+        before = set(psutil.Process().children())
+        starting = asyncio.create_task(make_bubblewrap(PythonOptions(preload=[])))
+        await until(lambda: any(each.name() == "sleep" for each in set(psutil.Process().children()) - before))
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        await until(lambda: not set(psutil.Process().children()) - before)
