@@ -27,7 +27,7 @@ from tests.support.machine import SAME_EVERYWHERE, without_namespaces
 from tests.support.mcp_servers import McpServers
 from tests.support.places import CACHE, PYTHON, ROOT
 from tests.support.scale import SOAK
-from tests.support.turns import turn
+from tests.support.turns import alone_in, turn
 
 if not on_gpu():
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -70,18 +70,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what is slow. Where several workers run the suite, the longest files come first, so that no worker is left
-    with one in the end; what must run alone comes last, where no other test is long."""
+    with one in the end; what must run alone comes last, by one worker."""
     for item in items:
         if durations.is_slow(item.nodeid):
             item.add_marker("slow")
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return
-    alone = {item.path for item in items if item.get_closest_marker("alone")}
 
     def place(item: pytest.Item) -> tuple[int, float]:
         if asks_the_server(item.path):
             return 0, 0.0
-        return (2 if item.path in alone else 1), -durations.seconds_of_file(item.nodeid.partition("::")[0])
+        return (2 if item.get_closest_marker("alone") else 1), -durations.seconds_of_file(
+            item.nodeid.partition("::")[0]
+        )
 
     items.sort(key=place)
 
@@ -110,13 +111,18 @@ def asks_the_server(path: Path) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One worker has the shared servers; a file's tests stay together. xdist's own groups do nothing in pytest 9."""
+    """One worker has the shared servers, one what runs alone; other tests of a file stay together.
+
+    xdist's own groups do nothing in pytest 9.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduler(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return "served" if asks_the_server(ROOT / file) else file
+            file, _, test = nodeid.partition("::")
+            if asks_the_server(ROOT / file):
+                return "served"
+            return "alone" if test.partition("[")[0] in alone_in(ROOT / file) else file
 
     return Scheduler(config, log)
 

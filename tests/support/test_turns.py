@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.turns import turn
+from tests.support.places import ROOT
+from tests.support.turns import alone_in, turn
 from tests.support.waiting import soon
 
 HOLDS = """
@@ -61,3 +62,11 @@ def test_who_is_alone_waits_for_the_others_and_lets_nobody_past(tmp_path: Path) 
     leaves(alone)
     waits_until_it_is_in(behind)
     leaves(behind)
+
+
+def test_every_mark_is_found_without_an_import() -> None:
+    """A test that is not found waits for the others among the tests of its file."""
+    files = [file for file in (ROOT / "tests").rglob("test_*.py") if "\n@pytest.mark.alone\n" in file.read_text()]
+    assert len(files) > 5
+    for file in files:
+        assert len(alone_in(file)) == file.read_text().count("\n@pytest.mark.alone\n"), file

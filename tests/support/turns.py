@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+
+
+@cache
+def alone_in(file: Path) -> frozenset[str]:
+    """The functions of tests in `file` with the mark `alone`. The process that distributes tests imports none."""
+    decorated = r"^@pytest\.mark\.alone\n(?:[@ )\]].*\n)*(?:async )?def (\w+)"
+    return frozenset(re.findall(decorated, file.read_text("utf-8"), re.MULTILINE))
 
 
 @contextlib.contextmanager
