@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -106,20 +107,23 @@ def answer(names: dict[str, bool], rng: random.Random) -> Any:
     )
 
 
-def run(made: Any, seed: int, counts: dict[str, int]) -> list[Any]:
-    """Plans and messages of a run. `seed` determines requests, aborts, tokens, and whether two steps are in flight."""
+def run(made: Any, seed: int, counts: dict[str, int], copies: bool = False) -> list[Any]:
+    """Plans and messages of a run. `seed` determines requests, aborts and tokens. Two steps are in flight.
+
+    copies: requests begin with the tokens of running ones, and with an odd `seed` one step is in flight.
+    """
     from vllm.v1.request import RequestStatus
 
     rng = random.Random(seed)
     shared = [rng.randrange(1000) for _ in range(100)]
     arrivals = sorted((rng.randrange(200), f"r{i}") for i in range(40))
-    plans, under_way, step = [], [], 0
+    plans, under_way, step, in_flight = [], [], 0, 1 if copies and seed % 2 else 2
     while arrivals or made.has_requests() or under_way:
         while arrivals and arrivals[0][0] <= step:
             begins = [shared[: rng.choice([0, 40, 100])]]
-            # the tokens of running requests whose last block has just become full
-            full = [one._all_token_ids[:] for one in made.running if len(one._all_token_ids) % planning.BLOCK == 0]
-            begins += [tokens for tokens in full if len(tokens) < 200]
+            if copies:  # of requests whose last block is full since the last step
+                full = [one._all_token_ids[:] for one in made.running if len(one._all_token_ids) % planning.BLOCK == 0]
+                begins += [tokens for tokens in full if len(tokens) < 200]
             made.add_request(request(arrivals.pop(0)[1], rng, begins[-1]))
         if rng.random() < 0.03 and made.running:
             made.finish_requests([rng.choice(made.running).request_id], RequestStatus.FINISHED_ABORTED)
@@ -131,7 +135,7 @@ def run(made: Any, seed: int, counts: dict[str, int]) -> list[Any]:
         reads = {name: not made.requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
         if reads:
             under_way.append((output, reads))
-        if under_way and (len(under_way) == 2 - seed % 2 or not reads):
+        if under_way and (len(under_way) == in_flight or not reads):
             done, reads = under_way.pop(0)
             plans.append(told(made.update_from_output(done, answer(reads, rng))))
         step += 1
@@ -141,8 +145,8 @@ def run(made: Any, seed: int, counts: dict[str, int]) -> list[Any]:
 
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("blocks", [60, 400])
-@pytest.mark.parametrize("seed", SEEDS)
-def test_plans_are_the_same(config: Any, blocks: int, caching: bool, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "copies"), [*product(SEEDS, [False]), *product(SEEDS[:2], [True])])
+def test_plans_are_the_same(config: Any, blocks: int, caching: bool, seed: int, copies: bool) -> None:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
     from vllm_gptoss.engine.runner.scheduler import GptOssScheduler, QuickKVCacheManager
@@ -168,15 +172,15 @@ def test_plans_are_the_same(config: Any, blocks: int, caching: bool, seed: int) 
 
     counts = {"preempted": 0}
     theirs = scheduler(config, AsyncScheduler, blocks, caching)
-    wanted = run(theirs, seed, counts)
+    wanted = run(theirs, seed, counts, copies)
     ours = scheduler(config, Counting, blocks, caching)
     assert type(ours.kv_cache_manager) is QuickKVCacheManager
     asked: list[bool] = []
     needs = ours.kv_cache_manager.needs_nothing
     ours.kv_cache_manager.needs_nothing = lambda request: asked.append(needs(request)) or asked[-1]
-    found = run(ours, seed, {"preempted": 0})
+    found = run(ours, seed, {"preempted": 0}, copies)
     assert found == wanted
-    assert sum(asked) > len(asked) / 3, "it should spare many searches"
+    assert sum(asked) > len(asked) / (3 if copies else 2), "it should spare most of the searches"
     assert ours.short_steps > 20, "hardly any step went the short way"
     assert ours.beside_others > 5, "hardly any step was planned with others"
     assert ours.repeated > 20, "vLLM planned nearly all empty steps"
