@@ -42,11 +42,12 @@ def pytest_configure(config: pytest.Config) -> None:
         tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix=f"gptoss-test-{worker}-")
         os.chmod(tempfile.tempdir, 0o755)  # other users' servers are tested too
         atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)  # runs after multiprocessing's
-    elif "GPTOSS_DURATIONS" in os.environ:
-        config.pluginmanager.register(durations.Recorder())
-    folder = tempfile.mkdtemp(prefix="gptoss-trust-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    os.environ["SSL_CERT_FILE"] = certificate(Path(folder), "nobody.invalid")[0]  # read in 40 ms less by each client
+    else:  # the process that starts the workers, or the only one
+        if "GPTOSS_DURATIONS" in os.environ:
+            config.pluginmanager.register(durations.Recorder())
+        folder = tempfile.mkdtemp(prefix="gptoss-trust-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        os.environ["SSL_CERT_FILE"] = certificate(Path(folder), "test.invalid")[0]  # each client reads it 40 ms faster
     settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("any machine")  # how long an example takes is no test's claim
     if "COVERAGE_PROCESS_CONFIG" in os.environ:
@@ -80,9 +81,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def place(item: pytest.Item) -> tuple[int, float]:
         if asks_the_server(item.path):
             return 0, 0.0
-        return (2 if item.get_closest_marker("alone") else 1), -durations.seconds_of_file(
-            item.nodeid.partition("::")[0]
-        )
+        last = item.get_closest_marker("alone") is not None
+        return 1 + last, -durations.seconds_of_file(item.nodeid.partition("::")[0])
 
     items.sort(key=place)
 
