@@ -94,7 +94,7 @@ def test_a_result_is_answered(served: Server) -> None:
 
 @pytest.mark.parametrize("answer", [whole, streamed])
 def test_tool_choice_is_kept_whatever_the_model_wants(served: Server, answer: Callable[..., tuple[Any, ...]]) -> None:
-    """Beside its learnt words the small model's tokens nearly tie, so two answers may differ in their text."""
+    """Where the small model has learnt nothing its tokens nearly tie, so two answers may differ in their text."""
     named = {"type": "function", "function": {"name": "get_time"}}
     _, _, calls, finish = answer(served, tools=[WEATHER, TIME], tool_choice=named)
     assert [name for name, _ in calls] == ["get_time"]

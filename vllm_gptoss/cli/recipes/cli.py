@@ -91,7 +91,7 @@ def list_(
         evidence = render.table(recipes)
         typer.echo(evidence, nl=False)
         if recipes and not evidence:
-            typer.echo(f"none of these {len(recipes)} recipes was measured: `recipe list` has them", err=True)
+            typer.echo(f"no measurement of these {len(recipes)} recipes exists: `recipe list` shows them", err=True)
         return
     rows = [render.row(recipe) for recipe in recipes]
     if not rows:
