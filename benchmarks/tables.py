@@ -5,7 +5,8 @@
 
 A table is between two comments, `<!-- table: KIND [FILE ...] -->` and `<!-- /table -->`. FILE is in
 benchmarks/results/. KIND is a function of `KINDS`. `hardware`, `bands`, `features` and `capacity` need no file: they
-call `vllm_gptoss.engine.choose`. The rest of a document is unchanged.
+call `vllm_gptoss.engine.choose`. `drafts` reads every file, also for recipes/drafts.json. The rest of a
+document is unchanged.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from vllm_gptoss.engine.choose.device import Device
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+DRAFTS = ROOT / "recipes" / "drafts.json"
 BLOCK = re.compile(r"(<!-- table: (\S+) ?([^>]*?) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 H200 = Device("nvidia", "NVIDIA H200", "sm90", 139.8)
@@ -360,6 +362,30 @@ def _part(choice: choose.Choice[str]) -> str:
     return choice.value if choice.value == "gptoss" else f"{choice.value}: {why}"
 
 
+def drafts(files: Sequence[Row]) -> str:
+    """TPOT with and without drafts, and the tokens per step from which drafts pay, of every result file."""
+    del files
+    head = ["model", "GPU", "requests", "drafts", "plain ms", "ms per accepted token (tokens per step)", "break-even"]
+    table = []
+    for row in _drafts():
+        device = f"{row['gpus']} x {row['device']}" if row["gpus"] > 1 else row["device"]
+        cells = [row["model"], device, *(str(row[key]) for key in ("requests", "drafts"))]
+        token = f"{number(row['drafts_ms'])} ({row['accepted']:.1f})"
+        table.append([*cells, number(row["plain_ms"]), token, f"**{number(row['break_even'])}**"])
+    return markdown(head, table)
+
+
+def _drafts() -> list[Row]:
+    from benchmarks.drafts import compared
+
+    return compared(result(path.name) for path in sorted(RESULTS.glob("*.json")))
+
+
+def advice() -> str:
+    """recipes/drafts.json: the rows of `drafts` for `vllm-gptoss recipe plan`, one a line."""
+    return "[\n" + ",\n".join(json.dumps(row) for row in _drafts()) + "\n]\n"
+
+
 def capacity(files: Sequence[Row]) -> str:
     """What numbers of users need, by `benchmarks/capacity.py` with its own assumptions."""
     del files
@@ -385,6 +411,7 @@ KINDS: dict[str, Callable[[Sequence[Row]], str]] = {
     "bands": bands,
     "features": features,
     "capacity": capacity,
+    "drafts": drafts,
 }
 
 
@@ -415,9 +442,9 @@ def render(text: str) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Rewrites the documents, or with `--check` names those that it would change."""
     stale = []
-    for path in documents():
+    for path in (*documents(), DRAFTS):
         text = path.read_text()
-        if (new := render(text)) != text:
+        if (new := advice() if path == DRAFTS else render(text)) != text:
             stale.append(str(path.relative_to(ROOT)))
             if "--check" not in arguments:
                 path.write_text(new)

@@ -17,7 +17,7 @@ import yaml
 
 from vllm_gptoss import _vllm
 from vllm_gptoss.cli.recipes import defaults, flags, plan, variables, verdicts
-from vllm_gptoss.cli.recipes.deployment import MAY_BE_ZERO, NUMBERS, bounds, choices, deployment, gpus, no_numbers
+from vllm_gptoss.cli.recipes.deployment import NUMBERS, bounds, choices, deployment, gpus, no_numbers, section
 from vllm_gptoss.cli.recipes.load import FOLDER
 from vllm_gptoss.cli.recipes.plan import PlanError
 from vllm_gptoss.cli.recipes.probe import Parsed, Release
@@ -76,8 +76,7 @@ def parses(case: Case, release: Release, parsed: Parsed) -> Iterator[Trouble]:
 def names_exist(case: Case, release: Release) -> Iterator[Trouble]:
     """Names that the parser does not check: backends, draft keys, cache dtypes."""
     where = f"{case.place} (vLLM {release.version})"
-    draft = case.config.get("speculative-config")
-    draft = draft if isinstance(draft, Mapping) else {}
+    draft = section(case.config, "speculative-config")
     asked = [
         ("attention-backend", [case.config.get("attention-backend")], release.attention_backends),
         ("kv-cache-dtype", [case.config.get("kv-cache-dtype")], release.cache_dtypes),
@@ -96,8 +95,8 @@ def numbers(case: Case) -> Iterator[Trouble]:
     """Numbers that the parser accepts and the engine refuses at the start."""
     for key in no_numbers(case.config):
         value = case.config[key]
-        length_of_memory = (key, value) == ("max-model-len", -1)  # what `auto` becomes
-        if isinstance(value, NUMBERS[key]) and not (isinstance(value, bool) or length_of_memory or key in MAY_BE_ZERO):
+        accepted = key == "max-cudagraph-capture-size" or (key, value) == ("max-model-len", -1)  # 0, and `auto`
+        if isinstance(value, NUMBERS[key]) and not (isinstance(value, bool) or accepted):
             yield Trouble(case.place, "numbers", f"--{key} {value} is refused at the start", f"it is {bounds(key)}")
 
 
@@ -203,11 +202,9 @@ def keeps_fused_layers(case: Case) -> Iterator[Trouble]:
 
 def needless(case: Case) -> Iterator[Trouble]:
     """`--async-scheduling` of old guides."""
-    draft = case.config.get("speculative-config")
-    method = draft.get("method") if isinstance(draft, Mapping) else None
     if case.config.get("async-scheduling") is not True:
         return
-    if method == "ngram":
+    if section(case.config, "speculative-config").get("method") == "ngram":
         what = "--async-scheduling with n-gram drafts is a start error with vLLM's first model runner"
         yield Trouble(case.place, "async", what, "leave --async-scheduling out: vLLM turns it off")
     else:
@@ -267,11 +264,10 @@ def claims_hold(case: Case, recipe: Recipe, results: Path) -> Iterator[Trouble]:
 
 
 def _same(row: Mapping[str, Any], claim: Claim, case: Case) -> bool:
-    draft = case.config.get("speculative-config") or {}
     return (
         (row["model"], row["batch"]) == (claim.model, claim.requests)
         and row["tensor_parallel"] == case.config.get("tensor-parallel-size", 1)
-        and row["eagle3"] == draft.get("num_speculative_tokens", 0)
+        and row["eagle3"] == section(case.config, "speculative-config").get("num_speculative_tokens", 0)
         and not row["skew"]
         and row["options"] == _engine_options(case.config)
         and row["plugin"] == "plugin"
@@ -312,7 +308,7 @@ def recipe(
 ) -> list[Trouble]:
     """Every rule on one recipe. releases: each with its answer to `recipe.config`; today: the date of our release."""
     case = Case(f"{recipe.place} {recipe.id}", recipe.spec, recipe.device, recipe.config, recipe.env)
-    found = [each for each in _anyone(case, releases) if each.fatal]  # a recipe may accept a cost
+    found = [each for each in command(case, releases) if each.fatal]  # a recipe may accept a cost
     if wrong := no_numbers(case.config):
         said = Trouble(case.place, "numbers", f"{wrong[0]}: {case.config[wrong[0]]!r} is no number")
         return found if any(each.rule == "numbers" for each in found) else [*found, said]
@@ -327,7 +323,18 @@ def recipe(
 
 def command(case: Case, releases: Sequence[tuple[Release, Parsed]]) -> list[Trouble]:
     """Errors and advice for a user's configuration."""
-    return list(_anyone(case, releases))
+    said = [
+        trouble
+        for release, parsed in releases
+        for rule in (parses(case, release, parsed), names_exist(case, release), dead_variables(case, release))
+        for trouble in rule
+    ]
+    countable = not no_numbers(case.config)  # else the parser refused it, or it is `auto`
+    rooms: tuple[Rule, ...] = (fits, room_on_host, room_for_several)
+    rules: tuple[Rule, ...] = (settings_and_tables, reads_sinks, numbers_agree, *rooms, aiter_is_on, keeps_fused_layers)
+    found = [trouble for rule in ((*rules, needless) if countable else (numbers,)) for trouble in rule(case)]
+    started = () if any(each.fatal and each.rule != "plan" for each in found) else engine_starts(case, releases)
+    return [*said, *found, *ignored(case), *started]
 
 
 def case_of(values: Mapping[str, Any], device: Device, env: Mapping[str, str]) -> Case:
@@ -351,18 +358,3 @@ def in_file(trouble: Trouble, path: Path, root: yaml.Node, keys: Iterable[str]) 
     key = next((key for key in keys if f"--{key}" in said or key == said[0]), None)
     place = str(path) if key is None else f"{path}:{line_of(root, [key])}"
     return replace(trouble, place=trouble.place.replace("vllm serve", place, 1))
-
-
-def _anyone(case: Case, releases: Sequence[tuple[Release, Parsed]]) -> Iterator[Trouble]:
-    for release, parsed in releases:
-        yield from parses(case, release, parsed)
-        yield from names_exist(case, release)
-        yield from dead_variables(case, release)
-    countable = not no_numbers(case.config)  # else the parser refused it, or it is `auto`
-    rooms: tuple[Rule, ...] = (fits, room_on_host, room_for_several)
-    rules: tuple[Rule, ...] = (settings_and_tables, reads_sinks, numbers_agree, *rooms, aiter_is_on, keeps_fused_layers)
-    found = [trouble for rule in ((*rules, needless) if countable else (numbers,)) for trouble in rule(case)]
-    yield from found
-    yield from ignored(case)
-    if not any(each.fatal and each.rule != "plan" for each in found):
-        yield from engine_starts(case, releases)

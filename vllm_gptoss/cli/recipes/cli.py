@@ -16,7 +16,7 @@ from rich.table import Table
 
 from vllm_gptoss.cli.recipes import check as rules
 from vllm_gptoss.cli.recipes import command as typed
-from vllm_gptoss.cli.recipes import defaults, draw, find, flags, here, launch, load, plan, probe, render, verdicts
+from vllm_gptoss.cli.recipes import defaults, drafts, draw, find, flags, here, load, plan, probe, render, verdicts
 from vllm_gptoss.cli.recipes.check import Case, Trouble
 from vllm_gptoss.cli.recipes.load import RecipeError
 from vllm_gptoss.cli.recipes.plan import PlanError
@@ -130,6 +130,8 @@ def show(
         typer.echo(f"published: {each.says} ({each.source})")
     if recipe.entry.note:
         typer.echo(f"note: {recipe.entry.note}")
+    if "speculative-config" in recipe.config:
+        typer.echo("\n".join(f"drafts: {line}" for line in drafts.advice(recipe.spec, recipe.device, recipe.config)))
     typer.echo(f"command: {render.command(recipe)}", nl=False)
     typer.echo("\n" + render.env(recipe) + render.config(recipe), nl=False)
 
@@ -265,6 +267,7 @@ def plan_(
     model: Annotated[str, typer.Option(help="20b or 120b, instead of a recipe or a line", callback=_whole)] = "",
     context: Annotated[str, typer.Option(help="tokens of a request, as 32k: search settings for it")] = "",
     users: Annotated[int, typer.Option(min=0, help="requests at the same time: search settings for them")] = 0,
+    accepted: Annotated[float | None, typer.Option(min=1, help="tokens per step of your drafts: do they pay?")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
 ) -> None:
     """Memory of one GPU by part, requests that fit at once, and the settings that fit where it does not.
@@ -280,15 +283,17 @@ def plan_(
         if context or users:
             case, command, reached = _searched(case, max(users, 1))
         found = plan.plan(case.spec, case.device, case.config, case.env)
+        lines = drafts.advice(case.spec, case.device, case.config, users, accepted)
     except (RecipeError, DeviceError, PlanError) as error:
         raise _stop(error) from None
     if as_json:
         extra = {"command": command} if command else {}
-        typer.echo(json.dumps({**draw.data(found, case.place), **extra}, indent=2))
+        typer.echo(json.dumps({**draw.data(found, case.place), **extra, "drafts": lines}, indent=2))
     else:
         if command:
             typer.echo(command)
         draw.console().print(draw.text(found, case.place))
+        typer.echo("".join(f"drafts: {line}\n" for line in lines), nl=False)
     if not (found.fits and reached):
         raise typer.Exit(1)
 
@@ -341,11 +346,11 @@ def serve(
     """Run `vllm serve` with a recipe's flags; flags after `--` win over them."""
     recipe = _recipe(name)
     try:
-        words = launch.words(recipe, [word for word in context.args if word != "--"])
-        other = launch.elsewhere(recipe, here.detect())
+        words = render.words(recipe, [word for word in context.args if word != "--"])
+        other = find.elsewhere(recipe, here.detect())
     except (RecipeError, DeviceError) as error:
         raise _stop(error) from None
-    for line in filter(None, (other, *launch.overridden(recipe, os.environ))):
+    for line in filter(None, (other, *render.overridden(recipe, os.environ))):
         typer.echo(line, err=True)
     if dry_run:
         typer.echo(render.line(recipe.env, words), nl=False)

@@ -17,7 +17,7 @@ from vllm_gptoss.settings import Settings
 
 def deployment(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mapping[str, str]) -> Deployment:
     """config: keys of `vllm serve --config`."""
-    compilation = _object(config, "compilation-config")
+    compilation = section(config, "compilation-config")
     return Deployment(
         model=spec,
         device_type="cpu" if device.vendor == "cpu" else "cuda",
@@ -29,9 +29,9 @@ def deployment(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: 
         expert_parallel=config.get("enable-expert-parallel") is True,
         micro_batches=config.get("enable-dbo") is True,
         kv_cache_dtype=str(config.get("kv-cache-dtype", "auto")),
-        kv_connectors=describe.connectors(_object(config, "kv-transfer-config")),
+        kv_connectors=describe.connectors(section(config, "kv-transfer-config")),
         lora=config.get("enable-lora") is True,
-        drafts=_object(config, "speculative-config").get("method"),
+        drafts=section(config, "speculative-config").get("method"),
         piecewise_graphs=compilation.get("cudagraph_mode") == "PIECEWISE",
         graphs=config.get("enforce-eager") is not True,
         offloaded=any(config.get(key) for key in ("cpu-offload-gb", "offload-group-size")),
@@ -58,10 +58,6 @@ NUMBERS: Final[Mapping[str, type[int] | type[float]]] = {
     "gpu-memory-utilization": float,
 }
 """Keys that the tables and the plan calculate with. A float is a share."""
-
-
-MAY_BE_ZERO: Final = frozenset({"max-cudagraph-capture-size"})
-"""Of these, keys where vLLM accepts zero, with which a plan cannot calculate."""
 
 
 def no_numbers(config: Mapping[str, Any]) -> list[str]:
@@ -100,7 +96,7 @@ def choices(
         ChoiceError: an explicit request that cannot be met, or heads or experts that do not divide. SettingsError: an
         unknown setting of the plugin.
     """
-    settings = Settings.load(_object(config, "additional-config"), env)
+    settings = Settings.load(section(config, "additional-config"), env)
     asked = deployment(spec, device, config, env)
     if asked.kv_cache_dtype != "auto":
         choose.kv_cache_dtype(device, asked.kv_cache_dtype)
@@ -111,6 +107,7 @@ def choices(
     }
 
 
-def _object(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """An object of a configuration; empty where it has none."""
     value = config.get(key)
     return value if isinstance(value, Mapping) else {}

@@ -60,9 +60,23 @@ def for_device(recipes: Sequence[Recipe], device: Device) -> Found:
     return Found(found, "; ".join(filter(None, (start, why))) + search)
 
 
-def _nearest(recipes: Sequence[Recipe], device: Device) -> Found:
+def elsewhere(recipe: Recipe, device: Device) -> str:
+    """Why a recipe is not for this machine; empty where it is."""
+    if recipe.device.name == _name(device) and recipe.device.count <= device.count:
+        return ""
+    return (
+        f"{recipe.id} is for {devices.label(recipe.device)}, this machine has {device}:"
+        " `vllm-gptoss recipe list --device auto` lists its recipes"
+    )
+
+
+def _name(device: Device) -> str:
     row = devices.of(device)
-    name = device.name if row is None else row.name
+    return device.name if row is None else row.name
+
+
+def _nearest(recipes: Sequence[Recipe], device: Device) -> Found:
+    name = _name(device)
     same = [recipe for recipe in recipes if recipe.device.name == name]
     exact = tuple(recipe for recipe in same if recipe.device.count == device.count)
     if exact:

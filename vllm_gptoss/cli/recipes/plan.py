@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from vllm_gptoss.cli.recipes import defaults, memory
-from vllm_gptoss.cli.recipes.deployment import bounds, choices, deployment, gpus, no_numbers, size
+from vllm_gptoss.cli.recipes.deployment import bounds, choices, deployment, gpus, no_numbers, section, size
 from vllm_gptoss.cli.recipes.memory import Cache, Start
 from vllm_gptoss.cli.recipes.schema import SPECS
 from vllm_gptoss.engine import choose
@@ -160,8 +160,7 @@ def _plan(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mappi
 
 
 def _graphs(config: Mapping[str, Any], requests: int) -> int:
-    compilation = config.get("compilation-config")
-    compilation = compilation if isinstance(compilation, Mapping) else {}
+    compilation = section(config, "compilation-config")
     if config.get("enforce-eager") is True or compilation.get("cudagraph_mode") == "NONE":
         return 0
     if sizes := config.get("cudagraph-capture-sizes") or compilation.get("cudagraph_capture_sizes"):
@@ -212,9 +211,6 @@ def fits(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mappin
         return _plan(spec, device, config, env).fits
     except PlanError:
         return False
-
-
-# What to change
 
 
 Change = Mapping[str, Any]

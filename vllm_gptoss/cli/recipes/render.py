@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from vllm_gptoss.cli.recipes.load import FOLDER
+from vllm_gptoss.cli.recipes.load import FOLDER, RecipeError
 from vllm_gptoss.cli.recipes.schema import Recipe, Status
 from vllm_gptoss.engine.choose import devices
 from vllm_gptoss.engine.choose.device import Vendor
@@ -58,9 +58,24 @@ def env(recipe: Recipe) -> str:
     return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in recipe.env.items())
 
 
-def words(recipe: Recipe) -> list[str]:
-    """The command, a word each."""
-    return ["vllm", "serve", recipe.repository, *arguments(recipe)]
+def words(recipe: Recipe, extra: Sequence[str] = ()) -> list[str]:
+    """The command, a word each, with the user's flags last: of a repeated flag, vLLM takes the last.
+
+    Raises:
+        RecipeError: `extra` has a `--config`, whose keys would lose.
+    """
+    if any(word.partition("=")[0] == "--config" for word in extra):
+        raise RecipeError(
+            f"the recipe's flags win over a --config; put your keys into a copy of it:"
+            f" vllm-gptoss recipe show {recipe.id} --config"
+        )
+    return ["vllm", "serve", recipe.repository, *arguments(recipe), *extra]
+
+
+def overridden(recipe: Recipe, environ: Mapping[str, str]) -> list[str]:
+    """A line for each variable that has another value than in the recipe, which replaces it."""
+    differ = {name: value for name, value in recipe.env.items() if environ.get(name, value) != value}
+    return [f"{name}={value}, as the recipe has it, instead of {environ[name]}" for name, value in differ.items()]
 
 
 def arguments(recipe: Recipe) -> list[str]:
