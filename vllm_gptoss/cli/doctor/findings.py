@@ -19,8 +19,7 @@ from vllm_gptoss import _vllm
 from vllm_gptoss._vllm import compatibility
 from vllm_gptoss.cli.doctor import cuda
 from vllm_gptoss.cli.recipes import check as rules
-from vllm_gptoss.cli.recipes import command as typed
-from vllm_gptoss.cli.recipes import find, load, variables
+from vllm_gptoss.cli.recipes import find, flags, load, variables
 from vllm_gptoss.cli.recipes.deployment import choices
 from vllm_gptoss.cli.recipes.here import AMD, detect
 from vllm_gptoss.cli.recipes.probe import ProbeError, answer_of, of_line
@@ -339,9 +338,9 @@ def serve_command(command: Sequence[str]) -> Findings:
 
 def serve_line(command: Sequence[str]) -> Findings:
     """A `vllm serve` line as this vLLM's own parser reads it: what `recipe check` finds, and what it chooses."""
-    environ = {**os.environ, **typed.variables(command)}
+    environ = {**os.environ, **flags.variables(command)}
     try:
-        values, releases = of_line(typed.words(command), environ)
+        values, releases = of_line(flags.words(command), environ)
         case = rules.case_of(values, detect(), environ)
     except (ProbeError, ValueError) as error:
         yield Finding(Status.WARNING, "serve line", f"not judged: {error}")

@@ -77,7 +77,7 @@ def names_exist(case: Case, release: Release) -> Iterator[Trouble]:
     """Names that the parser does not check: backends, draft keys, cache dtypes."""
     where = f"{case.place} (vLLM {release.version})"
     draft = section(case.config, "speculative-config")
-    asked = [
+    asked: list[tuple[str, Iterable[Any], frozenset[str]]] = [
         ("attention-backend", [case.config.get("attention-backend")], release.attention_backends),
         ("kv-cache-dtype", [case.config.get("kv-cache-dtype")], release.cache_dtypes),
         ("speculative-config", list(draft), release.speculative_keys),
@@ -339,17 +339,13 @@ def command(case: Case, releases: Sequence[tuple[Release, Parsed]]) -> list[Trou
 
 def case_of(values: Mapping[str, Any], device: Device, env: Mapping[str, str]) -> Case:
     """The case of a user's command; its name decides the model's size."""
-    return Case("vllm serve", _spec(values), device, values, env)
-
-
-def _spec(values: Mapping[str, Any]) -> ModelSpec:
-    return SPECS[size_of(str(values.get("model", "")))]
+    return Case("vllm serve", SPECS[size_of(str(values.get("model", "")))], device, values, env)
 
 
 def guessed(values: Mapping[str, Any]) -> str:
     """The size assumed for a model without one in its name; empty where the name has one."""
-    named = any(size in str(values.get("model", "")) for size in SPECS)
-    return "" if named else _spec(values).name
+    name = str(values.get("model", ""))
+    return "" if any(size in name for size in SPECS) else SPECS[size_of(name)].name
 
 
 def in_file(trouble: Trouble, path: Path, root: yaml.Node, keys: Iterable[str]) -> Trouble:

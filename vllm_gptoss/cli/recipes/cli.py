@@ -15,7 +15,6 @@ import typer
 from rich.table import Table
 
 from vllm_gptoss.cli.recipes import check as rules
-from vllm_gptoss.cli.recipes import command as typed
 from vllm_gptoss.cli.recipes import defaults, drafts, draw, find, flags, here, load, plan, probe, render, verdicts
 from vllm_gptoss.cli.recipes.check import Case, Trouble
 from vllm_gptoss.cli.recipes.load import RecipeError
@@ -237,8 +236,8 @@ def _check_recipes(recipes: Sequence[Recipe], sources: Sequence[Path], day: date
 
 
 def _check_words(words: Sequence[str], device: Device, sources: Sequence[Path]) -> list[Trouble]:
-    environ = {**os.environ, **typed.variables(words)}
-    values, releases = probe.of_line(typed.words(words), environ, sources)
+    environ = {**os.environ, **flags.variables(words)}
+    values, releases = probe.of_line(flags.words(words), environ, sources)
     if not all(parsed.error for _, parsed in releases) or not releases:
         _print_guess(values)
     found = rules.command(rules.case_of(values, device, environ), releases)
@@ -327,7 +326,7 @@ def _case(what: Sequence[str], device: str, memory_gib: float, line: bool) -> Ca
         return Case(recipe.id, recipe.spec, place, recipe.config, recipe.env)
     if means := [means for name, means in flags.RENAMED.items() if any(name in word for word in what)]:
         raise RecipeError(f"vLLM does not take this line: {means[0]}")
-    values, environ = flags.values(typed.words(what)), {**os.environ, **typed.variables(what)}
+    values, environ = flags.values(flags.words(what)), {**os.environ, **flags.variables(what)}
     if unread := [key for key in values if not flags.COUNTED.fullmatch(key)]:
         typer.echo(f"the plan does not depend on --{', --'.join(unread)}", err=True)
     _print_guess(values)

@@ -13,11 +13,10 @@ from vllm_gptoss.engine.choose.device import Device
 from vllm_gptoss.engine.spec import MAX_POSITIONS
 
 UTILIZATION: Final = 0.92
-BLOCK_SIZE: Final = 16
 
 FIXED: Final[Mapping[str, Any]] = {
     "async-scheduling": True,
-    "block-size": BLOCK_SIZE,
+    "block-size": 16,
     "dtype": "bfloat16",
     "enable-chunked-prefill": True,
     "enable-prefix-caching": True,

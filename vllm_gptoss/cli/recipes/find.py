@@ -71,8 +71,7 @@ def elsewhere(recipe: Recipe, device: Device) -> str:
 
 
 def _name(device: Device) -> str:
-    row = devices.of(device)
-    return device.name if row is None else row.name
+    return row.name if (row := devices.of(device)) else device.name
 
 
 def _nearest(recipes: Sequence[Recipe], device: Device) -> Found:

@@ -33,9 +33,6 @@ SHORT: Final[Mapping[str, str]] = {
 SWITCHES: Final = re.compile(r"(enable|disable|no|skip|trust)-.*|async-scheduling|enforce-eager|headless")
 """Flags that take no value."""
 
-LISTS: Final = ("cudagraph-capture-sizes",)
-"""Flags that take several numbers."""
-
 COUNTED: Final = re.compile(
     "|".join(NUMBERS) + r"|model|dtype|(no-)?enable-.*|enforce-eager|.*-backend|kv-cache-dtype|cudagraph-capture-sizes"
     r"|(compilation|speculative)-config|additional-config|(reasoning|tool-call)-parser|chat-template"
@@ -59,7 +56,30 @@ RENAMED: Final[Mapping[str, str]] = {
 }
 """Options of old recipes that parsers refuse, and today's."""
 
+_SERVE = re.compile(
+    r"(?:(?:\S*/)?vllm serve|(?:\S*/)?python[\d.]* -m vllm\.entrypoints\.(?:openai\.api_server|cli\.main serve)) "
+)
 _UNITS: Final = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def words(command: Sequence[str]) -> list[str]:
+    """The words after `vllm serve`, or after the module that it runs, without the variables in front."""
+    found = list(command)
+    while found and "=" in found[0] and not found[0].startswith("-"):
+        found.pop(0)
+    start = _SERVE.match(" ".join([*found[:4], ""]))
+    return found[start[0].count(" ") :] if start else [] if found == ["vllm"] else found
+
+
+def variables(command: Sequence[str]) -> dict[str, str]:
+    """Variables in front of a command, as `NAME=value`."""
+    found = {}
+    for word in command:
+        name, sign, value = word.partition("=")
+        if not sign or word.startswith("-"):
+            break
+        found[name] = value
+    return found
 
 
 def values(words: Sequence[str]) -> dict[str, Any]:
@@ -104,7 +124,7 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
         flag, sign, value = word.partition("=")
         head, dot, inner = flag.partition(".")
         key = SHORT.get(head, head.lstrip("-").replace("_", "-")) + dot + inner
-        if key in LISTS and not sign:
+        if key == "cudagraph-capture-sizes" and not sign:  # it takes several numbers
             numbers = list(itertools.takewhile(str.isdigit, rest))
             del rest[: len(numbers)]
             yield key, f"[{', '.join(numbers)}]"

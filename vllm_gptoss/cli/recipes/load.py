@@ -26,13 +26,9 @@ class RecipeError(ValueError):
     """A file of recipes or configuration that cannot be used; the message has a line for each error."""
 
 
-def shipped() -> list[Recipe]:
-    """Every recipe that comes with the package, file by file in the order of `choose.FAMILIES`."""
-    return list(_shipped())
-
-
 @functools.cache
-def _shipped() -> tuple[Recipe, ...]:
+def shipped() -> tuple[Recipe, ...]:
+    """Every recipe that comes with the package, file by file in the order of `choose.FAMILIES`."""
     order = [family.name for family in families.FAMILIES]
     read = [load(path) for path in sorted(FOLDER.glob("*.yaml"))]
     return tuple(recipe for group in sorted(read, key=lambda group: order.index(group[0].family)) for recipe in group)
