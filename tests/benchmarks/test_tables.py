@@ -15,6 +15,10 @@ def test_every_table_is_what_its_result_files_say(path):
     assert tables.render(text) == text, "run `python benchmarks/tables.py`"
 
 
+def test_the_advice_about_drafts_is_what_the_result_files_say():
+    assert tables.DRAFTS.read_text() == tables.advice(), "run `python benchmarks/tables.py`"
+
+
 def test_the_readme_promises_what_its_table_says():
     text = (tables.ROOT / "README.md").read_text()
     table = re.search(r"<!-- table: speed .*?-->\n(.*?)<!-- /table", text, re.DOTALL)[1].splitlines()[2:]

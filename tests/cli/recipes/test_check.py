@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vllm_gptoss.cli.recipes import check, command, load
+from vllm_gptoss.cli.recipes import check, flags, load
 from vllm_gptoss.cli.recipes.check import Case, Trouble
 from vllm_gptoss.cli.recipes.probe import Parsed, Release
 from vllm_gptoss.cli.recipes.schema import Recipe
@@ -220,10 +220,10 @@ def test_async_scheduling_is_needless_and_an_error_beside_ngram() -> None:
 
 def test_variables_before_a_command_belong_to_it() -> None:
     line = ["VLLM_ROCM_USE_AITER=1", "A=b=c", "vllm", "serve", "openai/gpt-oss-20b", "--port", "1"]
-    assert command.words(line) == ["openai/gpt-oss-20b", "--port", "1"]
-    assert command.variables(line) == {"VLLM_ROCM_USE_AITER": "1", "A": "b=c"}
-    assert command.words(["openai/gpt-oss-20b", "--x=1"]) == ["openai/gpt-oss-20b", "--x=1"]
-    assert command.variables(["--x=1"]) == {}
+    assert flags.words(line) == ["openai/gpt-oss-20b", "--port", "1"]
+    assert flags.variables(line) == {"VLLM_ROCM_USE_AITER": "1", "A": "b=c"}
+    assert flags.words(["openai/gpt-oss-20b", "--x=1"]) == ["openai/gpt-oss-20b", "--x=1"]
+    assert flags.variables(["--x=1"]) == {}
 
 
 @pytest.mark.parametrize(
@@ -238,8 +238,8 @@ def test_variables_before_a_command_belong_to_it() -> None:
 )
 def test_every_way_to_start_a_server_is_understood(start: str) -> None:
     rest = ["--model", "openai/gpt-oss-20b", "--served-model-name", "vllm serve"]
-    assert command.words([*start.split(), *rest]) == rest
+    assert flags.words([*start.split(), *rest]) == rest
 
 
 def test_no_words_after_the_command_are_none() -> None:
-    assert command.words(["vllm", "serve"]) == command.words(["vllm"]) == []
+    assert flags.words(["vllm", "serve"]) == flags.words(["vllm"]) == []

@@ -146,6 +146,18 @@ def test_the_command_shows_a_plan() -> None:
     assert (found["fits"], found["advice"]) == (False, ["--tensor-parallel-size 4, on 4xRTX-5090"])
 
 
+def test_a_plan_and_a_recipe_say_when_drafts_pay() -> None:
+    name = "120b-h200-latency-eagle3"
+    planned = recipe("plan", name, "--accepted", "4").stdout.splitlines()
+    said = [line.removeprefix("drafts: ") for line in planned if line.startswith("drafts: ")]
+    assert said
+    assert all(" pay above " in line and "; 4.00 pay: " in line for line in said)
+    assert json.loads(recipe("plan", name, "--accepted", "4", "--json").stdout)["drafts"] == said
+    shown = recipe("show", name).stdout
+    assert all(f"drafts: {line.partition(';')[0]}\n" in shown for line in said)
+    assert "drafts: " not in recipe("show", "120b-h200-latency").stdout
+
+
 def test_a_question_of_users_gets_a_command() -> None:
     done = recipe("plan", "--model", "openai/gpt-oss-20b", "--device", "2xL40S", "--context", "32k", "--users", "20")
     assert (done.returncode, done.stderr) == (0, "")

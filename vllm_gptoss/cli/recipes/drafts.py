@@ -41,12 +41,12 @@ def advice(
             found.append(_line(row, accepted))
     if found or not (draft or accepted):
         return found
-    at = f" with {users} requests" if users else ""
+    at = f" with {users} at once" if users else ""
     return [f"not measured for {spec.name} on {devices.label(device)}{at}: docs/guide.md shows how to measure"]
 
 
 def _line(row: Mapping[str, Any], accepted: float | None) -> str:
-    text = f"{row['drafts']} at {row['requests']} requests pay above {row['break_even']:.2f} tokens per step"
+    text = f"{row['drafts']} pay above {row['break_even']:.2f} tokens per step with {row['requests']} at once"
     if accepted is None:
         return text
     gain = round(accepted, 2) / row["break_even"]
