@@ -218,7 +218,7 @@ def test_with_lora_on_attention_vllm_makes_the_experts_without_it(
     """vLLM's experts that take adapters have another layout, which our kernels do not read."""
     found = Deployment(GPT_OSS_20B, lora_on_attention=True)
     monkeypatch.setattr(describe, "configuration", lambda config: found)
-    for wish, lora in (("gptoss", False), ("auto", True)):
+    for wish, lora in (("gptoss", False), ("auto", False), ("upstream", True)):
         monkeypatch.setattr(quantization._vllm, "current_config", lambda wish=wish: wishing(experts=wish))
         moe = SimpleNamespace(moe_backend="auto", is_lora_enabled=True, experts_per_token=4, num_experts=32)
         made = quantization.GptOssQuantConfig()._make_moe_method(moe)

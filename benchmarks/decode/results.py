@@ -182,7 +182,8 @@ def _floor(model: str, of: dict[str, Any], batch: int, ours: dict[str, Any], gpu
         return {"floor_ms": None, "share_of_floor": None}
     context = of["prompt"] + of["output"] // 2
     parallel, verified = of["tensor_parallel"], 1 + of["eagle3"]
-    read = floor.read_bytes(shapes.shape(model), batch, context, parallel, of["skew"], verified)
+    cached = 1 if str(of["options"].get("kv_cache_dtype", "")).startswith("fp8") else 2
+    read = floor.read_bytes(shapes.shape(model), batch, context, parallel, of["skew"], verified, cached)
     floor_ms = 1e3 * read / speed / (of["accepted"] or 1)  # of a token, as the times are
     return {"floor_ms": floor_ms, "share_of_floor": floor_ms / ours["gpu_ms"] if ours["gpu_ms"] else None}
 

@@ -84,7 +84,10 @@ class Terminal:
         ends = time.monotonic() + seconds
         while not re.search(pattern, self.text):
             assert time.monotonic() < ends, self.text
-            self.text += os.read(self.master, 4096).decode(errors="replace")
+            try:
+                self.text += os.read(self.master, 4096).decode(errors="replace")
+            except OSError:  # nobody has the other end
+                pytest.fail(f"ended before {pattern!r}:\n{self.text[-3000:]}")
 
     def processes(self) -> list[psutil.Process]:
         return [self.leader, *self.leader.children(recursive=True)]

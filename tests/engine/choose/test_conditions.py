@@ -92,7 +92,6 @@ UNTRIED = [
     ({"tensor_parallel": 4}, "more than 2 GPUs, or a pipeline"),
     ({"pipeline_parallel": 2}, "more than 2 GPUs, or a pipeline"),
     ({"drafts": "draft_model"}, "drafts by draft_model"),
-    (ADAPTED, "LoRA"),
     ({"kv_connectors": ("OffloadingConnector", "NixlConnector")}, "the KV connector NixlConnector"),
     ({"kv_cache_dtype": "fp8"}, "a KV cache of fp8"),
     ({"kv_cache_dtype": "fp8_e4m3", "one_scale": True, "caches": (CODES, USUAL)}, "a KV cache of fp8_e4m3"),
@@ -204,7 +203,7 @@ def test_what_keeps_vllms_runner_is_named(changes: dict[str, Any], why: str) -> 
     "changes",
     [
         {"drafts": "eagle3", "draft_tokens": 3},
-        {"kv_connectors": ("OffloadingConnector",)},
+        {"kv_connectors": ("OffloadingConnector", "NixlConnector")},
         {"kv_connectors": ("NixlConnector", "LMCacheConnectorV1", "LMCacheMPConnector")},
     ],
     ids=str,
@@ -288,11 +287,16 @@ def test_what_a_start_finds_out_late_is_no_obstacle_where_it_is_usual(changes: d
 
 
 @pytest.mark.parametrize(
-    "changes", [{"tensor_parallel": 4}, {"expert_parallel": True}, {"data_parallel": 4}, ADAPTED], ids=str
+    "changes", [{"tensor_parallel": 4}, {"expert_parallel": True}, {"data_parallel": 4}], ids=str
 )
 def test_experts_that_were_never_run_so_are_taken_by_wish(changes: dict[str, Any]) -> None:
     assert choose.experts(H200, of(**changes)).value == "triton"
     assert choose.experts(H200, of(**changes), "gptoss").value == "gptoss"
+
+
+def test_adapters_of_attention_keep_layers_and_experts_and_offloading_keeps_the_runner() -> None:
+    assert [part(H200, of(**ADAPTED)).value for part in (choose.layers, choose.experts)] == ["gptoss"] * 2
+    assert choose.runner(H200, of(kv_connectors=("OffloadingConnector",))).value == "gptoss"
 
 
 def test_choosing_imports_neither_torch_nor_vllm() -> None:

@@ -32,9 +32,9 @@ SM90: Final = Measured(
     pipeline_parallel=(1,),
     drafts=("ngram", "eagle3"),
     kv_connectors=("ExampleConnector", "OffloadingConnector"),
-    host_kv_connectors=(),
+    host_kv_connectors=("OffloadingConnector",),  # decode-h200-options-2026-11-29.json, as is LoRA
     tokens_per_request=4,  # drafts-120b-h200-2026-11-28.json
     kv_cache_dtypes=("auto", "bfloat16"),
-    lora=False,
+    lora=True,
     many_tokens_ranks=(1,),
 )
