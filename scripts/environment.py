@@ -55,7 +55,7 @@ CUDA_LINKED = ("torchvision", "torchaudio", "torchcodec")
 "operator torchvision::nms does not exist". gpt-oss does not need them."""
 
 
-RARELY_IMPORTED = "/(tests?|transformers/models)/"
+RARELY_IMPORTED = "/site-packages/(.*/)?(tests?|transformers/models)/"
 """A quarter of the source, compiled when it is imported."""
 
 
@@ -157,7 +157,7 @@ def install_torch() -> None:
 
 def compile_all() -> None:
     """On every processor; pip does it on one. The sandbox, which cannot write here, would compile in each process."""
-    command = [PYTHON, "-m", "compileall", "-qq", "-j", "0", "-x", RARELY_IMPORTED, VENV / "lib"]
+    command = [PYTHON, "-m", "compileall", "-qq", "-j", "0", "-x", RARELY_IMPORTED, VENV.resolve() / "lib"]
     subprocess.run(command, check=False)  # some packages have files for other Pythons
 
 
