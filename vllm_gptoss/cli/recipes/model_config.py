@@ -9,6 +9,7 @@ from vllm_gptoss.engine import spec
 
 
 def model_config(model: spec.ModelSpec) -> dict[str, Any]:
+    """`config.json` of a gpt-oss shape."""
     return {
         "architectures": [spec.ARCHITECTURE],
         "model_type": spec.MODEL_TYPE,
