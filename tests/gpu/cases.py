@@ -28,8 +28,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDING = 1.7e-3
 ONCE = 2**-9 * 1.01
 CODED = 0.0267 + 5 * 1.5e-3
-"""Bound of `error` of one token's keys or values after rounding to bf16 and e4m3: its mean and five times its spread over
-4,000 draws. Cutting off instead of rounding gives 0.05."""
+"""Bound of `error` of one token's keys or values after rounding to bf16 and e4m3: its mean and five times its spread
+over 4,000 draws. Cutting off instead of rounding gives 0.05."""
 C, HEAD, BLOCK, BLOCKS = 2880, 64, 16, 64
 ACTIVE, ALPHA, LIMIT, EPS = 4, 1.702, 7.0, 1e-5
 PARALLEL = (1, 2, 4, 8)
