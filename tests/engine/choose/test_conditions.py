@@ -286,9 +286,7 @@ def test_what_a_start_finds_out_late_is_no_obstacle_where_it_is_usual(changes: d
     assert choose.experts(H200, of(**changes)).value == "gptoss"
 
 
-@pytest.mark.parametrize(
-    "changes", [{"tensor_parallel": 4}, {"expert_parallel": True}, {"data_parallel": 4}], ids=str
-)
+@pytest.mark.parametrize("changes", [{"tensor_parallel": 4}, {"expert_parallel": True}, {"data_parallel": 4}], ids=str)
 def test_experts_that_were_never_run_so_are_taken_by_wish(changes: dict[str, Any]) -> None:
     assert choose.experts(H200, of(**changes)).value == "triton"
     assert choose.experts(H200, of(**changes), "gptoss").value == "gptoss"
