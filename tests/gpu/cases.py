@@ -657,9 +657,9 @@ def step(
     at = int(requests.slots[0])
     cached = fp8.values(cache)
     written = cached[at // block, :, at % block]
-    assert error(written[:, :HEAD], k[0]) < (2 * ROUNDING if scales is None else CODED)
+    assert (found := error(written[:, :HEAD], k[0])) < (2 * ROUNDING if scales is None else CODED), found
     values = v.unflatten(-1, (-1, HEAD))[0]
-    assert error(written[:, HEAD:], values) < (once(values) if scales is None else CODED)
+    assert (found := error(written[:, HEAD:], values)) < (once(values) if scales is None else CODED), found
     before[at // block, :, at % block] = stored[at // block, :, at % block]
     assert same(before, stored), "a slot that is not the token's was written"
     attended = _attended(q, cached, requests.block_table[0], keys, layer.sinks, window)
