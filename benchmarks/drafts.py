@@ -1,4 +1,4 @@
-"""When EAGLE3 drafts pay: rows of result files with drafts, beside plain rows of the same model, GPUs and requests.
+"""When EAGLE3 drafts pay: rows of result files with drafts, and plain rows of the same model, GPUs and requests.
 
 `tables.py` writes them to recipes/drafts.json, which `vllm-gptoss recipe plan` reads.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from vllm_gptoss.cli.bench.worker import is_plugin
 from vllm_gptoss.cli.recipes.schema import SPECS
 from vllm_gptoss.engine.choose import devices
 
@@ -19,7 +20,7 @@ WORK = ("model", "gpu", "tensor_parallel", "batch", "prompt", "output")
 
 
 def compared(files: Iterable[Row]) -> list[Row]:
-    """A row for each model, GPUs, requests and drafts, by TPOT: the newest file's fastest variant of the plugin, beside
+    """A row for each model, GPUs, requests and drafts, by TPOT: the newest file's fastest variant of the plugin, and
     the fastest plain one of the same file, else of the newest file. No row where no plain row was measured."""
     measured = [{**row, **_head(file)} for file in files for row in file.get("rows", ()) if _counts(row)]
     plain: dict[tuple[Any, ...], list[Row]] = {}
@@ -34,8 +35,8 @@ def compared(files: Iterable[Row]) -> list[Row]:
     for key in sorted(newest):
         row = newest[key]
         if others := plain.get(tuple(row[name] for name in WORK)):
-            beside = [other for other in others if other["file"] == row["file"]] or others
-            found.append(_row(row, beside[-1]))
+            same_file = [other for other in others if other["file"] == row["file"]]
+            found.append(_row(row, (same_file or others)[-1]))
     return found
 
 
@@ -47,7 +48,7 @@ def _counts(row: Row) -> bool:
     """Whether it is a row of `benchmarks.decode` of a whole model with the plugin, on the usual settings."""
     if row.get("model") not in SPECS or "eagle3" not in row or row["skew"] or not set(row["options"]) <= SIZES:
         return False
-    return row["plugin"].partition(":")[0] == "plugin" and row["plugin_tpot_ms"] is not None
+    return is_plugin(row["plugin"]) and row["plugin_tpot_ms"] is not None
 
 
 def _row(row: Row, plain: Row) -> Row:

@@ -11,6 +11,7 @@ document is unchanged.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -375,6 +376,7 @@ def drafts(files: Sequence[Row]) -> str:
     return markdown(head, table)
 
 
+@functools.cache
 def _drafts() -> list[Row]:
     from benchmarks.drafts import compared
 

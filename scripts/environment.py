@@ -73,10 +73,10 @@ def main() -> int:
     if stale:
         begin()
     with ThreadPoolExecutor() as pool:  # pip uses one processor
-        beside = [pool.submit(install_clients), pool.submit(install_others, lists)] if wanted == "test" else []
+        others = [pool.submit(install_clients), pool.submit(install_others, lists)] if wanted == "test" else []
         if stale:
             make(wanted, key)
-        for other in beside:
+        for other in others:
             other.result()
     return 0
 

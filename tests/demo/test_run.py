@@ -86,7 +86,7 @@ class Terminal:
             assert time.monotonic() < ends, self.text
             try:
                 self.text += os.read(self.master, 4096).decode(errors="replace")
-            except OSError:  # nobody has the other end
+            except OSError:  # EIO: all processes of the terminal have ended
                 pytest.fail(f"ended before {pattern!r}:\n{self.text[-3000:]}")
 
     def processes(self) -> list[psutil.Process]:

@@ -149,12 +149,12 @@ def test_the_command_shows_a_plan() -> None:
 def test_a_plan_and_a_recipe_say_when_drafts_pay() -> None:
     name = "120b-h200-latency-eagle3"
     planned = recipe("plan", name, "--accepted", "4").stdout.splitlines()
-    said = [line.removeprefix("drafts: ") for line in planned if line.startswith("drafts: ")]
-    assert said
-    assert all(" pay above " in line and "; 4.00 pay: " in line for line in said)
-    assert json.loads(recipe("plan", name, "--accepted", "4", "--json").stdout)["drafts"] == said
+    lines = [line.removeprefix("drafts: ") for line in planned if line.startswith("drafts: ")]
+    assert lines
+    assert all(" pay above " in line and "; 4.00 pay: " in line for line in lines)
+    assert json.loads(recipe("plan", name, "--accepted", "4", "--json").stdout)["drafts"] == lines
     shown = recipe("show", name).stdout
-    assert all(f"drafts: {line.partition(';')[0]}\n" in shown for line in said)
+    assert all(f"drafts: {line.partition(';')[0]}\n" in shown for line in lines)
     assert "drafts: " not in recipe("show", "120b-h200-latency").stdout
 
 

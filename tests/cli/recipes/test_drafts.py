@@ -52,7 +52,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int, float | None, list[str]]] = {
     ),
     "two replicas": ("2xH200", with_drafts() | {"data-parallel-size": 2}, 0, None, not_measured("120b on 2xH200")),
     "another GPU": ("H100", with_drafts(), 0, None, not_measured("120b on H100")),
-    "another GPU, asked": ("H100", {}, 0, 2.4, not_measured("120b on H100")),
+    "another GPU, tokens per step given": ("H100", {}, 0, 2.4, not_measured("120b on H100")),
     "another GPU without drafts": ("H100", {}, 0, None, []),
     "a GPU without a row": ("V100", {}, 0, None, []),
     "another number of drafts": ("H200", with_drafts(num_speculative_tokens=5), 0, None, not_measured("120b on H200")),
@@ -61,17 +61,17 @@ CASES: dict[str, tuple[str, dict[str, Any], int, float | None, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize(("device", "config", "users", "accepted", "said"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("device", "config", "users", "accepted", "lines"), CASES.values(), ids=CASES)
 def test_advice_is_of_measured_rows_alone(
     monkeypatch: pytest.MonkeyPatch,
     device: str,
     config: dict[str, Any],
     users: int,
     accepted: float | None,
-    said: list[str],
+    lines: list[str],
 ) -> None:
     monkeypatch.setattr(drafts, "measured", lambda: [dict(zip(KEYS, row, strict=True)) for row in ROWS])
-    assert drafts.advice(SPECS["120b"], devices.named(device), config, users, accepted) == said
+    assert drafts.advice(SPECS["120b"], devices.named(device), config, users, accepted) == lines
 
 
 def test_rows_that_ship_are_of_devices_and_models_with_names() -> None:

@@ -323,7 +323,7 @@ def recipe(
 
 def command(case: Case, releases: Sequence[tuple[Release, Parsed]]) -> list[Trouble]:
     """Errors and advice for a user's configuration."""
-    said = [
+    by_release = [
         trouble
         for release, parsed in releases
         for rule in (parses(case, release, parsed), names_exist(case, release), dead_variables(case, release))
@@ -334,7 +334,7 @@ def command(case: Case, releases: Sequence[tuple[Release, Parsed]]) -> list[Trou
     rules: tuple[Rule, ...] = (settings_and_tables, reads_sinks, numbers_agree, *rooms, aiter_is_on, keeps_fused_layers)
     found = [trouble for rule in ((*rules, needless) if countable else (numbers,)) for trouble in rule(case)]
     started = () if any(each.fatal and each.rule != "plan" for each in found) else engine_starts(case, releases)
-    return [*said, *found, *ignored(case), *started]
+    return [*by_release, *found, *ignored(case), *started]
 
 
 def case_of(values: Mapping[str, Any], device: Device, env: Mapping[str, str]) -> Case:

@@ -1,6 +1,6 @@
 """GPU memory of a gpt-oss server: sizes from the model's shape, and constants from measured starts.
 
-`weights` and `Cache` are arithmetic over what vLLM allocates. `Overheads` are fitted: tests hold every measured start
+`weights` and `Cache` are arithmetic over what vLLM allocates. `OVERHEADS` are fitted: tests hold every measured start
 (`MEASURED`) within 5 %.
 """
 
@@ -119,6 +119,7 @@ class Cache:
         return blocks / self.blocks_of_request(length, in_flight)
 
 
+@dataclass(frozen=True, slots=True)
 class Overheads:
     """Memory of one GPU other than weights and cache.
 
@@ -135,10 +136,13 @@ class Overheads:
     ranks: float = 1.4
 
 
+OVERHEADS: Final = Overheads()
+
+
 def activations(model: ModelSpec, tokens: int, requests: int) -> float:
     """GiB that the largest step needs: its activations, and the logits of every request."""
-    step = max(tokens * Overheads.token / GIB, Overheads.step)
-    return step + requests * model.vocabulary * Overheads.logit / GIB
+    step = max(tokens * OVERHEADS.token / GIB, OVERHEADS.step)
+    return step + requests * model.vocabulary * OVERHEADS.logit / GIB
 
 
 def captured(most: int) -> int:
@@ -195,4 +199,4 @@ def load_peak(start: Start | None, weights: Weights, layers: int) -> float:
     """GiB while weights are laid out: as measured, else all weights and two layers' experts once more."""
     if start is not None and start.load_peak_gib is not None:
         return start.load_peak_gib
-    return weights.total + 2 * weights.experts / layers + Overheads.context
+    return weights.total + 2 * weights.experts / layers + OVERHEADS.context

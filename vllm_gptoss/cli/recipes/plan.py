@@ -16,6 +16,10 @@ from vllm_gptoss.engine.choose import devices
 from vllm_gptoss.engine.choose.device import Device
 from vllm_gptoss.engine.spec import GPT_OSS_20B, ModelSpec
 
+MEASURED = "measured"
+ESTIMATED = "estimated"
+CALCULATED = "calculated"
+
 
 class PlanError(ValueError):
     """A configuration that cannot be planned; the message has the reason."""
@@ -58,7 +62,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """vLLM starts where one request of full length fits; the weights must fit before it looks."""
-        return self.kv >= self.least and self.parts[0].gib + memory.Overheads.context < self.total
+        return self.kv >= self.least and self.parts[0].gib + memory.OVERHEADS.context < self.total
 
     @property
     def why(self) -> str:
@@ -124,12 +128,12 @@ def _plan(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mappi
     tokens, requests, length = (int(filled[key]) for key in ("max-num-batched-tokens", "max-num-seqs", "max-model-len"))
     weights = memory.weights(asked, experts)
     total, utilization = device.memory_gib, float(config.get("gpu-memory-utilization", defaults.UTILIZATION))
-    ranks = memory.Overheads.ranks if gpus(config) > 1 else 0.0
+    ranks = memory.OVERHEADS.ranks if gpus(config) > 1 else 0.0
     parts = [
-        Part("weights", weights.total, "calculated" if experts in ("gptoss", "triton", "marlin") else "estimated"),
-        Part("activations and logits", memory.activations(spec, tokens, requests), "estimated"),
-        Part("CUDA graphs", memory.Overheads.graph * _graphs(config, requests), "estimated"),
-        Part("CUDA, libraries, communication", memory.Overheads.context + ranks, "estimated"),
+        Part("weights", weights.total, CALCULATED if experts in ("gptoss", "triton", "marlin") else ESTIMATED),
+        Part("activations and logits", memory.activations(spec, tokens, requests), ESTIMATED),
+        Part("CUDA graphs", memory.OVERHEADS.graph * _graphs(config, requests), ESTIMATED),
+        Part("CUDA, libraries, communication", memory.OVERHEADS.context + ranks, ESTIMATED),
     ]
     kv = total * utilization - sum(part.gib for part in parts)
     if "kv-cache-memory-bytes" in config:
@@ -143,9 +147,9 @@ def _plan(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mappi
         device,
         total,
         utilization,
-        (*parts, Part("KV cache", max(kv, 0.0), "estimated")),
+        (*parts, Part("KV cache", max(kv, 0.0), ESTIMATED)),
         kv,
-        Part("peak of loading", peak, "measured" if start and start.load_peak_gib else "estimated"),
+        Part("peak of loading", peak, MEASURED if start and start.load_peak_gib else ESTIMATED),
         cache.request_gib(length, in_flight),
         length,
         int(at_once * length),

@@ -62,7 +62,7 @@ def words(recipe: Recipe, extra: Sequence[str] = ()) -> list[str]:
     """The command, a word each, with the user's flags last: of a repeated flag, vLLM takes the last.
 
     Raises:
-        RecipeError: `extra` has a `--config`, whose keys would lose.
+        RecipeError: `extra` has a `--config`, which the recipe's flags would override.
     """
     if any(word.partition("=")[0] == "--config" for word in extra):
         raise RecipeError(

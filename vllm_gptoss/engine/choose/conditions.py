@@ -228,9 +228,8 @@ def beyond(measured: Measured, *, whole: bool) -> tuple[Condition, ...]:
     """Combinations that were never run; they require an explicit setting. whole: the layers, not the experts alone."""
     sizes = measured.tensor_parallel
     ranks = when(lambda d: d.expert_ranks not in sizes or d.expert_parallel, f"more than {max(sizes)} GPUs")
-    lora = when(lambda d: d.lora and not measured.lora, "LoRA")
     if not whole:
-        return (ranks, lora)
+        return (ranks,)
 
     def never_connected(device: Device, deployment: Deployment) -> str | None:
         del device
@@ -242,7 +241,6 @@ def beyond(measured: Measured, *, whole: bool) -> tuple[Condition, ...]:
             lambda d: d.tensor_parallel not in sizes or d.pipeline_parallel not in measured.pipeline_parallel,
             f"more than {max(sizes)} GPUs, or a pipeline",
         ),
-        lora,
         when(lambda d: d.drafts not in (None, *measured.drafts), "drafts by {d.drafts}"),
         when(lambda d: d.kv_cache_dtype not in measured.kv_cache_dtypes, "a KV cache of {d.kv_cache_dtype}"),
         never_connected,

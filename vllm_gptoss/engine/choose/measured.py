@@ -21,7 +21,6 @@ class Measured:
     tokens_per_request: int
     """Most tokens of one request in steps of 17 to 512 tokens, with drafts one more than those."""
     kv_cache_dtypes: tuple[str, ...]
-    lora: bool
     many_tokens_ranks: tuple[int, ...]
     """Sizes of a tensor-parallel group whose decode steps of 17 to 512 tokens are the plugin's, summed by push."""
 
@@ -32,9 +31,8 @@ SM90: Final = Measured(
     pipeline_parallel=(1,),
     drafts=("ngram", "eagle3"),
     kv_connectors=("ExampleConnector", "OffloadingConnector"),
-    host_kv_connectors=("OffloadingConnector",),  # decode-h200-options-2026-11-29.json, as is LoRA
+    host_kv_connectors=("OffloadingConnector",),  # decode-h200-options-2026-11-29.json
     tokens_per_request=4,  # drafts-120b-h200-2026-11-28.json
     kv_cache_dtypes=("auto", "bfloat16"),
-    lora=True,
     many_tokens_ranks=(1,),
 )
