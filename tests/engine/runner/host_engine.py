@@ -151,7 +151,7 @@ class Engine:
                 penalties_state=SimpleNamespace(output_bin_counts=None),
                 sampling_states=SimpleNamespace(**{name: SimpleNamespace(np=None, gpu=gpu()) for name in PARAMETERS}),
             ),
-            max_num_reqs=ROWS, num_speculative_steps=0,
+            max_num_reqs=ROWS, num_speculative_steps=0, lora_config=None,
             prompt_logprobs_worker=None, finish_requests=self.finish, kv_connector=Connector(self),
             cudagraph_manager=SimpleNamespace(
                 dispatch=lambda n, *_, **__: Descriptor("full", n, n), run_fullgraph=self.run_model

@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.lora.request import LoRARequest
+from vllm.v1.worker.gpu.lora_utils import LoraState
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from tests.engine.runner.host_engine import LIMIT, PARTS, PLAIN, SIZE, TOP_K, Engine, HostGraphs
+from tests.engine.runner.host_engine import LIMIT, PARTS, PLAIN, ROWS, SIZE, TOP_K, Engine, HostGraphs
 from tests.support.vllm_log import heard, lines
 from vllm_gptoss import fallback
 from vllm_gptoss.engine.choose import ChoiceError, Deployment
@@ -206,7 +208,7 @@ def test_random_steps_are_as_plain_bookkeeping_says(engine: Engine, monkeypatch:
     ("changes", "why"),
     [
         ({"graphs": False}, "no CUDA graphs are captured"),
-        ({"lora": True}, "LoRA is on"),
+        ({"lora": True}, "LoRA is not limited to attention"),
         ({"drafts": "ngram", "draft_tokens": 3}, "drafts by ngram"),
     ],
 )
@@ -257,6 +259,23 @@ def test_a_kv_connector_is_notified_as_around_vllms_graph(engine: Engine, monkey
     monkeypatch.setattr(output, "ready", SimpleNamespace(synchronize=lambda: None), raising=False)
     monkeypatch.setattr(captured_steps.vllm, "parts", lambda: SimpleNamespace(ModelRunnerOutput=SimpleNamespace))
     assert output.get_output().kv_connector_output == output.get_kv_connector_output() == f"output {ran + 1}"
+
+
+def test_a_step_with_an_adapter_is_vllms_and_one_without_is_told_so(engine: Engine) -> None:
+    """vLLM's LoRA kernels read on the host whether a token has an adapter: the flag of vLLM's step must not stay."""
+    adapters: list[tuple[Any, ...]] = []
+    engine.runner.lora_config, engine.runner.lora_state = SimpleNamespace(), LoraState(ROWS)
+    engine.runner._set_active_loras = lambda *given: adapters.append(given)
+    for name, adapter in (("a", None), ("b", None), ("c", LoRARequest("an adapter", 1, "a folder"))):
+        engine.runner.lora_state.add_request(name, engine.states.req_id_to_index[name], adapter)
+    engine.decode("a", "b")
+    engine.decode("b", "a")
+    launched = list(engine.seen)
+    assert engine.short_way.take(engine.step(["b", "a", "c"])) is None
+    assert engine.seen == launched
+    assert adapters == [((0, 0), (0, 0), set())], "of the new batch; those of a vLLM step are vLLM's"
+    engine.decode("b", "a")
+    assert adapters == [((0, 0), (0, 0), set())] * 2, "once more after vLLM's step"
 
 
 def test_a_step_that_transfers_is_vllms(engine: Engine) -> None:

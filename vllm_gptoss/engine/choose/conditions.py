@@ -71,17 +71,19 @@ def _unread(found: KvCache, deployment: Deployment) -> str | None:
     return why
 
 
-LORA = when(lambda d: d.lora, "LoRA is on")
 ANY_LORA = when(
     lambda d: d.lora and not d.lora_on_attention, "LoRA is not limited to attention (--lora-target-modules)"
+)
+LORA = (
+    ANY_LORA,
+    when(lambda d: d.lora and (d.tensor_parallel > 1 or d.drafts), "LoRA is on, with several GPUs or drafts"),
 )
 PIECEWISE = when(lambda d: d.piecewise_graphs, "cudagraph_mode=PIECEWISE has no graph of a whole step")
 
 LAYERS: tuple[Condition, ...] = (
     sm90,
     when(lambda d: d.dtype != "bfloat16", "activations are {d.dtype}, not bfloat16"),
-    ANY_LORA,
-    when(lambda d: d.lora and (d.tensor_parallel > 1 or d.drafts), "LoRA is on, with several GPUs or drafts"),
+    *LORA,
     when(
         lambda d: d.kv_cache_dtype not in ("auto", "bfloat16", *cache.VLLM_E4M3),
         "the KV cache is {d.kv_cache_dtype}, not bfloat16 or fp8_e4m3",
@@ -211,7 +213,7 @@ RUNNER: tuple[Condition, ...] = (
         "several GPUs",
     ),
     when(lambda d: d.drafts not in (None, "eagle3"), "drafts by {d.drafts}"),
-    LORA,
+    *LORA,
     notified_connectors,
     when(lambda d: d.moves_experts, "vLLM moves experts between ranks"),
     PIECEWISE,

@@ -103,8 +103,11 @@ class ShortWay:
         return Taken(batch, hidden, step.finished_req_ids, states, drafts)
 
     def _begin(self, step: Any, names: list[str]) -> Batch | None:
-        """The batch of these requests. None if a request is still in prefill or no FULL graph fits the batch."""
+        """The batch of these requests. None if a request is still in prefill or has a LoRA adapter, or if no FULL graph
+        fits the batch."""
         runner, count = self.runner, len(names)
+        if runner.lora_config and runner.lora_state.get_activate_loras(names):
+            return None
         states = runner.req_states
         for name, computed in zip(names, step.scheduled_cached_reqs.num_computed_tokens, strict=True):
             if computed < states.prefill_len.np[states.req_id_to_index[name]]:
@@ -117,7 +120,11 @@ class ShortWay:
             first = runner.speculator.prefill_cudagraph_manager.dispatch(count, descriptor.num_tokens, each, 0)
             if first.cg_mode != full:
                 return None
-        return begin(runner, self.buffers, list(names), descriptor)
+        batch = begin(runner, self.buffers, list(names), descriptor)
+        if runner.lora_config:  # as vLLM's step: its LoRA kernels read on the host that no token has an adapter
+            tokens = batch.inputs.num_scheduled_tokens
+            runner._set_active_loras(*runner.lora_state.make_lora_inputs(names, batch.rows, tokens))
+        return batch
 
     def _update(self, step: Any, batch: Batch, grew: bool) -> None:
         """Updates all rows at once, as `update_requests` does one by one, without cases that do not occur here.
