@@ -113,15 +113,25 @@ SITUATIONS = {
         for host in ("stock", "gptoss")
     },
     "LoRA": Situation(NOTHING, (64,), LORA),
-    **{
-        f"LoRA on attention, asked for: {', '.join(settings)}": Situation(
-            paths, (1, 8, 64, 64, "short"), {**LORA, **ON_ATTENTION, **wish(**settings)}, adapted=3
-        )
-        for paths, settings in (
-            (EXPERTS_ONLY, {"experts": "gptoss"}),
-            (ALL, {"experts": "gptoss", "layers": "gptoss"}),
-        )
-    },
+    "LoRA on attention": Situation(
+        ALL, (1, 8, 64, 64, "short"), {**LORA, **ON_ATTENTION}, job={"steps": True}, adapted=3
+    ),
+    "LoRA on attention, layers upstream": Situation(
+        EXPERTS_ONLY, (1, 8, 64, 64, "short"), {**LORA, **ON_ATTENTION, **wish(layers="upstream")}, adapted=3
+    ),
+    "KV cache of fp8": Situation(ALL, (1, 8, 64, "short"), {"kv_cache_dtype": "fp8"}, job={"steps": True}),
+    "KV cache of fp8, stock": Situation({}, (64,), {"kv_cache_dtype": "fp8"}, {"VLLM_PLUGINS": "none"}),
+    "drafts by n-gram, prefixes from the cache, preemption": Situation(
+        ALL,
+        (64, None),
+        {
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+            "enable_prefix_caching": True,
+            "kv_cache_memory_bytes": 2**26,
+            "disable_log_stats": False,
+            **wish(layers="gptoss"),
+        },
+    ),
     "asleep and awake": Situation(ALL, (8, 8), {"enable_sleep_mode": True}, job={"sleep": True}),
     **{
         f"KV connector: {name}": Situation(
@@ -251,7 +261,7 @@ def test_a_prefix_was_cached(name: str, results: dict[str, jobs.Results]) -> Non
     assert sum(answer["cached"] for answer in second) > sum(answer["cached"] for answer in first) + 1000
 
 
-@pytest.mark.parametrize("name", ["preemption"])
+@pytest.mark.parametrize("name", [name for name in SITUATIONS if "preemption" in name])
 def test_requests_were_preempted(name: str, results: dict[str, jobs.Results]) -> None:
     results[name].rounds("job")
     assert results[name]["job"]["preemptions"] > 0

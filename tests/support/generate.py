@@ -8,7 +8,7 @@ Run as a program: `python -m tests.support.generate JOBS OUT`, JOBS a JSON objec
 vLLM is imported once and each job forked from there. Writes OUT/<name>.json: one list per round of
     {"tokens", "logprobs": [{token: logprob}], "prompt_logprobs": [...], "cached": prompt tokens found in the cache,
      "text"}
-and "paths", "steps", and "preemptions" where statistics are on; or {"error": ...}; and OUT/<name>.log with what the
+"paths", "steps", and the numbers of `COUNTERS` where statistics are on; or {"error": ...}. OUT/<name>.log has what the
 job logged.
 """
 
@@ -31,6 +31,12 @@ ONCE_MORE = {
     "Memory usage increased after sleeping": "vLLM compared the memory of a GPU that growing neighbours share",
 }
 """Failures that the log attributes to the environment, not to the engine."""
+COUNTERS = {
+    "preemptions": "num_preemptions",
+    "drafts": "spec_decode_num_draft_tokens",
+    "accepted": "spec_decode_num_accepted_tokens",
+}
+"""vLLM's names."""
 SMALL_CACHE = {} if on_gpu() else {"kv_cache_memory_bytes": 2**28}
 
 
@@ -105,15 +111,16 @@ def count_steps(llm: Any) -> dict[str, int]:
 
 
 def facts(llm: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Active parts of the plugin, equal on every rank, and the number of preemptions."""
+    """Active parts of the plugin, equal on every rank, and the numbers of preemptions and of drafted tokens."""
     found: dict[str, Any] = {}
     if job.get("paths"):
         from benchmarks.paths import paths
 
         [found["paths"]] = [dict(each) for each in {tuple(rank.items()) for rank in llm.apply_model(paths)}]
     if not job.get("args", {}).get("disable_log_stats", True):
-        values = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]
-        found["preemptions"] = sum(values)
+        counted = [(metric.name.removeprefix("vllm:"), metric) for metric in llm.get_metrics()]
+        for key, name in COUNTERS.items():
+            found[key] = sum(metric.value for here, metric in counted if here == name)
     return found
 
 

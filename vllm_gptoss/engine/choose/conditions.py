@@ -244,6 +244,5 @@ def beyond(measured: Measured, *, whole: bool) -> tuple[Condition, ...]:
             f"more than {max(sizes)} GPUs, or a pipeline",
         ),
         when(lambda d: d.drafts not in (None, *measured.drafts), "drafts by {d.drafts}"),
-        when(lambda d: d.kv_cache_dtype not in measured.kv_cache_dtypes, "a KV cache of {d.kv_cache_dtype}"),
         never_connected,
     )
