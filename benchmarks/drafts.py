@@ -46,7 +46,9 @@ def _head(file: Row) -> Row:
 
 def _counts(row: Row) -> bool:
     """Whether it is a row of `benchmarks.decode` of a whole model with the plugin, on the usual settings."""
-    if row.get("model") not in SPECS or "eagle3" not in row or row["skew"] or not set(row["options"]) <= SIZES:
+    if row.get("model") not in SPECS or "eagle3" not in row or not set(row["options"]) <= SIZES:
+        return False
+    if row["skew"] or row.get("draft_vocabulary"):
         return False
     return is_plugin(row["plugin"]) and row["plugin_tpot_ms"] is not None
 

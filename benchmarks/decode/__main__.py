@@ -143,6 +143,7 @@ def main(
     accepted: Annotated[
         float, typer.Option(help="tokens of a step, by vLLM's synthetic acceptance: 1 to drafts + 1")
     ] = 0,
+    draft_vocabulary: Annotated[int, typer.Option(help="tokens that the draft may propose; 0: all")] = 0,
     profile: Annotated[bool, typer.Option(help="GPU time per step from torch.profiler")] = True,
     options: Annotated[str, typer.Option(help='further engine arguments, JSON: {"kv_cache_dtype": "fp8"}')] = "{}",
     budget: Annotated[float, typer.Option(help="end within so many seconds with what there is; 0: no limit")] = 0.0,
@@ -152,7 +153,7 @@ def main(
     path, found = _open(out)
     campaign = Campaign(found, path, budget)
     sizes = tuple(int(batch) for batch in batches.split(","))
-    shared = (repeats, tensor_parallel, skew, eagle3, accepted, profile, json.loads(options))
+    shared = (repeats, tensor_parallel, skew, eagle3, accepted, draft_vocabulary, profile, json.loads(options))
     for model in models.split(","):
         shapes.shape(model)
     jobs = [

@@ -19,7 +19,7 @@ from benchmarks.decode import floor
 from benchmarks.decode.worker import EngineRun, put
 from vllm_gptoss.cli.bench.worker import is_plugin
 
-SETTING = ("prompt", "output", "tensor_parallel", "skew", "eagle3", "accepted", "options")
+SETTING = ("prompt", "output", "tensor_parallel", "skew", "eagle3", "accepted", "draft_vocabulary", "options")
 """Fields of a job that must be equal for two measurements to be compared."""
 _DEFAULTS = {field.name: field for field in dataclasses.fields(EngineRun)}
 

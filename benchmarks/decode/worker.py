@@ -33,7 +33,8 @@ class EngineRun:
 
     variant: `plugin`, `plugin:layers=upstream;experts=triton` (plugin settings), or a name of vLLM's `--moe-backend`.
     eagle3: draft tokens per step, 0 for none; accepted: mean tokens of a request and step that vLLM's synthetic
-    acceptance gives, 0: what the draft earns; options: further engine arguments; seconds: stop after so many, 0: never.
+    acceptance gives, 0: what the draft earns; draft_vocabulary: tokens that the draft may propose, 0: all (published
+    drafts have 32,000 or all); options: further engine arguments; seconds: stop after so many, 0: never.
     """
 
     model: str
@@ -46,6 +47,7 @@ class EngineRun:
     skew: bool = False
     eagle3: int = 0
     accepted: float = 0.0
+    draft_vocabulary: int = 0
     profile: bool = True
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
@@ -62,8 +64,9 @@ def put(path: Path, text: str) -> None:
     os.replace(part, path)
 
 
-def draft_config(model: spec.ModelSpec) -> dict[str, Any]:
+def draft_config(model: spec.ModelSpec, vocabulary: int = 0) -> dict[str, Any]:
     """`config.json` of an EAGLE3 draft for `model`, as the published drafts have it: one Llama layer, same width.
+    vocabulary: tokens that it may propose, 0 for all.
 
     Raises:
         ValueError: fewer than six layers: vLLM gives the draft the states of layers 2, N / 2 and N - 3.
@@ -81,7 +84,7 @@ def draft_config(model: spec.ModelSpec) -> dict[str, Any]:
         "head_dim": model.head_size,
         "hidden_act": "silu",
         "vocab_size": model.vocabulary,
-        "draft_vocab_size": model.vocabulary,
+        "draft_vocab_size": vocabulary or model.vocabulary,
         "max_position_embeddings": spec.MAX_POSITIONS,
         "rms_norm_eps": spec.RMS_NORM_EPS,
         "rope_theta": 10_000.0,
@@ -111,7 +114,7 @@ def engine_options(job: EngineRun, directory: Path) -> dict[str, Any]:
     }
     if job.eagle3:
         (directory / "draft").mkdir(exist_ok=True)
-        (directory / "draft" / "config.json").write_text(json.dumps(draft_config(model)))
+        (directory / "draft" / "config.json").write_text(json.dumps(draft_config(model, job.draft_vocabulary)))
         draft: dict[str, Any] = {
             "method": "eagle3",
             "model": str(directory / "draft"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -183,6 +184,10 @@ def test_vllm_takes_the_options_of_every_variant(tmp_path: Path) -> None:
     options = {"kv_cache_dtype": "fp8", "enable_prefix_caching": True, "pipeline_parallel_size": 2}
     job = EngineRun("tiny:6", "plugin", (1, 2), eagle3=3, accepted=2.4, options=options)
     config = EngineArgs(**worker.engine_options(job, tmp_path)).create_engine_config()
+    draft = config.speculative_config.draft_model_config.hf_config
+    assert draft.draft_vocab_size == shapes.shape("tiny").vocabulary
+    fewer = EngineArgs(**worker.engine_options(replace(job, draft_vocabulary=32_000), tmp_path)).create_engine_config()
+    assert fewer.speculative_config.draft_model_config.hf_config.draft_vocab_size == 32_000
     assert config.speculative_config.num_speculative_tokens == 3
     assert config.speculative_config.synthetic_acceptance_rates == pytest.approx([1.0, 0.4, 0.0])
     assert config.speculative_config.draft_model_config.architectures == ["LlamaForCausalLMEagle3"]
