@@ -47,7 +47,6 @@ def body_class(base: type[BaseModel], change: Callable[[Mapping[str, Any]], Mapp
     """A subclass of vLLM's body type `base` that applies `change` before validation."""
 
     def before(cls: type[BaseModel], data: Any) -> Any:
-        del cls
         return change(data) if isinstance(data, Mapping) else data
 
     validators: Any = {"gptoss": model_validator(mode="before")(classmethod(before))}  # type: ignore[arg-type]

@@ -172,7 +172,7 @@ def _changed(name: str) -> int:
 @lru_cache(maxsize=32)
 def _context(ca_file: Path | None, read_from: tuple[tuple[str, int], ...]) -> ssl.SSLContext:
     # Reading the usual certificates keeps the event loop for about 35 ms (one core): not for each conversation.
-    del read_from
+    # `read_from` is only part of the cache's key.
     context: ssl.SSLContext = httpx2.create_ssl_context()
     if ca_file is not None:
         context.load_verify_locations(cafile=ca_file)
