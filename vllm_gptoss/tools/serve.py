@@ -33,7 +33,6 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 
 from vllm_gptoss.tools.config import ToolConfigError
-from vllm_gptoss.tools.gate import GatedProvider
 from vllm_gptoss.tools.protocol import (
     Content,
     File,
@@ -43,6 +42,7 @@ from vllm_gptoss.tools.protocol import (
     Text,
     ToolCall,
     ToolKind,
+    ToolProvider,
     ToolResult,
 )
 from vllm_gptoss.tools.server import ToolServer, ToolServerOptions
@@ -58,7 +58,7 @@ _CODE = {"type": "object", "properties": {"code": {"type": "string"}}, "required
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def tool_server(provider: GatedProvider) -> Server[Any]:
+def tool_server(provider: ToolProvider) -> Server[Any]:
     """`provider`'s namespace as an MCP server, its state by `conversation`."""
     namespace = next(iter(provider.namespaces()))
 
@@ -169,7 +169,7 @@ def _block(part: Content) -> types.TextContent | types.ImageContent:
 
 
 def http_app(
-    providers: Sequence[GatedProvider], host: str, keys: Keys | None = None, limits: SessionLimits = DEFAULT
+    providers: Sequence[ToolProvider], host: str, keys: Keys | None = None, limits: SessionLimits = DEFAULT
 ) -> Starlette:
     """Every tool over streamable HTTP and SSE, for who has one of `keys`.
 
@@ -212,7 +212,7 @@ async def _health(request: Request) -> Response:
     return Response()
 
 
-def _is_python(provider: GatedProvider) -> bool:
+def _is_python(provider: ToolProvider) -> bool:
     return any(namespace.kind is ToolKind.PYTHON for namespace in provider.namespaces())
 
 
@@ -230,7 +230,7 @@ def _sse(server: Server[Any], prefix: str, security: TransportSecuritySettings) 
     ]
 
 
-async def run_stdio(provider: GatedProvider) -> None:
+async def run_stdio(provider: ToolProvider) -> None:
     """Serves one tool on stdin and stdout until stdin ends."""
     server = tool_server(provider)
     async with stdio_server() as (read, write):

@@ -16,7 +16,7 @@ from vllm_gptoss.tools.browser.guard import Guard, host_matches, literal
 from vllm_gptoss.tools.browser.page import estimate_tokens
 from vllm_gptoss.tools.browser.settings import BrowserConfig
 from vllm_gptoss.tools.config import ToolConfigError, ToolsPlan, first_problem, parse_spec
-from vllm_gptoss.tools.gate import GatedProvider
+from vllm_gptoss.tools.gate import gated
 from vllm_gptoss.tools.mcp.settings import McpServerConfig, checked_headers
 from vllm_gptoss.tools.missing import reason
 from vllm_gptoss.tools.protocol import Namespace, SessionOptions, ToolProvider, ToolSession
@@ -59,7 +59,7 @@ class ToolServer:
     def __init__(self, providers: Sequence[ToolProvider], plan: ToolsPlan | None = None) -> None:
         self.plan = plan or ToolsPlan()
         limit = self.plan.max_running_calls
-        self._all = [GatedProvider(each, Slots(min(limit, each.at_once or limit))) for each in providers]
+        self._all = [gated(each, Slots(min(limit, each.at_once or limit))) for each in providers]
         self._reported: set[str] = set()
 
     @classmethod
@@ -121,7 +121,7 @@ class ToolServer:
                 logger.error("tool %s did not close", provider.name, exc_info=error)
 
     @property
-    def providers(self) -> Sequence[GatedProvider]:
+    def providers(self) -> Sequence[ToolProvider]:
         """Every configured provider, available or not. Of two that offer one namespace, the first counts."""
         return self._all
 
@@ -146,7 +146,7 @@ class ToolServer:
             rows.append(Offer(provider.name, kind, tools or [provider.name], provider.unavailable))
         return rows
 
-    async def remote(self, tool: Mapping[str, Any]) -> GatedProvider:
+    async def remote(self, tool: Mapping[str, Any]) -> ToolProvider:
         """The MCP server that a request's `mcp` tool names by `server_url`, connected; the caller closes it.
 
         `authorization` and `headers` live in this provider alone and end with it.
@@ -179,7 +179,7 @@ class ToolServer:
             inner = _mcp(str(tool.get("server_label") or ""), config, dial)
         except ImportError as error:
             raise NotAllowedError(f"this server cannot connect to MCP servers: {reason(error)}") from None
-        provider = GatedProvider(inner, public=False)
+        provider = gated(inner, public=False)
         try:
             await provider.start()
         except BaseException:
