@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from typing import Any, cast
 
 import prometheus_client
 from prometheus_client import Gauge, Histogram
@@ -20,7 +21,6 @@ from vllm_gptoss.tools.protocol import (
     Namespace,
     SessionOptions,
     Source,
-    StoredFile,
     ToolCall,
     ToolDefinition,
     ToolKind,
@@ -52,70 +52,31 @@ WAITING = Gauge("gptoss_tool_calls_waiting", "Tool calls waiting for a slot", ["
 RUNNING = Gauge("gptoss_tool_calls_running", "Tool calls running", ["tool"], multiprocess_mode="livesum")
 
 
-class GatedProvider(ToolProvider):
+def gated(inner: ToolProvider, slots: Slots | None = None, *, public: bool = True) -> ToolProvider:
     """`inner`, with every call passing the gate.
 
     `public` is false for a server that a request names: its names must not become label values.
     """
+    return cast(ToolProvider, _GatedProvider(inner, slots or Slots(), public))
 
-    def __init__(self, inner: ToolProvider, slots: Slots | None = None, *, public: bool = True) -> None:
+
+class _GatedProvider:
+    """Opens sessions behind the gate; all else is `inner`'s."""
+
+    def __init__(self, inner: ToolProvider, slots: Slots, public: bool) -> None:
         self.inner = inner
-        self._slots = slots or Slots()
+        self._slots = slots
         self._public = public
 
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    @property
-    def unavailable(self) -> str | None:
-        return self.inner.unavailable
-
-    @property
-    def honours_web_options(self) -> bool:
-        return self.inner.honours_web_options
-
-    @property
-    def longest_call_s(self) -> float:
-        return self.inner.longest_call_s
-
-    @property
-    def at_once(self) -> int | None:
-        return self.inner.at_once
-
-    @property
-    def note(self) -> str | None:
-        return self.inner.note
-
-    @property
-    def isolation(self) -> str:
-        return self.inner.isolation
-
-    def namespaces(self) -> Sequence[Namespace]:
-        return self.inner.namespaces()
-
-    async def start(self) -> None:
-        await self.inner.start()
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.inner, name)
 
     async def open(self, conversation_id: str, options: SessionOptions) -> ToolSession:
         session = await self.inner.open(conversation_id, options)
         limit_s = self.inner.longest_call_s + _SPARE_S
         return GatedSession(session, options, self._slots, limit_s=limit_s, public=self._public)
-
-    async def aclose(self) -> None:
-        await self.inner.aclose()
-
-    def needs_approval(self, tool: str) -> bool:
-        return self.inner.needs_approval(tool)
-
-    def trial(self) -> tuple[str, str] | None:
-        return self.inner.trial()
-
-    async def list_files(self, container_id: str) -> Sequence[StoredFile]:
-        return await self.inner.list_files(container_id)
-
-    async def read_file(self, container_id: str, file_id: str) -> StoredFile | None:
-        return await self.inner.read_file(container_id, file_id)
 
 
 class GatedSession(ToolSession):

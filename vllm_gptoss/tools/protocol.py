@@ -225,6 +225,18 @@ class ToolSession(ABC):
 class ToolProvider(ABC):
     """One configured tool or MCP server."""
 
+    honours_web_options = True
+    """Whether `allowed_domains` and `external_web_access` of the session options have an effect."""
+
+    longest_call_s = 90.0
+    """Seconds after which a call is over by the tool's own limits; one that is not hangs."""
+
+    at_once: int | None = None
+    """How many calls it has room for at once, or None where it does not know."""
+
+    note: str | None = None
+    """A feature of the enabled tool that does not work, because it is not configured."""
+
     @property
     @abstractmethod
     def name(self) -> str:
@@ -249,26 +261,6 @@ class ToolProvider(ABC):
 
     async def aclose(self) -> None:
         """Ends every session and all that they share."""
-        return None
-
-    @property
-    def honours_web_options(self) -> bool:
-        """Whether `allowed_domains` and `external_web_access` of the session options have an effect."""
-        return True
-
-    @property
-    def longest_call_s(self) -> float:
-        """Seconds after which a call is over by the tool's own limits; one that is not hangs."""
-        return 90.0
-
-    @property
-    def at_once(self) -> int | None:
-        """How many calls it has room for at once, or None where it does not know."""
-        return None
-
-    @property
-    def note(self) -> str | None:
-        """A feature of the enabled tool that does not work, because it is not configured."""
         return None
 
     @property
@@ -322,7 +314,7 @@ async def call_within(session: ToolSession, call: ToolCall, limit_s: float) -> T
 # What gpt-oss was trained on, word for word: "Harmony response format", sections Browser tool and Python tool.
 
 
-def python_namespace(timeout_s: float = 120.0, name: str = "python") -> Namespace:
+def python_namespace(timeout_s: float = 120.0) -> Namespace:
     """The python tool. Of the text, only the seconds that a call may take may be changed."""
     text = (
         "Use this tool to execute Python code in your chain of thought. The code will not be shown to the user. This"
@@ -333,7 +325,7 @@ def python_namespace(timeout_s: float = 120.0, name: str = "python") -> Namespac
         " The drive at '/mnt/data' can be used to save and persist user files. Internet access for this session is"
         " UNKNOWN. Depends on the cluster."
     )
-    return Namespace(name, ToolKind.PYTHON, text, ())
+    return Namespace("python", ToolKind.PYTHON, text, ())
 
 
 _NUMBER = {"type": "number", "default": -1}

@@ -33,7 +33,6 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 
 from vllm_gptoss.tools.config import ToolConfigError
-from vllm_gptoss.tools.gate import GatedProvider
 from vllm_gptoss.tools.protocol import (
     Content,
     File,
@@ -43,6 +42,7 @@ from vllm_gptoss.tools.protocol import (
     Text,
     ToolCall,
     ToolKind,
+    ToolProvider,
     ToolResult,
 )
 from vllm_gptoss.tools.server import ToolServer, ToolServerOptions
@@ -52,13 +52,11 @@ from vllm_gptoss.tools.service.sessions import DEFAULT, SessionLimits, Sessions
 from vllm_gptoss.tools.service.wire import ANSWERED, MAX_FILES, Answered, Asked, KeptFile, asked, container_id
 from vllm_gptoss.tools.version import VERSION
 
-logger = logging.getLogger(__name__)
-
 _CODE = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def tool_server(provider: GatedProvider) -> Server[Any]:
+def tool_server(provider: ToolProvider) -> Server[Any]:
     """`provider`'s namespace as an MCP server, its state by `conversation`."""
     namespace = next(iter(provider.namespaces()))
 
@@ -169,7 +167,7 @@ def _block(part: Content) -> types.TextContent | types.ImageContent:
 
 
 def http_app(
-    providers: Sequence[GatedProvider], host: str, keys: Keys | None = None, limits: SessionLimits = DEFAULT
+    providers: Sequence[ToolProvider], host: str, keys: Keys | None = None, limits: SessionLimits = DEFAULT
 ) -> Starlette:
     """Every tool over streamable HTTP and SSE, for who has one of `keys`.
 
@@ -195,7 +193,8 @@ def http_app(
             )
             routes += [*_sse(server, prefix, security), *inner.routes]
             lifespans.append(inner.router.lifespan_context)
-        routes += file_routes(provider) if _is_python(provider) else []
+        if any(namespace.kind is ToolKind.PYTHON for namespace in provider.namespaces()):
+            routes += file_routes(provider)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -212,10 +211,6 @@ async def _health(request: Request) -> Response:
     return Response()
 
 
-def _is_python(provider: GatedProvider) -> bool:
-    return any(namespace.kind is ToolKind.PYTHON for namespace in provider.namespaces())
-
-
 def _sse(server: Server[Any], prefix: str, security: TransportSecuritySettings) -> list[BaseRoute]:
     transport = SseServerTransport(f"{prefix}/messages/", security_settings=security)
 
@@ -230,7 +225,7 @@ def _sse(server: Server[Any], prefix: str, security: TransportSecuritySettings) 
     ]
 
 
-async def run_stdio(provider: GatedProvider) -> None:
+async def run_stdio(provider: ToolProvider) -> None:
     """Serves one tool on stdin and stdout until stdin ends."""
     server = tool_server(provider)
     async with stdio_server() as (read, write):

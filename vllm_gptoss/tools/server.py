@@ -16,7 +16,7 @@ from vllm_gptoss.tools.browser.guard import Guard, host_matches, literal
 from vllm_gptoss.tools.browser.page import estimate_tokens
 from vllm_gptoss.tools.browser.settings import BrowserConfig
 from vllm_gptoss.tools.config import ToolConfigError, ToolsPlan, first_problem, parse_spec
-from vllm_gptoss.tools.gate import GatedProvider
+from vllm_gptoss.tools.gate import gated
 from vllm_gptoss.tools.mcp.settings import McpServerConfig, checked_headers
 from vllm_gptoss.tools.missing import reason
 from vllm_gptoss.tools.protocol import Namespace, SessionOptions, ToolProvider, ToolSession
@@ -59,7 +59,8 @@ class ToolServer:
     def __init__(self, providers: Sequence[ToolProvider], plan: ToolsPlan | None = None) -> None:
         self.plan = plan or ToolsPlan()
         limit = self.plan.max_running_calls
-        self._all = [GatedProvider(each, Slots(min(limit, each.at_once or limit))) for each in providers]
+        # Every configured provider, available or not. Of two that offer one namespace, the first counts.
+        self.providers = [gated(each, Slots(min(limit, each.at_once or limit))) for each in providers]
         self._reported: set[str] = set()
 
     @classmethod
@@ -103,8 +104,8 @@ class ToolServer:
 
     async def start(self) -> None:
         """Starts every tool at once. Never raises for one that is down; it is logged and retried later."""
-        results = await asyncio.gather(*(provider.start() for provider in self._all), return_exceptions=True)
-        for provider, error in zip(self._all, results, strict=True):
+        results = await asyncio.gather(*(provider.start() for provider in self.providers), return_exceptions=True)
+        for provider, error in zip(self.providers, results, strict=True):
             if isinstance(error, Exception):
                 logger.error("tool %s did not start", provider.name, exc_info=error)
         for offer in self.offers():
@@ -115,19 +116,14 @@ class ToolServer:
         self.namespaces()  # raises for names that are taken twice
 
     async def aclose(self) -> None:
-        results = await asyncio.gather(*(provider.aclose() for provider in self._all), return_exceptions=True)
-        for provider, error in zip(self._all, results, strict=True):
+        results = await asyncio.gather(*(provider.aclose() for provider in self.providers), return_exceptions=True)
+        for provider, error in zip(self.providers, results, strict=True):
             if isinstance(error, Exception):
                 logger.error("tool %s did not close", provider.name, exc_info=error)
 
-    @property
-    def providers(self) -> Sequence[GatedProvider]:
-        """Every configured provider, available or not. Of two that offer one namespace, the first counts."""
-        return self._all
-
     def namespaces(self) -> list[Namespace]:
         found: dict[str, Namespace] = {}
-        for provider in self._all:
+        for provider in self.providers:
             for namespace in provider.namespaces() if not provider.unavailable else ():
                 if namespace.name not in found:
                     found[namespace.name] = namespace
@@ -139,14 +135,14 @@ class ToolServer:
     def offers(self) -> list[Offer]:
         """Every configured tool, with what it offers or why it is off."""
         rows = []
-        for provider in self._all:
+        for provider in self.providers:
             namespace = next(iter(provider.namespaces()), None)
             tools = [tool.name for tool in namespace.tools] if namespace else []
             kind = namespace.kind.value if namespace else "?"
             rows.append(Offer(provider.name, kind, tools or [provider.name], provider.unavailable))
         return rows
 
-    async def remote(self, tool: Mapping[str, Any]) -> GatedProvider:
+    async def remote(self, tool: Mapping[str, Any]) -> ToolProvider:
         """The MCP server that a request's `mcp` tool names by `server_url`, connected; the caller closes it.
 
         `authorization` and `headers` live in this provider alone and end with it.
@@ -179,7 +175,7 @@ class ToolServer:
             inner = _mcp(str(tool.get("server_label") or ""), config, dial)
         except ImportError as error:
             raise NotAllowedError(f"this server cannot connect to MCP servers: {reason(error)}") from None
-        provider = GatedProvider(inner, public=False)
+        provider = gated(inner, public=False)
         try:
             await provider.start()
         except BaseException:

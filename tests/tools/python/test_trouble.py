@@ -21,7 +21,7 @@ from prometheus_client import REGISTRY
 
 from tests.support.notebooks import run_in, started
 from tests.support.waiting import soon, until
-from vllm_gptoss.tools.gate import GatedProvider
+from vllm_gptoss.tools.gate import gated
 from vllm_gptoss.tools.protocol import SessionOptions, ToolCall, ToolResult, ToolSession
 from vllm_gptoss.tools.python import PythonOptions, PythonProvider
 from vllm_gptoss.tools.python.container import _UNSEEN
@@ -120,7 +120,7 @@ async def test_a_caller_who_opens_many_conversations_closes_its_own() -> None:
 async def test_a_caller_at_its_bound_takes_no_slot_and_its_idle_session_makes_room() -> None:
     limits = {"max_conversations": 4, "caller_containers": 1}
     provider = await started(timeout_s=120, memory_mib=256, warm=0, preload=[], **limits)
-    gate = GatedProvider(provider, Slots(2))  # one for each of two callers
+    gate = gated(provider, Slots(2))  # one for each of two callers
 
     def slots_taken() -> float:
         return REGISTRY.get_sample_value("gptoss_tool_queue_seconds_count", {"tool": "python"}) or 0.0

@@ -19,7 +19,7 @@ from tests.support.servers import running
 from tests.support.waiting import until
 from vllm_gptoss.tools import serve
 from vllm_gptoss.tools.config import ToolConfigError, parse_spec
-from vllm_gptoss.tools.gate import GatedProvider
+from vllm_gptoss.tools.gate import gated
 from vllm_gptoss.tools.protocol import File, SessionOptions, ToolCall, ToolResult
 from vllm_gptoss.tools.python import PythonProvider
 from vllm_gptoss.tools.python.container import _UNSEEN
@@ -45,7 +45,7 @@ async def node() -> AsyncIterator[Node]:
     limits = {"caller_containers": 2, "caller_files_mib": 1}
     python = await started(warm=0, preload=[], timeout_s=20, memory_mib=512, **limits)
     keys = load_keys(None, {VARIABLE: f"{ALICE},{BOB}"})
-    async with running(http_app([GatedProvider(python)], "127.0.0.1", keys)) as url:
+    async with running(http_app([gated(python)], "127.0.0.1", keys)) as url:
         yield Node(url, python)
     await python.aclose()
 
@@ -242,7 +242,7 @@ async def test_a_node_that_is_not_there_costs_no_call(node: Node) -> None:
 async def test_a_call_that_a_node_does_not_take_goes_to_the_next_one_and_says_what_is_lost(node: Node) -> None:
     """Simulates a proxy that has lost its node."""
     gone = False
-    app = http_app([GatedProvider(node.python)], "127.0.0.1", load_keys(None, {VARIABLE: ALICE}))
+    app = http_app([gated(node.python)], "127.0.0.1", load_keys(None, {VARIABLE: ALICE}))
 
     async def sometimes(scope: Any, receive: Any, send: Any) -> None:
         if gone and scope["type"] == "http":
@@ -254,7 +254,7 @@ async def test_a_call_that_a_node_does_not_take_goes_to_the_next_one_and_says_wh
     keys = load_keys(None, {VARIABLE: ALICE})
     async with (
         running(sometimes) as first,
-        running(http_app([GatedProvider(other)], "127.0.0.1", keys)) as second,
+        running(http_app([gated(other)], "127.0.0.1", keys)) as second,
         service(ALICE, first, second) as alice,
     ):
         name = next(name for name in map(str, range(100)) if ranked([first, second], name)[0] == first)

@@ -17,7 +17,7 @@ from tests.support.notebooks import started
 from tests.support.places import ROOT
 from tests.support.servers import running
 from tests.support.sockets import listening
-from vllm_gptoss.tools.gate import GatedProvider
+from vllm_gptoss.tools.gate import gated
 from vllm_gptoss.tools.protocol import File, SessionOptions, ToolCall
 from vllm_gptoss.tools.serve import http_app
 from vllm_gptoss.tools.service.access import VARIABLE, load_keys
@@ -43,7 +43,7 @@ async def test_calls_and_files_pass_the_documented_proxy(tmp_path: Path) -> None
         port = listener.getsockname()[1]
     python = await started(warm=0, preload=[], timeout_s=20, memory_mib=512)
     keys = load_keys(None, {VARIABLE: KEY})
-    async with running(http_app([GatedProvider(python)], "127.0.0.1", keys)) as url:
+    async with running(http_app([gated(python)], "127.0.0.1", keys)) as url:
         config = documented().replace("/etc/haproxy/tools-1.pem", str(tmp_path / "both.pem"))
         config = config.replace("bind :8443", f"bind 127.0.0.1:{port}").replace("127.0.0.1:8001", url[7:])
         (tmp_path / "haproxy.cfg").write_text(config)

@@ -65,7 +65,7 @@ class _Told:
         return self._text.frame_of(delta)
 
     def take(self, token_ids: Sequence[int], text: NextText) -> bytes | None:
-        del text  # vLLM does not detokenise these requests
+        # `text` is unused: vLLM does not detokenise these requests.
         if len(token_ids) == 1 and (added := self._reader.next_text(token_ids[0])):
             self._told.append(token_ids[0])
             return self._text.frame(added, self._reader.is_reasoning)

@@ -39,7 +39,6 @@ class Completions:
 
     def attach(self, app: FastAPI, args: Namespace, settings: Any) -> None:
         """Adds our route, unless `GPTOSS_HOST=stock`."""
-        del args
         self._streams = settings.host != "stock"
         if self._streams and not replace_route(app):
             self._streams = False
@@ -47,7 +46,6 @@ class Completions:
 
     async def start(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Puts `CompletionStream` over vLLM's handler."""
-        del engine_client, args
         if self._streams:
             replaced.use_handler(state, "openai_serving_completion", CompletionStream)
 
@@ -127,7 +125,6 @@ class _Told:
         self._uncounted: list[int] = []
 
     def begin(self, choice: Any) -> bytes:
-        del choice
         return b""
 
     def read(self, choice: Any) -> bytes:

@@ -121,7 +121,6 @@ class ResponsesEndpoint:
     @asynccontextmanager
     async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         """Closes the endpoint: under vLLM after the engine has ended, under Ray Serve before that."""
-        del app
         try:
             yield
         finally:

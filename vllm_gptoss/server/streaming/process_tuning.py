@@ -38,11 +38,9 @@ class Host:
         self._is_lean = False
 
     def attach(self, app: Any, args: Any, settings: Any) -> None:
-        del app, args
         self._is_lean = settings.host != "stock"
 
     async def start(self, engine_client: Any, state: Any, args: Any) -> None:
-        del engine_client, state, args
         self._watch = asyncio.create_task(watch_loop(), name="gptoss event loop watch")
         if self._is_lean:
             settle()

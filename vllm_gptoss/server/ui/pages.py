@@ -36,5 +36,4 @@ async def _redirect(request: Request) -> Response:
 
 
 async def _serve(file: Path, request: Request) -> Response:
-    del request
     return FileResponse(file, media_type=TYPES[file.suffix], headers=HEADERS)

@@ -157,7 +157,7 @@ class Container:
             error, note = await self._outcome(kernel, running, outputs)
             await kernel.sandbox.settle()
             files = await self._new_files(kernel)
-            self.memory = (await kernel.sandbox.usage())["memory"]
+            self.memory = await kernel.sandbox.memory()
         except asyncio.CancelledError:
             self.last_call = before  # the next call, of any caller, reports this one
             await uninterrupted(self._stop_cancelled(kernel, running))

@@ -13,6 +13,7 @@ import contextlib
 import os
 import shutil
 import sys
+from dataclasses import asdict
 
 from . import wire
 from .cage import ABSENT, ETC, ETC_NETWORK, GROUP, HOSTS, PASSWD, nsswitch
@@ -169,7 +170,7 @@ class Bubblewrap:
         self._running.add(waiting)
         waiting.add_done_callback(self._running.discard)
         try:
-            sandbox.post(self._spec.to_json())
+            sandbox.post(asdict(self._spec))
             async with asyncio.timeout(_SPAWN_S):
                 await sandbox.hello
             await sandbox.join(self._cgroups, self._spec)

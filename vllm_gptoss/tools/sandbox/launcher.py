@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,7 @@ class Zygote:
         self._first = asyncio.get_running_loop().create_future()
         self._channel = SandboxChannel(ours, self._on_event)
         with contextlib.suppress(SandboxError):  # then it is closed, which the next line detects
-            self._channel.post(self._spec.to_json())
+            self._channel.post(asdict(self._spec))
         self._channel.closed.add_done_callback(lambda _: self._on_event({"event": "failed", "error": "died"}, []))
         try:
             async with asyncio.timeout(timeout_s):
@@ -249,7 +250,8 @@ class Sandbox:
         self.hello: asyncio.Future[None] = loop.create_future()
         self.exited: asyncio.Future[None] = loop.create_future()
         self._started: asyncio.Future[None] | None = None
-        self._death: asyncio.Future[tuple[int, str]] = loop.create_future()
+        # Set when the payload dies: (exit code, negative for a signal; reason: a limit, killed, died, gone).
+        self.death: asyncio.Future[tuple[int, str]] = loop.create_future()
         self._leaf: Leaf | None = None
         self._channel = SandboxChannel(sock, self._on_event)
         self._channel.closed.add_done_callback(lambda _: self._on_closed())
@@ -284,8 +286,8 @@ class Sandbox:
     def _on_death(self, code: int, reason: str, stderr: str = "") -> None:
         if code == -signal.SIGKILL and self._leaf is not None and self._leaf.out_of_memory():
             reason = "memory"
-        if not self._death.done():
-            self._death.set_result((code, reason))
+        if not self.death.done():
+            self.death.set_result((code, reason))
         if self._started is not None and not self._started.done():
             error = SandboxError(f"the payload ended with {code} ({reason}) before it was ready: {stderr}")
             self._started.set_exception(error)
@@ -321,14 +323,9 @@ class Sandbox:
         else:
             logger.warning("cgroup %s stays busy; it is left behind", self._leaf.path)
 
-    @property
-    def death(self) -> asyncio.Future[tuple[int, str]]:
-        """Set when the payload dies: (exit code, negative for a signal; reason: a limit, killed, died, gone)."""
-        return self._death
-
     async def start(self, argument: dict[str, Any], timeout_s: float) -> None:
         """Starts the payload and waits until it serves. Raises SandboxError."""
-        self._death = self._loop.create_future()
+        self.death = self._loop.create_future()
         self._started = self._loop.create_future()
         await self._channel.request("start", argument=argument)
         try:
@@ -354,12 +351,12 @@ class Sandbox:
     async def kill_payload(self, reason: str) -> None:
         """Kills every process but pid 1; files stay."""
         await self._channel.request("kill", reason=reason)
-        await self._death
+        await self.death
 
-    async def usage(self) -> dict[str, int]:
-        """`memory`: bytes beyond what the payload started with, files included; `processes`: without pid 1."""
-        reply, _ = await self._channel.request("usage")
-        return {"memory": int(reply["memory"]), "processes": int(reply["processes"])}
+    async def memory(self) -> int:
+        """Bytes beyond what the payload started with, files included."""
+        reply, _ = await self._channel.request("memory")
+        return int(reply["memory"])
 
     async def list_files(self) -> list[tuple[str, int, int, int]]:
         """Regular files in /mnt/data: (relative path, bytes, mtime ns, inode)."""

@@ -24,7 +24,7 @@ from typing import Any
 from . import cage, landlock, wasm
 from .interpreter import Runtime
 from .launcher import ENVIRONMENT, PACKAGE, SandboxError, loader
-from .local_files import LocalFiles
+from .local_process import LocalProcess
 from .spec import DATA, TMP, Limits
 
 logger = logging.getLogger(__name__)
@@ -140,68 +140,39 @@ def remove_tree(top: str) -> None:
     os.rmdir(top)
 
 
-class PortableProcess(LocalFiles):
+class PortableProcess(LocalProcess):
     """`launcher.Sandbox` for a process that runs WebAssembly."""
 
     def __init__(self, home: str, settings: dict[str, Any]) -> None:
-        loop = asyncio.get_running_loop()
-        self._home = home
-        self._data = f"{home}/data"
+        super().__init__(home, _REASONS)
         self._settings = settings
-        self._process: asyncio.subprocess.Process | None = None
-        self._watch: asyncio.Task[None] | None = None
-        self._pidfd = -1
-        self._reason = ""
         self._baseline = 0
-        self.exited: asyncio.Future[None] = loop.create_future()
-        self.death: asyncio.Future[tuple[int, str]] = loop.create_future()
 
     async def start(self, limit: int) -> Streams:
         """Starts the program; its lines may have `limit` bytes. Raises SandboxError."""
-        self.death = asyncio.get_running_loop().create_future()
-        self._reason = ""
         self._baseline = 0
         inside_in, ours_out = os.pipe()
         ours_in, inside_out = os.pipe()
         try:
-            self._process = await asyncio.create_subprocess_exec(
+            await self._run(
                 *(sys.executable, "-I", "-c", loader("wasm"), PACKAGE, "run", json.dumps(self._settings)),
                 stdin=inside_in,
                 stdout=inside_out,
                 stderr=inside_out,
                 env=ENVIRONMENT,
                 cwd=self._home,
-                start_new_session=True,
             )
-        except OSError as error:
+        except SandboxError:
             os.close(ours_in)
             os.close(ours_out)
-            raise SandboxError(f"cannot run {sys.executable}: {error}") from error
+            raise
         finally:
             os.close(inside_in)
             os.close(inside_out)
-        with contextlib.suppress(ProcessLookupError):  # it may be over already
-            self._pidfd = os.pidfd_open(self._process.pid)
-        self._watch = asyncio.create_task(self._wait(self._process, self.death))
         return await Streams.open(ours_in, ours_out, limit)
 
-    async def _wait(self, process: asyncio.subprocess.Process, death: asyncio.Future[tuple[int, str]]) -> None:
-        code = await process.wait()
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = -1
-        if not death.done():
-            death.set_result((code, self._reason or _REASONS.get(code, "died")))
-
-    def _signal(self, number: signal.Signals) -> None:
-        # Not Process.send_signal: that polls first, and takes the exit status away from asyncio's watcher.
-        if self._pidfd >= 0:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, number)
-
     async def thaw(self) -> None:
-        if self.exited.done():
-            raise SandboxError("the process is gone")
+        await super().thaw()
         self._signal(signal.SIGCONT)
 
     async def settle(self) -> None:
@@ -212,12 +183,7 @@ class PortableProcess(LocalFiles):
     async def interrupt(self) -> None:
         """There are no signals in WebAssembly: the program ends."""
         self._reason = self._reason or "interrupted"
-        self._signal(signal.SIGKILL)
-
-    async def kill_payload(self, reason: str) -> None:
-        self._reason = self._reason or reason
-        self._signal(signal.SIGKILL)
-        await self.death
+        self.kill()
 
     def _resident(self) -> int:
         if self._process is None or self._process.returncode is not None:
@@ -226,20 +192,12 @@ class PortableProcess(LocalFiles):
             return sum(int(line.split()[1]) << 10 for line in file if line.startswith(("RssAnon:", "RssShmem:")))
         return 0
 
-    async def usage(self) -> dict[str, int]:
-        """`memory`: bytes beyond what the program started with; files are on the disk."""
-        return {"memory": max(0, self._resident() - self._baseline), "processes": 1}
+    async def memory(self) -> int:
+        """Bytes beyond what the program started with; files are on the disk."""
+        return max(0, self._resident() - self._baseline)
 
-    def kill(self) -> None:
-        self._signal(signal.SIGKILL)
-
-    async def aclose(self) -> None:
-        self.kill()
-        if self._watch is not None:
-            await asyncio.shield(self._watch)
-        if not self.exited.done():
-            self.exited.set_result(None)
-            await asyncio.to_thread(remove_tree, self._home)
+    def _remove(self) -> None:
+        remove_tree(self._home)
 
 
 class Streams:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 # Where things are inside; the scratch tmpfs lies on RUN and is bound to the others, so one size limit covers all.
@@ -55,11 +55,9 @@ class Spec:
     payload: str
     options: dict[str, Any] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Spec:
+        """Reverses `dataclasses.asdict`."""
         view = dict(data["view"])
         view["read_only"], view["hidden"] = tuple(view["read_only"]), tuple(view["hidden"])
         return cls(View(**view), Limits(**data["limits"]), data["payload"], data["options"])

@@ -132,4 +132,4 @@ async def _nothing() -> Message:
 
 
 async def _unread(message: Message) -> None:
-    del message
+    """Drops the message."""

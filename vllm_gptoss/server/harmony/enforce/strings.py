@@ -150,7 +150,6 @@ def _ways_on(
 
 
 def _bare_ways(rules: Rules, ranges: list[tuple[int, int]], then: str) -> list[str]:
-    del rules
     return [f"[{''.join(_range(*part) for part in ranges)}] {then}"]
 
 
@@ -165,7 +164,6 @@ def _ways(rules: Rules, ranges: list[tuple[int, int]], then: str) -> list[str]:
 
 
 def _unescaped(rules: Rules, ranges: list[tuple[int, int]], then: str) -> list[str]:
-    del rules
     raw = "".join(_range(*part) for low, high in ranges for part in _without_escaped(low, high))
     return [f"[{raw}] {then}"] if raw else []
 

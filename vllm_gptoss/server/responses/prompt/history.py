@@ -83,7 +83,6 @@ class HistoryReader:
         self._history.messages.extend(messages)
 
     def _message(self, item: Item, where: str) -> None:
-        del where
         role, text = item["role"], text_of(item)
         if role == "user":
             self._add(harmony.user(text))
@@ -114,7 +113,6 @@ class HistoryReader:
             self._add(harmony.analysis(text))
 
     def _call(self, item: Item, where: str) -> None:
-        del where
         if item.get("status") == "incomplete" and item["call_id"] not in self._answered:
             logger.info("Call %s was cut and never answered; it is left out of the prompt", item["call_id"])
             return
@@ -137,12 +135,10 @@ class HistoryReader:
         self._add(harmony.tool_result(name, text_of(item, "output")))
 
     def _python(self, item: Item, where: str) -> None:
-        del where
         logs = [o.get("logs") or "[image]" for o in item.get("outputs") or ()]
         self._builtin(item, "python", item.get("code") or "", "\n".join(logs))
 
     def _browser(self, item: Item, where: str) -> None:
-        del where
         action = item["action"]
         tool = {"open_page": "open", "find_in_page": "find"}.get(action["type"], "search")
         fields = {"open": ("url",), "find": ("pattern", "url"), "search": ("query",)}[tool]
@@ -162,7 +158,6 @@ class HistoryReader:
         self._add(harmony.tool_result(recipient, text, channel=Channel.ANALYSIS))
 
     def _mcp_call(self, item: Item, where: str) -> None:
-        del where
         if item.get("status") == "incomplete":
             return
         recipient = f"{item['server_label']}.{item['name']}"
@@ -172,11 +167,9 @@ class HistoryReader:
         self._add(harmony.call(recipient, item["arguments"]), harmony.tool_result(recipient, text))
 
     def _mcp_list(self, item: Item, where: str) -> None:
-        del where
         self._history.listed.add(item["server_label"])
 
     def _approval_request(self, item: Item, where: str) -> None:
-        del where
         self._requests[item["id"]] = item
 
     def _approval_response(self, item: Item, where: str) -> None:
@@ -218,7 +211,6 @@ class HistoryReader:
             logger.warning("A summary of earlier turns is lost; the turns themselves are in the prompt: %s", error)
 
     def _trigger(self, item: Item, where: str) -> None:
-        del item, where
         self._history.wants_compaction = True
 
 

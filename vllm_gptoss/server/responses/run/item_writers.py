@@ -30,17 +30,14 @@ class Writer:
 
     def adds(self, text: str) -> bool:
         """Adds text that its event carries unchanged. False if it needs `delta`; then nothing was added."""
-        del text
         return True
 
     def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
         """The events of more text; `logprobs` are those of its tokens, as the API shows them."""
-        del text, logprobs
         return []
 
     def end(self, text: str, *, cut: bool) -> list[Event]:
         """The events of the message's end; `text` is all of it."""
-        del text, cut
         return []
 
 
@@ -125,7 +122,6 @@ class ReasoningWriter(ItemWriter):
         return events
 
     def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
-        del logprobs
         events = self._started()
         if self._style.reasoning:
             events.append(self._out.delta("response.reasoning_text.delta", self._where_text, text))
@@ -293,7 +289,6 @@ class FunctionCallWriter(_CallWriter):
         return events
 
     def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
-        del logprobs
         return [*self._started(), self._event(".delta", delta=text)]
 
     def end(self, text: str, *, cut: bool) -> list[Event]:
@@ -314,7 +309,6 @@ class CustomCallWriter(_CallWriter):
         self._pieces: list[str] = []
 
     def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
-        del logprobs
         return self._started() + self._add(self._unwrap.feed(text) if self._unwrap else text)
 
     def _add(self, piece: str) -> list[Event]:

@@ -24,7 +24,6 @@ class ToolWriter(ItemWriter):
     busy: str
 
     def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
-        del logprobs
         return [*self._started(), self._event(f"_{self.field}.delta", delta=text)]
 
     def end(self, text: str, *, cut: bool) -> list[Event]:
@@ -87,7 +86,6 @@ class BrowserCallWriter(ToolWriter):
         self._tool = tool
 
     def delta(self, text: str, logprobs: Logprobs = None) -> list[Event]:
-        del text, logprobs
         return []
 
     def end(self, text: str, *, cut: bool) -> list[Event]:

@@ -18,11 +18,9 @@ class now(FunctionElement[float]):  # noqa: N801 - SQL's own word
 
 @compiles(now, "sqlite")
 def _sqlite(element: now, compiler: Any, **options: Any) -> str:
-    del element, compiler, options
     return "((julianday('now') - 2440587.5) * 86400.0)"
 
 
 @compiles(now, "postgresql")
 def _postgresql(element: now, compiler: Any, **options: Any) -> str:
-    del element, compiler, options
     return "CAST(extract(epoch FROM clock_timestamp()) AS double precision)"

@@ -111,7 +111,6 @@ class EventStream(Response):
         self._next = after + 1
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        del scope
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         self.outlet = Outlet(send)
         if self._loop is not None:
