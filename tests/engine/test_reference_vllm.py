@@ -23,7 +23,7 @@ NEW_TOKENS = 6
 AMX = bool(torch.cpu._is_amx_tile_supported())
 TWO_RANKS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
 
-COMPILED = {"enforce_eager": False, "compilation_config": {"backend": "eager"}}
+COMPILED = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
 """Traced and split as by default, without C++ from inductor, which takes half a minute."""
 
 JOBS: dict[str, tuple[tiny.Format, tiny.Shape, dict[str, str], dict[str, Any]]] = {
