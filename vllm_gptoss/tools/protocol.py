@@ -322,7 +322,7 @@ async def call_within(session: ToolSession, call: ToolCall, limit_s: float) -> T
 # What gpt-oss was trained on, word for word: "Harmony response format", sections Browser tool and Python tool.
 
 
-def python_namespace(timeout_s: float = 120.0, name: str = "python") -> Namespace:
+def python_namespace(timeout_s: float = 120.0) -> Namespace:
     """The python tool. Of the text, only the seconds that a call may take may be changed."""
     text = (
         "Use this tool to execute Python code in your chain of thought. The code will not be shown to the user. This"
@@ -333,7 +333,7 @@ def python_namespace(timeout_s: float = 120.0, name: str = "python") -> Namespac
         " The drive at '/mnt/data' can be used to save and persist user files. Internet access for this session is"
         " UNKNOWN. Depends on the cluster."
     )
-    return Namespace(name, ToolKind.PYTHON, text, ())
+    return Namespace("python", ToolKind.PYTHON, text, ())
 
 
 _NUMBER = {"type": "number", "default": -1}

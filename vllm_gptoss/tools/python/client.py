@@ -15,7 +15,7 @@ from jupyter_client.session import Session
 
 from vllm_gptoss.tools.confined import BusyError, ConfinedError, Limit, Refused, pool
 
-from .messages import KernelMessage, MalformedError, read, read_message
+from .messages import KernelMessage, read, read_message
 from .zmtp import ProtocolError, ZmtpConnection
 
 _SHELL, _IOPUB = 1, 2  # as in `payload`
@@ -98,7 +98,7 @@ class KernelClient:
                 raise KernelError(f"the kernel sent more than {self._max_total} bytes")
             try:
                 return await self._read(frames)
-            except (MalformedError, Refused):  # not signed or not JSON: not from the kernel's protocol code
+            except Refused:  # not signed or not JSON: not from the kernel's protocol code
                 self._malformed += 1
                 if self._malformed > _MAX_MALFORMED:
                     raise KernelError("the kernel sends what are no messages") from None

@@ -14,7 +14,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from functools import wraps
 from pathlib import Path
@@ -134,19 +134,17 @@ class KeptFiles:
         files = []
         for head, size in zip(heads, sizes, strict=True):
             info = _info(head) if isinstance(head, bytes) else None
-            if info and _size_of_head(info) + info.size == size:
+            if info and head.index(b"\n") + 1 + info.size == size:
                 files.append(info)
         return sorted(files, key=lambda info: info.created_at)
 
     @_storage
     def drop(self, container_id: str, file_id: str) -> None:
         if path := self._path(container_id, file_id):
-            try:
+            with contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(path)
-            except FileNotFoundError:
-                return
-            if "file" in _protocols(self._fs) and not any(Path(path).parent.iterdir()):
-                Path(path).parent.rmdir()
+                if "file" in _protocols(self._fs) and not any(Path(path).parent.iterdir()):
+                    Path(path).parent.rmdir()
 
     @_storage
     def every(self) -> list[tuple[str, str, int, float]]:
@@ -186,16 +184,7 @@ def _info(head: bytes) -> StoredFile | None:
         return None
 
 
-def _size_of_head(info: StoredFile) -> int:
-    return len(json.dumps({name: value for name, value in asdict(info).items() if name in _FIELDS})) + 1
-
-
 def _parsed(whole: bytes) -> StoredFile | None:
     info = _info(whole[:_HEAD])
-    if info is None:
-        return None
-    data = whole[whole.index(b"\n") + 1 :]
-    if len(data) != info.size:
-        return None
-    fields = {name: getattr(info, name) for name in _FIELDS}
-    return StoredFile(**fields, data=data)
+    data = whole.partition(b"\n")[2]
+    return replace(info, data=data) if info and len(data) == info.size else None

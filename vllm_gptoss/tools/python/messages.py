@@ -30,7 +30,7 @@ _NAME, _VALUE, _PLAIN = 200, 2000, 200  # characters of an error's name and text
 Content = dict[str, str | int | bool | dict[str, str]]
 
 
-class MalformedError(ValueError):
+class MalformedError(Refused):
     """The bytes are not a message of the kernel's protocol."""
 
 
@@ -130,10 +130,7 @@ def _bundle(data: Mapping[str, Any], keep: int) -> Content:
 
 @job
 def read_message(payload: bytes, *, key: bytes, keep: int) -> KernelMessage:
-    try:
-        return read(msgspec.msgpack.decode(payload, type=list[bytes]), key, keep)
-    except MalformedError as error:
-        raise Refused(str(error)) from None
+    return read(msgspec.msgpack.decode(payload, type=list[bytes]), key, keep)
 
 
 def read_pair(data: bytes, keep: int) -> KernelMessage:
@@ -153,7 +150,4 @@ def read_pair(data: bytes, keep: int) -> KernelMessage:
 @job
 def read_frame(payload: bytes, *, keep: int) -> KernelMessage:
     """A large frame of the portable notebook."""
-    try:
-        return read_pair(payload, keep)
-    except MalformedError as error:
-        raise Refused(str(error)) from None
+    return read_pair(payload, keep)

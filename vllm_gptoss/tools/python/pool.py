@@ -40,7 +40,7 @@ class KernelPool:
     def __init__(self, options: PythonOptions, evict_idle: Callable[[], bool]) -> None:
         self._options = options
         self._evict_idle = evict_idle
-        self._choice: TierChoice | None = None
+        self.choice: TierChoice | None = None
         self._launcher_lock = asyncio.Lock()
         self._warm: list[CagedKernel] = []
         self._alive = 0  # handed out and not yet gone
@@ -63,13 +63,13 @@ class KernelPool:
 
     async def _ensure_launcher(self) -> Any:
         async with self._launcher_lock:
-            if self._choice is not None and self._choice.launcher.alive:
-                return self._choice.launcher
-            if self._choice is not None:
-                await self._retire(self._choice.launcher)
-            self._choice = await choose(self._options)
-            TIER.labels(self._choice.tier.name).set(1)
-            return self._choice.launcher
+            if self.choice is not None and self.choice.launcher.alive:
+                return self.choice.launcher
+            if self.choice is not None:
+                await self._retire(self.choice.launcher)
+            self.choice = await choose(self._options)
+            TIER.labels(self.choice.tier.name).set(1)
+            return self.choice.launcher
 
     async def _retire(self, launcher: Any) -> None:
         """Gives up a launcher that makes no cages any more. One that hangs stays, for those it made live in it."""
@@ -79,10 +79,6 @@ class KernelPool:
             return
         logger.warning("the python tool's launcher died; starting another")
         await launcher.aclose()
-
-    @property
-    def choice(self) -> TierChoice | None:
-        return self._choice
 
     async def _new(self) -> CagedKernel:
         sandbox: AnySandbox = await (await self._ensure_launcher()).spawn()
@@ -99,9 +95,9 @@ class KernelPool:
 
     async def start_kernel(self, sandbox: AnySandbox) -> Client:
         """Starts a kernel in a cage that has none (any more). Raises SandboxError."""
-        if self._choice is None:
+        if self.choice is None:
             raise SandboxError("the pool was not started")
-        return await self._choice.tier.connect(self._options, sandbox)
+        return await self.choice.tier.connect(self._options, sandbox)
 
     async def acquire(self) -> CagedKernel:
         """A ready kernel, frozen. Raises SandboxError when all are busy or none can be made."""
@@ -172,5 +168,5 @@ class KernelPool:
         for kernel in self._warm:
             await kernel.aclose()
         self._warm.clear()
-        for launcher in (*self._retired, *([self._choice.launcher] if self._choice else [])):
+        for launcher in (*self._retired, *([self.choice.launcher] if self.choice else [])):
             await launcher.aclose()

@@ -55,10 +55,11 @@ _MAX_CODE = 1 << 20  # characters
 class PythonProvider(ToolProvider):
     """State belongs to the conversation id and outlives its sessions until it is unused for `idle_s` or makes room."""
 
-    def __init__(self, options: PythonOptions | None = None, name: str = "python") -> None:
+    name = "python"
+    unavailable: str | None = "not started"
+
+    def __init__(self, options: PythonOptions | None = None) -> None:
         self.options = options or PythonOptions()
-        self._name = name
-        self._unavailable: str | None = "not started"
         o = self.options
         self._quotas = PythonQuotas(o.caller_containers, o.caller_runs_per_minute, o.caller_files_mib << 20)
         self._store = FileStore(
@@ -75,16 +76,8 @@ class PythonProvider(ToolProvider):
         self._evictions: set[asyncio.Task[None]] = set()
 
     @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def unavailable(self) -> str | None:
-        return self._unavailable
-
-    @property
     def isolation(self) -> str:
-        choice = self._pool.choice if self._pool is not None and self._unavailable is None else None
+        choice = self._pool.choice if self._pool is not None and self.unavailable is None else None
         return f"{choice.tier.name}: {choice.tier.what}" if choice else ""
 
     @property
@@ -103,25 +96,25 @@ class PythonProvider(ToolProvider):
         try:
             await self._store.open()
         except OSError as error:
-            self._unavailable = str(error)
+            self.unavailable = str(error)
             return
         try:
             await self._pool.start()
         except (SandboxError, OSError) as error:
-            self._unavailable = f"no isolation for python: {error}"
-            logger.warning("tool %s is off: %s", self._name, self._unavailable)
+            self.unavailable = f"no isolation for python: {error}"
+            logger.warning("tool %s is off: %s", self.name, self.unavailable)
             await self._pool.aclose()
             return
-        self._unavailable = None
+        self.unavailable = None
         self._sweeper = asyncio.create_task(self._sweep())
-        logger.info("tool %s is ready after %.1f s (%s)", self._name, time.monotonic() - started, self.isolation)
+        logger.info("tool %s is ready after %.1f s (%s)", self.name, time.monotonic() - started, self.isolation)
 
     def namespaces(self) -> Sequence[Namespace]:
-        return (python_namespace(self.options.timeout_s, self._name),)
+        return (python_namespace(self.options.timeout_s),)
 
     async def open(self, conversation_id: str, options: SessionOptions) -> PythonSession:
         """The conversation's notebook; with an empty id, a private one that ends with the session."""
-        before = [call for call in options.past if call.get("recipient") == self._name]
+        before = [call for call in options.past if call.get("recipient") == self.name]
         there = self._containers.get(conversation_id)
         seen = last_call(before) if options.knows_all else None
         if conversation_id and before and there is None:
@@ -141,8 +134,8 @@ class PythonProvider(ToolProvider):
     ) -> ToolResult:
         """Runs a cell in the conversation's notebook. Creates the notebook if needed, with the container id
         `container_id` if no other conversation has it. `seen`: as in `Container.run`."""
-        if self._unavailable is not None or self._pool is None:
-            reason = self._unavailable or "not started"
+        if self.unavailable is not None or self._pool is None:
+            reason = self.unavailable or "not started"
             return failed("unavailable", reason, f"[python is unavailable: {reason}]")
         if refused := self.refusal(conversation_id, owner):  # again: other calls started while this one waited
             return refused
@@ -251,7 +244,7 @@ class PythonProvider(ToolProvider):
                         del self._containers[key]
 
     async def aclose(self) -> None:
-        self._unavailable = "closed"
+        self.unavailable = "closed"
         if self._sweeper is not None:
             self._sweeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
