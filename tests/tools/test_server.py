@@ -193,7 +193,7 @@ async def test_a_server_that_renames_itself_keeps_its_first_name(
     assert [n.name for n in provider.namespaces()] == ["weather"]
     session = await provider.open("c", SessionOptions())
     await do(session, "weather", "end", "{}")
-    await until(lambda: provider.listing and provider.listing.name == "python")
+    await until(lambda: provider.connection.listing and provider.connection.listing.name == "python")
     assert [(n.name, n.kind) for n in provider.namespaces()] == [("weather", ToolKind.MCP)]
     assert "first name stays" in caplog.text
     await provider.aclose()

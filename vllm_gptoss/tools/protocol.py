@@ -225,6 +225,9 @@ class ToolSession(ABC):
 class ToolProvider(ABC):
     """One configured tool or MCP server."""
 
+    honours_web_options = True
+    """Whether `allowed_domains` and `external_web_access` of the session options have an effect."""
+
     @property
     @abstractmethod
     def name(self) -> str:
@@ -250,11 +253,6 @@ class ToolProvider(ABC):
     async def aclose(self) -> None:
         """Ends every session and all that they share."""
         return None
-
-    @property
-    def honours_web_options(self) -> bool:
-        """Whether `allowed_domains` and `external_web_access` of the session options have an effect."""
-        return True
 
     @property
     def longest_call_s(self) -> float:

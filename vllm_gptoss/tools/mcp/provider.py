@@ -21,7 +21,6 @@ from vllm_gptoss.tools.mcp.connection import (
     Listing,
     ServerUnavailableError,
     SlowError,
-    describe,
     origin,
 )
 from vllm_gptoss.tools.mcp.convert import to_result
@@ -80,6 +79,8 @@ class McpProvider(ToolProvider):
     A third party that could choose its name freely would become the python tool one day and be sent code.
     """
 
+    honours_web_options = False  # MCP has no words for `filters` and `external_web_access` of a `web_search` tool
+
     def __init__(
         self, label: str, config: McpServerConfig, dialer: Dialer | None = None, *, taken: Collection[str] = ()
     ) -> None:
@@ -87,7 +88,7 @@ class McpProvider(ToolProvider):
         self._taken = {*taken, *(RESERVED if config.kind == "mcp" else RESERVED - {*ToolKind})}
         self._label = label
         self._dialer = dialer or Dialer(config)
-        self._connection = Connection(
+        self.connection = Connection(
             label or (origin(config.url) if config.url else config.command), self._dialer, on_listing=self._listed
         )
         self._namespace: Namespace | None = None
@@ -99,17 +100,13 @@ class McpProvider(ToolProvider):
         """The namespace's name, or what was configured while the server has not answered."""
         if self._namespace:
             return self._namespace.name
-        return self._label or namespace_name(self._connection.label, self._taken)
+        return self._label or namespace_name(self.connection.label, self._taken)
 
     @property
     def unavailable(self) -> str | None:
-        if self._namespace is None or not self._connection.up:
-            return self._connection.problem
+        if self._namespace is None or not self.connection.up:
+            return self.connection.problem
         return None if self._namespace.tools else "the server offers no tools"
-
-    @property
-    def listing(self) -> Listing | None:
-        return self._connection.listing
 
     @property
     def per_conversation(self) -> bool:
@@ -120,16 +117,11 @@ class McpProvider(ToolProvider):
         return self.config.wire == "sse" or (kind is not ToolKind.MCP and self.config.wire != "stdio")
 
     @property
-    def honours_web_options(self) -> bool:
-        """False: MCP has no words for `filters` and `external_web_access` of a `web_search` tool."""
-        return False
-
-    @property
     def longest_call_s(self) -> float:
         return self.config.timeout_s + self.config.connect_timeout_s
 
     async def start(self) -> None:
-        await self._connection.start()
+        await self.connection.start()
 
     def namespaces(self) -> Sequence[Namespace]:
         return (self._namespace,) if self._namespace else ()
@@ -143,9 +135,9 @@ class McpProvider(ToolProvider):
 
     async def open(self, conversation_id: str, options: SessionOptions) -> McpSession:
         """The server as `conversation_id` sees it. Nothing is sent before the first call."""
-        listing = self._connection.listing
+        listing = self.connection.listing
         if listing and time.monotonic() - listing.listed_at > self.config.refresh_s:
-            self._connection.refresh()
+            self.connection.refresh()
         session = McpSession(self, conversation_id, options)
         self._sessions.add(session)
         return session
@@ -155,11 +147,7 @@ class McpProvider(ToolProvider):
 
     async def aclose(self) -> None:
         await asyncio.gather(*(session.aclose() for session in list(self._sessions)))
-        await self._connection.aclose()
-
-    @property
-    def connection(self) -> Connection:
-        return self._connection
+        await self.connection.aclose()
 
     def connect(self, conversation_id: str) -> Connection:
         """A connection of one conversation's own, which it names as upstream does."""
@@ -333,6 +321,3 @@ def _code_call(tools: Sequence[ToolDefinition], code: str) -> tuple[str, dict[st
     properties = (tool.parameters or {}).get("properties", {})
     name = "code" if "code" in properties else next(iter(properties), "code")
     return tool.name, {name: code}
-
-
-__all__ = ["McpProvider", "McpSession", "describe", "namespace_name", "opaque"]

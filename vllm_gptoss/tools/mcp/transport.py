@@ -8,7 +8,7 @@ import shutil
 import ssl
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -131,10 +131,11 @@ class Dialer:
         self, url: str, headers: dict[str, str], auth: httpx2.Auth | None
     ) -> AsyncIterator[tuple[Any, Any]]:
         timeout = httpx2.Timeout(self.config.connect_timeout_s, read=_READ_S)
-        async with AsyncExitStack() as stack:
-            http = await stack.enter_async_context(self._http(headers, timeout, auth))
-            transport = streamable_http_client(url, http_client=http, max_sse_event_size=MAX_ANSWER_BYTES)
-            yield await stack.enter_async_context(transport)
+        async with (
+            self._http(headers, timeout, auth) as http,
+            streamable_http_client(url, http_client=http, max_sse_event_size=MAX_ANSWER_BYTES) as streams,
+        ):
+            yield streams
 
 
 def _is_form(request: httpx2.Request) -> bool:
