@@ -89,11 +89,7 @@ def _nearest(recipes: Sequence[Recipe], device: Device) -> Found:
         return Found((), f"no recipe is for {device}: {why}")
     if not kin:
         return Found((), f"no recipe is for {device}, and none for its family; vLLM's own defaults serve it")
-    near = min({recipe.device.name for recipe in kin}, key=lambda each: abs(_memory(kin, each) - device.memory_gib))
+    near = min((recipe.device for recipe in kin), key=lambda each: abs(each.memory_gib - device.memory_gib)).name
     chosen = tuple(recipe for recipe in kin if recipe.device.name == near)
     why = f"no recipe is for {device}: these are for {near}, of the same family ({family.name})"
     return Found(chosen, f"{why}; `recipe plan` calculates what fits")
-
-
-def _memory(recipes: Sequence[Recipe], name: str) -> float:
-    return next(recipe.device.memory_gib for recipe in recipes if recipe.device.name == name)

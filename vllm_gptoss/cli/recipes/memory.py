@@ -110,9 +110,6 @@ class Cache:
         window = -(-min(WINDOW - 1 + in_flight, length) // self.block_size) + 1
         return self.full_groups * full + self.window_groups * window
 
-    def request_gib(self, length: int, in_flight: int) -> float:
-        return self.blocks_of_request(length, in_flight) * self.block_bytes / GIB
-
     def requests(self, gib: float, length: int, in_flight: int) -> float:
         """Requests of `length` tokens that fit at once."""
         blocks = int(gib * GIB // self.block_bytes)

@@ -150,7 +150,7 @@ def _plan(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Mappi
         (*parts, Part("KV cache", max(kv, 0.0), ESTIMATED)),
         kv,
         Part("peak of loading", peak, MEASURED if start and start.load_peak_gib else ESTIMATED),
-        cache.request_gib(length, in_flight),
+        cache.blocks_of_request(length, in_flight) * cache.block_bytes / memory.GIB,
         length,
         int(at_once * length),
         at_once,

@@ -42,21 +42,18 @@ def add_routes(app: FastAPI) -> bool:
         if not isinstance(result, tuple):
             return JSONResponse(result.model_dump(), result.error.code)
         tokens = result[1][0]["prompt_token_ids"]
+        tokenizer = handler.renderer.get_tokenizer() if request.return_token_strs else None
         return JSONResponse(
             {
                 "count": len(tokens),
                 "max_model_len": handler.model_config.max_model_len,
                 "tokens": tokens,
-                "token_strs": _spelled(handler, tokens) if request.return_token_strs else None,
+                "token_strs": None if tokenizer is None else list(tokenizer.convert_ids_to_tokens(tokens)),
             }
         )
 
     routes.add_beside(app, core, tokenize)
     return True
-
-
-def _spelled(handler: Any, tokens: list[int]) -> list[str]:
-    return list(handler.renderer.get_tokenizer().convert_ids_to_tokens(tokens))
 
 
 async def show_model(model: str, raw_request: Request) -> JSONResponse:

@@ -157,6 +157,7 @@ class _Words:
         return self._take_plain(part, word)
 
     def _take_plain(self, part: HeaderPart, word: str) -> bool:
+        is_type = word in CONTENT_TYPES and bool(part is HeaderPart.CHANNEL or self.recipients)
         is_author = part is HeaderPart.ROLE and not self.role_given and not self.roles and bool(_AUTHOR.match(word))
         if (part is HeaderPart.ROLE and word in ROLES) or is_author:
             self.roles.append(word)
@@ -164,14 +165,11 @@ class _Words:
             self.channels.append((part, Channel(word)))
         elif "." in word and self.offered.resolve(word):
             self.bare = word
-        elif self.content_type is None and (part is HeaderPart.CONSTRAIN or self._is_type(part, word)):
+        elif self.content_type is None and (part is HeaderPart.CONSTRAIN or is_type):
             self.content_type = word
         else:
             return False
         return True
-
-    def _is_type(self, part: HeaderPart, word: str) -> bool:
-        return word in CONTENT_TYPES and bool(part is HeaderPart.CHANNEL or self.recipients)
 
     def may_begin(self, part: HeaderPart, word: str) -> bool:
         """Whether `word` may be the first half of a header's word."""

@@ -36,10 +36,10 @@ from vllm_gptoss.server.harmony.tokens import (
     ENDOFTEXT,
     FIRST_CONTROL,
     MESSAGE,
+    PIECES,
     RETURN,
     START,
     control_name,
-    pieces,
 )
 
 _ENDS = {END: EndedBy.END, CALL: EndedBy.CALL, RETURN: EndedBy.RETURN, ENDOFTEXT: EndedBy.RETURN}
@@ -69,7 +69,6 @@ class HarmonyParser:
         self._tools = tools
         self._held = held
         self._counts = counts
-        self._pieces = pieces()
         self._events: list[HarmonyEvent] = []
         self._position = -len(prefix)
         self._is_finished = False
@@ -145,7 +144,7 @@ class HarmonyParser:
         is_usual = self._state is _State.CONTENT and token < FIRST_CONTROL
         if not is_usual or self._is_mid_character or self._waiting or self._events:
             return None
-        text = self._pieces[token]
+        text = PIECES[token]
         if not text or type(text) is not str:
             return None
         self._position = self._end = self._position + 1
@@ -154,7 +153,7 @@ class HarmonyParser:
 
     def _content(self, token_ids: Sequence[int]) -> None:
         """Reads text tokens of the open message that end at the current position."""
-        table = self._pieces
+        table = PIECES
         if not self._is_mid_character:
             try:
                 self._add("".join([table[token] for token in token_ids]), len(token_ids), self._position)  # type: ignore[misc]
@@ -294,7 +293,7 @@ class HarmonyParser:
         if self._state is _State.BETWEEN:
             self._begin_header(Section("", HeaderPart.ROLE), has_start=False)
         section = self._sections[-1]
-        section.add(_utf8(self._pieces[token]), self._position)
+        section.add(_utf8(PIECES[token]), self._position)
         if section.is_overlong:
             self._give_up_header(Ending.OVERLONG)
 

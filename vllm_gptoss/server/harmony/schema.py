@@ -60,21 +60,12 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _is_object(schema: Mapping[str, Any]) -> bool:
-    return schema.get("type") == "object" or ("type" not in schema and isinstance(schema.get("properties"), Mapping))
-
-
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
 def _list(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else ()
-
-
-def _is_automatic_title(title: str, key: str) -> bool:
-    """Whether pydantic made `title` from the field's name."""
-    return title == key.replace("_", " ").title()
 
 
 class _Writer:
@@ -132,7 +123,8 @@ class _Writer:
         if isinstance(kind, list):
             plain = {key: value for key, value in schema.items() if key not in (*_UNIONS, _MORE)}
             return self._union(self.type_of({**plain, "type": one}, indent, seen) for one in kind) or "any"
-        if _is_object(schema) or "additionalProperties" in schema:
+        has_fields = "type" not in schema and isinstance(schema.get("properties"), Mapping)
+        if kind == "object" or has_fields or "additionalProperties" in schema:
             return self._object(schema, indent, seen)
         if kind == "array" or "items" in schema or "prefixItems" in schema:
             return self._array(schema, indent, seen)
@@ -269,7 +261,7 @@ class _Writer:
     @staticmethod
     def _comments(key: str, schema: Mapping[str, Any]) -> Iterator[str]:
         title = schema.get("title")
-        if isinstance(title, str) and not _is_automatic_title(title, key):
+        if isinstance(title, str) and title != key.replace("_", " ").title():  # else pydantic made it from the name
             yield _one_line(title)
             yield ""
         yield from _lines(schema.get("description"))

@@ -150,9 +150,7 @@ class _Pieces(dict[int, "str | bytes"]):
         return piece
 
 
-@cache
-def pieces() -> dict[int, str | bytes]:
-    return _Pieces()
+PIECES: dict[int, str | bytes] = _Pieces()
 
 
 def token_bytes(token: int) -> bytes:
