@@ -19,6 +19,7 @@ from tests.support.servers import running
 from vllm_gptoss.tools.browser.fetch import Fetcher, FetchError, FetchLimits
 from vllm_gptoss.tools.browser.guard import DeniedError, Guard
 from vllm_gptoss.tools.browser.markup import html_page
+from vllm_gptoss.tools.browser.page import under_url
 
 
 def pdf(*pages: str) -> bytes:
@@ -138,7 +139,7 @@ async def test_each_kind_of_page_becomes_text(site: Made, path: str, lines: list
 async def test_a_page_is_the_same_wherever_it_is_read(site: Made) -> None:
     _, url, fetcher = site
     page = await fetcher.page(url + "/page")
-    here = html_page("<title>T</title><p>café</p>", url + "/page")
+    here = under_url(html_page("<title>T</title><p>café</p>", url + "/page"))
     assert page == here
     assert page.wrapped == here.wrapped
 

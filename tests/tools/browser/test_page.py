@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_gptoss.tools.browser.markup import html_page, markdown_page, text_page
-from vllm_gptoss.tools.browser.page import Page, UsageError, Viewer, find_lines, find_page, link_text, strip_links, wrap
+from vllm_gptoss.tools.browser.page import (
+    Page,
+    UsageError,
+    Viewer,
+    find_lines,
+    find_page,
+    link_text,
+    strip_links,
+    under_url,
+    wrap,
+)
 
 HTML = """<html><head><title>Pumps &amp; valves</title><style>p{}</style></head><body><h1>Pumps</h1>
 <p>A <b>pump</b> moves <a href="/water#deep">water</a>. See <a href="https://other.example/x">Others</a>,
@@ -21,7 +31,7 @@ SHOWN = (Path(__file__).parent / "golden" / "page.txt").read_text().removesuffix
 
 
 def test_an_html_page_is_displayed_line_by_line_as_in_training() -> None:
-    page = html_page(HTML, "https://site.example/p")
+    page = under_url(html_page(HTML, "https://site.example/p"))
     assert Viewer().show(page, 3) == SHOWN
     assert [link.url for link in page.links] == ["https://site.example/water", "https://other.example/x"]
 
@@ -36,7 +46,7 @@ def test_an_html_page_is_displayed_line_by_line_as_in_training() -> None:
 )
 def test_small_things_look_as_in_openais_own_browser(html: str, line: str) -> None:
     """The display of `process_html` in openai/gpt-oss 0.0.9."""
-    assert html_page(f"<p>{html}</p>", "https://site.example/").lines[2] == line
+    assert html_page(f"<p>{html}</p>", "https://site.example/").lines[0] == line
 
 
 def test_a_page_cannot_forge_links_or_citations() -> None:
@@ -49,17 +59,17 @@ def test_hidden_text_and_code_are_not_shown() -> None:
     html = (
         "<p>seen</p><p hidden>a</p><p style='display: none'>b</p><script>c</script><!-- d --><p aria-hidden=true>e</p>"
     )
-    assert html_page(html, "https://site.example/").lines == ["", "URL: https://site.example/", "seen"]
+    assert html_page(html, "https://site.example/").lines == ["seen"]
 
 
 def test_markdown_links_become_numbered_links() -> None:
     page = markdown_page("# T\n\nSee [b](/b) and <https://c.example/>.", "https://a.example/a")
     assert page.title == "T"
-    assert page.lines[4] == "See 【0†b】 and 【1†https://c.example/†c.example】."
+    assert page.lines[2] == "See 【0†b】 and 【1†https://c.example/†c.example】."
 
 
 def test_the_window_follows_the_token_budget_and_says_what_it_shows() -> None:
-    page = text_page("\n".join(f"line {n}" for n in range(1000)), "https://a.example/")
+    page = under_url(text_page("\n".join(f"line {n}" for n in range(1000)), "https://a.example/"))
     shown = Viewer(tokens=100, count=lambda text: 10).show(page, 0)
     assert shown.splitlines()[1] == "**viewing lines [0 - 9] of 1001**"
     assert shown.splitlines()[-1] == "L9: line 7"

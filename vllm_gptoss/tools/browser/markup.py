@@ -18,6 +18,7 @@ from markdown_it import MarkdownIt
 from markdownify import MarkdownConverter
 
 from vllm_gptoss.tools.browser.page import Link, Page, domain_of, link_text, neutral
+from vllm_gptoss.tools.confined.jobs import Refused
 
 MAX_CHARS = 1_000_000
 """Longer documents are cut: parsing is Python and holds a worker thread, 2.3 s for a million characters."""
@@ -40,7 +41,7 @@ _BLANKS = re.compile(r"\n{2,}")
 _SPACES = re.compile(r"[\t ]{2,}")
 
 
-class PageError(Exception):
+class PageError(Refused):
     """A document could not be read; the message has the reason."""
 
 
@@ -169,14 +170,8 @@ def cut_text(text: str) -> str:
     return text if len(text) <= MAX_CHARS else text[:MAX_CHARS] + _CUT
 
 
-def with_url(url: str, text: str) -> str:
-    """`text` under the `URL:` line that opens every page gpt-oss was trained on."""
-    return f"\nURL: {url}\n{text}"
-
-
-def html_page(html: str, url: str, title: str | None = None, *, show_url: bool = True) -> Page:
+def html_page(html: str, url: str, title: str | None = None) -> Page:
     """The page at `url` with the source `html`. Raises PageError: the document is empty or nested too deeply."""
-    cut = len(html) > MAX_CHARS
     soup = BeautifulSoup(html[:MAX_CHARS], "lxml")
     name = title or _title(soup, url)
     try:
@@ -185,30 +180,23 @@ def html_page(html: str, url: str, title: str | None = None, *, show_url: bool =
         text = tidy(converter.convert_soup(soup))
     except RecursionError:
         raise PageError("the page's elements are nested too deeply to read") from None
-    if cut:
+    if len(html) > MAX_CHARS:
         text += _CUT
-    shown = with_url(url, text) if show_url else text
-    return Page(url=url, title=name, text=shown, links=converter.links, source_url=url)
+    return Page(url=url, title=name, text=text, links=converter.links, source_url=url)
 
 
-def text_page(text: str, url: str, title: str | None = None, *, show_url: bool = True) -> Page:
+def text_page(text: str, url: str, title: str | None = None) -> Page:
     """The page at `url` that is plain text or Markdown already."""
-    cut = len(text) > MAX_CHARS
     body = tidy(neutral(text[:MAX_CHARS].expandtabs(4).replace("\r\n", "\n").replace("\r", "\n")))
-    if cut:
+    if len(text) > MAX_CHARS:
         body += _CUT
-    shown = with_url(url, body) if show_url else body
-    return Page(url=url, title=title or first_line(body) or url, text=shown, source_url=url)
+    return Page(url=url, title=title or first_line(body) or url, text=body, source_url=url)
 
 
-def markdown_page(text: str, url: str, title: str | None = None, *, show_url: bool = True) -> Page:
+def markdown_page(text: str, url: str, title: str | None = None) -> Page:
     """The page at `url` that is Markdown; its links become numbered ones. Raises PageError: as `html_page`."""
-    return html_page(markdown_html(text), url, title or first_line(text) or None, show_url=show_url)
-
-
-def markdown_html(text: str) -> str:
-    """`text`, which is Markdown, as HTML; HTML in it is shown and not understood."""
-    return str(_MARKDOWN.render(text[:MAX_CHARS]))
+    html = str(_MARKDOWN.render(text[:MAX_CHARS]))  # HTML in it is shown and not understood
+    return html_page(html, url, title or first_line(text) or None)
 
 
 def first_line(text: str) -> str:

@@ -14,17 +14,8 @@ import pypdf
 from pypdf.errors import PyPdfError
 
 from vllm_gptoss.tools.browser.charset import text_of
-from vllm_gptoss.tools.browser.markup import (
-    MAX_CHARS,
-    PageError,
-    cut_text,
-    first_line,
-    html_page,
-    markdown_html,
-    text_page,
-    with_url,
-)
-from vllm_gptoss.tools.browser.page import Link, Page, find_page, neutral, shorten
+from vllm_gptoss.tools.browser.markup import MAX_CHARS, cut_text, html_page, markdown_page, text_page
+from vllm_gptoss.tools.browser.page import Link, Page, find_page, neutral, shorten, under_url
 from vllm_gptoss.tools.confined.content import undone
 from vllm_gptoss.tools.confined.jobs import Refused, job
 
@@ -63,15 +54,13 @@ def read(
 @job
 def read_html(payload: bytes, *, url: str) -> Document:
     """HTML in UTF-8, without the `URL:` line."""
-    return _document(_html(payload.decode("utf-8", "replace"), url, show_url=False))
+    return _document(html_page(payload.decode("utf-8", "replace"), url))
 
 
 @job
 def read_markdown(payload: bytes, *, url: str) -> Document:
     """Markdown in UTF-8, without the `URL:` line."""
-    text = payload.decode("utf-8", "replace")
-    page = _html(markdown_html(text), url, show_url=False)
-    return _document(replace(page, title=first_line(text) or page.title, _cache={}))
+    return _document(markdown_page(payload.decode("utf-8", "replace"), url))
 
 
 @job
@@ -124,24 +113,16 @@ def _charset(parameters: str) -> str | None:
 
 def _page(body: bytes, url: str, kind: str, charset: str | None, *, source: bool) -> Page:
     if kind == "application/pdf" or body.startswith(b"%PDF-"):
-        page = pdf_page(body, url)
-        return replace(page, text=with_url(url, page.text), _cache={})
+        return under_url(pdf_page(body, url))
     text = text_of(body, charset)
     if source:
         shown = f"view-source:{url}"
         return Page(shown, shown, neutral(cut_text(text)), source_url=url)
     if kind in ("text/html", "application/xhtml+xml"):
-        return _html(text, url)
+        return under_url(html_page(text, url))
     if kind.startswith("text/") or kind in _TEXT_TYPES or kind.endswith(("+json", "+xml")):
-        return text_page(text, url)
+        return under_url(text_page(text, url))
     raise Refused(f"its type, {kind[:80]}, cannot be shown as text")
-
-
-def _html(text: str, url: str, *, show_url: bool = True) -> Page:
-    try:
-        return html_page(text, url, show_url=show_url)
-    except PageError as error:
-        raise Refused(str(error)) from None
 
 
 def pdf_page(data: bytes, url: str) -> Page:

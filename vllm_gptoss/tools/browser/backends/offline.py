@@ -110,7 +110,7 @@ class Offline:
         url = str(meta.get("url") or url)
         title = str(meta["title"]) if meta.get("title") else None
         make = markdown_page if path.suffix.lower() == ".md" else text_page
-        return _Document(url, await asyncio.to_thread(make, body, url, title, show_url=False))
+        return _Document(url, await asyncio.to_thread(make, body, url, title))
 
     def _index(self, documents: Sequence[_Document]) -> None:
         with self._lock:
