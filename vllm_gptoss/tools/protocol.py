@@ -228,6 +228,15 @@ class ToolProvider(ABC):
     honours_web_options = True
     """Whether `allowed_domains` and `external_web_access` of the session options have an effect."""
 
+    longest_call_s = 90.0
+    """Seconds after which a call is over by the tool's own limits; one that is not hangs."""
+
+    at_once: int | None = None
+    """How many calls it has room for at once, or None where it does not know."""
+
+    note: str | None = None
+    """A feature of the enabled tool that does not work, because it is not configured."""
+
     @property
     @abstractmethod
     def name(self) -> str:
@@ -252,21 +261,6 @@ class ToolProvider(ABC):
 
     async def aclose(self) -> None:
         """Ends every session and all that they share."""
-        return None
-
-    @property
-    def longest_call_s(self) -> float:
-        """Seconds after which a call is over by the tool's own limits; one that is not hangs."""
-        return 90.0
-
-    @property
-    def at_once(self) -> int | None:
-        """How many calls it has room for at once, or None where it does not know."""
-        return None
-
-    @property
-    def note(self) -> str | None:
-        """A feature of the enabled tool that does not work, because it is not configured."""
         return None
 
     @property

@@ -52,8 +52,6 @@ from vllm_gptoss.tools.service.sessions import DEFAULT, SessionLimits, Sessions
 from vllm_gptoss.tools.service.wire import ANSWERED, MAX_FILES, Answered, Asked, KeptFile, asked, container_id
 from vllm_gptoss.tools.version import VERSION
 
-logger = logging.getLogger(__name__)
-
 _CODE = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 

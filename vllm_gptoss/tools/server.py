@@ -59,7 +59,8 @@ class ToolServer:
     def __init__(self, providers: Sequence[ToolProvider], plan: ToolsPlan | None = None) -> None:
         self.plan = plan or ToolsPlan()
         limit = self.plan.max_running_calls
-        self._all = [gated(each, Slots(min(limit, each.at_once or limit))) for each in providers]
+        # Every configured provider, available or not. Of two that offer one namespace, the first counts.
+        self.providers = [gated(each, Slots(min(limit, each.at_once or limit))) for each in providers]
         self._reported: set[str] = set()
 
     @classmethod
@@ -103,8 +104,8 @@ class ToolServer:
 
     async def start(self) -> None:
         """Starts every tool at once. Never raises for one that is down; it is logged and retried later."""
-        results = await asyncio.gather(*(provider.start() for provider in self._all), return_exceptions=True)
-        for provider, error in zip(self._all, results, strict=True):
+        results = await asyncio.gather(*(provider.start() for provider in self.providers), return_exceptions=True)
+        for provider, error in zip(self.providers, results, strict=True):
             if isinstance(error, Exception):
                 logger.error("tool %s did not start", provider.name, exc_info=error)
         for offer in self.offers():
@@ -115,19 +116,14 @@ class ToolServer:
         self.namespaces()  # raises for names that are taken twice
 
     async def aclose(self) -> None:
-        results = await asyncio.gather(*(provider.aclose() for provider in self._all), return_exceptions=True)
-        for provider, error in zip(self._all, results, strict=True):
+        results = await asyncio.gather(*(provider.aclose() for provider in self.providers), return_exceptions=True)
+        for provider, error in zip(self.providers, results, strict=True):
             if isinstance(error, Exception):
                 logger.error("tool %s did not close", provider.name, exc_info=error)
 
-    @property
-    def providers(self) -> Sequence[ToolProvider]:
-        """Every configured provider, available or not. Of two that offer one namespace, the first counts."""
-        return self._all
-
     def namespaces(self) -> list[Namespace]:
         found: dict[str, Namespace] = {}
-        for provider in self._all:
+        for provider in self.providers:
             for namespace in provider.namespaces() if not provider.unavailable else ():
                 if namespace.name not in found:
                     found[namespace.name] = namespace
@@ -139,7 +135,7 @@ class ToolServer:
     def offers(self) -> list[Offer]:
         """Every configured tool, with what it offers or why it is off."""
         rows = []
-        for provider in self._all:
+        for provider in self.providers:
             namespace = next(iter(provider.namespaces()), None)
             tools = [tool.name for tool in namespace.tools] if namespace else []
             kind = namespace.kind.value if namespace else "?"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -18,8 +17,6 @@ from vllm_gptoss.tools.browser.robots import Robots
 from vllm_gptoss.tools.browser.robots_txt import MAX_BYTES as ROBOTS_BYTES
 from vllm_gptoss.tools.browser.settings import AGENT
 from vllm_gptoss.tools.confined.content import ACCEPT_ENCODING
-
-logger = logging.getLogger(__name__)
 
 _HEADER = 200  # significant characters of a header
 _ACCEPT = "text/html,application/xhtml+xml,text/plain,text/markdown,application/pdf;q=0.9,application/json;q=0.8"

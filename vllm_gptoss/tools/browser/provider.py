@@ -57,6 +57,9 @@ class BrowserProvider(ToolProvider):
         documents = self._config.documents or environ.get("GPTOSS_BROWSER_DOCUMENTS")
         self._index = Offline(Path(documents), self._config.documents_url) if documents else None
         self._web = self._make_web(environ)
+        if self._web is None and self._index is None:
+            keys = ", ".join(_ADDRESS_VARIABLES.get(name) or cls.key_variable for name, cls in API_BACKENDS.items())
+            self.note = f"no search: set GPTOSS_BROWSER_DOCUMENTS to a folder, or one of {keys}; opening URLs works"
         self._fetcher = fetcher or self._make_fetcher()
         self._states: OrderedDict[str, State] = OrderedDict()
         self._open: dict[str, int] = {}
@@ -76,14 +79,6 @@ class BrowserProvider(ToolProvider):
         limits = FetchLimits(max_bytes=config.max_bytes, timeout_s=config.timeout_s)
         guard = Guard(config.allow_hosts)
         return Fetcher(guard, limits, agent=config.user_agent, respect_robots=config.respect_robots)
-
-    @property
-    def note(self) -> str | None:
-        """Why `search` finds nothing here though `open` works, or None."""
-        if self._web or self._index:
-            return None
-        keys = ", ".join(_ADDRESS_VARIABLES.get(name) or cls.key_variable for name, cls in API_BACKENDS.items())
-        return f"no search: set GPTOSS_BROWSER_DOCUMENTS to a folder, or one of {keys}; opening URLs works"
 
     async def start(self) -> None:
         """Indexes the documents and checks the backend; `unavailable` names what is missing."""
@@ -120,7 +115,7 @@ class BrowserProvider(ToolProvider):
         past = [call["recall"] for call in options.past if _is_display(call)]
         state = self._state(conversation_id, past, options.owner)
         close = partial(self._closed, conversation_id) if conversation_id else (lambda: None)
-        return BrowserSession(BROWSER, places, viewer, state, options, close)
+        return BrowserSession(places, viewer, state, options, close)
 
     async def aclose(self) -> None:
         """Closes backends and connections, and forgets every conversation."""

@@ -25,8 +25,8 @@ from vllm_gptoss.tools.browser.page import (
 from vllm_gptoss.tools.browser.reader import Reader
 from vllm_gptoss.tools.browser.state import State, recalled
 from vllm_gptoss.tools.protocol import (
+    BROWSER,
     BrowserAction,
-    Namespace,
     SessionOptions,
     Source,
     Text,
@@ -54,16 +54,16 @@ class SessionPlaces:
 
 
 class BrowserSession(ToolSession):
+    namespaces = (BROWSER,)
+
     def __init__(
         self,
-        namespace: Namespace,
         places: SessionPlaces,
         viewer: Viewer,
         state: State,
         options: SessionOptions,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        self._namespace = namespace
         self._viewer = viewer
         self._state = state
         self._options = options
@@ -76,10 +76,6 @@ class BrowserSession(ToolSession):
             "open": self._open,
             "find": self._find,
         }
-
-    @property
-    def namespaces(self) -> Sequence[Namespace]:
-        return (self._namespace,)
 
     async def call(self, call: ToolCall) -> ToolResult:
         """Runs `call`; what went wrong comes back as text with an error."""

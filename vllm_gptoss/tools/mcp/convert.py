@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +11,6 @@ import mcp_types as types
 
 from vllm_gptoss.tools.protocol import Content, Image, Text, ToolError, ToolResult
 from vllm_gptoss.tools.unreadable import describe
-
-logger = logging.getLogger(__name__)
 
 MAX_IMAGE_BYTES = 10_000_000
 MAX_IMAGES = 16

@@ -85,6 +85,7 @@ class McpProvider(ToolProvider):
         self, label: str, config: McpServerConfig, dialer: Dialer | None = None, *, taken: Collection[str] = ()
     ) -> None:
         self.config = config
+        self.longest_call_s = config.timeout_s + config.connect_timeout_s
         self._taken = {*taken, *(RESERVED if config.kind == "mcp" else RESERVED - {*ToolKind})}
         self._label = label
         self._dialer = dialer or Dialer(config)
@@ -115,10 +116,6 @@ class McpProvider(ToolProvider):
             return self.config.connections == "per_conversation"
         kind = self._namespace.kind if self._namespace else ToolKind.MCP
         return self.config.wire == "sse" or (kind is not ToolKind.MCP and self.config.wire != "stdio")
-
-    @property
-    def longest_call_s(self) -> float:
-        return self.config.timeout_s + self.config.connect_timeout_s
 
     async def start(self) -> None:
         await self.connection.start()

@@ -61,6 +61,9 @@ class PythonProvider(ToolProvider):
     def __init__(self, options: PythonOptions | None = None) -> None:
         self.options = options or PythonOptions()
         o = self.options
+        self.at_once = o.max_conversations
+        # Waiting for a kernel, starting it, the call, and the end of a call that does not stop.
+        self.longest_call_s = o.queue_s + o.start_timeout_s + o.timeout_s + o.interrupt_grace_s
         self._quotas = PythonQuotas(o.caller_containers, o.caller_runs_per_minute, o.caller_files_mib << 20)
         self._store = FileStore(
             max_bytes=o.file_store_mib << 20,
@@ -79,16 +82,6 @@ class PythonProvider(ToolProvider):
     def isolation(self) -> str:
         choice = self._pool.choice if self._pool is not None and self.unavailable is None else None
         return f"{choice.tier.name}: {choice.tier.what}" if choice else ""
-
-    @property
-    def longest_call_s(self) -> float:
-        """Waiting for a kernel, starting it, the call, and the end of a call that does not stop."""
-        o = self.options
-        return o.queue_s + o.start_timeout_s + o.timeout_s + o.interrupt_grace_s
-
-    @property
-    def at_once(self) -> int | None:
-        return self.options.max_conversations
 
     async def start(self) -> None:
         self._pool = KernelPool(self.options, self._evict_idle)

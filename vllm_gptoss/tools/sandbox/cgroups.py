@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 from pathlib import Path
 
 from .spec import Limits
-
-logger = logging.getLogger(__name__)
 
 _NEEDED = {"memory", "pids"}
 # The supervisor's and the kernel's own memory, which `Limits.memory` does not count: measured 31 MiB together.

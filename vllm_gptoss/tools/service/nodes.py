@@ -76,7 +76,8 @@ class ServiceProvider(ToolProvider):
     name = "python"
 
     def __init__(self, config: ServiceConfig, environ: Mapping[str, str]) -> None:
-        self._config = config
+        # A call, and finding out of every other node that it is not there.
+        self.longest_call_s = config.timeout_s + config.connect_timeout_s * len(config.nodes)
         self._nodes: dict[str, Node] = {}
         for url in config.nodes:
             entry = config.entry(url, environ)
@@ -90,11 +91,6 @@ class ServiceProvider(ToolProvider):
             return None
         problems = {url: node.unavailable for url, node in self._nodes.items()}
         return "; ".join(f"{origin(url)}: {problem}" for url, problem in problems.items())
-
-    @property
-    def longest_call_s(self) -> float:
-        """A call, and finding out of every other node that it is not there."""
-        return self._config.timeout_s + self._config.connect_timeout_s * len(self._nodes)
 
     async def start(self) -> None:
         await asyncio.gather(*(node.start() for node in self._nodes.values()))

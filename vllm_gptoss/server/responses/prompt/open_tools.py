@@ -236,12 +236,10 @@ def allowed(tools: Sequence[Mapping[str, Any]], choice: Any) -> Iterable[tuple[i
 class _Shown(ToolSession):
     """Tools as the prompt shows them, without a session that could call them."""
 
-    def __init__(self, namespaces: Sequence[Namespace]) -> None:
-        self._namespaces = namespaces
+    namespaces: Sequence[Namespace] = ()
 
-    @property
-    def namespaces(self) -> Sequence[Namespace]:
-        return self._namespaces
+    def __init__(self, namespaces: Sequence[Namespace]) -> None:
+        self.namespaces = namespaces
 
     async def call(self, call: ToolCall) -> ToolResult:
         raise NotImplementedError
