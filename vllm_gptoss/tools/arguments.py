@@ -79,7 +79,7 @@ async def argument_problem(arguments: str, schema: Mapping[str, Any] | None) -> 
         verdict = judged(payload, text)
     else:
         try:
-            verdict = await pool().run(judge, payload, LIMIT, schema=text)
+            verdict = await pool().run(judged, payload, LIMIT, schema=text)
         except (ConfinedError, BusyError) as error:
             return f"they cannot be checked against its schema: {error}."
     if verdict.note:
@@ -131,10 +131,6 @@ def _plain(schema: object) -> bool:
 
 
 @job
-def judge(payload: bytes, *, schema: str) -> ArgumentsVerdict:
-    return judged(payload, schema)
-
-
 def judged(payload: bytes, schema: str) -> ArgumentsVerdict:
     """The problems of the arguments `payload` under `schema`, a schema in JSON, or empty for no schema."""
     if problem := json_problem(payload):

@@ -70,12 +70,9 @@ async def _call(provider: ToolProvider, namespace: Namespace) -> tuple[str, Tool
         await session.aclose()
     shown = f"{call.tool or call.namespace} {call.arguments}"
     if namespace.kind is ToolKind.PYTHON and not result.error and "42" not in result.text:
-        return shown, ToolResult(result.content, error=_wrong(result.text))
+        wrong = ToolError("tool_failed", f"expected 42, got {result.text[:80]!r}")
+        return shown, ToolResult(result.content, error=wrong)
     return shown, result
-
-
-def _wrong(text: str) -> ToolError:
-    return ToolError("tool_failed", f"expected 42, got {text[:80]!r}")
 
 
 def _harmless(provider: ToolProvider, namespace: Namespace) -> ToolCall | None:

@@ -193,7 +193,8 @@ def http_app(
             )
             routes += [*_sse(server, prefix, security), *inner.routes]
             lifespans.append(inner.router.lifespan_context)
-        routes += file_routes(provider) if _is_python(provider) else []
+        if any(namespace.kind is ToolKind.PYTHON for namespace in provider.namespaces()):
+            routes += file_routes(provider)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -208,10 +209,6 @@ def http_app(
 
 async def _health(request: Request) -> Response:
     return Response()
-
-
-def _is_python(provider: ToolProvider) -> bool:
-    return any(namespace.kind is ToolKind.PYTHON for namespace in provider.namespaces())
 
 
 def _sse(server: Server[Any], prefix: str, security: TransportSecuritySettings) -> list[BaseRoute]:

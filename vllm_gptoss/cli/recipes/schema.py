@@ -23,7 +23,6 @@ def size_of(model: str) -> str:
 
 
 ModelName = Literal["20b", "120b"]
-Scalar = bool | int | float | str
 Short = Annotated[str, Field(min_length=1, max_length=400)]
 
 

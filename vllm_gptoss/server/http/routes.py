@@ -33,14 +33,11 @@ def put_back(app: FastAPI, ours: Sequence[BaseRoute], before: Sequence[BaseRoute
         if not any(route is each for each in ours):
             routes.append(route)
         elif isinstance(route, APIRoute):
-            theirs = [each for each in before if isinstance(each, APIRoute) and _answers_same(each, route)]
+            same = (each for each in before if isinstance(each, APIRoute) and each.path == route.path)
+            theirs = [each for each in same if each.methods & route.methods]
             routes += theirs[-1:]  # a route of another plugin follows vLLM's, which it replaces
     app.router.routes[:] = routes
     app.openapi_schema = None
-
-
-def _answers_same(one: APIRoute, other: APIRoute) -> bool:
-    return one.path == other.path and bool(one.methods & other.methods)
 
 
 def body_class(base: type[BaseModel], change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> type[BaseModel]:

@@ -131,15 +131,13 @@ class Guard:
         self._allowed = frozenset(host_entry(entry) for entry in allowed)
         self._resolver = resolver
 
-    def _opened(self, host: str, port: int) -> bool:
-        return host in self._allowed or f"{host}:{port}" in self._allowed
-
     async def addresses(self, host: str, port: int) -> Sequence[str]:
         """All addresses of `host`, each checked. Raises DeniedError: an address is not public, or the name is internal;
         OSError: the name has no address."""
         host = host.lower().rstrip(".").strip("[]")
         number = literal(host)
-        opened = self._opened(str(number or host), port)
+        name = str(number or host)
+        opened = name in self._allowed or f"{name}:{port}" in self._allowed
         found: Sequence[str]
         if number is not None:
             found = [str(number)]

@@ -48,7 +48,6 @@ class BrowserProvider(ToolProvider):
         config: BrowserConfig | None = None,
         *,
         environ: Mapping[str, str] = os.environ,
-        fetcher: Fetcher | None = None,
         count_tokens: Callable[[str], int] = estimate_tokens,
     ) -> None:
         self._config = config or BrowserConfig()
@@ -60,7 +59,7 @@ class BrowserProvider(ToolProvider):
         if self._web is None and self._index is None:
             keys = ", ".join(_ADDRESS_VARIABLES.get(name) or cls.key_variable for name, cls in API_BACKENDS.items())
             self.note = f"no search: set GPTOSS_BROWSER_DOCUMENTS to a folder, or one of {keys}; opening URLs works"
-        self._fetcher = fetcher or self._make_fetcher()
+        self._fetcher = self._make_fetcher()
         self._states: OrderedDict[str, State] = OrderedDict()
         self._open: dict[str, int] = {}
 
@@ -156,10 +155,10 @@ class BrowserProvider(ToolProvider):
         for state in self._states.values():
             held[state.owner] += state.size
         while held.total() > self._config.cache_mib << 20:
-            able = [
+            able = [  # of a conversation that is in use, the last display is spared
                 (name, state)
                 for name, state in self._states.items()
-                if len(state.pages) - state.dropped > self._last(name)
+                if len(state.pages) - state.dropped > (name in self._open)
             ]
             if not able:
                 return
@@ -168,10 +167,6 @@ class BrowserProvider(ToolProvider):
             held[state.owner] -= state.size
             state.drop()
             held[state.owner] += state.size
-
-    def _last(self, name: str) -> int:
-        """How many displays of a conversation are spared: of one that is in use, the last."""
-        return 1 if name in self._open else 0
 
     def _evict(self) -> None:
         limit = time.monotonic() - self._config.idle_s

@@ -6,7 +6,6 @@ another type that msgspec encodes. It is pure: no files, no late imports, no sta
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -33,7 +32,3 @@ def modules() -> tuple[str, ...]:
 
 def name_of(function: Callable[..., Any]) -> str:
     return f"{function.__module__}:{function.__qualname__}"
-
-
-def result_type(function: Callable[..., Any]) -> Any:
-    return typing.get_type_hints(function)["return"]

@@ -11,15 +11,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from vllm_gptoss.tools.sandbox import wire
 from vllm_gptoss.tools.sandbox.launcher import ENVIRONMENT
-from vllm_gptoss.tools.sandbox.spec import View
 
 logger = logging.getLogger(__name__)
 
-_NOBODY = View(()).uid
 _ROOT = str(Path(__file__).parents[3])
 # The server's own path: `-I` ignores PYTHONPATH and the working directory, where packages may lie too.
 _PROGRAM = (
@@ -29,13 +26,10 @@ _PROGRAM = (
 
 
 class Nursery:
-    """One fork server, for every event loop of this process. Nothing here waits.
+    """One fork server, for every event loop of this process. Nothing here waits."""
 
-    `uid`, `gid`: what a root server's workers become.
-    """
-
-    def __init__(self, modules: Sequence[str], uid: int = _NOBODY, gid: int = _NOBODY) -> None:
-        self._first: dict[str, Any] = {"modules": list(modules), "uid": uid, "gid": gid}
+    def __init__(self, modules: Sequence[str]) -> None:
+        self._first = {"modules": list(modules)}
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         atexit.register(self.close)

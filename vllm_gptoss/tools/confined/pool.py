@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 
 import msgspec
 from prometheus_client import Counter, Histogram
@@ -201,7 +201,7 @@ class Pool:
 
 @functools.lru_cache(maxsize=64)
 def _decoder(job: Callable[..., Any]) -> msgspec.msgpack.Decoder[Any]:
-    return msgspec.msgpack.Decoder(jobs.result_type(job))
+    return msgspec.msgpack.Decoder(get_type_hints(job)["return"])
 
 
 class _Worker:

@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from http import HTTPStatus
+from http.client import responses
 from typing import Any
 
 import httpx2
@@ -49,7 +49,8 @@ async def explained(response: httpx2.Response) -> None:
 
 def refusal_of(response: httpx2.Response) -> dict[str, Any]:
     status = response.status_code
-    message = f"HTTP {status}: {_ADVICE.get(status) or _phrase(status)}"
+    phrase = "the server failed" if status >= 500 else responses.get(status, "the server refused it")
+    message = f"HTTP {status}: {_ADVICE.get(status, phrase)}"
     if (wait := response.headers.get("retry-after", "")).isascii() and wait.isdigit() and len(wait) < 6:
         message += f"; try again in {wait} s"
     return {"code": HTTP_ERROR, "message": message, "data": {"http_status": status}}
@@ -62,12 +63,6 @@ async def patient(response: httpx2.Response) -> None:
     """
     if response.headers.get("content-type", "").startswith("text/event-stream"):
         response.stream = _Patient(response.stream)
-
-
-def _phrase(status: int) -> str:
-    if status >= 500:
-        return "the server failed"
-    return HTTPStatus(status).phrase if status in {s.value for s in HTTPStatus} else "the server refused it"
 
 
 def without_broken_tools(message: Any) -> Any:

@@ -133,6 +133,7 @@ def read_message(payload: bytes, *, key: bytes, keep: int) -> KernelMessage:
     return read(msgspec.msgpack.decode(payload, type=list[bytes]), key, keep)
 
 
+@job
 def read_pair(data: bytes, keep: int) -> KernelMessage:
     """The portable notebook's frame: a JSON array of kind and body. Raises MalformedError."""
     try:
@@ -145,9 +146,3 @@ def read_pair(data: bytes, keep: int) -> KernelMessage:
         case [str() as kind, dict() as body]:
             return reduced(kind, "", body, keep)
     raise MalformedError("not a frame")
-
-
-@job
-def read_frame(payload: bytes, *, keep: int) -> KernelMessage:
-    """A large frame of the portable notebook."""
-    return read_pair(payload, keep)

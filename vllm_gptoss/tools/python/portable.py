@@ -18,7 +18,7 @@ from vllm_gptoss.tools.sandbox.launcher import SandboxError
 from vllm_gptoss.tools.sandbox.portable import PortableLauncher, PortableProcess, Streams
 
 from .client import LIMIT, KernelError
-from .messages import KernelMessage, read_frame, read_pair, reduced
+from .messages import KernelMessage, read_pair, reduced
 from .options import PythonOptions
 
 _GUEST, _INSIDE = Path(__file__).parent / "guest", "/usr/lib/notebook"
@@ -107,7 +107,7 @@ class PortableClient:
         try:
             if len(frame) <= _HERE:
                 return text, read_pair(frame, self._keep), cost
-            return text, await pool().run(read_frame, frame, LIMIT, keep=self._keep), cost
+            return text, await pool().run(read_pair, frame, LIMIT, keep=self._keep), cost
         except Refused:
             return line, None, cost
         except (ConfinedError, BusyError) as error:

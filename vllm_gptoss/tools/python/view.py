@@ -37,8 +37,10 @@ async def build_view(options: PythonOptions) -> View:
     prefixes, path, kernel, unused = await _ask(options.python)
     shown = [*_SYSTEM, *(f"{prefix}/{part}" for prefix in prefixes for part in _OF_PREFIX)]
     shown += [folder for folder in path if Path(folder).name in _PACKAGES]
-    _check_exist(options.read_only_paths)
-    shown += [str(p.absolute()) for p in options.read_only_paths]
+    for given in options.read_only_paths:
+        if not given.exists():
+            raise SandboxError(f"read_only_paths: {given} does not exist")
+        shown.append(str(given.absolute()))
     if kernel is not None:
         _check_shown(Path(kernel).parents[1], shown, options.python)
     return View(
@@ -48,12 +50,6 @@ async def build_view(options: PythonOptions) -> View:
         uid=options.run_as_uid,
         gid=options.run_as_gid,
     )
-
-
-def _check_exist(paths: Iterable[Path]) -> None:
-    for path in paths:
-        if not path.exists():
-            raise SandboxError(f"read_only_paths: {path} does not exist")
 
 
 def _check_shown(packages: Path, shown: Iterable[str], python: Path) -> None:

@@ -41,14 +41,10 @@ class ServiceConfig(BaseModel):
             url=f"{node}/python/mcp",
             kind="python",
             transport="streamable_http",
-            authorization_env=self.key_variable(environ),
+            authorization_env=self.authorization_env or (KEY if environ.get(KEY) else ""),
             ca_file=self.ca_file,
             connections="per_conversation",
             connect_timeout_s=self.connect_timeout_s,
             timeout_s=self.timeout_s,
             max_output_chars=1 << 20,  # the node's operator bounds it
         )
-
-    def key_variable(self, environ: Mapping[str, str]) -> str:
-        """The variable with the key; empty where there is none."""
-        return self.authorization_env or (KEY if environ.get(KEY) else "")

@@ -147,7 +147,7 @@ def _parse_message(item: Item, where: str) -> Item:
     elif isinstance(content, list):
         parsed = message_item(role, "")
         kinds = _ASSISTANT_PARTS if role == "assistant" else _USER_PARTS
-        parsed["content"] = _parse_parts(content, f"{where}.content", kinds)
+        parsed["content"] = [_parse_part(part, f"{where}.content[{at}]", kinds) for at, part in enumerate(content)]
     else:
         message = f"'{where}.content' must be a string or a list of parts."
         raise ApiError(message, param=f"{where}.content", code="invalid_type")
@@ -168,10 +168,6 @@ def _as_sent(part: Part) -> Part:
         for annotation in part.get("annotations") or ()
     ]
     return {**part, "annotations": annotations} if "annotations" in part else part
-
-
-def _parse_parts(parts: list[Any], where: str, kinds: Mapping[str, Callable[[Part, str], Part]]) -> list[Part]:
-    return [_parse_part(part, f"{where}[{index}]", kinds) for index, part in enumerate(parts)]
 
 
 def _parse_part(part: Any, where: str, kinds: Mapping[str, Callable[[Part, str], Part]]) -> Part:

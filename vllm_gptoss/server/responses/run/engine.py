@@ -67,13 +67,12 @@ class Chunk:
 class Engine(Protocol):
     """A model that continues prompts. Closing the generator (or cancelling its reader) aborts the request."""
 
+    defaults: Mapping[str, Any]
+    """Sampling defaults of the served model, e.g. `temperature`."""
+
     @property
     def max_model_len(self) -> int:
         """The context window in tokens, prompt and answer together."""
-
-    @property
-    def defaults(self) -> Mapping[str, Any]:
-        """Sampling defaults of the served model, e.g. `temperature`."""
 
     @property
     def max_output_tokens(self) -> int | None:
@@ -106,7 +105,7 @@ class VllmEngine(Engine):
         self._client = client
         self._is_direct = is_direct
         self._config = client.model_config
-        self._defaults: dict[str, Any] = dict(self._config.get_diff_sampling_param())
+        self.defaults = dict(self._config.get_diff_sampling_param())
         self._choices: dict[str, str] = {}
         importlib.import_module("xgrammar")  # seconds that the first request would wait
 
@@ -115,14 +114,10 @@ class VllmEngine(Engine):
         return int(self._config.max_model_len)
 
     @property
-    def defaults(self) -> Mapping[str, Any]:
-        return self._defaults
-
-    @property
     def max_output_tokens(self) -> int | None:
         # As vLLM's own handlers: `max_new_tokens` of a generation config that the operator chose, or of an override.
         if self._config.generation_config not in ("auto", "vllm"):
-            limit = self._defaults.get("max_tokens")
+            limit = self.defaults.get("max_tokens")
         else:
             limit = self._config.override_generation_config.get("max_new_tokens")
         return None if limit is None else int(limit)
@@ -146,7 +141,7 @@ class VllmEngine(Engine):
         return self._choices
 
     def _params(self, sampling: Sampling) -> Any:
-        fields: dict[str, Any] = {**self._defaults, **sampling.options}
+        fields: dict[str, Any] = {**self.defaults, **sampling.options}
         fields["max_tokens"] = sampling.max_tokens
         fields["logprobs"] = sampling.logprobs
         fields["detokenize"] = False  # the parser reads token ids, and stop strings are looked for in the answer only
