@@ -64,7 +64,7 @@ def _wants_runner(config: Any) -> bool:
     from vllm_gptoss import fallback, startup_line
     from vllm_gptoss._vllm import runner
 
-    if _vllm.uses_rust_frontend():
+    if _vllm.variable("VLLM_USE_RUST_FRONTEND"):
         _vllm.init_logger("vllm.gptoss").warning(RUST)
     settings = Settings.load(config.additional_config)
     for name in ("experts", "layers"):

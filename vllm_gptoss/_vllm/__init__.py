@@ -204,11 +204,11 @@ def allowed_endpoint_plugins() -> list[str]:
     return [plugin.name for plugin in load_endpoint_plugins(("generate",))]
 
 
-def uses_rust_frontend() -> bool:
-    """Whether `vllm serve` answers requests with its program in Rust, which loads no plugin."""
+def variable(name: str) -> Any:
+    """vLLM's value of one of its environment variables; None where this vLLM has none of that name."""
     import vllm.envs as envs
 
-    return bool(getattr(envs, "VLLM_USE_RUST_FRONTEND", False))
+    return getattr(envs, name, None)
 
 
 def environment_variables() -> list[str]:
@@ -385,13 +385,6 @@ def harmony() -> Any:
         make_tool_call_id=make_tool_call_id,
         structured_outputs_to_format=structured_outputs_to_format,
     )
-
-
-def instructions_in_system() -> bool:
-    """Whether vLLM's variable places instructions in the system message."""
-    import vllm.envs as envs
-
-    return bool(envs.VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS)
 
 
 def tokens_input(prompt_token_ids: list[int], cache_salt: str | None) -> Any:

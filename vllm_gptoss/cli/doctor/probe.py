@@ -35,7 +35,7 @@ def discovered() -> dict[str, Any]:
         "model": _vllm.registered_model(spec.ARCHITECTURE),
         "quantization": _vllm.registered_quantization(spec.QUANTIZATION),
         "endpoint_plugins": _vllm.allowed_endpoint_plugins(),
-        "rust_frontend": _vllm.uses_rust_frontend(),
+        "rust_frontend": bool(_vllm.variable("VLLM_USE_RUST_FRONTEND")),
         "variables": _vllm.environment_variables(),
         "VLLM_PLUGINS": os.environ.get("VLLM_PLUGINS"),
     }

@@ -75,7 +75,7 @@ class ChatCompletions:
         chat = (ChatStream, AnswerLogprobs) if self._streams else (AnswerLogprobs,)
         for name, classes in zip(replaced.CHAT_HANDLERS, (chat, (AnswerLogprobs,), ()), strict=True):
             replaced.use_handler(state, name, *classes, engine_client=client)
-        if _vllm.instructions_in_system():
+        if _vllm.variable("VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS"):
             logger.warning("vLLM's chat prompt is used, because VLLM_GPT_OSS_HARMONY_SYSTEM_INSTRUCTIONS is set.")
             return
         if not replaced.use_renderer(state, ChatPrompt):

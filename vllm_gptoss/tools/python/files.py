@@ -149,14 +149,11 @@ class FileStore:
             if entry.handle is not None:
                 entry.handle.close()
             elif self._kept is not None:
-                await self._drop(entry.info)
-
-    async def _drop(self, info: StoredFile) -> None:
-        assert self._kept is not None
-        try:
-            await asyncio.to_thread(self._kept.drop, info.container_id, info.file_id)
-        except OSError:
-            logger.warning("file %s of container %s stays in the file store", info.file_id, info.container_id)
+                container, file = entry.info.container_id, entry.info.file_id
+                try:
+                    await asyncio.to_thread(self._kept.drop, container, file)
+                except OSError:
+                    logger.warning("file %s of container %s stays in the file store", file, container)
 
     def _too_much(self) -> list[_Entry]:
         # Each temporary file is a descriptor, of which the process needs the most for its connections.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import httpx
 
@@ -37,32 +38,35 @@ class Query:
     location: Mapping[str, str] = field(default_factory=dict)
 
 
-class Backend(Protocol):
+class Backend(ABC):
     """A source of search results and, for some backends, of pages."""
 
-    @property
-    def name(self) -> str: ...
+    name = ""
 
+    @abstractmethod
     async def start(self) -> None:
         """Gets ready. Raises BackendError: it cannot work as configured."""
 
     def heard(self, location: Mapping[str, str]) -> Mapping[str, str]:
         """The fields of `location` that a search honours, each with the backend's own name for it."""
+        return {}
 
+    @abstractmethod
     async def search(self, query: Query) -> Sequence[Hit]:
         """At most `topn` hits, best first, on `domains` only where the backend supports it. Raises BackendError: the
         backend failed."""
 
+    @abstractmethod
     async def page(self, url: str) -> Page | None:
         """The page at `url` where this backend serves pages, else None. Raises BackendError: the backend failed."""
 
+    @abstractmethod
     async def aclose(self) -> None: ...
 
 
-class ApiBackend:
+class ApiBackend(Backend):
     """A backend behind an HTTP API. The operator named the host, so the guard does not apply; proxies are honoured."""
 
-    name = ""
     key_variable = ""
     default_url = ""
     location: ClassVar[Mapping[str, str]] = {}  # a user's `country`, `region`, `city`, `timezone` by the API's names
@@ -99,9 +103,6 @@ class ApiBackend:
         if self.countries and location.get("country") not in self.countries:
             known.pop("country", None)
         return known
-
-    async def search(self, query: Query) -> Sequence[Hit]:
-        raise NotImplementedError
 
     async def page(self, url: str) -> Page | None:
         """Pages come from this backend only where `open_with: backend` was configured."""

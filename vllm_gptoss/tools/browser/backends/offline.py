@@ -10,15 +10,15 @@ import logging
 import re
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
 import yaml
 from bs4 import BeautifulSoup, Tag
 
-from vllm_gptoss.tools.browser.backends.base import BackendError, Hit, Query
+from vllm_gptoss.tools.browser.backends.base import Backend, BackendError, Hit, Query
 from vllm_gptoss.tools.browser.fetch import domain_allowed
 from vllm_gptoss.tools.browser.markup import PageError, markdown_page, text_page
 from vllm_gptoss.tools.browser.page import Page, strip_links
@@ -45,13 +45,7 @@ WHERE documents MATCH ? ORDER BY bm25(documents, 0.0, 4.0, 1.0), url LIMIT ?
 """
 
 
-@dataclass(frozen=True, slots=True)
-class _Document:
-    url: str
-    page: Page
-
-
-class Offline:
+class Offline(Backend):
     """The documents under `folder`.
 
     A document's URL is the one it declares (`url:` in Markdown front matter, `<link rel="canonical">` in HTML), else
@@ -96,23 +90,22 @@ class Offline:
             if path.suffix.lower() in SUFFIXES and path.is_file() and path.resolve().is_relative_to(root):
                 yield path
 
-    async def _read(self, path: Path) -> _Document:
+    async def _read(self, path: Path) -> Page:
         url = self._prefix + quote(path.relative_to(self.folder).as_posix())
         data = await asyncio.to_thread(_bytes, path)
         if path.suffix.lower() == ".pdf":
             page = await self._reader.pdf(data, url)
-            return _Document(url, page if page.title != url else replace(page, title=path.stem))
+            return page if page.title != url else replace(page, title=path.stem)
         text = data.decode("utf-8", "replace").removeprefix("\ufeff")
         if path.suffix.lower() in (".html", ".htm"):
-            url = _canonical(text) or url
-            return _Document(url, await self._reader.html(text, url))
+            return await self._reader.html(text, _canonical(text) or url)
         meta, body = _front_matter(text)
         url = str(meta.get("url") or url)
         title = str(meta["title"]) if meta.get("title") else None
         make = markdown_page if path.suffix.lower() == ".md" else text_page
-        return _Document(url, await asyncio.to_thread(make, body, url, title))
+        return await asyncio.to_thread(make, body, url, title)
 
-    def _index(self, documents: Sequence[_Document]) -> None:
+    def _index(self, documents: Sequence[Page]) -> None:
         with self._lock:
             self._db.execute(
                 "CREATE VIRTUAL TABLE documents USING fts5(url UNINDEXED, title, body, tokenize='porter unicode61')"
@@ -121,12 +114,9 @@ class Offline:
                 if document.url in self._pages:
                     logger.warning("browser: two documents declare the URL %s; the first is used", document.url)
                     continue
-                self._pages[document.url] = document.page
-                body = "\n".join(line for line, _ in strip_links(document.page.wrapped))
-                self._db.execute("INSERT INTO documents VALUES (?, ?, ?)", (document.url, document.page.title, body))
-
-    def heard(self, location: Mapping[str, str]) -> Mapping[str, str]:
-        return {}
+                self._pages[document.url] = document
+                body = "\n".join(line for line, _ in strip_links(document.wrapped))
+                self._db.execute("INSERT INTO documents VALUES (?, ?, ?)", (document.url, document.title, body))
 
     async def search(self, query: Query) -> Sequence[Hit]:
         """BM25 over title (four times) and text, any word of the query counting."""
