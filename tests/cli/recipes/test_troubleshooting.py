@@ -110,7 +110,8 @@ def test_every_class_of_errors_has_its_readers() -> None:
         node.name
         for path in PACKAGE.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef) and any(re.search("Error$|Exception$", ast.unparse(b)) for b in node.bases)
+        if isinstance(node, ast.ClassDef)
+        and any(re.search("Error$|Exception$|^Refused$", ast.unparse(b)) for b in node.bases)
     }
     assert defined == ANSWERED | HELD | OPERATORS
 

@@ -361,7 +361,7 @@ async def test_a_server_of_2024_is_spoken_to_in_its_version() -> None:
     provider = McpProvider("", McpServerConfig(command=sys.executable, args=[script], connect_timeout_s=20.0))
     await provider.start()
     assert provider.unavailable is None
-    assert provider.listing.protocol == "2024-11-05"
+    assert provider.connection.listing.protocol == "2024-11-05"
     (namespace,) = provider.namespaces()
     assert (namespace.name, namespace.description) == ("old_server", "Old.")
     assert [(tool.name, tool.include_in_prompt) for tool in namespace.tools] == [("first", True), ("second", False)]

@@ -56,7 +56,7 @@ class BrowserProvider(ToolProvider):
         documents = self._config.documents or environ.get("GPTOSS_BROWSER_DOCUMENTS")
         self._index = Offline(Path(documents), self._config.documents_url) if documents else None
         self._web = self._make_web(environ)
-        if not self._web and not self._index:
+        if self._web is None and self._index is None:
             keys = ", ".join(_ADDRESS_VARIABLES.get(name) or cls.key_variable for name, cls in API_BACKENDS.items())
             self.note = f"no search: set GPTOSS_BROWSER_DOCUMENTS to a folder, or one of {keys}; opening URLs works"
         self._fetcher = self._make_fetcher()
