@@ -42,13 +42,13 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
 """
 
 RUN = """
-import sys
+import sys, types
+sys.modules["demo.ask"] = types.SimpleNamespace(main=lambda api, name: None)  # the real one imports openai: a second
 from demo import run, server, supervise
 
 supervise.PATIENCE_S = 1.0
 server.command = lambda model, port, *rest: [sys.executable, {server!r}, str(port), {manner!r}]
 run.model_dir = lambda cache: cache
-run.ask.main = lambda api, name: None
 sys.exit(run.main())
 """
 
