@@ -58,7 +58,7 @@ class Settings(BaseModel):
     prompts: str = Field("", description="prompt templates of /v1/responses: a YAML file, or a folder of them")
     ui: bool = Field(False, description="serve the web page at /ui")
     max_body_bytes: int = Field(32 << 20, gt=0, description="of one request body")
-    max_body_values: int = Field(50_000, gt=0, description="JSON values of one request body")
+    max_body_values: int = Field(50_000, gt=0, description="JSON values of one body; 16 numbers of a list are one")
     caller_body_bytes: int = Field(64 << 20, gt=0, description="of all bodies of one API key that are being received")
     total_body_bytes: int = Field(256 << 20, gt=0, description="the same, of all API keys together")
     checked_keys: bool = Field(

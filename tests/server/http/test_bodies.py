@@ -13,6 +13,7 @@ from fastapi.testclient import TestClient
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 
+from vllm_gptoss.engine.spec import MAX_POSITIONS
 from vllm_gptoss.server.http import callers
 from vllm_gptoss.server.http.bodies import APART, MAX_DEPTH, Bodies, BodyError, BodyLimits, bound, unless_gone
 
@@ -38,12 +39,38 @@ def http() -> TestClient:
 
 def numbers(count: int) -> str:
     """A body of `count` values as they are counted: an object, a colon, a list, and commas."""
-    return f'{{"numbers": [{",".join(["1"] * (count - 2))}]}}'
+    values = ",".join(['"1"'] * (count - 2))
+    return f'{{"numbers": [{values}]}}'
 
 
 @pytest.mark.parametrize(("count", "status"), [(99, 200), (100, 200), (101, 413)])
 def test_values_at_their_limit(http: TestClient, count: int, status: int) -> None:
     assert http.post("/", content=numbers(count), headers={"content-type": "application/json"}).status_code == status
+
+
+@pytest.mark.parametrize("ids", [16 * 97 + 15, 16 * 97 + 16, 16 * 97 + 17])
+@pytest.mark.parametrize("separator", [",", ", ", " ,\n\t-"])
+async def test_token_ids_at_their_limit(ids: int, separator: str) -> None:
+    """Sixteen count as one value, of 100: an object, a colon, a list, and 97 times 16 commas."""
+    message, bodies = f'{{"prompt": [{separator.join(["2"] * ids)}]}}'.encode(), Bodies(BodyLimits(max_values=100))
+    if ids <= 16 * 97 + 16:
+        await bodies.check(message)
+        return
+    with pytest.raises(BodyError, match="more than 100 values"):
+        await bodies.check(message)
+
+
+async def test_the_longest_prompt_of_token_ids_is_read() -> None:
+    """As vLLM's completions take it."""
+    message = json.dumps({"prompt": [200_000] * MAX_POSITIONS, "max_tokens": 300}).encode()
+    await Bodies(BodyLimits()).check(message)
+
+
+@pytest.mark.parametrize("value", ["[]", "{}", '""', "true"])
+async def test_numbers_do_not_hide_other_values(value: str) -> None:
+    message = f"[{','.join([value, '1'] * 100)}]".encode()
+    with pytest.raises(BodyError, match="more than 100 values"):
+        await Bodies(BodyLimits(max_values=100)).check(message)
 
 
 @pytest.mark.parametrize(("size", "status"), [(999, 200), (1000, 200), (1001, 413)])

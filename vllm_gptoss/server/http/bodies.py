@@ -34,6 +34,10 @@ T = TypeVar("T")
 MAX_DEPTH = 128
 """Objects and lists inside each other. Schemas are read recursively; OpenAI allows ten levels of them."""
 
+SERIES = 16
+"""Numbers of a list that count as one value. A prompt may be 131,072 token ids. The most that the default limit allows,
+800,000, are decoded in 40 ms and validated in 50 (2 cores, Python 3.11)."""
+
 READ_S = 300.0
 """Seconds within which a body must arrive."""
 
@@ -117,7 +121,7 @@ class Bodies:
             raise BodyError(f"Large request bodies wait to be decoded: {error}.", 503, "server_busy") from None
 
     def _count(self) -> Count:
-        return Count(self._limits.max_values, MAX_DEPTH)
+        return Count(self._limits.max_values, MAX_DEPTH, SERIES)
 
     def _check_size(self, size: int) -> None:
         if size > self._limits.max_bytes:

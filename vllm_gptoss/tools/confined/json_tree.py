@@ -19,6 +19,7 @@ STEP = 64 << 10
 """Bytes that are counted in a few milliseconds for any content."""
 
 _LONG = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
+_AS_ZERO = bytes.maketrans(b"123456789", b"0" * 9)
 _BRACKETS = b"[]{}"
 _NO_BRACKETS = bytes(byte for byte in range(256) if byte not in _BRACKETS)
 _DEEPER = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
@@ -35,11 +36,15 @@ def may_exceed(data: bytes, nodes: int) -> bool:
 
 
 class Count:
-    """The nodes and the depth of a document that comes in parts. Linear, and builds nothing; broken JSON passes."""
+    """The nodes and the depth of a document that comes in parts. Linear, and builds nothing; broken JSON passes.
 
-    def __init__(self, max_nodes: int = MAX_NODES, max_depth: int = MAX_DEPTH) -> None:
+    series: numbers after another value of a list that count as one node.
+    """
+
+    def __init__(self, max_nodes: int = MAX_NODES, max_depth: int = MAX_DEPTH, series: int = 1) -> None:
         self._max_nodes = max_nodes
         self._max_depth = max_depth
+        self._series = series
         self.nodes = self._quotes = self._depth = 0
         self._rest = self._tail = b""
 
@@ -53,7 +58,8 @@ class Count:
         pieces = part.split(b'"')
         structure = b" ".join(pieces[self._quotes % 2 :: 2])
         self._quotes += len(pieces) - 1
-        self.nodes += _marks(structure)
+        numbers = structure.translate(_AS_ZERO, b" \t\r\n-").count(b",0") if self._series > 1 else 0
+        self.nodes += _marks(structure) - numbers + numbers // self._series
         # No JSON has more strings than marks.
         if max(self.nodes, self._quotes // 2 - 1) > self._max_nodes:
             return f"it has more than {self._max_nodes} values"
