@@ -87,7 +87,8 @@ class Terminal:
             try:
                 self.text += os.read(self.master, 4096).decode(errors="replace")
             except OSError:  # EIO: all processes of the terminal have ended
-                pytest.fail(f"ended before {pattern!r}:\n{self.text[-3000:]}")
+                errors = [line for line in self.text.splitlines() if "Error" in line]
+                pytest.fail(f"ended before {pattern!r}:\n{self.text[-3000:]}\n{errors[:9]}")
 
     def processes(self) -> list[psutil.Process]:
         return [self.leader, *self.leader.children(recursive=True)]

@@ -59,9 +59,11 @@ ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, str]]] = {
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """Of each engine: two with operations at a time, because float64 takes 25 GiB for each, concurrently with two
-    without. Engines that sleep run alone."""
+def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Of each engine that the chosen tests name: two with operations at a time, because float64 takes 25 GiB for each,
+    concurrently with two without. Engines that sleep run alone."""
+    here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    chosen = {item.callspec.params["name"] for item in here}
     base = tmp_path_factory.mktemp("consistency")
     for seed, name in enumerate(("first", "second")):
         checkpoint.write(replace(shapes.shape("20b:2"), vocabulary=VOCABULARY), base / name, seed)
@@ -78,8 +80,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
         assert done.returncode == 0, done.stderr[-3000:]
         return list(json.loads(out.read_text())["rows"])
 
-    asleep = [name for name in ENGINES if name.startswith("sleep")]
-    awake = [name for name in ENGINES if name not in asleep]
+    asleep = [name for name in ENGINES if name in chosen and name.startswith("sleep")]
+    awake = [name for name in ENGINES if name in chosen and name not in asleep]
     with ThreadPoolExecutor(2) as exact, ThreadPoolExecutor(2) as plain:
         pending = {name: (exact if ENGINES[name][1] else plain).submit(run, name) for name in awake}
     return {name: each.result() for name, each in pending.items()} | {name: run(name) for name in asleep}

@@ -202,12 +202,13 @@ def test_aiter_named_while_it_is_off_is_found() -> None:
     assert list(check.aiter_is_on(case("MI300X", {"VLLM_ROCM_USE_AITER": "0"}, moe_backend="aiter")))
 
 
-def test_an_fp8_cache_is_advice_where_it_costs_the_fused_layers_only() -> None:
-    (found,) = check.keeps_fused_layers(case(kv_cache_dtype="fp8"))
+def test_a_cache_that_the_fused_layers_do_not_read_is_advice_where_it_costs_them_only() -> None:
+    (found,) = check.keeps_fused_layers(case(kv_cache_dtype="fp8_e5m2"))
     assert not found.fatal
     assert not list(check.keeps_fused_layers(case()))
-    assert not list(check.keeps_fused_layers(case("B200", kv_cache_dtype="fp8")))
-    assert not list(check.keeps_fused_layers(case("8xH100", kv_cache_dtype="fp8", tensor_parallel_size=8)))
+    assert not list(check.keeps_fused_layers(case(kv_cache_dtype="fp8")))
+    assert not list(check.keeps_fused_layers(case("B200", kv_cache_dtype="fp8_e5m2")))
+    assert not list(check.keeps_fused_layers(case("8xH100", kv_cache_dtype="fp8_e5m2", tensor_parallel_size=8)))
 
 
 def test_async_scheduling_is_needless_and_an_error_beside_ngram() -> None:

@@ -222,10 +222,10 @@ def test_a_users_command_and_file_are_judged(tmp_path: Path) -> None:
     assert "uses 4 GPUs, MI300X has 1" in done.stdout
     assert "nothing reads VLLM_USE_TRTLLM_ATTENTION" in done.stdout
     mine = tmp_path / "mine.yaml"
-    mine.write_text("model: openai/gpt-oss-20b\nkv-cache-dtype: fp8\n")
+    mine.write_text("model: openai/gpt-oss-20b\nkv-cache-dtype: fp8_e5m2\n")
     done = recipe("check", str(mine), "--device", "H100")
     assert done.returncode == 0, done.stdout
-    assert done.stdout.startswith(f"advice: {mine}:2: --kv-cache-dtype fp8 costs the fused layers")
+    assert done.stdout.startswith(f"advice: {mine}:2: --kv-cache-dtype fp8_e5m2 costs the fused layers")
     mine.write_text("model: /models/mine\nmax-num-seqs: 8\n")
     done = recipe("check", str(mine), "--device", "2xH100")
     assert done.stdout.endswith(": nothing found wrong\n")

@@ -93,6 +93,10 @@ UNTRIED = [
     ({"pipeline_parallel": 2}, "more than 2 GPUs, or a pipeline"),
     ({"drafts": "draft_model"}, "drafts by draft_model"),
     ({"kv_connectors": ("OffloadingConnector", "NixlConnector")}, "the KV connector NixlConnector"),
+    *(
+        ({"kv_cache_dtype": "fp8", **more}, "a KV cache of fp8 with drafts, LoRA, a KV connector or several GPUs")
+        for more in ({"drafts": "eagle3"}, ADAPTED, {"kv_connectors": ("OffloadingConnector",)}, {"tensor_parallel": 2})
+    ),
 ]
 
 

@@ -190,14 +190,14 @@ def aiter_is_on(case: Case) -> Iterator[Trouble]:
 
 
 def keeps_fused_layers(case: Case) -> Iterator[Trouble]:
-    """An fp8 KV cache costs the fused layers."""
+    """The fused layers read a KV cache of bf16 or e4m3 only."""
     asked = deployment(case.spec, case.device, case.config, case.env)
     exact = replace(asked, kv_cache_dtype="auto")
     if asked.kv_cache_dtype == exact.kv_cache_dtype or choose.layers(case.device, exact).value != "gptoss":
         return
     if choose.layers(case.device, asked).value != "gptoss":
         what = f"--kv-cache-dtype {asked.kv_cache_dtype} costs the fused layers for few tokens"
-        yield Trouble(case.place, "fp8", what, "leave it out unless the KV cache is too small", fatal=False)
+        yield Trouble(case.place, "fp8", what, "--kv-cache-dtype fp8, which is e4m3, keeps them", fatal=False)
 
 
 def needless(case: Case) -> Iterator[Trouble]:

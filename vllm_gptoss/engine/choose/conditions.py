@@ -244,5 +244,12 @@ def beyond(measured: Measured, *, whole: bool) -> tuple[Condition, ...]:
             f"more than {max(sizes)} GPUs, or a pipeline",
         ),
         when(lambda d: d.drafts not in (None, *measured.drafts), "drafts by {d.drafts}"),
+        when(
+            lambda d: (
+                d.kv_cache_dtype in cache.VLLM_E4M3
+                and bool(d.drafts or d.lora or d.kv_connectors or d.tensor_parallel > 1)
+            ),
+            "a KV cache of {d.kv_cache_dtype} with drafts, LoRA, a KV connector or several GPUs",
+        ),
         never_connected,
     )
