@@ -21,7 +21,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,9 +32,10 @@ import typer
 
 from benchmarks import served, shapes
 from benchmarks.decode.__main__ import lengths
+from vllm_gptoss.cli.bench.start import STOCK
+from vllm_gptoss.cli.bench.worker import PLUGIN, environment
 from vllm_gptoss.cli.recipes.model_config import model_config
 
-PLUGIN, STOCK = "plugin", "stock"
 AGENTS = "agents"
 TURNS, SHARED, OWN, NEW, ANSWER = 4, 4096, 2048, 1024, 256
 """Of an agent: turns, tokens of the shared prefix, of its first prompt, of the others, and of an answer."""
@@ -80,7 +81,7 @@ class Client:
     tokens: int = 0
     failed: list[str] = field(default_factory=list)
 
-    async def ask(self, prompt: list[int], output: int) -> list[int]:
+    async def complete(self, prompt: list[int], output: int) -> list[int]:
         """The token ids of an answer; fewer than `output` where the request failed."""
         body = {
             "model": served.NAME, "prompt": prompt, "max_tokens": output, "ignore_eos": True, "temperature": 0,
@@ -108,27 +109,27 @@ def drawn(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(10, TOKENS) for _ in range(count)]
 
 
-async def _agents(client: Client, load: Load, rng: random.Random) -> None:
+def _agents(client: Client, load: Load, rng: random.Random) -> list[Coroutine[Any, Any, None]]:
     shared = drawn(rng, SHARED)
 
     async def talk(turns: list[list[int]]) -> None:
         history = list(shared)
         for new in turns:
             history += new
-            history += await client.ask(history, ANSWER)
+            history += await client.complete(history, ANSWER)
 
     all_turns = [[drawn(rng, OWN if turn == 0 else NEW) for turn in range(TURNS)] for _ in range(load.streams)]
-    await asyncio.gather(*map(talk, all_turns))
+    return [talk(turns) for turns in all_turns]
 
 
-async def _prompts(client: Client, load: Load, rng: random.Random) -> None:
+def _prompts(client: Client, load: Load, rng: random.Random) -> list[Coroutine[Any, Any, None]]:
     left = [drawn(rng, load.prompt) for _ in range(load.requests)]
 
     async def stream() -> None:
         while left:
-            await client.ask(left.pop(), load.output)
+            await client.complete(left.pop(), load.output)
 
-    await asyncio.gather(*(stream() for _ in range(load.streams)))
+    return [stream() for _ in range(load.streams)]
 
 
 async def measure(port: int, load: Load, limit: float) -> dict[str, Any]:
@@ -137,8 +138,9 @@ async def measure(port: int, load: Load, limit: float) -> dict[str, Any]:
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector, read_bufsize=2**20) as session:
         client = Client(f"http://127.0.0.1:{port}/v1/completions", session)
+        streams = (_agents if load.name == AGENTS else _prompts)(client, load, rng)  # draws every prompt
         began = time.perf_counter()
-        await (_agents if load.name == AGENTS else _prompts)(client, load, rng)
+        await asyncio.gather(*streams)
         seconds = time.perf_counter() - began
     row = {
         "load": load.name, "streams": load.streams, "requests": len(client.first), "failed": len(client.failed),
@@ -150,7 +152,7 @@ async def measure(port: int, load: Load, limit: float) -> dict[str, Any]:
 
 
 def percentile(seconds: Sequence[float], of_100: int) -> float | None:
-    """In ms; None of fewer than two values."""
+    """In ms; None for fewer than two values."""
     if len(seconds) < 2:
         return None
     return round(statistics.quantiles(seconds, n=100, method="inclusive")[of_100 - 1] * 1e3, 3)
@@ -159,10 +161,10 @@ def percentile(seconds: Sequence[float], of_100: int) -> float | None:
 @contextlib.contextmanager
 def _server(model: Path, variant: str, arguments: Sequence[str]) -> Iterator[tuple[int, float]]:
     """A server's port, and the seconds of its start."""
-    environment = os.environ | ({"VLLM_PLUGINS": "none"} if variant == STOCK else {})
+    environ = environment(variant) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     words = [str(model), "--served-model-name", served.NAME, "--load-format", "dummy", "--disable-uvicorn-access-log"]
     began = time.monotonic()
-    with served.server([*words, *arguments], environment, model / f"{variant}.log") as (_, port):
+    with served.server([*words, *arguments], environ, model / f"{variant}.log") as (_, port):
         yield port, time.monotonic() - began
 
 

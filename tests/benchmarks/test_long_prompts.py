@@ -1,4 +1,4 @@
-"""The load that `benchmarks.long_prompts` sends, and what it counts, at a stand-in of a server."""
+"""The load that `benchmarks.long_prompts` sends, and what it counts, at an imitation of a server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LONGEST = SHARED + OWN + (TURNS - 1) * (ANSWER + NEW)
 
 
 def row_and_prompts(load: Load, most: int = LONGEST) -> tuple[dict[str, Any], list[list[int]]]:
-    """Of a server that answers with ids of its own, and refuses prompts of more than `most` tokens."""
+    """Of a server that answers with other ids, and refuses prompts of more than `most` tokens."""
     prompts: list[list[int]] = []
 
     async def answer(request: web.Request) -> web.StreamResponse:
@@ -26,6 +26,7 @@ def row_and_prompts(load: Load, most: int = LONGEST) -> tuple[dict[str, Any], li
         prompts.append(body["prompt"])
         if len(body["prompt"]) > most:
             return web.json_response({"error": "too long"}, status=400)
+        await asyncio.sleep(0.05)  # a row has seconds to two places
         stream = web.StreamResponse()
         await stream.prepare(request)
         for token in range(body["max_tokens"]):
