@@ -1,4 +1,4 @@
-"""What every test of this folder is marked with."""
+"""The marks of every test of this folder, and the parameters of those that were chosen."""
 
 import pytest
 import torch
@@ -10,3 +10,9 @@ SM90 = [
         reason="needs an sm90 GPU (H100, H200); docs/testing.md lists where it passed last",
     ),
 ]
+
+
+def chosen(request: pytest.FixtureRequest, parameter: str) -> set[str]:
+    """The values of a parameter in the chosen tests of the file that requests a fixture."""
+    here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    return {item.callspec.params[parameter] for item in here}

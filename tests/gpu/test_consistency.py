@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks import checkpoint, shapes
 from benchmarks.consistency import VOCABULARY
-from tests.gpu.marks import SM90
+from tests.gpu.marks import SM90, chosen
 from vllm_gptoss.cli.bench.consistency import is_consistent
 
 pytestmark = [
@@ -62,8 +62,6 @@ ENGINES: dict[str, tuple[dict[str, Any], tuple[str, ...], dict[str, str]]] = {
 def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """Of each engine that the chosen tests name: two with operations at a time, because float64 takes 25 GiB for each,
     concurrently with two without. Engines that sleep run alone."""
-    here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    chosen = {item.callspec.params["name"] for item in here}
     base = tmp_path_factory.mktemp("consistency")
     for seed, name in enumerate(("first", "second")):
         checkpoint.write(replace(shapes.shape("20b:2"), vocabulary=VOCABULARY), base / name, seed)
@@ -80,8 +78,9 @@ def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         assert done.returncode == 0, done.stderr[-3000:]
         return list(json.loads(out.read_text())["rows"])
 
-    asleep = [name for name in ENGINES if name in chosen and name.startswith("sleep")]
-    awake = [name for name in ENGINES if name in chosen and name not in asleep]
+    wanted = chosen(request, "name")
+    asleep = [name for name in ENGINES if name in wanted and name.startswith("sleep")]
+    awake = [name for name in ENGINES if name in wanted and name not in asleep]
     with ThreadPoolExecutor(2) as exact, ThreadPoolExecutor(2) as plain:
         pending = {name: (exact if ENGINES[name][1] else plain).submit(run, name) for name in awake}
     return {name: each.result() for name, each in pending.items()} | {name: run(name) for name in asleep}

@@ -24,7 +24,7 @@ from benchmarks.decode.worker import draft_config
 from demo import verify
 from demo.verify import Case
 from demo.widen import LIKE_20B
-from tests.gpu.marks import SM90
+from tests.gpu.marks import SM90, chosen
 from tests.support import adapter, jobs
 from vllm_gptoss.engine.spec import GPT_OSS_20B
 
@@ -223,8 +223,6 @@ def results(
     request: pytest.FixtureRequest, model_dir: Path, cases: list[Case], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, jobs.Results]]:
     """Of the situations that the chosen tests name."""
-    here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    chosen = {item.callspec.params["name"] for item in here}
     base = tmp_path_factory.mktemp("recall")
     draft = base / "draft"
     draft.mkdir()
@@ -232,7 +230,8 @@ def results(
     (draft / "config.json").write_text(json.dumps(config))
     adapter.write(base / "adapter", replace(GPT_OSS_20B, layers=LAYERS))
     gpus = torch.cuda.device_count()
-    wanted = {name: each for name, each in SITUATIONS.items() if name in chosen and each.gpus <= gpus}
+    names = chosen(request, "name")
+    wanted = {name: each for name, each in SITUATIONS.items() if name in names and each.gpus <= gpus}
 
     def run(name: str) -> jobs.Results:
         work = {"job": job(wanted[name], cases, model_dir, draft)}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from vllm_gptoss.tools import confined
-from vllm_gptoss.tools.gate import GatedSession
-from vllm_gptoss.tools.protocol import ToolSession
+from vllm_gptoss.tools.gate import GatedSession, gated
+from vllm_gptoss.tools.protocol import ToolProvider, ToolSession
 
 PACKAGE = Path(__file__).parents[2] / "vllm_gptoss"
 TOOLS = PACKAGE / "tools"
@@ -85,6 +87,12 @@ def test_nobody_looks_inside_the_gate() -> None:
     }
     named = {path.name for path in users if '"inner"' in path.read_text()}
     assert inner | named == set()
+
+
+def test_the_gate_forwards_every_member_of_a_provider_but_opens_its_sessions() -> None:
+    names = {name for name in vars(ToolProvider) if not name.startswith("_")}
+    inner: Any = SimpleNamespace(**{name: object() for name in names})
+    assert {name for name in names if getattr(gated(inner), name) is not getattr(inner, name)} == {"open"}
 
 
 def test_the_gate_forwards_every_method_of_a_session() -> None:

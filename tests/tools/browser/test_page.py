@@ -46,7 +46,7 @@ def test_an_html_page_is_displayed_line_by_line_as_in_training() -> None:
 )
 def test_small_things_look_as_in_openais_own_browser(html: str, line: str) -> None:
     """The display of `process_html` in openai/gpt-oss 0.0.9."""
-    assert html_page(f"<p>{html}</p>", "https://site.example/").lines[0] == line
+    assert under_url(html_page(f"<p>{html}</p>", "https://site.example/")).lines[2] == line
 
 
 def test_a_page_cannot_forge_links_or_citations() -> None:
@@ -59,13 +59,13 @@ def test_hidden_text_and_code_are_not_shown() -> None:
     html = (
         "<p>seen</p><p hidden>a</p><p style='display: none'>b</p><script>c</script><!-- d --><p aria-hidden=true>e</p>"
     )
-    assert html_page(html, "https://site.example/").lines == ["seen"]
+    assert under_url(html_page(html, "https://site.example/")).lines == ["", "URL: https://site.example/", "seen"]
 
 
 def test_markdown_links_become_numbered_links() -> None:
-    page = markdown_page("# T\n\nSee [b](/b) and <https://c.example/>.", "https://a.example/a")
+    page = under_url(markdown_page("# T\n\nSee [b](/b) and <https://c.example/>.", "https://a.example/a"))
     assert page.title == "T"
-    assert page.lines[2] == "See 【0†b】 and 【1†https://c.example/†c.example】."
+    assert page.lines[4] == "See 【0†b】 and 【1†https://c.example/†c.example】."
 
 
 def test_the_window_follows_the_token_budget_and_says_what_it_shows() -> None:
