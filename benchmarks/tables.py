@@ -63,8 +63,8 @@ SIZES = ("kv_cache_memory_bytes", "max_num_batched_tokens")
 
 
 def _accepted(row: Row) -> str:
-    said = f"{row['accepted']} tokens a step" if row.get("accepted") else "none accepted"
-    return said + (f", a draft vocabulary of {row['draft_vocabulary']:,}" if row.get("draft_vocabulary") else "")
+    accepted = f"{row['accepted']} tokens a step" if row.get("accepted") else "none accepted"
+    return accepted + (f", a draft vocabulary of {row['draft_vocabulary']:,}" if row.get("draft_vocabulary") else "")
 
 
 def _setting(row: Row) -> str:

@@ -34,7 +34,7 @@ DRAWS = 10_000
 ALLOWED = range(100, 108)
 PROMPT = random.Random(0).choices(ALLOWED, k=100)
 COLDER = 0.9
-"""A temperature whose draws must be told from those of 1."""
+"""Draws at this temperature must differ measurably from draws at 1."""
 METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2},
     "eagle3": {"method": "eagle3", "num_speculative_tokens": 3, "draft_load_config": {"load_format": "dummy"}},

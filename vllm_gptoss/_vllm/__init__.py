@@ -205,7 +205,7 @@ def allowed_endpoint_plugins() -> list[str]:
 
 
 def variable(name: str) -> Any:
-    """vLLM's value of one of its environment variables; None where this vLLM has none of that name."""
+    """The value of one of vLLM's environment variables; None if this vLLM does not define it."""
     import vllm.envs as envs
 
     return getattr(envs, name, None)

@@ -61,7 +61,7 @@ def gated(inner: ToolProvider, slots: Slots | None = None, *, public: bool = Tru
 
 
 class _GatedProvider:
-    """Opens sessions behind the gate; all else is `inner`'s."""
+    """Opens sessions behind the gate, and passes on every other member of `inner`."""
 
     def __init__(self, inner: ToolProvider, slots: Slots, public: bool) -> None:
         self.inner = inner

@@ -32,7 +32,7 @@ class LocalProcess:
         self.death: asyncio.Future[tuple[int, str]] = loop.create_future()
 
     async def _run(self, *command: str, **options: Any) -> None:
-        """Starts the program in a session of its own. Raises SandboxError."""
+        """Starts the program in a new session. Raises SandboxError."""
         self.death = asyncio.get_running_loop().create_future()
         self._reason = ""
         try:
