@@ -21,7 +21,7 @@ from rich.console import Console
 
 from demo import ask, supervise
 from demo.expand import model_dir
-from demo.server import NAME, Server, ServerError, serve
+from demo.server import NAME, Server, ServerError, on_gpu, serve
 from vllm_gptoss.tools.sandbox import linux
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,7 +47,7 @@ def main() -> int:
     CACHE.mkdir(exist_ok=True)
     began = time.monotonic()
     with console.status("expanding the small gpt-oss"):
-        model = model_dir(CACHE)
+        model = model_dir(CACHE, wide=on_gpu())  # the kernels of a GPU do not take the small shape
     log = CACHE / "demo.log"
     console.print(f"* vllm serve {model}  [dim](log: {log})[/]")
     try:

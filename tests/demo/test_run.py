@@ -48,7 +48,7 @@ from demo import run, server, supervise
 
 supervise.PATIENCE_S = 1.0
 server.command = lambda model, port, *rest: [sys.executable, {server!r}, str(port), {manner!r}]
-run.model_dir = lambda cache: cache
+run.model_dir = lambda cache, wide: cache
 sys.exit(run.main())
 """
 
