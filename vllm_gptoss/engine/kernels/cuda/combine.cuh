@@ -29,8 +29,8 @@ __device__ __forceinline__ bool arrived(uint4 v) {
 
 // This block's share of the outputs, by MEMBERS of its threads: four of a token at a time, its
 // partial sums in the order of its choices as soon as all have arrived; those with a negative id
-// are none.
-template <int PICKS, int ROWS, int MEMBERS, class Id>
+// are none. Rows of `out` are STRIDE elements apart.
+template <int PICKS, int ROWS, int MEMBERS, int STRIDE = ROWS, class Id>
 __device__ __forceinline__ void combine_all(
     const Id* ids, u32* parts, u16* out, int tokens, int thread) {
   const int total = tokens * (ROWS / 4), each = (total + gridDim.x - 1) / gridDim.x;
@@ -59,7 +59,7 @@ __device__ __forceinline__ void combine_all(
     for (int a = 0; a < PICKS; a++)
       if (ids[token * PICKS + a] >= 0)
         *reinterpret_cast<uint4*>(from + a * ROWS) = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
-    *reinterpret_cast<uint2*>(out + (u64)token * ROWS + row) =
+    *reinterpret_cast<uint2*>(out + (u64)token * STRIDE + row) =
         make_uint2(pack(sum.x, sum.y), pack(sum.z, sum.w));
   }
 }

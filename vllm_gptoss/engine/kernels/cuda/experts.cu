@@ -32,19 +32,10 @@
 #include "routing.cuh"
 #include "combine.cuh"
 
-#ifndef WIDE_SLOT
-#define WIDE_SLOT 16
-#endif
-constexpr bool WIDE = TOKENS > 16;
-constexpr int SLOT_LOG = WIDE && WIDE_SLOT == 16 ? 4 : 3, SLOT = 1 << SLOT_LOG, HALVES = SLOT / 8;
-constexpr int MAX_PAIRS = TOKENS * ACTIVE;
-constexpr int MAX_SLOTS = WIDE ? EXPERTS + MAX_PAIRS / SLOT : MAX_PAIRS;
 constexpr int NT = NROWS / 16;  // row tiles of an expert
 constexpr int NU = NT / R;      // units of a slot
-// A unit for more than 8 tokens takes 11 eighths of one for fewer: of 8, 10, 11, 12 and 13 the best
-// from 48 to 256 tokens (docs/kernels/experiments.md).
-constexpr int COST = 8, BOTH_COST = HALVES > 1 ? 11 : COST;
-constexpr int KS = (KT + WPU - 1) / WPU;           // tiles of 64 columns per warp
+constexpr int STEPS = KT, STEP_BYTES = 128;        // tiles of 64 columns, of an activation row
+constexpr int KS = (STEPS + WPU - 1) / WPU;        // those of a warp
 constexpr int ROUNDS = (KS + DEPTH - 1) / DEPTH;   // turns of the ring in one unit
 constexpr bool EVEN = KT == WPU * ROUNDS * DEPTH;  // no warp has a tile less than another
 constexpr int NCH = DEPTH / CHUNK;
@@ -60,227 +51,16 @@ static_assert(
 constexpr int RED_BYTES = WPU > 1 ? NWARPS * 2 * R * 512 : 0;
 constexpr int XSTRIDE =
     KT * 128 + 16;  // one activation row in shared memory; the 16 bytes keep banks apart
+constexpr int XROW = KT * 128;        // one in global memory
 constexpr int QUAD_BYTES = KT * 128;  // four weight rows
 constexpr u64 EXPERT_BYTES = (u64)(NROWS / 4) * QUAD_BYTES;
 constexpr int SCALE_ROWS = (NROWS + 255) / 256 * 8;
 constexpr u64 EXPERT_SCALE_BYTES = (u64)SCALE_ROWS * SKT * 64;
-static_assert(WIDE_SLOT == 8 || WIDE_SLOT == 16, "tokens of a slot");
-static_assert(!WIDE || WPU == 1, "two halves of a slot are not exchanged between warps");
 static_assert(NWARPS % WPU == 0 && NROWS % 16 == 0 && NWARPS >= 4 && DEPTH % CHUNK == 0, "shape");
-static_assert(EXPERTS <= 128, "slots are found by one thread per expert, four warps");
 
-template <bool BYTES> struct PairNumber {
-  typedef u8 type;
-};
-template <> struct PairNumber<false> {
-  typedef u16 type;
-};
-typedef PairNumber<MAX_PAIRS <= 256>::type pair_t;
-
-struct Meta {
-  int ids[MAX_PAIRS];  // local expert of each (token, choice), or -1
-  float weights[MAX_PAIRS];
-  int warp_sums[4];
-  int slots;
-  int first, last;  // this block's units, where slots do not cost the same
-  u8 slot_expert[MAX_SLOTS];
-  u8 slot_count[MAX_SLOTS];
-  pair_t slot_pair[MAX_SLOTS][SLOT];
-  u8 near[NWARPS][32];  // slot_expert again, each warp's own copy: known without a block barrier
-  u8 first_slot[WIDE ? 128 : 1];  // of an expert
-};
-constexpr int META_BYTES = (sizeof(Meta) + 127) / 128 * 128;
-
-__device__ __forceinline__ uint4 ld_cg16(const u8* p) {
-  uint4 v;
-  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"
-      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-      : "l"(p)
-      : "memory");
-  return v;
-}
-
-__device__ __forceinline__ void read_ids(
-    Meta& m, const u8* routing, const float* weights, const int* map, int pairs, int thread) {
-  for (int i = thread; i < pairs; i += THREADS) {
-    m.ids[i] = local_id(routing, map, i);
-    if (weights) m.weights[i] = ld_cg(weights + i);
-  }
-}
-
-// The slots of up to 32 pairs, by every warp for itself: experts in the order of their first pair.
-// Warp 0 publishes them (complete after the next block barrier). -1 if an expert has more than 8
-// pairs.
-__device__ __forceinline__ int find_slots_near(Meta& m, const u8* routing, const float* weights,
-    const int* map, int pairs, int warp, int lane) {
-  const int e = lane >= pairs ? -1 : LOGITS ? m.ids[lane] : local_id(routing, map, lane);
-  if (!LOGITS && warp == 0 && weights && lane < pairs) m.weights[lane] = ld_cg(weights + lane);
-  const u32 same = __match_any_sync(~0u, e), below = (1u << lane) - 1;
-  const bool valid = e >= 0;
-  const int rank = __popc(same & below), count = __popc(same);
-  if (__any_sync(~0u, valid && count > 8)) return -1;
-  const u32 leaders = __ballot_sync(~0u, valid && rank == 0);
-  const int slot = __popc(leaders & ((1u << (__ffs(same) - 1)) - 1));
-  if (valid && rank == 0) m.near[warp][slot] = e;
-  if (warp == 0) {
-    if (!LOGITS) m.ids[lane] = e;
-    if (valid) {
-      m.slot_pair[slot][rank] = lane;
-      m.slot_expert[slot] = e;
-      m.slot_count[slot] = count;
-    }
-  }
-  __syncwarp();
-  return __popc(leaders);
-}
-
-// The slots of any number of pairs: experts in ascending order, SLOT pairs at a time. Ends with a
-// block barrier.
-__device__ __forceinline__ int find_slots_far(
-    Meta& m, const u8* routing, const float* weights, const int* map, int tokens, int thread) {
-  const int pairs = tokens * ACTIVE, warp = thread >> 5, lane = thread & 31;
-  if (!LOGITS) read_ids(m, routing, weights, map, pairs, thread);
-  __syncthreads();
-  int count = 0, slots = 0, before = 0;
-  if (warp < 4) {
-    for (int i = 0; i < pairs; i++) count += m.ids[i] == thread;
-    count = thread < EXPERTS ? count : 0;
-    slots = (count + SLOT - 1) >> SLOT_LOG;
-    before = sum_up_to(slots, lane);
-    if (lane == 31) m.warp_sums[warp] = before;
-    before -= slots;
-  }
-  __syncthreads();
-  if (warp < 4) {
-    int total = 0;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      before += i < warp ? m.warp_sums[i] : 0;
-      total += m.warp_sums[i];
-    }
-    if (thread == 0) m.slots = total;
-    if (count) {
-      for (int s = 0; s < slots; s++) {
-        m.slot_expert[before + s] = thread;
-        m.slot_count[before + s] = min(count - SLOT * s, SLOT);
-      }
-      int seen = 0;
-      for (int i = 0; i < pairs; i++)
-        if (m.ids[i] == thread) {
-          m.slot_pair[before + (seen >> SLOT_LOG)][seen & (SLOT - 1)] = i;
-          seen++;
-        }
-    }
-  }
-  __syncthreads();
-  return m.slots;
-}
-
-// Finds where this block's share of the units begins and ends if that lies in the slots of one
-// expert. The expert has `slots` slots, all full but the last. `before` slots precede them, of
-// which `both_before` have more than 8 tokens. All blocks' shares have equal cost.
-__device__ __forceinline__ void find_share(
-    Meta& m, int before, int both_before, int slots, int count, int total) {
-  int cost_before = before * COST + both_before * (BOTH_COST - COST);
-  for (int s = 0; s < slots; s++) {
-    const int cost = count - SLOT * s > 8 ? BOTH_COST : COST;
-#pragma unroll
-    for (int end = 0; end < 2; end++) {
-      const int at = (int)((u64)total * NU * (blockIdx.x + end) / gridDim.x) - cost_before * NU;
-      if (at >= 0 && at < cost * NU) (end ? m.last : m.first) = (before + s) * NU + at / cost;
-    }
-    cost_before += cost;
-  }
-}
-
-// The slots where pairs are many: ranked by warps, SLOT of an expert to a slot; and this block's
-// share of the units. Uses `seen`, of NWARPS x EXPERTS.
-__device__ __forceinline__ int find_slots_sorted(Meta& m, u16* seen, const u8* routing,
-    const float* weights, const int* map, int tokens, int thread) {
-  constexpr int PASSES = (MAX_PAIRS + THREADS - 1) / THREADS;
-  const int warp = thread >> 5, lane = thread & 31, pairs = tokens * ACTIVE;
-  const int each = (pairs + THREADS - 1) / THREADS * 32;
-  if (!LOGITS) {
-    read_ids(m, routing, weights, map, pairs, thread);
-    __syncthreads();
-  }
-  u16 ranks[PASSES];
-  rank_pairs<PASSES>(
-      ranks, seen + warp * EXPERTS, m.ids, warp * each, min(pairs, (warp + 1) * each), lane);
-  __syncthreads();
-  int count = 0, slots = 0,
-      sums = 0;  // sums: slots, those for more than 8 tokens in the upper half
-  if (warp < 4) {
-    if (thread < EXPERTS) count = count_before_warps<NWARPS>(seen, thread);
-    slots = (count + SLOT - 1) >> SLOT_LOG;
-    const int own = slots | ((count + 7) >> SLOT_LOG) << 16;
-    sums = sum_up_to(own, lane);
-    if (lane == 31) m.warp_sums[warp] = sums;
-    sums -= own;
-  }
-  __syncthreads();
-  if (warp < 4) {
-    int all = 0;
-#pragma unroll
-    for (int w = 0; w < 4; w++) {
-      sums += w < warp ? m.warp_sums[w] : 0;
-      all += m.warp_sums[w];
-    }
-    const int before = sums & 0xFFFF;
-    const int total = (all & 0xFFFF) * COST + (all >> 16) * (BOTH_COST - COST);
-    for (int s = 0; s < slots; s++) {
-      m.slot_expert[before + s] = thread;
-      m.slot_count[before + s] = min(count - SLOT * s, SLOT);
-    }
-    m.first_slot[thread] = before;
-    find_share(m, before, sums >> 16, slots, count, total);
-    if (thread == 0) {
-      m.slots = all & 0xFFFF;
-      if (total == 0) m.first = 0;
-      if (total == 0 || blockIdx.x + 1 == gridDim.x) m.last = m.slots * NU;
-    }
-  }
-  __syncthreads();
-#pragma unroll
-  for (int p = 0; p < PASSES; p++) {
-    const int i = warp * each + p * 32 + lane;
-    if (p * 32 < each && i < pairs && m.ids[i] >= 0) {
-      const int at = seen[warp * EXPERTS + m.ids[i]] + ranks[p];
-      m.slot_pair[m.first_slot[m.ids[i]] + (at >> SLOT_LOG)][at & (SLOT - 1)] = i;
-    }
-  }
-  __syncthreads();
-  return m.slots;
-}
-
-struct Routing {
-  int slots;
-  const u8* experts;  // of each slot
-};
-
-__device__ __forceinline__ Routing find_slots(Meta& m, u8* scratch, const u8* routing,
-    const float* weights, const int* map, int tokens, int thread) {
-  const int warp = thread >> 5, lane = thread & 31, pairs = tokens * ACTIVE;
-  if (WIDE) {
-    if (LOGITS) {
-      choose_experts<4>(m.ids, m.weights, routing, map, tokens, warp, NWARPS, lane);
-      __syncthreads();
-    }
-    u16* seen = reinterpret_cast<u16*>(scratch);
-    const int slots = find_slots_sorted(m, seen, routing, weights, map, tokens, thread);
-    return {slots, m.slot_expert};
-  }
-  if (LOGITS) {
-    choose_experts<1, false>(m.ids, m.weights, routing, map, tokens, warp, NWARPS, lane);
-    __syncthreads();
-  }
-  if (pairs <= 32) {
-    const int slots = find_slots_near(m, routing, weights, map, pairs, warp, lane);
-    if (slots >= 0) return {slots, m.near[warp]};
-  }
-  const int slots = find_slots_far(m, routing, weights, map, tokens, thread);
-  return {slots, m.slot_expert};
-}
+#include "experts/slots.cuh"
+static_assert(!WIDE || WPU == 1, "two halves of a slot are not exchanged between warps");
+#include "experts/rows.cuh"
 
 // Prefetches the first tiles of this warp's ring into L2 before the routing is known. Assumes one
 // slot per expert, which holds for most experts if there are many tokens.
@@ -293,31 +73,6 @@ __device__ __forceinline__ void foresee(const u8* values, int tokens, int thread
       values + unit / NU * EXPERT_BYTES + (u64)row_tile(unit % NU, NT) * 4 * QUAD_BYTES;
   for (int i = lane; i < 4 * DEPTH; i += 32)
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from + i / DEPTH * QUAD_BYTES + i % DEPTH * 128));
-}
-
-struct Work {
-  int first, last;  // units of this block
-  int slots;
-  const u8* experts;
-  int warp, lane, group, part, tiles;
-  u32 ring, scales;  // shared memory: this lane's values of tile 0, this warp's scales
-};
-
-__device__ __forceinline__ Work share(const Meta& m, const Routing& r, u32 ring_base, int thread) {
-  Work w;
-  const u64 units = (u64)r.slots * NU;
-  w.first = WIDE ? m.first : (int)(units * blockIdx.x / gridDim.x);
-  w.last = WIDE ? m.last : (int)(units * (blockIdx.x + 1) / gridDim.x);
-  w.slots = r.slots;
-  w.experts = r.experts;
-  w.warp = thread >> 5;
-  w.lane = thread & 31;
-  w.group = w.warp / WPU;
-  w.part = w.warp % WPU;
-  w.tiles = min(KS, KT - w.part * KS);
-  w.ring = ring_base + w.warp * WARP_RING + w.lane * 16;
-  w.scales = ring_base + w.warp * WARP_RING + WARP_SCALES;
-  return w;
 }
 
 // Where one lane's share of one unit starts: its values in each row tile, and the 16 bytes of
@@ -370,78 +125,6 @@ __device__ __forceinline__ Source prefetch(const Work& w, const u8* values, cons
 #pragma unroll
   for (int ch = 0; ch < NCH; ch++) fetch(w, s, w.tiles, ch, 0, live);
   return s;
-}
-
-// Stages activation rows, times 2^64. The row of a pair is pair / divisor.
-struct Rows {
-  static constexpr int BATCH = 6;
-  uint4 v[BATCH];
-};
-
-__device__ __forceinline__ void put_piece(u8* to, int p, uint4 v) {
-  v.x = mul_bf16x2(v.x, TWO_64);
-  v.y = mul_bf16x2(v.y, TWO_64);
-  v.z = mul_bf16x2(v.z, TWO_64);
-  v.w = mul_bf16x2(v.w, TWO_64);
-  *reinterpret_cast<uint4*>(to + p / (KT * 8) * XSTRIDE + p % (KT * 8) * 16) = v;
-}
-
-// Loads all rows of x in pieces of 16 bytes. These loads are issued first, so that they do not
-// queue behind the weights.
-__device__ __forceinline__ void ask_all(
-    Rows& rows, const u8* __restrict__ x, int tokens, int thread) {
-#pragma unroll
-  for (int j = 0; j < Rows::BATCH; j++)
-    if (thread + j * THREADS < tokens * (KT * 8))
-      rows.v[j] = ld_cg16(x + (u64)(thread + j * THREADS) * 16);
-}
-
-__device__ __forceinline__ void put_all(
-    const Rows& rows, u8* xs, const u8* __restrict__ x, int tokens, int thread) {
-#pragma unroll
-  for (int j = 0; j < Rows::BATCH; j++)
-    if (thread + j * THREADS < tokens * (KT * 8)) put_piece(xs, thread + j * THREADS, rows.v[j]);
-  for (int p = thread + Rows::BATCH * THREADS; p < tokens * (KT * 8); p += THREADS)
-    put_piece(xs, p, ld_cg16(x + (u64)p * 16));
-}
-
-// Rows staged before those of `slot`, if `first` is the first slot staged.
-__device__ __forceinline__ int rows_before(const Meta& m, int first, int slot, int rows) {
-  if (!WIDE) return (slot - first) * rows;
-  int before = 0;
-  for (int s = first; s < slot; s++) before += m.slot_count[s];
-  return before;
-}
-
-// The end of the slots of this block, from `first` on, that `rows` rows hold.
-__device__ __forceinline__ int slots_that_fit(const Work& w, const Meta& m, int first, int rows) {
-  const int end = (w.last - 1) / NU + 1;
-  int slot = first + 1, used = m.slot_count[first];
-  while (slot < end && (used += m.slot_count[slot]) <= rows) slot++;
-  return slot;
-}
-
-// The rows that slots `first` to `last` read, one slot after another.
-__device__ __forceinline__ void load_rows(const Meta& m, u8* xs, const u8* __restrict__ x,
-    int first, int last, int divisor, int rows, int thread) {
-  constexpr int BATCH = 4;
-  for (int slot = first; slot <= last; slot++) {
-    const int pieces = m.slot_count[slot] * (KT * 8);
-    u8* to = xs + rows_before(m, first, slot, rows) * XSTRIDE;
-    for (int i = thread; i < pieces; i += BATCH * THREADS) {
-      uint4 v[BATCH];
-#pragma unroll
-      for (int j = 0; j < BATCH; j++) {
-        const int p = i + j * THREADS, r = p / (KT * 8);
-        if (p < pieces)
-          v[j] = ld_cg16(
-              x + (u64)(m.slot_pair[slot][r] / divisor) * (KT * 128) + (p - r * (KT * 8)) * 16);
-      }
-#pragma unroll
-      for (int j = 0; j < BATCH; j++)
-        if (i + j * THREADS < pieces) put_piece(to, i + j * THREADS, v[j]);
-    }
-  }
 }
 
 // The product of one unit's share of K, R x 16 rows x 8 tokens in each of H halves of c as mma lays
@@ -539,67 +222,7 @@ __device__ __forceinline__ void sum_shares(
   c[3] = sum.w;
 }
 
-#define PROLOGUE                                              \
-  extern __shared__ __align__(128) u8 smem[];                 \
-  Meta& m = *reinterpret_cast<Meta*>(smem);                   \
-  float4* red = reinterpret_cast<float4*>(smem + META_BYTES); \
-  const u32 ring = smem_u32(smem + META_BYTES + RED_BYTES);   \
-  u8* xs = smem + META_BYTES + RED_BYTES + RING_BYTES;        \
-  const int thread = threadIdx.x;
-
-// This lane's ldmatrix row in the activations of half `half` of `slot`, `first` being the first
-// slot staged; rows past the slot's tokens repeat row 0, unread later.
-__device__ __forceinline__ u32 row_address(const Work& w, const Meta& m, const u8* xs, int first,
-    int slot, int half, int divisor, int rows) {
-  const int n = half * 8 + (w.lane & 7) < m.slot_count[slot] ? half * 8 + (w.lane & 7) : 0;
-  const int r =
-      WIDE || rows ? rows_before(m, first, slot, rows) + n : m.slot_pair[slot][n] / divisor;
-  return smem_u32(xs) + r * XSTRIDE + w.part * KS * 128 + (w.lane >> 3) * 16;
-}
-
-// Where a group of warps is in its block's units.
-struct Progress {
-  int unit, done, turn;
-  Source now;  // of `unit`; its first turn of the ring is on its way
-};
-
-// Processes the group's units before `until`. The slots from `first` on are staged. Calls
-// finish(slot, first tile, done, c) for each unit.
-template <class Finish>
-__device__ __forceinline__ void work(Progress& p, const Work& w, const Meta& m, const u8* xs,
-    const u8* __restrict__ values, const u8* __restrict__ scales, int first, int until, int divisor,
-    int rows, u32 two_23, Finish finish) {
-  for (; p.unit < until; p.unit += NGROUPS, p.done++) {
-    const int slot = p.unit / NU, next = p.unit + NGROUPS;
-    Source then = p.now;
-    if (next < w.last) then = source(w, values, scales, next);
-    float c[HALVES][R][4];
-    u32 xrow[HALVES];
-#pragma unroll
-    for (int h = 0; h < HALVES; h++) xrow[h] = row_address(w, m, xs, first, slot, h, divisor, rows);
-    if (WIDE && m.slot_count[slot] > 8)
-      multiply<HALVES>(c, w, p.now, then, next < w.last, xrow, p.turn, two_23);
-    else
-      multiply<1>(c, w, p.now, then, next < w.last, xrow, p.turn, two_23);
-    p.now = then;
-    finish(slot, (p.unit - slot * NU) * R, p.done, c);
-  }
-}
-
-// All of the group's units: slots are staged, as many as fit, and worked on.
-template <class Finish>
-__device__ __forceinline__ void work_wide(Progress& p, const Work& w, const Meta& m, u8* xs,
-    const u8* __restrict__ x, const u8* __restrict__ values, const u8* __restrict__ scales,
-    int divisor, int rows, u32 two_23, int thread, Finish finish) {
-  for (int slot = w.first / NU; slot * NU < w.last;) {
-    const int after = slots_that_fit(w, m, slot, rows);
-    __syncthreads();  // all warps have read what was staged before
-    load_rows(m, xs, x, slot, after - 1, divisor, rows, thread);
-    __syncthreads();
-    work(p, w, m, xs, values, scales, slot, min(w.last, after * NU), divisor, rows, two_23, finish);
-    slot = after;
-  }
-}
+#include "experts/work.cuh"
 
 #if ONLY != 2
 // up: act[pair, I] = swiglu(w13[expert] x[token] + b13[expert]); gate and up rows are interleaved.
