@@ -1,34 +1,36 @@
-"""experts.cu compiled to `compute_80` PTX and run on Hopper, against vLLM's Marlin experts there.
+"""experts_marlin.cu compiled to `compute_80` PTX and run on Hopper, against vLLM's Marlin experts over the same bytes.
 
-    python benchmarks/sm80_experts.py [--tokens 1,2,4,8,16,32,64] [--out FILE] [--seconds 100]
+    python benchmarks/sm80_experts.py [--tokens 1,2,4,8,16,32,64] [--out FILE] [--seconds 100] [--tilings 1]
 
 Blocks have at most the shared memory, and grids the blocks, of GPUs that vLLM serves with Marlin (`sm80_plan.py`). Only
 the ratio to Marlin on the same GPU is meant: the times say nothing about another GPU.
 
 A launch is one layer of the 20b from top-k ids to the sum over experts. Weights are cold in L2: graphs have eight
-launches with different routings, which alternate between two layers. `fused_marlin_moe` has weights from vLLM's own
-preparation, with vLLM's padding to 3,072 columns. vLLM's routing kernel is not measured; experts.cu can choose the
-experts itself. `native` is what the plugin runs on Hopper. `marlin_held_us`: a kernel occupies all but `grid`
-multiprocessors, because Marlin uses all that there are.
+launches with different routings, which alternate between two layers. The weights are from vLLM's own preparation, with
+vLLM's padding to 3,072 columns. vLLM's routing kernel is not measured. `native` is what the plugin runs on Hopper.
+`marlin_held_us`: a kernel occupies all but `grid` multiprocessors, because Marlin uses all that there are.
+
+First the layout is compared with the plugin's index maps, and each projection alone with float64 for one token with a
+single one. `--tilings 1` then times other tilings of a block.
 
 Errors are relative, in the norm, against benchmarks/reference.py in float64.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from kernels import LAUNCHES, projection, routings, weights
-from sm80_plan import LIMITS, ExpertsPlan, experts_plan_for
+from marlin import bias_of, codes_of, scales_of
+from sm80_plan import LIMITS, TRIED
 from sm80_run import ARCH, GRIDS, Clock, collect, error, parser, ratio, show
 from timing import on_hopper
 from torch import Tensor
@@ -36,43 +38,10 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import reference
 from vllm_gptoss.engine import spec
-from vllm_gptoss.engine.kernels import experts, nvrtc
-from vllm_gptoss.engine.kernels.experts_plan import NARROW_TOKENS, staged_rows
+from vllm_gptoss.engine.kernels import experts
+from vllm_gptoss.engine.kernels.experts_marlin import TILINGS, MarlinFewExperts, MarlinProjection, Tiling
 
 MODEL = spec.GPT_OSS_20B
-
-
-class Experts:
-    """A layer's experts by experts.cu as PTX, in blocks of at most `limit` bytes of shared memory."""
-
-    loaded: ClassVar[dict[tuple[tuple[str, int | str], ...], nvrtc.Kernel]] = {}
-
-    def __init__(self, up: experts.Projection, down: experts.Projection, limit: int) -> None:
-        self.up, self.down, self.limit = up, down, limit
-
-    def kernel(self, plan: ExpertsPlan) -> nvrtc.Kernel:
-        macros = plan.macros(MODEL)
-        key = tuple(sorted(macros.items()))
-        if key not in self.loaded:
-            module = nvrtc.load(0, experts.SOURCE, ARCH, macros)
-            self.loaded[key] = module.kernel(plan.which, max(LIMITS.values()))
-        return self.loaded[key]
-
-    def launch(self, which: str, tensors: list[Tensor | None], tokens: int, grid: int, *numbers: float) -> None:
-        plan = experts_plan_for(which, tokens, self.limit)
-        rows = staged_rows(which, tokens)[1] if plan.most == NARROW_TOKENS else plan.rows
-        arguments = [*map(experts.pointer, tensors), ctypes.c_int(tokens), ctypes.c_int(rows), experts.TWO_23]
-        arguments += map(ctypes.c_float, numbers)
-        self.kernel(plan)(grid, plan.tuning.warps * 32, arguments, plan.shared, dependent=False)
-
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor, grid: int) -> None:
-        tokens, active = ids.shape
-        act = torch.empty(tokens * active, MODEL.intermediate, device="cuda", dtype=torch.bfloat16)
-        up, down = ([p.values, p.scales, p.bias] for p in (self.up, self.down))
-        numbers = (spec.SWIGLU_ALPHA, spec.SWIGLU_LIMIT)
-        self.launch("experts_up", [*up, x, ids, None, None, act], tokens, grid, *numbers)
-        parts = experts.partial_sums(0, active * MODEL.hidden, experts.partial_tokens(tokens))
-        self.launch("experts_down", [*down, act, ids, weights, None, parts, out], tokens, grid)
 
 
 Parts = tuple[Tensor, Tensor, Tensor]
@@ -125,6 +94,21 @@ class Marlin:
         )
 
 
+def over(marlin: Marlin, limit: int, blocks: int, tilings: tuple[Tiling, ...] = TILINGS) -> MarlinFewExperts:
+    """Our kernels over vLLM's tensors, in blocks of at most `limit` bytes of shared memory."""
+    up, down = (
+        MarlinProjection(*(marlin.tensors[name] for name in names), rows, columns)
+        for names, rows, columns in (
+            (("w1", "w1_scale", "bias1"), 2 * MODEL.intermediate, MODEL.hidden),
+            (("w2", "w2_scale", "bias2"), MODEL.hidden, MODEL.intermediate),
+        )
+    )
+    return MarlinFewExperts(
+        up, down, MODEL.active_experts, alpha=spec.SWIGLU_ALPHA, limit=spec.SWIGLU_LIMIT, expert_map=None, arch=ARCH,
+        shared=limit, blocks=blocks, tilings=tilings,
+    )  # fmt: skip
+
+
 def expert_weights(seed: int) -> tuple[Parts, Parts]:
     """Blocks, scales and bias of both projections. The biases are bf16, as a checkpoint has them."""
     up = weights(MODEL.experts, 2 * MODEL.intermediate, MODEL.hidden, seed)
@@ -159,9 +143,9 @@ class ExpertsCase:
         self.padded = torch.nn.functional.pad(self.x, (0, Marlin.HIDDEN - MODEL.hidden))
         self.out, self.wide = torch.empty_like(self.x), torch.empty_like(self.padded)
 
-    def ours(self, layers: list[Experts], grid: int) -> None:
+    def ours(self, layers: Sequence[MarlinFewExperts]) -> None:
         for i in range(LAUNCHES):
-            layers[i % len(layers)](self.x, self.ids[i], self.weights[i], self.out, grid)
+            layers[i % len(layers)](self.padded, self.ids[i], self.weights[i], self.wide)
 
     def native(self, layers: list[experts.FewTokenExperts]) -> None:
         for i in range(LAUNCHES):
@@ -171,13 +155,13 @@ class ExpertsCase:
         for i in range(LAUNCHES):
             layers[i % len(layers)](self.padded, self.ids[i], self.weights[i], self.wide)
 
-    def one(self, call: Callable[..., None], *more: int) -> Tensor:
-        """The first launch's output."""
-        wide = isinstance(call, Marlin)
-        out = self.wide if wide else self.out
-        out.fill_(math.nan)
-        call(self.padded if wide else self.x, self.ids[0], self.weights[0], out, *more)
-        return out[:, : MODEL.hidden].clone()
+    def one(self, call: Callable[..., None]) -> Tensor:
+        """The first launch's output. Its padding is zero."""
+        self.wide.fill_(math.nan)
+        call(self.padded, self.ids[0], self.weights[0], self.wide)
+        if not torch.all(self.wide[:, MODEL.hidden :] == 0):
+            print("the padding of the output is not zero", flush=True)
+        return self.wide[:, : MODEL.hidden].clone()
 
 
 def measure(tokens: int, layers: dict[str, Any], clock: Clock) -> Iterator[dict[str, Any]]:
@@ -195,10 +179,10 @@ def measure(tokens: int, layers: dict[str, Any], clock: Clock) -> Iterator[dict[
     held = {grid: clock.microseconds(stock, LAUNCHES, grid) for grid in GRIDS}
     rows: list[dict[str, Any]] = []
     for limit in sorted(set(LIMITS.values())):
-        ours = layers[str(limit)]
         for grid in (*GRIDS, clock.count):
-            wrong = error(case.one(ours[0], grid), true)
-            us = clock.microseconds(functools.partial(case.ours, ours, grid), LAUNCHES)
+            ours = [over(each, limit, grid) for each in layers["marlin"]]
+            wrong = error(case.one(ours[0]), true)
+            us = clock.microseconds(functools.partial(case.ours, ours), LAUNCHES)
             rows.append({"shared": limit, "grid": grid, "us": us, "marlin_held_us": held.get(grid), "error": wrong})
     common["marlin_us"] = min(first or math.inf, clock.microseconds(stock, LAUNCHES) or math.inf)
     for row in rows:
@@ -206,25 +190,94 @@ def measure(tokens: int, layers: dict[str, Any], clock: Clock) -> Iterator[dict[
         yield {**common, **row, **ratios}
 
 
-def prepared(tokens: list[int]) -> dict[str, Any]:
+def check_layout(parts: tuple[Parts, Parts], marlin: Marlin) -> None:
+    """Prints how many codes, scales and biases of vLLM's tensors are not where the index maps find them."""
+    for number, (blocks, scales, bias) in enumerate(parts, 1):
+        values, stored, biases = (marlin.tensors[name.format(number)] for name in ("w{}", "w{}_scale", "bias{}"))
+        rows, columns = blocks.shape[1], blocks.shape[2] * 2
+        wrong = 0
+        for expert in range(len(blocks)):
+            codes = codes_of(values[expert : expert + 1].view(torch.uint8))[0, :rows, :columns]
+            wrong += int((codes != torch.stack((blocks[expert] & 0xF, blocks[expert] >> 4), -1).flatten(-2)).sum())
+        found = scales_of(stored.view(torch.uint8))[:, :rows, : columns // 32]
+        wrong_bias = int((bias_of(biases)[:, :rows] != bias.bfloat16()).sum())
+        print(f"layout of w{number} {list(values.shape)}: {wrong} codes, {int((found != scales).sum())} scales and"
+              f" {wrong_bias} biases wrong", flush=True)  # fmt: skip
+
+
+def check_columns(parts: tuple[Parts, Parts], ours: MarlinFewExperts) -> None:
+    """Prints which rows of each projection are wrong if one token has a one in one column, for some columns."""
+    ids = torch.tensor([[3, 0, 17, 31]], dtype=torch.int32, device="cuda")
+    ones = torch.tensor([[1.0, 0, 0, 0]], device="cuda")
+    matrices = [reference.mxfp4_dequantise(b[3].unflatten(-1, (-1, 16)), s[3], torch.float64) for b, s, _ in parts]
+    biases = [bias[3].double() for _, _, bias in parts]
+    for column in (None, 0, 1, 2, 7, 8, 9, 15, 16, 31, 32, 64, 511, 2047, 2878, 2879):
+        for which, (matrix, bias) in enumerate(zip(matrices, biases, strict=True)):
+            x = torch.zeros(1, Marlin.HIDDEN if which == 0 else MODEL.intermediate, device="cuda").bfloat16()
+            total = bias
+            if column is not None:
+                x[0, column] = 1
+                total = matrix[:, column] + bias
+            if which == 0:
+                found = torch.full((4, MODEL.intermediate), math.nan, device="cuda").bfloat16()
+                ours._launch("experts_up", (x, ids, None, None, found), ids, ours.alpha, ours.limit)
+                wanted = reference.swiglu(total)
+            else:
+                found = torch.full((1, Marlin.HIDDEN), math.nan, device="cuda").bfloat16()
+                sums = experts.partial_sums(0, 4 * MODEL.hidden, experts.partial_tokens(1))
+                ours._launch("experts_down", (x.expand(4, -1).contiguous(), ids, ones, None, sums, found), ids)
+                wanted = total
+            off = (found[0, : len(wanted)].double() - wanted).abs() > 0.02 * wanted.abs().clamp(min=0.05)
+            off |= found[0, : len(wanted)].isnan()
+            if off.any():
+                rows = off.nonzero().flatten().tolist()
+                pairs = [(found[0, row].item(), round(wanted[row].item(), 4)) for row in rows[:4]]
+                print(
+                    f"{('up', 'down')[which]}, column {column}: {len(rows)} rows wrong, {rows[:12]} {pairs}", flush=True
+                )
+    print("single columns compared", flush=True)
+
+
+def prepared(tokens: list[int], blocks: int) -> dict[str, Any]:
     """Two layers of each kind of experts, kernels compiled."""
     parts = [expert_weights(seed) for seed in (1, 3)]
-    ours = [(projection(up), projection(down)) for up, down in parts]
     layers: dict[str, Any] = {"parts": parts[0], "marlin": [Marlin(*each) for each in parts]}
-    limits = sorted(set(LIMITS.values()))
-    layers |= {str(limit): [Experts(*each, limit) for each in ours] for limit in limits}
     layers["native"] = [
         experts.FewTokenExperts(
-            *each, MODEL.active_experts, MODEL.experts, alpha=spec.SWIGLU_ALPHA, limit=spec.SWIGLU_LIMIT
+            *map(projection, each),
+            MODEL.active_experts,
+            MODEL.experts,
+            alpha=spec.SWIGLU_ALPHA,
+            limit=spec.SWIGLU_LIMIT,
         )
-        for each in ours
+        for each in parts
     ]
-    plans = [experts_plan_for(which, t, limit) for which in experts.ONLY for t in tokens for limit in limits]
-    jobs = {tuple(sorted(plan.macros(MODEL).items())): plan for plan in plans}
-    kernel = layers[str(limits[0])][0].kernel
-    nvrtc.at_once((kernel, plan) for plan in jobs.values())
-    print(f"{len(jobs)} kernels compiled", flush=True)
+    check_layout(parts[0], layers["marlin"][0])
+    for limit in set(LIMITS.values()):
+        for grid in {GRIDS[0], blocks}:
+            over(layers["marlin"][0], limit, grid).compile(torch.int32, tuple(tokens))
+    print("kernels compiled", flush=True)
+    for limit in sorted(set(LIMITS.values())):
+        check_columns(parts[0], over(layers["marlin"][0], limit, blocks))
     return layers
+
+
+def try_tilings(layers: dict[str, Any], clock: Clock) -> Iterator[dict[str, Any]]:
+    """Rows of other tilings, for 1, 8 and 64 tokens."""
+    for limit in sorted(set(LIMITS.values())):
+        for tiling in TRIED:
+            for tokens in (1, 8, 64):
+                case = ExpertsCase(tokens)
+                ours = [over(each, limit, clock.count, (tiling,)) for each in layers["marlin"]]
+                try:
+                    ours[0].compile(torch.int32, (tokens,))
+                except ValueError:
+                    continue
+                wrong = error(case.one(ours[0]), true_experts(layers["parts"], case.x, case.ids[0], case.weights[0]))
+                us = clock.microseconds(functools.partial(case.ours, ours), LAUNCHES)
+                plans = [ours[0].plan(which, tokens) for which in experts.ONLY]
+                yield {"tokens": tokens, "shared": limit, **vars(tiling), "most": [plan.most for plan in plans],
+                       "slot": plans[0].slot, "us": us, "error": wrong}  # fmt: skip
 
 
 COLUMNS = ("tokens", "shared", "grid", "us", "native_us", "marlin_us", "marlin_held_us", "ratio", "ratio_held")
@@ -233,10 +286,16 @@ COLUMNS = ("tokens", "shared", "grid", "us", "native_us", "marlin_us", "marlin_h
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("--tokens", default="1,2,4,8,16,32,64")
+    made.add_argument("--tilings", type=int, default=0)
     options = made.parse_args()
     tokens = [int(each) for each in options.tokens.split(",")]
-    layers, clock = prepared(tokens), Clock()
-    show(collect(options, (row for each in tokens for row in measure(each, layers, clock))), COLUMNS, "marlin_error")
+    clock = Clock()
+    layers = prepared(tokens, clock.count)
+    rows = collect(options, (row for each in tokens for row in measure(each, layers, clock)))
+    if options.tilings:
+        options.out = options.out and options.out.replace(".json", "-tilings.json")
+        collect(options, try_tilings(layers, clock))
+    show(rows, COLUMNS, "marlin_error")
 
 
 if __name__ == "__main__":

@@ -20,11 +20,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from vllm_gptoss.engine import spec
-from vllm_gptoss.engine.kernels import attention_many, experts, experts_plan, norm_rope_router, nvrtc
+from vllm_gptoss.engine.kernels import attention_many, experts, experts_marlin, norm_rope_router, nvrtc
 from vllm_gptoss.engine.kernels.attention_many import ManyPlan
-from vllm_gptoss.engine.kernels.experts_plan import DOWN, DOWN_FEWEST, FEWEST_TOKENS, NARROW_TOKENS, UP, Tuning
+from vllm_gptoss.engine.kernels.experts_marlin import MarlinFewExperts, MarlinProjection, Tiling
 
 KIB = 1024
 LIMITS = {"sm_80": 163 * KIB, "sm_86": 99 * KIB, "sm_89": 99 * KIB, "sm_120": 99 * KIB, "sm_121": 99 * KIB}
@@ -33,65 +35,49 @@ MULTIPROCESSOR = {99 * KIB: 100 * KIB, 163 * KIB: 164 * KIB}
 """Shared memory of a multiprocessor by that of a block. Each block costs 1 KiB of it besides its own."""
 REGISTERS = 65_536
 """Of a multiprocessor."""
-MOST_ROWS = experts_plan.WIDE_ROWS
+FEWEST_BLOCKS = 48
+"""Multiprocessors of the smallest GPU, Spark's."""
 
 
-@dataclass(frozen=True)
-class ExpertsPlan:
-    """One kernel of experts.cu for up to `most` tokens. slot: tokens of a wide kernel's slots; rows: activation rows
-    that a block stages; shared: bytes of a block."""
-
-    which: str
-    tuning: Tuning
-    most: int
-    slot: int
-    rows: int
-    shared: int
-
-    def macros(self, model: spec.ModelSpec, mode: tuple[int, int] = (0, 0)) -> dict[str, int | str]:
-        columns, rows = (
-            (model.hidden, 2 * model.intermediate) if self.which == "experts_up" else (model.intermediate, model.hidden)
-        )
-        pairs = -(-columns // 128) * 2
-        sizes = (rows, columns // 64, pairs, model.experts, model.active_experts, model.experts)
-        values = experts_plan.defines(self.tuning, *sizes, mode, False, self.most)
-        return {**values, "ONLY": experts.ONLY[self.which], "WIDE_SLOT": self.slot}
+TRIED = (
+    Tiling(15, 15, 3), Tiling(15, 15, 2), Tiling(15, 15, 6), Tiling(16, 16, 3), Tiling(16, 8, 3), Tiling(8, 8, 4),
+    Tiling(8, 8, 6), Tiling(8, 8, 6, 2), Tiling(12, 12, 4), Tiling(12, 12, 2), Tiling(10, 10, 3), Tiling(9, 9, 5),
+)  # fmt: skip
+"""Tilings of a block that `sm80_experts.py` compares."""
 
 
-def shapes_of(which: str, tokens: int) -> Iterator[tuple[Tuning, int, int]]:
-    """(tuning, tokens compiled for, slot) from the best to the least. A ring of 5 tiles divides K = 45 tiles."""
-    base = replace(UP if which == "experts_up" else DOWN, registers=128)
-    short = replace(base, depth=5, chunk=1)
-    if tokens <= FEWEST_TOKENS and which == "experts_down":
-        yield replace(DOWN_FEWEST, registers=128), NARROW_TOKENS, 16
-    if tokens <= NARROW_TOKENS:
-        yield base, NARROW_TOKENS, 16
-        yield short, NARROW_TOKENS, 16
-    for slot in (16, 8):
-        yield base, experts_plan.WIDE_TOKENS, slot
-        yield short, experts_plan.WIDE_TOKENS, slot
+def padded(model: spec.ModelSpec) -> tuple[int, int]:
+    """Hidden and intermediate size as vLLM pads them for Marlin."""
+    return -(-model.hidden // 256) * 256, -(-model.intermediate // 128) * 128
 
 
-def experts_plan_for(which: str, tokens: int, limit: int, model: spec.ModelSpec = spec.GPT_OSS_20B) -> ExpertsPlan:
-    """The first of `shapes_of` whose block fits `limit` bytes.
+def experts_without_weights(
+    limit: int, model: spec.ModelSpec = spec.GPT_OSS_20B, blocks: int = FEWEST_BLOCKS
+) -> MarlinFewExperts:
+    """A layer's experts on the meta device: plans and macros."""
+    hidden, intermediate = padded(model)
 
-    Raises:
-        ValueError: none does.
-    """
-    tiles = (model.hidden if which == "experts_up" else model.intermediate) // 64
-    for tuning, most, slot in shapes_of(which, tokens):
-        if most == NARROW_TOKENS:
-            rows, _ = experts_plan.staged_rows(which, tokens)
-            shared = experts_plan.shared_bytes(tuning, tiles, rows, model.active_experts)
-        else:
-            fixed = experts_plan.shared_bytes(tuning, tiles, 0, model.active_experts, model.experts, most, slot)
-            rows = min(MOST_ROWS, (limit - fixed) // (tiles * 128 + 16))
-            shared = fixed + rows * (tiles * 128 + 16)
-            if rows < slot:
-                continue
-        if shared <= limit:
-            return ExpertsPlan(which, tuning, most, slot, rows, shared)
-    raise ValueError(f"{which} of {tokens} tokens needs more than {limit} bytes of shared memory")
+    def projection(rows: int, columns: int, stored: int, width: int) -> MarlinProjection:
+        def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(model.experts, *shape, dtype=dtype, device="meta")
+
+        values = empty(width // 16, stored * 2, dtype=torch.int32)
+        scales, bias = empty(width // 32, stored, dtype=torch.uint8), empty(stored, dtype=torch.bfloat16)
+        return MarlinProjection(values, scales, bias, rows, columns)
+
+    up = projection(2 * model.intermediate, model.hidden, 2 * intermediate, hidden)
+    down = projection(model.hidden, model.intermediate, hidden, intermediate)
+    return MarlinFewExperts(
+        up,
+        down,
+        model.active_experts,
+        alpha=1,
+        limit=1,
+        expert_map=None,
+        arch="compute_80",
+        shared=limit,
+        blocks=blocks,
+    )
 
 
 def attention_plan(tokens: int, window: int, limit: int) -> ManyPlan:
@@ -142,11 +128,12 @@ def ptxas(source: str, arch: str, macros: tuple[tuple[str, int | str], ...]) -> 
 def kernels(arch: str) -> Iterator[tuple[str, Path, dict[str, int | str], int, int]]:
     """(name, source, macros, dynamic shared memory, threads) of each kernel of a 20b step on an architecture."""
     limit, model = LIMITS[arch], spec.GPT_OSS_20B
+    layer = experts_without_weights(limit)
     for which in experts.ONLY:
         for tokens in (1, 8, 16, 64):
-            made = experts_plan_for(which, tokens, limit)
+            made = layer.plan(which, tokens)
             name = f"{which}, {tokens} token{'s' * (tokens > 1)}"
-            yield name, experts.SOURCE, made.macros(model), made.shared, made.tuning.warps * 32
+            yield name, experts_marlin.SOURCE, layer.macros(made, torch.int32), made.shared, made.tiling.warps * 32
     for name, window, tokens in (("full", 0, 1), ("window, to 64 tokens", 128, 64), ("window, from 65 on", 128, 65)):
         plan = attention_plan(tokens, window, limit)
         name = f"attention_many, {name}"

@@ -4,11 +4,19 @@ shared memory or registers than there are."""
 from __future__ import annotations
 
 import pytest
+import torch
 
-from benchmarks.sm80_plan import KIB, LIMITS, MULTIPROCESSOR, REGISTERS, attention_plan, compiled, experts_plan_for
+from benchmarks.sm80_plan import (
+    KIB,
+    LIMITS,
+    MULTIPROCESSOR,
+    REGISTERS,
+    attention_plan,
+    compiled,
+    experts_without_weights,
+)
 from tests.engine.kernels.cubins import judged
-from vllm_gptoss.engine import spec
-from vllm_gptoss.engine.kernels import experts, nvrtc
+from vllm_gptoss.engine.kernels import experts, experts_marlin, nvrtc
 from vllm_gptoss.engine.kernels.experts_plan import NARROW_TOKENS
 
 
@@ -25,24 +33,28 @@ def test_kernels_compile_without_spills_and_a_block_fits(arch: str) -> None:
 
 
 @pytest.mark.parametrize("limit", sorted(set(LIMITS.values())))
-def test_every_number_of_tokens_has_kernels(limit: int) -> None:
-    """82 blocks: a narrow kernel stages two slots a block, so slots may not outnumber blocks."""
+@pytest.mark.parametrize("blocks", [48, 82, 188])
+def test_every_number_of_tokens_has_kernels(limit: int, blocks: int) -> None:
+    """A narrow kernel stages two slots a block, so slots may not outnumber blocks."""
+    layer = experts_without_weights(limit, blocks=blocks)
     for tokens in range(1, 65):
         for which in experts.ONLY:
-            plan = experts_plan_for(which, tokens, limit)
+            plan = layer.plan(which, tokens)
             assert plan.shared <= limit
             assert plan.most >= tokens
-            assert plan.rows >= plan.slot if plan.most > NARROW_TOKENS else tokens * 4 <= 82
+            assert plan.rows >= plan.slot if plan.most > NARROW_TOKENS else tokens * 4 <= blocks
         for window in (0, 128):
             many = attention_plan(tokens, window, limit)
             assert many.blocks * (many.shared_bytes + KIB + 256) <= MULTIPROCESSOR[limit]
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 16, 64])
-def test_slots_of_eight_lay_shared_memory_out_alike(tokens: int) -> None:
-    plan = experts_plan_for("experts_down", tokens, min(LIMITS.values()))
+def test_shared_memory_is_counted_as_the_kernel_lays_it_out(tokens: int) -> None:
+    layer = experts_without_weights(min(LIMITS.values()))
+    plan = layer.plan("experts_down", tokens)
     check = f"\nstatic_assert(META_BYTES + RED_BYTES + RING_BYTES + {plan.rows} * XSTRIDE == {plan.shared});"
-    options = [f"-D{name}={value}" for name, value in plan.macros(spec.GPT_OSS_20B).items()]
-    judged(nvrtc.source(experts.SOURCE) + check, "sm_86", options)
+    options = [f"-D{name}={value}" for name, value in layer.macros(plan, torch.int32).items()]
+    source = nvrtc.source(experts_marlin.SOURCE)
+    judged(source + check, "sm_86", options)
     with pytest.raises(nvrtc.NvrtcError, match="static assertion failed"):
-        judged(nvrtc.source(experts.SOURCE) + check.replace("== ", "== 1 + "), "sm_86", options)
+        judged(source + check.replace("== ", "== 1 + "), "sm_86", options)
