@@ -12,7 +12,7 @@
 // group (divides DEPTH, at most 8).
 
 #include "common.cuh"
-#include "bulk.cuh"
+#include "barriers.cuh"
 #include "cp_async.cuh"
 #include "marlin.cuh"
 #include "routing.cuh"
