@@ -38,7 +38,7 @@ def bias_of(bias: Tensor) -> Tensor:
 def registers(words: Tensor) -> Tensor:
     """What `marlin_registers` of marlin.cuh makes of 32-bit words [n]: e2m1 codes [n, 8] of a0 to a3, two of each."""
     code = (experts.SOURCE.parent / "marlin.cuh").read_text()
-    mask, first, second = (int(re.search(rf"{name} = 0x(\w+)u", code)[1], 16) for name in ("M", "FIRST", "SECOND"))
+    mask, first, second = (int(re.findall(rf"{name} = 0x(\w+)u", code)[0], 16) for name in ("M", "FIRST", "SECOND"))
     upper = (words >> 8 & 0xFF) | (words >> 24 & 0xFF) << 16
     sources, masks = {"w": words, "upper": upper}, {"FIRST": first, "SECOND": second}
     found = {}

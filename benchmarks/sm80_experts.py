@@ -96,13 +96,9 @@ class Marlin:
 
 def over(marlin: Marlin, limit: int, blocks: int, tilings: tuple[Tiling, ...] = TILINGS) -> MarlinFewExperts:
     """Our kernels over vLLM's tensors, in blocks of at most `limit` bytes of shared memory."""
-    up, down = (
-        MarlinProjection(*(marlin.tensors[name] for name in names), rows, columns)
-        for names, rows, columns in (
-            (("w1", "w1_scale", "bias1"), 2 * MODEL.intermediate, MODEL.hidden),
-            (("w2", "w2_scale", "bias2"), MODEL.hidden, MODEL.intermediate),
-        )
-    )
+    made, sizes = marlin.tensors, (MODEL.hidden, MODEL.intermediate)
+    up = MarlinProjection(made["w1"], made["w1_scale"], made["bias1"], 2 * sizes[1], sizes[0])
+    down = MarlinProjection(made["w2"], made["w2_scale"], made["bias2"], *sizes)
     return MarlinFewExperts(
         up, down, MODEL.active_experts, alpha=spec.SWIGLU_ALPHA, limit=spec.SWIGLU_LIMIT, expert_map=None, arch=ARCH,
         shared=limit, blocks=blocks, tilings=tilings,
