@@ -39,7 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import reference
 from vllm_gptoss.engine import spec
 from vllm_gptoss.engine.kernels import experts, nvrtc
-from vllm_gptoss.engine.kernels.experts_marlin import TILINGS, MarlinFewExperts, MarlinProjection, Tiling
+from vllm_gptoss.engine.kernels.experts_marlin import TILINGS, MarlinFewExperts, MarlinProjection
+from vllm_gptoss.engine.kernels.experts_plan import Tuning
 
 MODEL = spec.GPT_OSS_20B
 
@@ -94,7 +95,7 @@ class Marlin:
         )
 
 
-def over(marlin: Marlin, limit: int, blocks: int, tilings: tuple[Tiling, ...] = TILINGS) -> MarlinFewExperts:
+def over(marlin: Marlin, limit: int, blocks: int, tilings: tuple[Tuning, ...] = TILINGS) -> MarlinFewExperts:
     """Our kernels over vLLM's tensors, in blocks of at most `limit` bytes of shared memory."""
     made, sizes = marlin.tensors, (MODEL.hidden, MODEL.intermediate)
     up = MarlinProjection(made["w1"], made["w1_scale"], made["bias1"], 2 * sizes[1], sizes[0])

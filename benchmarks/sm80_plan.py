@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from vllm_gptoss.engine import spec
 from vllm_gptoss.engine.kernels import attention_many, experts, experts_marlin, norm_rope_router, nvrtc
 from vllm_gptoss.engine.kernels.attention_many import ManyPlan
-from vllm_gptoss.engine.kernels.experts_marlin import MarlinFewExperts, MarlinProjection, Tiling
+from vllm_gptoss.engine.kernels.experts_marlin import MarlinFewExperts, MarlinProjection
+from vllm_gptoss.engine.kernels.experts_plan import Tuning
 
 KIB = 1024
 LIMITS = {"sm_80": 163 * KIB, "sm_86": 99 * KIB, "sm_89": 99 * KIB, "sm_120": 99 * KIB, "sm_121": 99 * KIB}
@@ -39,11 +40,14 @@ FEWEST_BLOCKS = 48
 """Multiprocessors of the smallest GPU, Spark's."""
 
 
-TRIED = (
-    Tiling(15, 15, 3), Tiling(15, 15, 2), Tiling(15, 15, 6), Tiling(16, 16, 3), Tiling(16, 8, 3), Tiling(8, 8, 4),
-    Tiling(8, 8, 6), Tiling(8, 8, 6, 2), Tiling(12, 12, 4), Tiling(12, 12, 2), Tiling(10, 10, 3), Tiling(9, 9, 5),
+TRIED = tuple(
+    Tuning(warps, share, 4, depth, chunk)
+    for warps, share, depth, chunk in (
+        (15, 15, 3, 1), (15, 15, 2, 1), (15, 15, 6, 1), (16, 16, 3, 1), (16, 8, 3, 1), (8, 8, 4, 1), (8, 8, 6, 1),
+        (8, 8, 6, 2), (12, 12, 4, 1), (12, 12, 2, 1), (10, 10, 3, 1), (9, 9, 5, 1),
+    )
 )  # fmt: skip
-"""Tilings of a block that `sm80_experts.py` compares."""
+"""Tunings of a block that `sm80_experts.py` compares."""
 
 
 def padded(model: spec.ModelSpec) -> tuple[int, int]:

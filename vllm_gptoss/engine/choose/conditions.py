@@ -11,7 +11,16 @@ from collections.abc import Callable
 from vllm_gptoss.engine.choose.deployment import Deployment, KvCache
 from vllm_gptoss.engine.choose.device import Device
 from vllm_gptoss.engine.choose.measured import Measured
-from vllm_gptoss.engine.kernels import attention, attention_many, cache, dense, experts_plan, norm_rope_router, step
+from vllm_gptoss.engine.kernels import (
+    attention,
+    attention_many,
+    cache,
+    dense,
+    experts_marlin,
+    experts_plan,
+    norm_rope_router,
+    step,
+)
 from vllm_gptoss.engine.spec import WINDOW
 
 Condition = Callable[[Device, Deployment], str | None]
@@ -171,15 +180,10 @@ def expert_shapes(device: Device, deployment: Deployment) -> str | None:
 NO_LORA = when(lambda d: d.lora, "has no LoRA path")
 NO_AITER = when(lambda d: not d.aiter, "VLLM_ROCM_USE_AITER is not set to 1")
 
-EXPERTS: tuple[Condition, ...] = (
-    sm90,
-    ANY_LORA,
+_ANY_EXPERTS: tuple[Condition, ...] = (
     when(lambda d: d.dtype != "bfloat16", "activations are {d.dtype}, not bfloat16"),
     when(lambda d: d.micro_batches, "may not run on two streams at once, which dual-batch overlap does"),
     when(lambda d: d.mps, "MPS runs other processes' kernels concurrently, which would deadlock the plugin's"),
-    expert_shapes,
-    when(lambda d: d.built_experts not in (None, "TRITON"), "the backend is {d.built_experts}, not TRITON"),
-    when(lambda d: d.monolithic is False, "this parallel configuration routes tokens between ranks"),
     when(lambda d: d.weighs_input, "the router's weight is applied on the input"),
     when(lambda d: d.moves_experts, "vLLM moves experts between ranks"),
     when(lambda d: d.load_format == "sharded_state", "--load-format sharded_state loads experts in another layout"),
@@ -189,7 +193,36 @@ EXPERTS: tuple[Condition, ...] = (
         f"a scale is larger than e8m0 code {experts_plan.MAX_SCALE}",
     ),
 )
+EXPERTS: tuple[Condition, ...] = (
+    sm90,
+    ANY_LORA,
+    expert_shapes,
+    when(lambda d: d.built_experts not in (None, "TRITON"), "the backend is {d.built_experts}, not TRITON"),
+    when(lambda d: d.monolithic is False, "this parallel configuration routes tokens between ranks"),
+    *_ANY_EXPERTS,
+)
 """The kernels for few tokens over `triton`'s weights, `engine/experts/method.py`."""
+
+
+def marlin_shapes(device: Device, deployment: Deployment) -> str | None:
+    """Sizes of one rank's experts, with vLLM's padding where ranks share them."""
+    mine, model = deployment.experts_of_a_rank, deployment.model
+    intermediate = model.intermediate if deployment.expert_ranks == 1 else mine.intermediate
+    why: str | None = experts_marlin.unsupported(
+        model.hidden, intermediate, mine.count, model.active_experts, experts_marlin.shared_limit(device.arch)
+    )
+    return why
+
+
+EXPERTS_OVER_MARLIN: tuple[Condition, ...] = (
+    when(lambda d: d.device_type != "cuda", "the kernels are CUDA kernels"),
+    LORA,
+    when(lambda d: d.data_parallel > 1 or d.expert_parallel, "ranks hold different experts"),
+    marlin_shapes,
+    when(lambda d: d.built_experts not in (None, "MARLIN"), "the backend is {d.built_experts}, not MARLIN"),
+    *_ANY_EXPERTS,
+)
+"""The kernels for few tokens over `marlin`'s weights, `engine/experts/sm80.py`."""
 
 
 # The runner

@@ -6,6 +6,7 @@ The function imports torch, the module does not: vLLM imports the plugin in proc
 from __future__ import annotations
 
 import functools
+import os
 import platform
 from dataclasses import dataclass, field
 from typing import Literal
@@ -51,7 +52,7 @@ def _nvidia() -> Device:
     return Device(
         vendor="nvidia",
         name=properties.name,
-        arch=f"sm{properties.major}{properties.minor}",
+        arch=os.environ.get("GPTOSS_TEST_ARCH") or f"sm{properties.major}{properties.minor}",
         memory_gib=properties.total_memory / 2**30,
         count=torch.cuda.device_count(),
     )

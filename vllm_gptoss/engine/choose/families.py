@@ -44,6 +44,13 @@ BLIND: Final = ("FLEX_ATTENTION",)
 _UPSTREAM: Final = (Row("upstream", "vLLM's own choice"),)
 _AITER: Final = (conditions.NO_AITER,)
 
+_OVER_MARLIN: Final = Row(
+    "gptoss",
+    "our kernels for up to 64 tokens over Marlin's weights; run on an H200 as PTX, never on this family",
+    unless=conditions.EXPERTS_OVER_MARLIN,
+    by_wish_only=True,
+)
+
 # Every family has them: their first condition is the supported GPU.
 _LAYERS: Final = (
     Row(
@@ -127,6 +134,7 @@ FAMILIES: Final = (
         ("sm120", "sm121"),
         experts=(
             Row("marlin", "prefills faster than Triton in 99 KB of shared memory, by vLLM's oracle; never run by us"),
+            _OVER_MARLIN,
             wished("triton"),
             wished("flashinfer_cutlass"),
         ),
@@ -139,6 +147,7 @@ FAMILIES: Final = (
         ("sm80", "sm86", "sm87", "sm89"),
         experts=(
             Row("marlin", "the only MXFP4 expert kernel of vLLM below sm90; never run by us on this family"),
+            _OVER_MARLIN,
             wished("humming"),
         ),
         attention=(Row("TRITON_ATTN", "the only backend of vLLM that reads sinks below sm90; never run by us"),),

@@ -6,6 +6,7 @@ the experts is upstream's; `_make_moe_method` calls `choose` to select the exper
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,11 @@ from vllm_gptoss.settings import Settings
 
 BACKENDS = {"flashinfer_trtllm_mxfp8": "flashinfer_trtllm_afp8"}
 """Our names that differ from `--moe-backend`'s. vLLM's oracle knows the alias, its command line does not."""
+
+_MARLIN = ("vllm_gptoss.engine.experts.sm80", "MarlinExpertsMethod")
+_HOPPER = ("vllm_gptoss.engine.experts.method", "GptOssExpertsMethod")
+METHODS = {"Hopper": _HOPPER, "Ampere/Ada": _MARLIN, "Blackwell RTX": _MARLIN}
+"""The class of `gptoss` for a GPU family."""
 
 PLUGINS = ("gptoss", "native", "dequantize")
 """Values of `experts` that are no backend of vLLM's command line."""
@@ -51,9 +57,8 @@ def _own_method(moe: Any, wish: str) -> tuple[choose.Choice[str], Any]:
     )
     choice = choose.experts(device.detect(), deployment, wish)
     if choice.value == "gptoss":
-        from vllm_gptoss.engine.experts.method import GptOssExpertsMethod
-
-        return choice, GptOssExpertsMethod(moe, deployment, wish)
+        module, name = METHODS[choose.family(device.detect()).name]
+        return choice, getattr(importlib.import_module(module), name)(moe, deployment, wish)
     if choice.value == "dequantize":
         from vllm_gptoss.engine.experts.dequantize import DequantizedExpertsMethod
 

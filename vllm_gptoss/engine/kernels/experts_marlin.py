@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterator
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from vllm_gptoss.engine.kernels import nvrtc
 from vllm_gptoss.engine.kernels.experts import ONLY, TWO_23, partial_sums, partial_tokens, pointer, routing_mode
 from vllm_gptoss.engine.kernels.experts_plan import (
+    MAX_EXPERTS,
     NARROW_TOKENS,
     WIDE_ROWS,
     WIDE_TOKENS,
@@ -32,27 +33,17 @@ STEP_BYTES = 1024 + 64
 """Of a warp's ring: values and scales of 64 rows x 32 columns."""
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """Warps of a block, how many of them share a unit, steps in a warp's ring and in a group of its copies."""
-
-    warps: int
-    share: int
-    depth: int
-    chunk: int = 1
-
-
-TILINGS = (Tiling(15, 15, 3), Tiling(8, 8, 4), Tiling(8, 8, 3))
-"""From the best to the one with the least shared memory. 15 warps have 6 of the 90 steps of 2,880 columns each."""
+TILINGS = (Tuning(15, 15, 4, 3, 1), Tuning(8, 8, 4, 4, 1), Tuning(8, 8, 4, 3, 1))
+"""From the best to the one with the least shared memory. 15 warps have 6 of the 90 steps of 2,880 columns each.
+A unit is always of four tiles; `registers` is not used."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One kernel for up to `most` tokens. slot: tokens of a wide kernel's slots; rows: activation rows that a block
-    stages; each: the kernel's `rows`; shared: bytes of a block."""
+    """One kernel for `most` tokens. slot: tokens of a wide one's slots; rows: staged by a block; each: its `rows`."""
 
     which: str
-    tiling: Tiling
+    tiling: Tuning
     most: int
     slot: int
     rows: int
@@ -60,36 +51,49 @@ class Plan:
     shared: int
 
 
-def shapes(which: str, tokens: int, active: int, blocks: int) -> Iterator[tuple[int, int]]:
-    """(tokens compiled for, slot) from the best to the one with the least shared memory."""
-    if tokens <= NARROW_TOKENS and tokens * active <= blocks:  # a block stages two slots
-        yield NARROW_TOKENS, 16
-    yield from ((WIDE_TOKENS, 16), (WIDE_TOKENS, 8))
-
-
+@functools.cache
 def plan_for(
     which: str, tokens: int, columns: int, experts: int, active: int, limit: int, blocks: int,
-    tilings: tuple[Tiling, ...] = TILINGS,
+    tilings: tuple[Tuning, ...] = TILINGS,
 ) -> Plan:  # fmt: skip
     """The first kernel whose block fits `limit` bytes of shared memory. columns: of the weights, without padding.
 
     Raises:
         ValueError: none does.
     """
-    tiles = columns // 64
-    for most, slot in shapes(which, tokens, active, blocks):
-        for tiling in tilings:
-            narrow = most == NARROW_TOKENS
-            slots = Tuning(tiling.warps, 1, 0, 0, 0)
-            fixed = shared_bytes(slots, tiles, 0, active, 0 if narrow else experts, most, slot)
-            fixed += tiling.warps * (tiling.depth * STEP_BYTES + (2048 if tiling.share > 1 else 0))
-            rows, each = staged_rows(which, tokens)
-            if not narrow:
-                rows = each = min(WIDE_ROWS, (limit - fixed) // (tiles * 128 + 16))
-            shared = fixed + rows * (tiles * 128 + 16)
-            if shared <= limit and (narrow or rows >= slot):
-                return Plan(which, tiling, most, slot, rows, each, shared)
+    row = columns * 2 + 16
+    # a block of a narrow kernel stages two slots
+    first = [(NARROW_TOKENS, 16)] * (tokens <= NARROW_TOKENS and tokens * active <= blocks)
+    for (most, slot), tiling in itertools.product([*first, (WIDE_TOKENS, 16), (WIDE_TOKENS, 8)], tilings):
+        narrow = most == NARROW_TOKENS
+        wide_experts = 0 if narrow else experts
+        fixed = shared_bytes(Tuning(tiling.warps, 1, 0, 0, 0), 0, 0, active, wide_experts, most, slot)
+        fixed += tiling.warps * (tiling.depth * STEP_BYTES + (2048 if tiling.share > 1 else 0))
+        rows, each = staged_rows(which, tokens)
+        if not narrow:
+            rows = each = min(WIDE_ROWS, (limit - fixed) // row)
+        if fixed + rows * row <= limit and (narrow or rows >= slot):
+            return Plan(which, tiling, most, slot, rows, each, fixed + rows * row)
     raise ValueError(f"{which} of {columns} columns and {tokens} tokens needs more than {limit} bytes of shared memory")
+
+
+def shared_limit(arch: str) -> int:
+    """Bytes of shared memory of a block on `Device.arch`: of an A100, else of what has least."""
+    return {"sm80": 163 << 10, "sm87": 163 << 10}.get(arch, 99 << 10)
+
+
+def unsupported(hidden: int, intermediate: int, experts: int, active: int, limit: int) -> str | None:
+    """Why a rank with these experts has no kernel, or None. limit: as `shared_limit`."""
+    if hidden % 64 or intermediate % 64 or not hidden or not intermediate:
+        return f"experts of {hidden} x {intermediate} are not multiples of 64"
+    if not 1 <= experts <= MAX_EXPERTS or not 1 <= active <= 4:
+        return f"{experts} experts on one rank and {active} of a token, not up to {MAX_EXPERTS} and 4"
+    try:
+        for which, columns in (("experts_up", hidden), ("experts_down", intermediate)):
+            plan_for(which, WIDE_TOKENS, columns, experts, active, limit, 0)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 @dataclass(frozen=True)
@@ -112,16 +116,14 @@ class MarlinProjection:
 
         experts, tiles, width = self.values.shape
         stored, columns = width // 2, tiles * 16
-        wanted = ((experts, columns // 32, stored), (experts, stored))
-        if (tuple(self.scales.shape), tuple(self.bias.shape)) != wanted:
-            raise ValueError(f"scales {list(self.scales.shape)} and bias {list(self.bias.shape)} are not {wanted}")
-        if self.rows % 64 or self.columns % 64 or self.rows > stored or self.columns > columns or stored % 64:
-            raise ValueError(f"{self.rows} x {self.columns} of {stored} x {columns} are no tiles of 64")
+        tensors = (self.values, self.scales, self.bias)
+        shapes = [list(tensor.shape) for tensor in tensors[1:]]
         dtypes = (self.values.dtype, self.scales.element_size(), self.bias.dtype)
-        if dtypes != (torch.int32, 1, torch.bfloat16):
-            raise ValueError(f"values, scales and bias of {dtypes}")
-        if not all(tensor.is_contiguous() for tensor in (self.values, self.scales, self.bias)):
-            raise ValueError("weights must be contiguous")
+        whole = all(tensor.is_contiguous() for tensor in tensors) and not (self.rows % 64 or self.columns % 64)
+        if shapes != [[experts, columns // 32, stored], [experts, stored]] or not whole or stored % 64:
+            raise ValueError(f"weights [{experts}, {tiles}, {width}], scales and bias {shapes} are no Marlin experts")
+        if dtypes != (torch.int32, 1, torch.bfloat16) or self.rows > stored or self.columns > columns:
+            raise ValueError(f"{self.rows} x {self.columns} of {stored} x {columns}, {dtypes}")
 
 
 @functools.cache
@@ -132,34 +134,29 @@ def _kernel(device: int, arch: str, which: str, shared: int, macros: tuple[tuple
 class MarlinFewExperts:
     """Both projections of one layer's local experts, ready to launch for up to 64 tokens.
 
-    arch: what is compiled for; limit: bytes of shared memory that a block may have; blocks: of a launch, at most one on
-    each multiprocessor.
+    shared: bytes of shared memory that a block may have; blocks: of a launch, at most one on each multiprocessor.
     """
 
     max_tokens = WIDE_TOKENS
 
     def __init__(
         self, up: MarlinProjection, down: MarlinProjection, active: int, *, alpha: float, limit: float,
-        expert_map: Tensor | None, arch: str, shared: int, blocks: int, tilings: tuple[Tiling, ...] = TILINGS,
+        expert_map: Tensor | None, arch: str, shared: int, blocks: int, tilings: tuple[Tuning, ...] = TILINGS,
     ) -> None:  # fmt: skip
         up.check()
         down.check()
         if down.columns * 2 != up.rows or up.columns != down.rows or len(up.values) != len(down.values):
             raise ValueError(f"up {up.rows}x{up.columns} and down {down.rows}x{down.columns} do not chain")
-        if not 1 <= len(up.values) <= 128 or not 1 <= active <= 4:
-            raise ValueError(f"{len(up.values)} experts and {active} of a token")
+        if why := unsupported(up.columns, down.columns, len(up.values), active, shared):
+            raise ValueError(why)
         self.projections = {"experts_up": up, "experts_down": down}
         self.active, self.alpha, self.limit, self.expert_map = active, alpha, limit, expert_map
         self.arch, self.shared, self.blocks, self.tilings = arch, shared, blocks, tilings
         self.device = up.values.device.index or 0
-        self._plans: dict[tuple[str, int], Plan] = {}
 
     def plan(self, which: str, tokens: int) -> Plan:
-        if (which, tokens) not in self._plans:
-            sizes = (self.projections[which].columns, len(self.projections[which].values), self.active)
-            plan = plan_for(which, tokens, *sizes, self.shared, self.blocks, self.tilings)
-            self._plans[which, tokens] = plan
-        return self._plans[which, tokens]
+        sizes = (self.projections[which].columns, len(self.projections[which].values), self.active)
+        return plan_for(which, tokens, *sizes, self.shared, self.blocks, self.tilings)
 
     def macros(self, plan: Plan, routing: torch.dtype) -> dict[str, int | str]:
         projection = self.projections[plan.which]
