@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -309,3 +310,27 @@ def test_choosing_imports_neither_torch_nor_vllm() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+OVER_MARLIN = [
+    ({"device_type": "cpu"}, "the kernels are CUDA kernels"),
+    ({"lora": True}, "LoRA is on"),
+    ({"expert_parallel": True}, "ranks hold different experts"),
+    ({"data_parallel": 2}, "ranks hold different experts"),
+    ({"dtype": "float16"}, "activations are float16, not bfloat16"),
+    ({"hidden": 2890}, "experts of 2890 x 2880 are not multiples of 64"),
+    ({"experts": 256}, "256 experts on one rank and 4 of a token, not up to 128 and 4"),
+    ({"hidden": 8192, "intermediate": 8192}, "more than 101376 bytes of shared memory"),
+    ({"built_experts": "TRITON"}, "the backend is TRITON, not MARLIN"),
+    ({"largest_scale": 193}, "a scale is larger than e8m0 code 192"),
+]
+
+
+@pytest.mark.parametrize(("changes", "why"), OVER_MARLIN)
+def test_experts_over_marlin_need_a_wish_and_what_they_were_made_for(changes: dict[str, Any], why: str) -> None:
+    device = Device("nvidia", "NVIDIA L40S", "sm89", 44.4)
+    assert choose.experts(device, of()).value == "marlin"
+    assert choose.experts(device, of(), "gptoss").value == "gptoss"
+    assert choose.experts(device, of(tensor_parallel=4), "gptoss").value == "gptoss"
+    with pytest.raises(choose.ChoiceError, match=re.escape(why)):
+        choose.experts(device, of(**changes), "gptoss")

@@ -1,6 +1,10 @@
-"""Risk of reading Marlin's layout: a weight, a scale or a bias is at another address than vLLM stores it."""
+"""Risks of reading Marlin's layout: a weight, a scale or a bias is elsewhere than vLLM stores it; a step that our kernels do
+not take does not run vLLM's."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +12,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.marlin import bias_of, codes_of, registers, scales_of
+from vllm_gptoss.engine.choose import ChoiceError, Deployment
+from vllm_gptoss.engine.choose.device import Device
+from vllm_gptoss.engine.experts import sm80
 from vllm_gptoss.engine.experts.marlin import marlin_bias, marlin_scales, marlin_values
+from vllm_gptoss.engine.kernels.experts_marlin import MarlinFewExperts, MarlinProjection
+from vllm_gptoss.engine.spec import ModelSpec
 
 ROWS, COLUMNS = 192, 256
 
@@ -78,3 +87,105 @@ def test_scales_and_bias_of_a_lane() -> None:
     bias = marlin_bias(torch.arange(64.0)[None])[0]
     row = torch.arange(64)
     assert torch.equal(bias[(row & ~31) + (row >> 1 & 3) * 8 + (row >> 3 & 3) * 2 + (row & 1)], row.float())
+
+
+def weights(experts: int = 4, hidden: int = 128, intermediate: int = 64) -> dict[str, Tensor]:
+    """A layer as vLLM's loader leaves it; hidden is padded to 256, intermediate to 128."""
+    torch.manual_seed(3)
+    made = {}
+    for name, rows, columns, shape in (
+        ("w13", 2 * intermediate, hidden, (256, 256)),
+        ("w2", hidden, intermediate, (256, 128)),
+    ):
+        more = (shape[1] - columns, shape[0] - rows)
+        for kind, width in (("weight", 2), ("weight_scale", 32)):
+            part = torch.randint(0, 128, (experts, rows, columns // width), dtype=torch.uint8)
+            made[f"{name}_{kind}"] = torch.nn.functional.pad(part, (0, more[0] // width, 0, more[1]))
+        made[f"{name}_bias"] = torch.nn.functional.pad(torch.randn(experts, rows).bfloat16(), (0, more[1]))
+    return made
+
+
+def as_stored(part: dict[str, Tensor]) -> dict[str, Tensor]:
+    stored = {}
+    for name in ("w13", "w2"):
+        stored[f"{name}_weight"] = marlin_values(part[f"{name}_weight"]).contiguous().view(torch.int32)
+        stored[f"{name}_weight_scale"] = marlin_scales(part[f"{name}_weight_scale"]).view(torch.float8_e8m0fnu)
+        stored[f"{name}_bias"] = marlin_bias(part[f"{name}_bias"])
+    return stored
+
+
+class Layer(SimpleNamespace):
+    expert_map, apply_router_weight_on_input = None, False
+
+
+@pytest.fixture
+def method(monkeypatch: pytest.MonkeyPatch) -> sm80.MarlinExpertsMethod:
+    """A method on a device named A100; vLLM's base class stores the layout of the index maps, or `broken`."""
+    of = sm80.MarlinExpertsMethod.__new__(sm80.MarlinExpertsMethod)
+    model = ModelSpec("small", 2, 128, 128, 8, 4, 16, 2, 64, 201_088)
+    moe, backend = SimpleNamespace(has_bias=True, experts_per_token=2), SimpleNamespace(value="MARLIN")
+    fields = {"ours": None, "wish": "gptoss", "deployment": Deployment(model), "moe": moe, "mxfp4_backend": backend}
+    for name, value in fields.items():
+        object.__setattr__(of, name, value)
+
+    def lay_out(self: Any, layer: Any) -> None:
+        stored = as_stored(vars(layer))
+        if getattr(layer, "broken", None):
+            part = stored[layer.broken]
+            stored[layer.broken] = part.view(torch.uint8).flip(-1).view(part.dtype)
+        vars(layer).update(stored)
+
+    upstream = sm80.MarlinExpertsMethod.__mro__[1]
+    monkeypatch.setattr(upstream, "process_weights_after_loading", lay_out)
+    monkeypatch.setattr(upstream, "apply", lambda *_: "upstream")
+    monkeypatch.setattr(sm80.MarlinExpertsMethod, "is_monolithic", False)
+    monkeypatch.setattr(sm80.device, "detect", lambda: Device("nvidia", "NVIDIA A100", "sm80", 79.3))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    monkeypatch.setattr(sm80, "multiprocessors", lambda device: 108)
+    monkeypatch.setattr(MarlinFewExperts, "compile", lambda *_: None)
+    monkeypatch.setattr(MarlinFewExperts, "__call__", lambda self, x, ids, weights, out: out.fill_(7))
+    return of
+
+
+def run(of: sm80.MarlinExpertsMethod, layer: Any, tokens: int, shared: Any = None) -> Any:
+    ids = torch.zeros(tokens, 2, dtype=torch.int32)
+    return of.apply(layer, torch.zeros(tokens, 256).bfloat16(), ids.float(), ids, shared, None)
+
+
+def test_few_tokens_are_ours_and_the_others_vllms(method: sm80.MarlinExpertsMethod) -> None:
+    layer = Layer(**weights())
+    assert run(method, layer, 1) == "upstream"
+    method.process_weights_after_loading(layer)
+    ours = method.ours
+    assert ours is not None
+    assert (ours.arch, ours.shared, ours.blocks) == ("sm_80", 163 << 10, 108)
+    for tokens in (1, 64):
+        assert run(method, layer, tokens).shape == (tokens, 256)
+    for tokens, shared in ((0, None), (65, None), (1, object())):
+        assert run(method, layer, tokens, shared) == "upstream"
+    method.process_weights_after_loading(Layer(**weights()))  # a reload: vLLM copies into the first load's storage
+    assert method.ours is ours
+    large = weights()
+    large["w2_weight_scale"][3, 100, 1] = 193
+    with pytest.raises(ChoiceError, match="a scale is larger"):
+        method.process_weights_after_loading(Layer(**large))
+
+
+@pytest.mark.parametrize("part", list(weights()))
+def test_another_layout_is_refused(method: sm80.MarlinExpertsMethod, part: str) -> None:
+    with pytest.raises(ChoiceError, match="upstream's Marlin layout is not the one"):
+        method.process_weights_after_loading(Layer(broken=part, **weights()))
+    assert method.ours is None
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [({"rows": 96}, "no Marlin experts"), ({"rows": 512}, "512 x 128"), ({"columns": 320}, "320"),
+     ({"bias": torch.zeros(4, 256)}, "float32"), ({"scales": torch.zeros(4, 8, 128).byte()}, "no Marlin experts")],
+)  # fmt: skip
+def test_a_projection_that_was_not_compiled_for_is_refused(change: dict[str, Any], why: str) -> None:
+    stored = as_stored(weights())
+    fields = {"values": stored["w13_weight"], "scales": stored["w13_weight_scale"], "bias": stored["w13_bias"]}
+    MarlinProjection(**fields, rows=128, columns=128).check()
+    with pytest.raises(ValueError, match=why):
+        MarlinProjection(**{**fields, "rows": 128, "columns": 128, **change}).check()
