@@ -57,6 +57,7 @@ FILLED: Mapping[str, frozenset[str]] = {
     "engine/experts/config.py": _set("moe.is_lora_enabled moe.moe_backend"),
     "engine/experts/dequantize.py": _set("layer[f'{name}_scale']"),
     "engine/experts/method.py": _set("moe.is_lora_enabled moe.moe_backend"),
+    "engine/experts/sm80.py": _set("moe.moe_backend"),
 }
 """Values that vLLM hands us and we fill in or change: arguments, one request, one output, one layer's configuration."""
 
@@ -66,6 +67,7 @@ SUBCLASSES: Mapping[str, frozenset[str]] = {
     "engine/experts/config.py": _set("GptOssMxfp4Config"),
     "engine/experts/dequantize.py": _set("GptOssMxfp4MoEMethod UnquantizedFusedMoEMethod"),
     "engine/experts/method.py": _set("GptOssMxfp4MoEMethod"),
+    "engine/experts/sm80.py": _set("GptOssMxfp4MoEMethod"),
     "engine/runner/worker.py": _set("Worker"),
     "engine/runner/model_runner.py": _set("GPUModelRunner"),
     "engine/runner/output.py": _set("AsyncModelRunnerOutput"),

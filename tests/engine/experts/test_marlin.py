@@ -1,5 +1,5 @@
-"""Risks of reading Marlin's layout: a weight, a scale or a bias is elsewhere than vLLM stores it; a step that our kernels do
-not take does not run vLLM's."""
+"""Risks of reading Marlin's layout: a weight, a scale or a bias is elsewhere than vLLM stores it; a step that has no
+kernel of ours does not run vLLM's."""
 
 from __future__ import annotations
 

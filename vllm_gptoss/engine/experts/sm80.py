@@ -41,14 +41,12 @@ class MarlinExpertsMethod(GptOssMxfp4MoEMethod):
         """Lets upstream lay the weights out, then reads them in place. A reload overwrites the bytes of the first load.
 
         Raises:
-            ValueError: a reload brought weights that the kernels of captured graphs cannot run.
+            ChoiceError: our kernels cannot run them.
         """
         corners = fallback.attempt("experts", self.wish, lambda: self._before(layer))
         super().process_weights_after_loading(layer)
         if self.ours is None and corners is not None:
             self.ours = fallback.attempt("experts", self.wish, lambda: self._after(layer, corners))
-        elif self.ours is not None and corners is None:
-            raise ValueError("captured CUDA graphs cannot run the reloaded experts: use GPTOSS_EXPERTS=upstream")
 
     def _before(self, layer: Any) -> list[Tensor]:
         """Corners of a layer's weights as Marlin must store them.
@@ -91,11 +89,12 @@ class MarlinExpertsMethod(GptOssMxfp4MoEMethod):
         return ours
 
     def apply(
-        self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, shared_experts: Any, *more: Any
-    ) -> Any:
+        self, layer: Any, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, shared_experts: Any,
+        shared_experts_input: Any,
+    ) -> Any:  # fmt: skip
         """x: [T, hidden with padding] bf16; topk_weights: [T, A] f32; topk_ids: [T, A] int32 or int64."""
         if self.ours is not None and shared_experts is None and 0 < len(x) <= self.ours.max_tokens:
             out = torch.empty_like(x)
             self.ours(x.contiguous(), topk_ids.contiguous(), topk_weights.float().contiguous(), out)
             return out
-        return super().apply(layer, x, topk_weights, topk_ids, shared_experts, *more)
+        return super().apply(layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input)

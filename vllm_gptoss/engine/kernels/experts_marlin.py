@@ -12,17 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_gptoss.engine.kernels import nvrtc
+from vllm_gptoss.engine.kernels import experts_plan, nvrtc
 from vllm_gptoss.engine.kernels.experts import ONLY, TWO_23, partial_sums, partial_tokens, pointer, routing_mode
-from vllm_gptoss.engine.kernels.experts_plan import (
-    MAX_EXPERTS,
-    NARROW_TOKENS,
-    WIDE_ROWS,
-    WIDE_TOKENS,
-    Tuning,
-    shared_bytes,
-    staged_rows,
-)
+from vllm_gptoss.engine.kernels.experts_plan import NARROW_TOKENS, WIDE_TOKENS, Tuning
 
 if TYPE_CHECKING:
     import torch
@@ -31,15 +23,12 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).parent / "cuda" / "experts_marlin.cu"
 STEP_BYTES = 1024 + 64
 """Of a warp's ring: values and scales of 64 rows x 32 columns."""
-
-
 TILINGS = (Tuning(15, 15, 4, 3, 1), Tuning(8, 8, 4, 4, 1), Tuning(8, 8, 4, 3, 1))
-"""From the best to the one with the least shared memory. 15 warps have 6 of the 90 steps of 2,880 columns each.
-A unit is always of four tiles; `registers` is not used."""
+"""From the best to the one with the least shared memory. 15 warps have 6 of the 90 steps of 2,880 columns each."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class MarlinPlan:
     """One kernel for `most` tokens. slot: tokens of a wide one's slots; rows: staged by a block; each: its `rows`."""
 
     which: str
@@ -55,7 +44,7 @@ class Plan:
 def plan_for(
     which: str, tokens: int, columns: int, experts: int, active: int, limit: int, blocks: int,
     tilings: tuple[Tuning, ...] = TILINGS,
-) -> Plan:  # fmt: skip
+) -> MarlinPlan:  # fmt: skip
     """The first kernel whose block fits `limit` bytes of shared memory. columns: of the weights, without padding.
 
     Raises:
@@ -67,13 +56,13 @@ def plan_for(
     for (most, slot), tiling in itertools.product([*first, (WIDE_TOKENS, 16), (WIDE_TOKENS, 8)], tilings):
         narrow = most == NARROW_TOKENS
         wide_experts = 0 if narrow else experts
-        fixed = shared_bytes(Tuning(tiling.warps, 1, 0, 0, 0), 0, 0, active, wide_experts, most, slot)
+        fixed = experts_plan.shared_bytes(Tuning(tiling.warps, 1, 0, 0, 0), 0, 0, active, wide_experts, most, slot)
         fixed += tiling.warps * (tiling.depth * STEP_BYTES + (2048 if tiling.share > 1 else 0))
-        rows, each = staged_rows(which, tokens)
+        rows, each = experts_plan.staged_rows(which, tokens)
         if not narrow:
-            rows = each = min(WIDE_ROWS, (limit - fixed) // row)
+            rows = each = min(experts_plan.WIDE_ROWS, (limit - fixed) // row)
         if fixed + rows * row <= limit and (narrow or rows >= slot):
-            return Plan(which, tiling, most, slot, rows, each, fixed + rows * row)
+            return MarlinPlan(which, tiling, most, slot, rows, each, fixed + rows * row)
     raise ValueError(f"{which} of {columns} columns and {tokens} tokens needs more than {limit} bytes of shared memory")
 
 
@@ -86,8 +75,8 @@ def unsupported(hidden: int, intermediate: int, experts: int, active: int, limit
     """Why a rank with these experts has no kernel, or None. limit: as `shared_limit`."""
     if hidden % 64 or intermediate % 64 or not hidden or not intermediate:
         return f"experts of {hidden} x {intermediate} are not multiples of 64"
-    if not 1 <= experts <= MAX_EXPERTS or not 1 <= active <= 4:
-        return f"{experts} experts on one rank and {active} of a token, not up to {MAX_EXPERTS} and 4"
+    if not 1 <= experts <= experts_plan.MAX_EXPERTS or not 1 <= active <= 4:
+        return f"{experts} experts on one rank and {active} of a token, not up to {experts_plan.MAX_EXPERTS} and 4"
     try:
         for which, columns in (("experts_up", hidden), ("experts_down", intermediate)):
             plan_for(which, WIDE_TOKENS, columns, experts, active, limit, 0)
@@ -154,11 +143,11 @@ class MarlinFewExperts:
         self.arch, self.shared, self.blocks, self.tilings = arch, shared, blocks, tilings
         self.device = up.values.device.index or 0
 
-    def plan(self, which: str, tokens: int) -> Plan:
+    def plan(self, which: str, tokens: int) -> MarlinPlan:
         sizes = (self.projections[which].columns, len(self.projections[which].values), self.active)
         return plan_for(which, tokens, *sizes, self.shared, self.blocks, self.tilings)
 
-    def macros(self, plan: Plan, routing: torch.dtype) -> dict[str, int | str]:
+    def macros(self, plan: MarlinPlan, routing: torch.dtype) -> dict[str, int | str]:
         projection = self.projections[plan.which]
         experts, tiles, width = projection.values.shape
         down, tiling = plan.which == "experts_down", plan.tiling
@@ -171,7 +160,7 @@ class MarlinFewExperts:
             "ID64": routing_mode(routing)[1], "MAPPED": int(self.expert_map is not None), "ONLY": ONLY[plan.which],
         }  # fmt: skip
 
-    def kernel(self, plan: Plan, routing: torch.dtype) -> nvrtc.Kernel:
+    def kernel(self, plan: MarlinPlan, routing: torch.dtype) -> nvrtc.Kernel:
         macros = tuple(sorted(self.macros(plan, routing).items()))
         return _kernel(self.device, self.arch, plan.which, self.shared, macros)
 
