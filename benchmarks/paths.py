@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_gptoss.engine.choose import bands
-from vllm_gptoss.engine.experts import method
 
 
 def paths(model: Any) -> dict[str, int]:
     """The number of layers that run our fused kernels, one launch for all, kernels for many tokens, and our experts."""
     few = getattr(model, "fused_path", None)
-    layers = [module for module in model.modules() if method.own(getattr(module, "quant_method", None))]
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    layers = [each for each in methods if getattr(each, "ours", None)]
     fused = len(few.places) if few else 0
     return {
         "fused_layers": fused,
