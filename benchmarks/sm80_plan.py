@@ -41,10 +41,10 @@ FEWEST_BLOCKS = 48
 
 
 TRIED = tuple(
-    Tuning(warps, share, 4, depth, chunk)
-    for warps, share, depth, chunk in (
-        (15, 15, 3, 1), (15, 15, 2, 1), (15, 15, 6, 1), (16, 16, 3, 1), (16, 8, 3, 1), (8, 8, 4, 1), (8, 8, 6, 1),
-        (8, 8, 6, 2), (12, 12, 4, 1), (12, 12, 2, 1), (10, 10, 3, 1), (9, 9, 5, 1),
+    Tuning(warps, share, 4, depth, 1)
+    for warps, share, depth in (
+        (15, 15, 3), (15, 15, 2), (15, 15, 6), (16, 16, 3), (16, 8, 3), (12, 12, 2), (12, 12, 4), (10, 10, 3), (9, 9, 2),
+        (9, 9, 5), (8, 8, 3), (8, 8, 4),
     )
 )  # fmt: skip
 """Tunings of a block that `sm80_experts.py` compares."""

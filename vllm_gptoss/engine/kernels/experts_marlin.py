@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).parent / "cuda" / "experts_marlin.cu"
 STEP_BYTES = 1024 + 64
 """Of a warp's ring: values and scales of 64 rows x 32 columns."""
-TILINGS = (Tuning(15, 15, 4, 3, 1), Tuning(8, 8, 4, 4, 1), Tuning(8, 8, 4, 3, 1))
+TILINGS = (Tuning(15, 15, 4, 3, 1), Tuning(12, 12, 4, 2, 1), Tuning(8, 8, 4, 3, 1))
 """From the best to the one with the least shared memory. 15 warps have 6 of the 90 steps of 2,880 columns each."""
 
 
@@ -57,7 +57,7 @@ def plan_for(
         narrow = most == NARROW_TOKENS
         wide_experts = 0 if narrow else experts
         fixed = experts_plan.shared_bytes(Tuning(tiling.warps, 1, 0, 0, 0), 0, 0, active, wide_experts, most, slot)
-        fixed += tiling.warps * (tiling.depth * STEP_BYTES + (2048 if tiling.share > 1 else 0))
+        fixed += tiling.warps * (tiling.depth * STEP_BYTES + 2048) + 128
         rows, each = experts_plan.staged_rows(which, tokens)
         if not narrow:
             rows = each = min(experts_plan.WIDE_ROWS, (limit - fixed) // row)
@@ -156,7 +156,7 @@ class MarlinFewExperts:
             "TOKENS": plan.most, "WIDE_SLOT": plan.slot, "KT": projection.columns // 64, "NROWS": projection.rows,
             "NPAD": width // 2, "KPAD": tiles * 16, "XPAD": projection.columns if down else stored, "OPAD": stored,
             "EXPERTS": experts, "ACTIVE": self.active, "ROUTED": experts, "NWARPS": tiling.warps, "WPU": tiling.share,
-            "DEPTH": tiling.depth, "CHUNK": tiling.chunk, "MINBLOCKS": 1, "LOGITS": 0,
+            "DEPTH": tiling.depth, "MINBLOCKS": 1, "LOGITS": 0,
             "ID64": routing_mode(routing)[1], "MAPPED": int(self.expert_map is not None), "ONLY": ONLY[plan.which],
         }  # fmt: skip
 

@@ -2,14 +2,15 @@
 // Compiled by NVRTC; see docs/kernels/.
 //
 // The same as experts.cu in another layout (marlin.cuh): a unit is 64 weight rows over all of K for
-// one slot. Units are few, so all WPU warps of a group share one, each a part of K, and exchange
-// their sums in shared memory. A step of a warp is 32 columns: 1,024 bytes of values and 64 of
-// scales. Stored rows and columns beyond those of the model are padding and are not read.
+// one slot. Units are few, so all WPU warps of a group share one, each a part of K, and sum up in
+// shared memory. Four of them, in turn, finish the unit's row tiles; the others work on. A step of a
+// warp is 32 columns: 1,024 bytes of values and 64 of scales. Operands of a step are read from
+// shared memory while the step before is multiplied. Stored rows and columns beyond those of the
+// model are padding and are not read.
 //
 // Compile-time, where experts.cu has no such number: NROWS and KT are what is read, multiples of 64
 // rows and tiles of 64 columns; NPAD, KPAD stored rows and columns; XPAD elements between rows of
-// the activations, OPAD of the output; DEPTH steps in each warp's ring, CHUNK steps per cp.async
-// group (divides DEPTH, at most 8).
+// the activations, OPAD of the output; DEPTH steps in each warp's ring, at least 2.
 
 #include "common.cuh"
 #include "barriers.cuh"
@@ -24,21 +25,21 @@ constexpr int STEPS = KT * 2, STEP_BYTES = 64;      // of 32 columns, of an acti
 constexpr int KS = (STEPS + WPU - 1) / WPU;         // those of a warp
 constexpr int ROUNDS = (KS + DEPTH - 1) / DEPTH;    // turns of the ring in one unit
 constexpr bool EVEN = STEPS == WPU * ROUNDS * DEPTH;  // no warp has a step less than another
-constexpr int NCH = DEPTH / CHUNK;
 constexpr int NGROUPS = NWARPS / WPU;
 constexpr int THREADS = NWARPS * 32;
 constexpr int WARP_SCALES = DEPTH * 1024;  // a warp's ring: 2 x 16 bytes a lane and step, scales
 constexpr int WARP_RING = WARP_SCALES + DEPTH * 64;
 constexpr int RING_BYTES = NWARPS * WARP_RING;
-constexpr int RED_BYTES = WPU > 1 ? NWARPS * R * 512 : 0;
+constexpr int BARS = NWARPS * R * 512;  // behind the warps' sums: two barriers of each group
+constexpr int RED_BYTES = BARS + 128;
 constexpr int XSTRIDE =
     KT * 128 + 16;  // one activation row in shared memory; the 16 bytes keep banks apart
 constexpr int XROW = XPAD * 2;      // one in global memory
 constexpr int TILE_ROW = NPAD * 8;  // 16 columns of all rows
 constexpr u64 EXPERT_BYTES = (u64)NPAD * KPAD / 2;
 constexpr u64 EXPERT_SCALE_BYTES = (u64)NPAD * KPAD / 32;
-static_assert(NWARPS % WPU == 0 && NROWS % 64 == 0 && NWARPS >= 4 && DEPTH % CHUNK == 0, "shape");
-static_assert(NPAD % 64 == 0 && NROWS <= NPAD && KT * 64 <= KPAD && CHUNK <= 8, "padding");
+static_assert(NWARPS % WPU == 0 && NROWS % 64 == 0 && WPU >= R && NGROUPS <= 8 && DEPTH > 1, "shape");
+static_assert(NPAD % 64 == 0 && NROWS <= NPAD && KT * 64 <= KPAD, "padding");
 
 #include "experts/slots.cuh"
 #include "experts/rows.cuh"
@@ -53,23 +54,17 @@ __device__ __forceinline__ Source source(
   const int slot = unit / NU, block = unit - slot * NU, expert = w.experts[slot];
   return {values + expert * EXPERT_BYTES + (u64)(w.part * KS * 2) * TILE_ROW + block * 512 +
               w.lane * 16,
-      scales + expert * EXPERT_SCALE_BYTES + (u64)(w.part * KS + (w.lane >> 2)) * NPAD +
-          block * 64 + (w.lane & 3) * 16};
+      scales + expert * EXPERT_SCALE_BYTES + (u64)(w.part * KS) * NPAD + block * 64 +
+          + (w.lane & 3) * 16};
 }
 
-// Starts the loads of chunk `ch` of one turn of the ring; `s` points at the turn's first step, of
-// which this warp has `left`. Always commits, so that every thread counts the same groups.
-__device__ __forceinline__ void fetch(const Work& w, const Source& s, int left, int ch, bool live) {
-  if (live) {
-    const int begin = ch * CHUNK;
-    if (w.lane < 4 * CHUNK && (EVEN || begin + (w.lane >> 2) < left))
-      cp16(w.scales + begin * 64 + w.lane * 16, s.scales + begin * NPAD);
-#pragma unroll
-    for (int k = begin; k < begin + CHUNK; k++)
-      if (EVEN || k < left) {
-        cp16_once(w.ring + k * 1024, s.values + 2 * k * TILE_ROW);
-        cp16_once(w.ring + k * 1024 + 512, s.values + (2 * k + 1) * TILE_ROW);
-      }
+// Starts the loads of step k of one turn of the ring; `s` points at the turn's first step, of which
+// this warp has `left`. Always commits, so that every thread counts the same groups.
+__device__ __forceinline__ void fetch(const Work& w, const Source& s, int left, int k, bool live) {
+  if (live && (EVEN || k < left)) {
+    if (w.lane < 4) cp16(w.scales + k * 64 + w.lane * 16, s.scales + k * NPAD);
+    cp16_once(w.ring + k * 1024, s.values + 2 * k * TILE_ROW);
+    cp16_once(w.ring + k * 1024 + 512, s.values + (2 * k + 1) * TILE_ROW);
   }
   cp_commit();
 }
@@ -81,77 +76,99 @@ __device__ __forceinline__ Source prefetch(const Work& w, const u8* values, cons
   Source s = {};
   if (live) s = source(w, values, scales, unit);
 #pragma unroll
-  for (int ch = 0; ch < NCH; ch++) fetch(w, s, w.tiles, ch, live);
+  for (int k = 0; k < DEPTH; k++) fetch(w, s, w.tiles, k, live);
   return s;
+}
+
+// What a lane multiplies in one step.
+template <int H> struct Operands {
+  uint4 v, u;
+  uint2 s;
+  u32 b[H][4];
+};
+// Of the oldest step of the ring, which is its k-th. `column`: of the activations.
+template <int H>
+__device__ __forceinline__ void read_step(
+    Operands<H>& o, const Work& w, const u32 (&xrow)[HALVES], int k, int column) {
+  cp_wait<DEPTH - 1>();
+  __syncwarp();
+  o.v = lds16(w.ring + k * 1024);
+  o.u = lds16(w.ring + k * 1024 + 512);
+  o.s = lds8(w.scales + k * 64 + (w.lane >> 2) * 8);
+#pragma unroll
+  for (int h = 0; h < H; h++) ldmatrix4(o.b[h], xrow[h] + column);
 }
 
 // The product of one unit's share of K, 64 rows x 8 tokens in each of H halves of c as mma lays
 // them out, while the ring refills: from the same unit, in its last turn from the next one.
 template <int H>
 __device__ __forceinline__ void multiply(float (&c)[HALVES][R][4], const Work& w, Source now,
-    const Source& next, bool live, u32 (&xrow)[HALVES], int&, u32 two_23) {
+    const Source& next, bool live, const u32 (&xrow)[HALVES], u32 two_23) {
 #pragma unroll
   for (int i = 0; i < 4 * R * H; i++) c[i / (4 * R)][i / 4 % R][i & 3] = 0.f;
-  int left = w.tiles;
-  const u32 scales = w.scales + (w.lane >> 2) * 8;
+  int left = w.tiles, column = 0;
+  Operands<H> ahead;
+  if (EVEN || left > 0) read_step<H>(ahead, w, xrow, 0, 0);
 #pragma unroll 1
   for (int round = 0; round < ROUNDS; round++) {
     now.values += DEPTH * 2 * TILE_ROW;
     now.scales += DEPTH * NPAD;
-    bool more = true;
-    int ahead = left - DEPTH;
-    if (round == ROUNDS - 1) {
-      now = next;
-      more = live;
-      ahead = w.tiles;
-    }
+    const bool last = round == ROUNDS - 1;
+    if (last) now = next;
+    const bool more = !last || live;
+    const int then = last ? w.tiles : left - DEPTH;
 #pragma unroll
-    for (int ch = 0; ch < NCH; ch++) {
-      cp_wait<NCH - 1>();
-      __syncwarp();
-#pragma unroll
-      for (int k = ch * CHUNK; k < (ch + 1) * CHUNK; k++) {
-        if (EVEN || k < left) {
-          u32 b[H][4];
-#pragma unroll
-          for (int h = 0; h < H; h++) ldmatrix4(b[h], xrow[h] + k * 64);
-          const uint4 v = lds16(w.ring + k * 1024), u = lds16(w.ring + k * 1024 + 512);
-          const uint2 s = lds8(scales + k * 64);
-          marlin_group<H>(c, 0, v.x, u.x, scale<0>(s.x, two_23), scale<2>(s.x, two_23), b);
-          marlin_group<H>(c, 1, v.y, u.y, scale<1>(s.x, two_23), scale<3>(s.x, two_23), b);
-          marlin_group<H>(c, 2, v.z, u.z, scale<0>(s.y, two_23), scale<2>(s.y, two_23), b);
-          marlin_group<H>(c, 3, v.w, u.w, scale<1>(s.y, two_23), scale<3>(s.y, two_23), b);
-        }
+    for (int k = 0; k < DEPTH; k++) {
+      const Operands<H> o = ahead;
+      __syncwarp();  // all lanes have read this step
+      fetch(w, now, then, k, more);
+      column += STEP_BYTES;
+      if ((k < DEPTH - 1 || !last) && (EVEN || k + 1 < left))
+        read_step<H>(ahead, w, xrow, (k + 1) % DEPTH, column);
+      if (EVEN || k < left) {
+        marlin_group<H>(c, 0, o.v.x, o.u.x, scale<0>(o.s.x, two_23), scale<2>(o.s.x, two_23), o.b);
+        marlin_group<H>(c, 1, o.v.y, o.u.y, scale<1>(o.s.x, two_23), scale<3>(o.s.x, two_23), o.b);
+        marlin_group<H>(c, 2, o.v.z, o.u.z, scale<0>(o.s.y, two_23), scale<2>(o.s.y, two_23), o.b);
+        marlin_group<H>(c, 3, o.v.w, o.u.w, scale<1>(o.s.y, two_23), scale<3>(o.s.y, two_23), o.b);
       }
-      __syncwarp();  // other lanes' scales have been read
-      fetch(w, now, ahead, ch, more);
     }
-#pragma unroll
-    for (int h = 0; h < H; h++) xrow[h] += DEPTH * 64;
     left -= DEPTH;
   }
 }
 
-// Publishes a warp's share of 8 tokens of a unit and waits for its group's.
-__device__ __forceinline__ void exchange(const float (&c)[R][4], const Work& w, float4* red) {
-  if (WPU == 1) return;
-  // the shares before these have been read
-  asm volatile("bar.sync %0, %1;" ::"r"(1 + w.group), "n"(WPU * 32) : "memory");
+// Barriers in shared memory that sm_80 has: `barriers.cuh` waits with an instruction of sm_90.
+__device__ __forceinline__ void phase_init(u32 bar, u32 count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
+}
+__device__ __forceinline__ void phase_arrive(u32 bar) {
+  asm volatile("{.reg .b64 s;\nmbarrier.arrive.shared.b64 s, [%0];}" ::"r"(bar) : "memory");
+}
+__device__ __forceinline__ void phase_wait(u32 bar, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred p;\nW_%=:\nmbarrier.test_wait.parity.shared.b64 p, [%0], %1;\n@!p bra "
+      "W_%=;\n}" ::"r"(bar),
+      "r"(parity)
+      : "memory");
+}
+
+// The row tile that a warp finishes of its group's sums number `done`; R and more: none.
+__device__ __forceinline__ int finishes(const Work& w, int done) {
+  return (w.part + (WPU - R % WPU) * done) % WPU;
+}
+
+// Publishes a warp's sums of 8 tokens of a unit, and adds up the group's of row tile r, in warp
+// order, if the warp finishes it.
+__device__ __forceinline__ float4 exchange(
+    const float (&c)[R][4], const Work& w, float4* red, int r, int done) {
+  const u32 read = smem_u32(red) + BARS + w.group * 16, written = read + 8;
+  if (done > 0) phase_wait(read, (done - 1) & 1);
 #pragma unroll
-  for (int r = 0; r < R; r++)
-    red[(w.warp * R + r) * 32 + w.lane] = make_float4(c[r][0], c[r][1], c[r][2], c[r][3]);
-  asm volatile("bar.sync %0, %1;" ::"r"(1 + w.group), "n"(WPU * 32) : "memory");
-}
-
-// Whether this warp finishes row tile `r` of the group's unit number `done`: they take turns.
-__device__ __forceinline__ bool finishes(const Work& w, int done, int r) {
-  return WPU == 1 || (done * R + r) % WPU == w.part;
-}
-
-// The group's shares of row tile `r`, in warp order.
-__device__ __forceinline__ float4 sum_shares(
-    const float (&c)[4], const Work& w, const float4* red, int r) {
-  if (WPU == 1) return make_float4(c[0], c[1], c[2], c[3]);
+  for (int i = 0; i < R; i++)
+    red[(w.warp * R + i) * 32 + w.lane] = make_float4(c[i][0], c[i][1], c[i][2], c[i][3]);
+  __syncwarp();
+  if (w.lane == 0) phase_arrive(written);
+  if (r >= R) return {};
+  phase_wait(written, done & 1);
   const float4* shares = red + (w.group * WPU * R + r) * 32 + w.lane;
   float4 sum = shares[0];
 #pragma unroll
@@ -162,22 +179,85 @@ __device__ __forceinline__ float4 sum_shares(
     sum.z += v.z;
     sum.w += v.w;
   }
+  __syncwarp();
+  if (w.lane == 0) phase_arrive(read);
   return sum;
 }
+#define BARRIERS                                                             \
+  if (thread < NGROUPS) {                                                    \
+    phase_init(smem_u32(red) + BARS + thread * 16, R);                       \
+    phase_init(smem_u32(red) + BARS + thread * 16 + 8, WPU);                 \
+  }
 
-#include "experts/work.cuh"
+// Where a group of warps is in its block's units. done: sums exchanged.
+struct Progress {
+  int unit, done;
+  Source now;  // of `unit`; its first turn of the ring is on its way
+};
+#define PROLOGUE                                              \
+  extern __shared__ __align__(128) u8 smem[];                 \
+  Meta& m = *reinterpret_cast<Meta*>(smem);                   \
+  float4* red = reinterpret_cast<float4*>(smem + META_BYTES); \
+  const u32 ring = smem_u32(smem + META_BYTES + RED_BYTES);   \
+  u8* xs = smem + META_BYTES + RED_BYTES + RING_BYTES;        \
+  const int thread = threadIdx.x;
 
-// Calls row_tile(half, r, sum) for the row tiles that this warp finishes of a unit.
-template <class RowTile>
-__device__ __forceinline__ void finish_unit(float (&c)[HALVES][R][4], const Work& w, const Meta& m,
-    float4* red, int slot, int done, RowTile row_tile) {
+// Processes the group's units before `until`. The slots from `first` on are staged. Calls
+// finish(slot, row, half, sum, bias) for each row tile that this warp finishes; `row` is the lane's
+// first, of both is the bias.
+template <class Finish>
+__device__ __forceinline__ void work(Progress& p, const Work& w, const Meta& m, const u8* xs,
+    float4* red, const u8* __restrict__ values, const u8* __restrict__ scales,
+    const bf16* __restrict__ bias, int first, int until, int divisor, int rows, u32 two_23,
+    Finish finish) {
+  for (; p.unit < until; p.unit += NGROUPS) {
+    const int slot = p.unit / NU, next = p.unit + NGROUPS, block = p.unit - slot * NU;
+    Source then = p.now;
+    if (next < w.last) then = source(w, values, scales, next);
+    const bool both = WIDE && m.slot_count[slot] > 8;
+    float c[HALVES][R][4];
+    u32 xrow[HALVES];
+    int tile[HALVES];
+    bf16 two[HALVES][2];  // asked for before they are needed
 #pragma unroll
-  for (int half = 0; half < HALVES; half++) {
-    if (half * 8 >= m.slot_count[slot]) break;
-    exchange(c[half], w, red);
+    for (int h = 0; h < HALVES; h++) {
+      xrow[h] = row_address(w, m, xs, first, slot, h, divisor, rows);
+      tile[h] = finishes(w, p.done + h);
+      const int row = block * 64 + (tile[h] & (R - 1)) * 16 + (w.lane >> 2);
+      const bf16* b = bias + (u64)w.experts[slot] * NPAD;
+      two[h][0] = b[marlin_bias(row)];
+      two[h][1] = b[marlin_bias(row + 8)];
+    }
+    if (both)
+      multiply<HALVES>(c, w, p.now, then, next < w.last, xrow, two_23);
+    else
+      multiply<1>(c, w, p.now, then, next < w.last, xrow, two_23);
+    p.now = then;
 #pragma unroll
-    for (int r = 0; r < R; r++)
-      if (finishes(w, done, r)) row_tile(half, r, sum_shares(c[half][r], w, red, r));
+    for (int h = 0; h < HALVES; h++) {
+      if (h > 0 && !both) break;
+      const float4 sum = exchange(c[h], w, red, tile[h], p.done++);
+      if (tile[h] < R)
+        finish(slot, block * 64 + tile[h] * 16 + (w.lane >> 2), h, sum,
+            make_float2(to_float(two[h][0]), to_float(two[h][1])));
+    }
+  }
+}
+
+// All of the group's units: slots are staged, as many as fit, and worked on.
+template <class Finish>
+__device__ __forceinline__ void work_wide(Progress& p, const Work& w, const Meta& m, u8* xs,
+    float4* red, const u8* __restrict__ x, const u8* __restrict__ values,
+    const u8* __restrict__ scales, const bf16* __restrict__ bias, int divisor, int rows, u32 two_23,
+    int thread, Finish finish) {
+  for (int slot = w.first / NU; slot * NU < w.last;) {
+    const int after = slots_that_fit(w, m, slot, rows);
+    __syncthreads();  // all warps have read what was staged before
+    load_rows(m, xs, x, slot, after - 1, divisor, rows, thread);
+    __syncthreads();
+    work(p, w, m, xs, red, values, scales, bias, slot, min(w.last, after * NU), divisor, rows,
+        two_23, finish);
+    slot = after;
   }
 }
 
@@ -189,42 +269,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS)
         const float* __restrict__ weights, const int* __restrict__ map, u16* __restrict__ act,
         int tokens, int rows, u32 two_23, float alpha, float limit) {
   PROLOGUE
+  BARRIERS
   pdl_wait();
   pdl_launch();
   Rows early;
   if (!rows) ask_all(early, x, tokens, thread);
   const Work w = share(m, find_slots(m, xs, routing, nullptr, map, tokens, thread), ring, thread);
-  Progress p = {w.first + w.group, 0, 0, prefetch(w, values, scales)};
-  const auto finish = [&](int slot, int first, int done, float (&c)[HALVES][R][4]) {
-    const int g = w.lane >> 2, t = w.lane & 3;
-    const bf16* b = bias + (u64)w.experts[slot] * NPAD;
-    finish_unit(c, w, m, red, slot, done, [&](int half, int r, float4 d) {
-      const int row = (first + r) * 16 + g;
-      const float bias0 = to_float(b[marlin_bias(row)]), bias8 = to_float(b[marlin_bias(row + 8)]);
-      d.x += bias0;
-      d.y += bias0;
-      d.z += bias8;
-      d.w += bias8;
-      // Lanes of an even row hold gates, of the odd row above it ups: each finishes one of its two
-      // tokens.
-      const bool up = g & 1;
-      const float r0 = __shfl_xor_sync(~0u, up ? d.x : d.y, 4);
-      const float r1 = __shfl_xor_sync(~0u, up ? d.z : d.w, 4);
-      const int n = half * 8 + 2 * t + up;
-      if (n < m.slot_count[slot]) {
-        u16* out = act + (u64)m.slot_pair[slot][n] * (NROWS / 2) + row / 2;
+  Progress p = {w.first + w.group, 0, prefetch(w, values, scales)};
+  const auto finish = [&](int slot, int row, int half, float4 d, float2 b) {
+    d.x += b.x;
+    d.y += b.x;
+    d.z += b.y;
+    d.w += b.y;
+    // Lanes of an even row hold gates, of the odd row above it ups: each finishes one of its two
+    // tokens.
+    const bool up = w.lane >> 2 & 1;
+    const float r0 = __shfl_xor_sync(~0u, up ? d.x : d.y, 4);
+    const float r1 = __shfl_xor_sync(~0u, up ? d.z : d.w, 4);
+    const int n = half * 8 + 2 * (w.lane & 3) + up;
+    if (n < m.slot_count[slot]) {
+      u16* out = act + (u64)m.slot_pair[slot][n] * (NROWS / 2) + row / 2;
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-          const float mine = h ? (up ? d.w : d.z) : (up ? d.y : d.x), other = h ? r1 : r0;
-          const float gate = fminf(up ? other : mine, limit);
-          const float lin = fminf(fmaxf(up ? mine : other, -limit), limit);
-          out[4 * h] = to_bf16(gate / (1.f + __expf(-alpha * gate)) * (lin + 1.f));
-        }
+      for (int h = 0; h < 2; h++) {
+        const float mine = h ? (up ? d.w : d.z) : (up ? d.y : d.x), other = h ? r1 : r0;
+        const float gate = fminf(up ? other : mine, limit);
+        const float lin = fminf(fmaxf(up ? mine : other, -limit), limit);
+        out[4 * h] = to_bf16(gate / (1.f + __expf(-alpha * gate)) * (lin + 1.f));
       }
-    });
+    }
   };
   if (WIDE) {
-    work_wide(p, w, m, xs, x, values, scales, ACTIVE, rows, two_23, thread, finish);
+    work_wide(p, w, m, xs, red, x, values, scales, bias, ACTIVE, rows, two_23, thread, finish);
     return;
   }
   const int first = w.first / NU;
@@ -235,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS)
     put_all(early, xs, x, tokens, thread);
   }
   __syncthreads();
-  work(p, w, m, xs, values, scales, first, w.last, ACTIVE, rows, two_23, finish);
+  work(p, w, m, xs, red, values, scales, bias, first, w.last, ACTIVE, rows, two_23, finish);
 }
 #endif
 
@@ -249,38 +324,33 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS)
         const float* __restrict__ weights, const int* __restrict__ map, u32* parts,
         u16* __restrict__ out, int tokens, int rows, u32 two_23) {
   PROLOGUE
+  BARRIERS
   // Safe before the wait: `experts_up` launched us after its own wait, so the routing is complete
   // and visible.
   const Work w = share(m, find_slots(m, xs, routing, weights, map, tokens, thread), ring, thread);
-  Progress p = {w.first + w.group, 0, 0, prefetch(w, values, scales)};
+  Progress p = {w.first + w.group, 0, prefetch(w, values, scales)};
   pdl_wait();
   pdl_launch();
-  const auto finish = [&](int slot, int first, int done, float (&c)[HALVES][R][4]) {
-    const int g = w.lane >> 2, t = w.lane & 3;
-    const bf16* b = bias + (u64)w.experts[slot] * NPAD;
-    finish_unit(c, w, m, red, slot, done, [&](int half, int r, float4 d) {
-      const int row = (first + r) * 16 + g;
-      const float bias0 = to_float(b[marlin_bias(row)]), bias8 = to_float(b[marlin_bias(row + 8)]);
+  const auto finish = [&](int slot, int row, int half, float4 d, float2 b) {
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const int n = half * 8 + 2 * t + h;
-        if (n < m.slot_count[slot]) {
-          const int pair = m.slot_pair[slot][n];
-          u32* to = parts + (u64)pair * NROWS + row;
-          give(to, ((h ? d.y : d.x) + bias0) * m.weights[pair]);
-          give(to + 8, ((h ? d.w : d.z) + bias8) * m.weights[pair]);
-        }
+    for (int h = 0; h < 2; h++) {
+      const int n = half * 8 + 2 * (w.lane & 3) + h;
+      if (n < m.slot_count[slot]) {
+        const int pair = m.slot_pair[slot][n];
+        u32* to = parts + (u64)pair * NROWS + row;
+        give(to, ((h ? d.y : d.x) + b.x) * m.weights[pair]);
+        give(to + 8, ((h ? d.w : d.z) + b.y) * m.weights[pair]);
       }
-    });
+    }
   };
   if (WIDE) {
-    work_wide(p, w, m, xs, act, values, scales, 1, rows, two_23, thread, finish);
+    work_wide(p, w, m, xs, red, act, values, scales, bias, 1, rows, two_23, thread, finish);
   } else {
     const int first = w.first / NU;
     __syncthreads();
     if (w.first < w.last) load_rows(m, xs, act, first, (w.last - 1) / NU, 1, rows, thread);
     __syncthreads();
-    work(p, w, m, xs, values, scales, first, w.last, 1, rows, two_23, finish);
+    work(p, w, m, xs, red, values, scales, bias, first, w.last, 1, rows, two_23, finish);
   }
   combine_all<ACTIVE, NROWS, THREADS, OPAD>(m.ids, parts, out, tokens, thread);
   constexpr int PAD = (OPAD - NROWS) / 8;  // 16-byte pieces behind a row
