@@ -3,8 +3,8 @@
 //
 // The same as experts.cu in another layout (marlin.cuh): a unit is 64 weight rows over all of K for
 // one slot. Units are few, so all WPU warps of a group share one, each a part of K, and sum up in
-// shared memory. Four of them, in turn, finish the unit's row tiles; the others work on. A step of a
-// warp is 32 columns: 1,024 bytes of values and 64 of scales. Operands of a step are read from
+// shared memory. Four of them, in turn, finish the unit's row tiles; the others work on. A step of
+// a warp is 32 columns: 1,024 bytes of values and 64 of scales. Operands of a step are read from
 // shared memory while the step before is multiplied. Stored rows and columns beyond those of the
 // model are padding and are not read.
 //
@@ -19,11 +19,11 @@
 #include "routing.cuh"
 #include "combine.cuh"
 
-constexpr int R = 4;                                // row tiles of 16
-constexpr int NU = NROWS / 64;                      // units of a slot
-constexpr int STEPS = KT * 2, STEP_BYTES = 64;      // of 32 columns, of an activation row
-constexpr int KS = (STEPS + WPU - 1) / WPU;         // those of a warp
-constexpr int ROUNDS = (KS + DEPTH - 1) / DEPTH;    // turns of the ring in one unit
+constexpr int R = 4;                                  // row tiles of 16
+constexpr int NU = NROWS / 64;                        // units of a slot
+constexpr int STEPS = KT * 2, STEP_BYTES = 64;        // of 32 columns, of an activation row
+constexpr int KS = (STEPS + WPU - 1) / WPU;           // those of a warp
+constexpr int ROUNDS = (KS + DEPTH - 1) / DEPTH;      // turns of the ring in one unit
 constexpr bool EVEN = STEPS == WPU * ROUNDS * DEPTH;  // no warp has a step less than another
 constexpr int NGROUPS = NWARPS / WPU;
 constexpr int THREADS = NWARPS * 32;
@@ -38,7 +38,8 @@ constexpr int XROW = XPAD * 2;      // one in global memory
 constexpr int TILE_ROW = NPAD * 8;  // 16 columns of all rows
 constexpr u64 EXPERT_BYTES = (u64)NPAD * KPAD / 2;
 constexpr u64 EXPERT_SCALE_BYTES = (u64)NPAD * KPAD / 32;
-static_assert(NWARPS % WPU == 0 && NROWS % 64 == 0 && WPU >= R && NGROUPS <= 8 && DEPTH > 1, "shape");
+static_assert(
+    NWARPS % WPU == 0 && NROWS % 64 == 0 && WPU >= R && NGROUPS <= 8 && DEPTH > 1, "shape");
 static_assert(NPAD % 64 == 0 && NROWS <= NPAD && KT * 64 <= KPAD, "padding");
 
 #include "experts/slots.cuh"
@@ -55,7 +56,7 @@ __device__ __forceinline__ Source source(
   return {values + expert * EXPERT_BYTES + (u64)(w.part * KS * 2) * TILE_ROW + block * 512 +
               w.lane * 16,
       scales + expert * EXPERT_SCALE_BYTES + (u64)(w.part * KS) * NPAD + block * 64 +
-          + (w.lane & 3) * 16};
+          +(w.lane & 3) * 16};
 }
 
 // Starts the loads of step k of one turn of the ring; `s` points at the turn's first step, of which
@@ -183,10 +184,10 @@ __device__ __forceinline__ float4 exchange(
   if (w.lane == 0) phase_arrive(read);
   return sum;
 }
-#define BARRIERS                                                             \
-  if (thread < NGROUPS) {                                                    \
-    phase_init(smem_u32(red) + BARS + thread * 16, R);                       \
-    phase_init(smem_u32(red) + BARS + thread * 16 + 8, WPU);                 \
+#define BARRIERS                                             \
+  if (thread < NGROUPS) {                                    \
+    phase_init(smem_u32(red) + BARS + thread * 16, R);       \
+    phase_init(smem_u32(red) + BARS + thread * 16 + 8, WPU); \
   }
 
 // Where a group of warps is in its block's units. done: sums exchanged.

@@ -31,11 +31,9 @@ __device__ __forceinline__ void put_piece(u8* to, int p, uint4 v) {
   *reinterpret_cast<uint4*>(to + p / (KT * 8) * XSTRIDE + p % (KT * 8) * 16) = v;
 }
 
-// Piece p of 16 bytes of the KT * 8 of each row, rows being XROW bytes apart.
-__device__ __forceinline__ const u8* piece(const u8* x, int p) {
-  if (XROW == KT * 128) return x + (u64)p * 16;
-  return x + (u64)(p / (KT * 8)) * XROW + p % (KT * 8) * 16;
-}
+// Where piece p of 16 bytes lies, of the KT * 8 of each row.
+#define PIECE(p) \
+  (XROW == KT * 128 ? (u64)(p) * 16 : (u64)((p) / (KT * 8)) * XROW + (p) % (KT * 8) * 16)
 
 // Loads all rows of x in pieces of 16 bytes. These loads are issued first, so that they do not
 // queue behind the weights.
@@ -44,7 +42,7 @@ __device__ __forceinline__ void ask_all(
 #pragma unroll
   for (int j = 0; j < Rows::BATCH; j++)
     if (thread + j * THREADS < tokens * (KT * 8))
-      rows.v[j] = ld_cg16(piece(x, thread + j * THREADS));
+      rows.v[j] = ld_cg16(x + PIECE(thread + j * THREADS));
 }
 
 __device__ __forceinline__ void put_all(
@@ -53,7 +51,7 @@ __device__ __forceinline__ void put_all(
   for (int j = 0; j < Rows::BATCH; j++)
     if (thread + j * THREADS < tokens * (KT * 8)) put_piece(xs, thread + j * THREADS, rows.v[j]);
   for (int p = thread + Rows::BATCH * THREADS; p < tokens * (KT * 8); p += THREADS)
-    put_piece(xs, p, ld_cg16(piece(x, p)));
+    put_piece(xs, p, ld_cg16(x + PIECE(p)));
 }
 
 // Rows staged before those of `slot`, if `first` is the first slot staged.
@@ -85,8 +83,8 @@ __device__ __forceinline__ void load_rows(const Meta& m, u8* xs, const u8* __res
       for (int j = 0; j < BATCH; j++) {
         const int p = i + j * THREADS, r = p / (KT * 8);
         if (p < pieces)
-          v[j] = ld_cg16(
-              x + (u64)(m.slot_pair[slot][r] / divisor) * XROW + (p - r * (KT * 8)) * 16);
+          v[j] =
+              ld_cg16(x + (u64)(m.slot_pair[slot][r] / divisor) * XROW + (p - r * (KT * 8)) * 16);
       }
 #pragma unroll
       for (int j = 0; j < BATCH; j++)
