@@ -115,8 +115,8 @@ def flash_attention_version() -> int | None:
 
 
 @contextmanager
-def flash_attention_backend(path: str) -> Iterator[None]:
-    """Registers the class `path` as vLLM's backend `FLASH_ATTN`, for the layers that vLLM builds meanwhile.
+def attention_backend(ours: Any) -> Iterator[None]:
+    """Registers the class `ours` as vLLM's backend of its name, for the layers that vLLM builds meanwhile.
 
     vLLM caches the backend of a configuration, so both ends clear that cache: no other model gets the class. A class
     that another plugin has registered stays.
@@ -124,12 +124,12 @@ def flash_attention_backend(path: str) -> Iterator[None]:
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    backend = AttentionBackendEnum.FLASH_ATTN
+    backend = AttentionBackendEnum[ours.get_name()]
     if backend.is_overridden():
         yield
         return
     selector._cached_get_attn_backend.cache_clear()
-    register_backend(backend, path)
+    register_backend(backend, f"{ours.__module__}.{ours.__qualname__}")
     try:
         yield
     finally:

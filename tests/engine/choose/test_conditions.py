@@ -314,7 +314,7 @@ def test_choosing_imports_neither_torch_nor_vllm() -> None:
 
 OVER_MARLIN = [
     ({"device_type": "cpu"}, "the kernels are CUDA kernels"),
-    ({"lora": True}, "LoRA is on"),
+    ({"lora": True}, "LoRA is not limited to attention"),
     ({"expert_parallel": True}, "ranks hold different experts"),
     ({"data_parallel": 2}, "ranks hold different experts"),
     ({"dtype": "float16"}, "activations are float16, not bfloat16"),

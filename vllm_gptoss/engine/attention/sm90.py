@@ -1,10 +1,7 @@
 """FlashAttention 3's backend for gpt-oss's layers (sm90): our kernel for decode steps, one FA3 plan per step.
 
-Decode steps of up to `ATTENTION_TOKENS` tokens, one token a request or the few of `choose.tokens_per_request`, run
-`engine/kernels/attention_many.py`, which needs no plan. The maximum query length in the metadata decides. A graph of
-decode steps is captured with one token a request, or with one more than the drafts, and no step with more replays it
-(`CudaGraphManager` of vllm/v1/worker/gpu/cudagraph_utils.py). With `cudagraph_mode` FULL, a graph serves steps with any
-number; it contains FA3. Up to `FUSED_TOKENS` tokens the fused layers use their own kernel.
+Decode steps of up to `ATTENTION_TOKENS` tokens run our kernel, which needs no plan; `decode.py` has the rule. Up to
+`FUSED_TOKENS` tokens the fused layers use their own kernel.
 
 FA3 plans how it splits keys over the GPU. vLLM makes one plan for all layers only if every layer of the model has the
 same window (`_get_sliding_window_configs` of 0.33.0). gpt-oss alternates two windows, so each of its 24 or 36 layers
@@ -20,7 +17,6 @@ vLLM builds the layers with this backend: `engine/model/gpt_oss.py` registers it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -32,15 +28,13 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from vllm_gptoss import fallback, startup_line
+from vllm_gptoss import fallback
 from vllm_gptoss._vllm import worker
-from vllm_gptoss.engine.choose.bands import ATTENTION_TOKENS, FUSED_TOKENS
-from vllm_gptoss.engine.kernels import attention_many, nvrtc
+from vllm_gptoss.engine.attention.decode import DecodeAttention, is_ours
+from vllm_gptoss.engine.choose.bands import FUSED_TOKENS
 
-
-def is_ours(tokens: int, longest: int, most: int) -> bool:
-    """Whether our kernel runs a step. longest: the maximum query length in the metadata of FA3; most: of ours."""
-    return longest <= most and FUSED_TOKENS < tokens <= ATTENTION_TOKENS
+LEAST = FUSED_TOKENS + 1
+"""Tokens of the smallest step whose layers are vLLM's."""
 
 
 class GptOssFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
@@ -55,7 +49,7 @@ class GptOssFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         tokens = common_attn_metadata.num_actual_tokens
         few = tokens <= FUSED_TOKENS
         common = common_attn_metadata if few else self._as_captured(common_attn_metadata)
-        ours = is_ours(tokens, common.max_query_len, self._most_per_request())
+        ours = is_ours(tokens, common.max_query_len, self._most_per_request(), LEAST)
         return super().build(common_prefix_len, common, fast_build or few or ours)
 
     def _as_captured(self, common: Any) -> Any:
@@ -78,13 +72,10 @@ class GptOssFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         return windows.pop() if len(windows) == 1 else None
 
 
-class GptOssFlashAttentionImpl(FlashAttentionImpl):
-    """vLLM's attention of one layer. Steps for which `is_ours` holds run the plugin's kernel.
+class GptOssFlashAttentionImpl(DecodeAttention, FlashAttentionImpl):
+    """vLLM's attention of one layer."""
 
-    most_per_request: tokens of one request in such a step; 0 until `set_up` and after a fault: vLLM runs all steps.
-    """
-
-    most_per_request = 0
+    upstream, arch, least = "FlashAttention 3", "sm_90", LEAST
 
     def forward(
         self,
@@ -99,43 +90,17 @@ class GptOssFlashAttentionImpl(FlashAttentionImpl):
         output_block_scale: Tensor | None = None,
     ) -> Any:
         """As upstream's: query, output [T, H, 64]; kv_cache [blocks, K, block size, 128], where K and V are already."""
-        plain = attn_metadata is not None and output_scale is None and output_block_scale is None
-        step = attn_metadata
-        if plain and is_ours(step.num_actual_tokens, step.max_query_len, self.most_per_request):
-            done = fallback.attempt("attention", "auto", lambda: self._attend(query, kv_cache, step, output))
-            if done is not None:
-                return done
-            self.most_per_request = 0
-        return super().forward(
-            layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
-        )
+        rest = kv_cache, attn_metadata, output, output_scale, output_block_scale
+        done = self.decoded(query, *rest)
+        return super().forward(layer, query, key, value, *rest) if done is None else done
 
-    def _attend(self, query: Tensor, kv_cache: Tensor, step: Any, output: Tensor) -> Tensor:
-        """Runs the plugin's decode kernel.
-
-        Raises:
-            UnavailableError: a tensor or the step is not what the kernel reads.
-            NvrtcError: the kernel cannot be launched.
-        """
-        why = attention_many.unreadable(query, kv_cache, output)
-        if why is None and step.causal is not True:
-            why = "the step is not causal"
-        if why is not None:
-            raise fallback.UnavailableError(why)
-        tokens = step.num_actual_tokens
-        if tokens < query.shape[0]:
-            query = query[:tokens]
-        attention_many.attend(
-            query, kv_cache, self.sinks, step.block_table, step.seq_lens, step.query_start_loc, output,
-            self.scale, self.window,
-        )  # fmt: skip
-        return output
-
-    @property
-    def window(self) -> int:
-        """Keys a token sees, itself included; 0: all."""
-        left: int = self.sliding_window[0]
-        return left + 1
+    def obstacle(self, dtype: torch.dtype) -> str | None:
+        """As the kernel's, and what the plan and FA3 need."""
+        if self.vllm_flash_attn_version != 3:
+            return f"a layer's attention is FlashAttention {self.vllm_flash_attn_version}"
+        if self.dcp_world_size > 1 or self.batch_invariant_enabled:
+            return "context parallelism or batch invariance is on"
+        return super().obstacle(dtype)
 
 
 class GptOssFlashAttentionBackend(FlashAttentionBackend):
@@ -154,58 +119,7 @@ class GptOssFlashAttentionBackend(FlashAttentionBackend):
 
 def registered() -> AbstractContextManager[None]:
     """While it is open, layers that vLLM builds for FlashAttention 3 get this backend."""
-    ours = GptOssFlashAttentionBackend
     if worker.flash_attention_version() != 3:
         return nullcontext()
-    backend: AbstractContextManager[None] = worker.flash_attention_backend(f"{ours.__module__}.{ours.__qualname__}")
+    backend: AbstractContextManager[None] = worker.attention_backend(GptOssFlashAttentionBackend)
     return backend
-
-
-def set_up(model: Any, per_request: int = 1) -> bool:
-    """Makes our kernel run decode steps in the layers that vLLM built with this backend; whether there are any.
-
-    per_request: most tokens of one request in a step that our kernel takes.
-    """
-    attention = [layer.attn.attn for layer in model.model.layers if hasattr(layer, "attn")]
-    ours = [layer for layer in attention if layer.attn_backend is GptOssFlashAttentionBackend]
-    if not ours:
-        return False
-    if fallback.attempt("attention", "auto", lambda: compiled(ours)):
-        for layer in ours:
-            layer.impl.most_per_request = per_request
-    return True
-
-
-def compiled(layers: Sequence[Any]) -> bool:
-    """Compiles the kernels of `layers`. False if the kernel does not compute a layer's attention.
-
-    The start-up line has the reason. The fused layers may run nevertheless: they choose their attention kernels
-    themselves.
-
-    Raises:
-        NvrtcError: a kernel cannot be compiled or loaded.
-    """
-    if why := next(filter(None, map(obstacle, layers)), None):
-        startup_line.note("attention of vLLM's layers", f"FlashAttention 3 ({why})")
-        return False
-    device = torch.cuda.current_device()
-    nvrtc.at_once((attention_many.load, device, layer.impl.num_kv_heads, layer.impl.window) for layer in layers)
-    return True
-
-
-def obstacle(layer: Any) -> str | None:
-    """Why the kernel cannot be this layer's attention, or None."""
-    impl = layer.impl
-    if impl.vllm_flash_attn_version != 3:
-        return f"a layer's attention is FlashAttention {impl.vllm_flash_attn_version}"
-    if impl.kv_cache_dtype not in ("auto", "bfloat16") or layer.dtype != torch.bfloat16:
-        return f"queries are {layer.dtype}, the KV cache {impl.kv_cache_dtype}"
-    if impl.sinks is None or impl.sinks.dtype != torch.bfloat16:
-        return "no sinks in bfloat16"
-    if impl.alibi_slopes is not None or impl.logits_soft_cap or impl.attn_type != "decoder":
-        return "ALiBi, a soft cap, or an encoder"
-    if impl.dcp_world_size > 1 or impl.batch_invariant_enabled:
-        return "context parallelism or batch invariance is on"
-    window = impl.sliding_window[0] + 1
-    why: str | None = attention_many.unsupported(impl.num_heads, impl.num_kv_heads, impl.head_size, window)
-    return why

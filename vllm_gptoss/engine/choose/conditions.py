@@ -19,6 +19,7 @@ from vllm_gptoss.engine.kernels import (
     experts_marlin,
     experts_plan,
     norm_rope_router,
+    nvrtc,
     step,
 )
 from vllm_gptoss.engine.spec import WINDOW
@@ -87,11 +88,19 @@ LORA = (
     ANY_LORA,
     when(lambda d: d.lora and (d.tensor_parallel > 1 or d.drafts), "LoRA is on, with several GPUs or drafts"),
 )
+ATTENTION: tuple[Condition, ...] = (
+    when(lambda d: d.dtype != "bfloat16", "activations are {d.dtype}, not bfloat16"),
+    when(lambda d: d.decode_context_parallel > 1, "decode context parallelism is on"),
+    when(lambda d: d.prefill_context_parallel > 1, "prefill context parallelism is on"),
+    when(lambda d: d.micro_batches, "dual batch overlap is on"),
+    when(lambda d: d.batch_invariant, "batch invariance is on"),
+)
+"""Attention of ours, in the fused layers or in vLLM's."""
 PIECEWISE = when(lambda d: d.piecewise_graphs, "cudagraph_mode=PIECEWISE has no graph of a whole step")
 
 LAYERS: tuple[Condition, ...] = (
     sm90,
-    when(lambda d: d.dtype != "bfloat16", "activations are {d.dtype}, not bfloat16"),
+    *ATTENTION,
     *LORA,
     when(
         lambda d: d.kv_cache_dtype not in ("auto", "bfloat16", *cache.VLLM_E4M3),
@@ -100,10 +109,6 @@ LAYERS: tuple[Condition, ...] = (
     when(lambda d: d.one_scale is False, "the fp8 KV cache has scales for each head"),
     when(lambda d: d.data_parallel > 1, "data parallelism is on"),
     when(lambda d: d.expert_parallel, "expert parallelism is on"),
-    when(lambda d: d.decode_context_parallel > 1, "decode context parallelism is on"),
-    when(lambda d: d.prefill_context_parallel > 1, "prefill context parallelism is on"),
-    when(lambda d: d.micro_batches, "dual batch overlap is on"),
-    when(lambda d: d.batch_invariant, "batch invariance is on"),
     PIECEWISE,
     when(lambda d: d.compiled_whole, "the whole model is compiled by torch.compile"),
     when(lambda d: d.sequence_parallel, "sequence-parallel experts are on"),
@@ -149,13 +154,17 @@ ONE_LAUNCH: tuple[Condition, ...] = (
 # Decode steps of many tokens
 
 
+def many_heads(device: Device, deployment: Deployment) -> str | None:
+    """The shape of one rank's attention."""
+    why: str | None = attention_many.unsupported(*deployment.heads, deployment.model.head_size, WINDOW)
+    return why
+
+
 def around_products(device: Device, deployment: Deployment) -> str | None:
     """The shape of one rank's layers, as the kernels around the products read it."""
-    model, (heads, kv_heads) = deployment.model, deployment.heads
-    why: str | None = norm_rope_router.unsupported(
-        model.hidden, model.experts, model.active_experts
-    ) or attention_many.unsupported(heads, kv_heads, model.head_size, WINDOW)
-    return why
+    model = deployment.model
+    why: str | None = norm_rope_router.unsupported(model.hidden, model.experts, model.active_experts)
+    return why or many_heads(device, deployment)
 
 
 AROUND: tuple[Condition, ...] = (
@@ -164,6 +173,18 @@ AROUND: tuple[Condition, ...] = (
     around_products,
 )
 """Decode steps of many tokens, `engine/model/many_tokens.py`, where the fused layers run."""
+
+OVER_TRITON: tuple[Condition, ...] = (
+    when(lambda d: d.device_type != "cuda", "the kernel is a CUDA kernel"),
+    *ATTENTION,
+    when(lambda d: d.kv_cache_dtype not in ("auto", "bfloat16"), "the KV cache is {d.kv_cache_dtype}, not bfloat16"),
+    when(
+        lambda d: d.built_attention not in (None, "TRITON_ATTN"),
+        "the attention is {d.built_attention}, not that of --attention-backend TRITON_ATTN",
+    ),
+    many_heads,
+)
+"""Decode steps of vLLM's Triton attention, `engine/attention/sm80.py`."""
 
 
 # The experts
@@ -209,14 +230,14 @@ def marlin_shapes(device: Device, deployment: Deployment) -> str | None:
     mine, model = deployment.experts_of_a_rank, deployment.model
     intermediate = model.intermediate if deployment.expert_ranks == 1 else mine.intermediate
     why: str | None = experts_marlin.unsupported(
-        model.hidden, intermediate, mine.count, model.active_experts, experts_marlin.shared_limit(device.arch)
+        model.hidden, intermediate, mine.count, model.active_experts, nvrtc.shared_limit(device.arch)
     )
     return why
 
 
 EXPERTS_OVER_MARLIN: tuple[Condition, ...] = (
     when(lambda d: d.device_type != "cuda", "the kernels are CUDA kernels"),
-    LORA,
+    ANY_LORA,
     when(lambda d: d.data_parallel > 1 or d.expert_parallel, "ranks hold different experts"),
     marlin_shapes,
     when(lambda d: d.built_experts not in (None, "MARLIN"), "the backend is {d.built_experts}, not MARLIN"),

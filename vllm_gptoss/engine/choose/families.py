@@ -60,6 +60,16 @@ _LAYERS: Final = (
         untried=conditions.beyond(measured.SM90, whole=True),
     ),
 )
+_LAYERS_OF_VLLM: Final = (
+    *_LAYERS,
+    Row(
+        "attention",
+        f"vLLM's layers with our attention in decode steps of up to {bands.ATTENTION_TOKENS} tokens; run on an H200 as"
+        " PTX, never on this family",
+        unless=conditions.OVER_TRITON,
+        by_wish_only=True,
+    ),
+)
 _ONE_TOKEN: Final = (
     Row("one launch", "all layers in one kernel", unless=conditions.ONE_LAUNCH),
     Row("six launches", "separate launches for each layer"),
@@ -141,6 +151,7 @@ FAMILIES: Final = (
         attention=(Row("upstream", "vLLM picks FlashInfer or Triton, both read sinks on sm120; never run by us"),),
         kv_cache={"fp8": "FlashInfer reads it"},
         blind=("FLASH_ATTN",),  # FlashAttention 2
+        layers=_LAYERS_OF_VLLM,
     ),
     GpuFamily(
         "Ampere/Ada",
@@ -153,6 +164,7 @@ FAMILIES: Final = (
         attention=(Row("TRITON_ATTN", "the only backend of vLLM that reads sinks below sm90; never run by us"),),
         kv_cache={"fp8": "Triton attention reads it"},
         blind=("FLASH_ATTN", "FLASHINFER"),
+        layers=_LAYERS_OF_VLLM,
     ),
     GpuFamily(
         "CDNA3",

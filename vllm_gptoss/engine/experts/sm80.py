@@ -14,9 +14,10 @@ from vllm_gptoss.engine import choose, spec
 from vllm_gptoss.engine.choose import device
 from vllm_gptoss.engine.choose import vllm_config as describe
 from vllm_gptoss.engine.experts.marlin import marlin_bias, marlin_scales, marlin_values
+from vllm_gptoss.engine.kernels import nvrtc
 from vllm_gptoss.engine.kernels.dense import multiprocessors
 from vllm_gptoss.engine.kernels.experts import partial_sums, partial_tokens
-from vllm_gptoss.engine.kernels.experts_marlin import MarlinFewExperts, MarlinProjection, shared_limit
+from vllm_gptoss.engine.kernels.experts_marlin import MarlinFewExperts, MarlinProjection
 
 CORNER = (slice(1), slice(64), slice(32))
 """Of expert 0: 64 rows and up to 32 bytes of a row, to compare what upstream stores with our index maps."""
@@ -78,12 +79,11 @@ class MarlinExpertsMethod(GptOssMxfp4MoEMethod):
         whole = self.deployment.expert_ranks == 1  # else ranks have rows that vLLM pads
         intermediate = model.intermediate if whole else stored[3].shape[1] * 16
         arch = device.detect().arch
-        native = torch.cuda.get_device_capability(here) == divmod(int(arch[2:]), 10)
         ours = MarlinFewExperts(
             MarlinProjection(*stored[:3], 2 * intermediate, model.hidden),
             MarlinProjection(*stored[3:], model.hidden, intermediate),
             self.moe.experts_per_token, alpha=spec.SWIGLU_ALPHA, limit=spec.SWIGLU_LIMIT, expert_map=layer.expert_map,
-            arch=f"{'sm' if native else 'compute'}_{arch[2:]}", shared=shared_limit(arch), blocks=multiprocessors(here),
+            arch=nvrtc.target(here, arch), shared=nvrtc.shared_limit(arch), blocks=multiprocessors(here),
         )  # fmt: skip
         ours.compile(torch.int32)
         return ours

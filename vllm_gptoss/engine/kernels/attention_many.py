@@ -1,4 +1,4 @@
-"""Host side of `cuda/attention_many.cu`: attention with sinks for a step of many tokens, sm_90.
+"""Host side of `cuda/attention_many.cu`: attention with sinks for a decode step, sm_80 and later.
 
 docs/kernels/ has the design and the numbers.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,8 @@ MAX_WINDOW = 128
 """Keys of the largest window: a token's are then never split."""
 CHUNK_BYTES = {cache.BF16: 16 * 2 * HEAD * 2, cache.E4M3: 16 * 2 * HEAD}
 """Keys and values of 16 tokens, one head: a place of a warp's ring."""
+STATIC_BYTES = 256
+"""Shared memory of a block besides the rings and the driver's 1 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class ManyPlan:
     """Compile-time macros of one launch, and how small a share of the keys may be.
 
     warps: of a block; depth: chunks of a warp's ring; blocks: that a multiprocessor is to hold; window: keys a token
-    sees, itself included, 0: all; least: keys of a share at least; element: of the cache.
+    sees, itself included, 0: all; least: keys of a share at least; element: of the cache; arch: compiled for.
     """
 
     warps: int
@@ -39,6 +41,7 @@ class ManyPlan:
     window: int
     least: int = 512
     element: str = cache.BF16
+    arch: str = "sm_90"
 
     @property
     def macros(self) -> dict[str, int | str]:
@@ -81,14 +84,17 @@ def unreadable(q: Tensor, kv_cache: Tensor, out: Tensor) -> str | None:
 
 
 @functools.cache
-def plan(tokens: int, window: int, element: str = cache.BF16) -> ManyPlan:
+def plan(tokens: int, window: int, element: str = cache.BF16, arch: str = "sm_90") -> ManyPlan:
     """How a layer of this window is worked on. More and smaller blocks hide that a window is soon read.
 
-    A ring has as many bytes for each element type: it is as long as memory's latency times its bandwidth.
+    A ring has as many bytes for each element type: it is as long as memory's latency times its bandwidth. A
+    multiprocessor is to hold no more blocks than its shared memory has room for.
     """
     depth = 3 if element == cache.BF16 else 6
     warps, blocks = (2, 8) if window and tokens > 64 else (4, 4)
-    return ManyPlan(warps, depth, blocks, window, element=element)
+    made = ManyPlan(warps, depth, blocks, window, element=element, arch=arch)
+    fit = (nvrtc.shared_limit(arch) + nvrtc.KIB) // (made.shared_bytes + nvrtc.KIB + STATIC_BYTES)
+    return replace(made, blocks=min(blocks, fit))
 
 
 class AttentionManyArgs(ctypes.Structure):
@@ -112,16 +118,16 @@ def kernel(device: int, plan: ManyPlan) -> nvrtc.Kernel:
     Raises:
         NvrtcError: the compiler or the driver refused.
     """
-    return nvrtc.load(device, SOURCE, "sm_90", plan.macros).kernel("attention_many", plan.shared_bytes)
+    return nvrtc.load(device, SOURCE, plan.arch, plan.macros).kernel("attention_many", plan.shared_bytes)
 
 
-def load(device: int, kv_heads: int, window: int, element: str = cache.BF16) -> None:
+def load(device: int, kv_heads: int, window: int, element: str = cache.BF16, arch: str = "sm_90") -> None:
     """Compiles and allocates all that `attend` needs, so that a captured graph finds it there.
 
     Raises:
         NvrtcError: the compiler or the driver refused.
     """
-    for tuned in dict.fromkeys(plan(tokens, window, element) for tokens in range(1, MAX_TOKENS + 1)):
+    for tuned in dict.fromkeys(plan(tokens, window, element, arch) for tokens in range(1, MAX_TOKENS + 1)):
         kernel(device, tuned)
         parts(device, tuned.slots(multiprocessors(device), kv_heads))
     arrived(device, kv_heads)
@@ -142,7 +148,8 @@ def attend(
 ) -> None:
     """Causal attention of every token over the cached keys of its request: arguments as `attention.attend`.
 
-    Tokens past query_start[R] are padding: their output is 0. padded: `out` is `product_many.tiled` of so many tokens.
+    The launch is a dependent one on sm_90 alone: earlier GPUs have none, and on later ones it was never tried. Tokens
+    past query_start[R] are padding: their output is 0. padded: `out` is `product_many.tiled` of so many tokens.
 
     Raises:
         ValueError: more than MAX_TOKENS tokens.
@@ -162,4 +169,4 @@ def attend(
         padded=padded,
     )
     grid = tokens * kv_heads + (0 if window else slots)
-    kernel(device, tuned)(grid, tuned.warps * 32, [args])
+    kernel(device, tuned)(grid, tuned.warps * 32, [args], dependent=tuned.arch == "sm_90")

@@ -66,13 +66,8 @@ def plan_for(
     raise ValueError(f"{which} of {columns} columns and {tokens} tokens needs more than {limit} bytes of shared memory")
 
 
-def shared_limit(arch: str) -> int:
-    """Bytes of shared memory of a block on `Device.arch`: of an A100, else of what has least."""
-    return {"sm80": 163 << 10, "sm87": 163 << 10}.get(arch, 99 << 10)
-
-
 def unsupported(hidden: int, intermediate: int, experts: int, active: int, limit: int) -> str | None:
-    """Why a rank with these experts has no kernel, or None. limit: as `shared_limit`."""
+    """Why a rank with these experts has no kernel, or None. limit: as `nvrtc.shared_limit`."""
     if hidden % 64 or intermediate % 64 or not hidden or not intermediate:
         return f"experts of {hidden} x {intermediate} are not multiples of 64"
     if not 1 <= experts <= experts_plan.MAX_EXPERTS or not 1 <= active <= 4:

@@ -4,7 +4,7 @@ Only `ctypes` over the libnvrtc that torch ships and the driver's libcuda: no nv
 A cubin is keyed by source, options, architecture and NVRTC version. A cache that cannot be read or written costs the
 compilation (0.2 to 1.5 s a kernel) and one log line, never the start.
 
-Covered: sm90 and later, launches on torch's current stream, CUDA graph capture, programmatic dependent launch.
+Covered: sm80 and later, launches on torch's current stream, CUDA graph capture, programmatic dependent launch.
 Not covered: textures, cooperative launches, clusters, linking of several sources.
 """
 
@@ -26,6 +26,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
+KIB = 1024
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 MPS_ENABLED = 133
@@ -90,6 +91,21 @@ def source(path: Path) -> str:
         return re.sub(r'^#include "(.+)"\n', included, file.read_text(), flags=re.MULTILINE)
 
     return text(path)
+
+
+def shared_limit(arch: str) -> int:
+    """Bytes of shared memory of a block, by the number in `arch`; a multiprocessor has 1 KiB more. Of unknown ones: of
+    what has least."""
+    limits = {"80": 163, "87": 163, "90": 227}
+    return limits.get(re.sub(r"\D", "", arch), 99) * KIB
+
+
+def target(device: int, arch: str) -> str:
+    """`load`'s `arch` for a GPU. arch: `Device.arch`; PTX if a test setting gave the GPU that of another."""
+    import torch
+
+    native = torch.cuda.get_device_capability(device) == divmod(int(arch[2:]), 10)
+    return f"{'sm' if native else 'compute'}_{arch[2:]}"
 
 
 def compile_cubin(source: str, arch: str, options: Sequence[str] = ()) -> bytes:

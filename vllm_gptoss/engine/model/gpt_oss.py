@@ -7,6 +7,7 @@ quantization stay upstream's. Only `forward` differs: a step of few tokens, or o
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,9 @@ from vllm_gptoss.settings import Settings
 if TYPE_CHECKING:
     from torch import Tensor
     from vllm.config import VllmConfig
+
+ATTENTION = {"gptoss": "sm90", "attention": "sm80"}
+"""The module of `engine/attention` by `choose.layers`."""
 
 
 class GptOssForCausalLM(UpstreamGptOssForCausalLM):
@@ -98,7 +102,7 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
 
 
 def register_attention(config: Any, wish: str, stack: ExitStack) -> None:
-    """Registers the plugin's attention until `stack` closes, if the fused layers are expected to run.
+    """Registers the plugin's attention until `stack` closes, if layers with it are expected to run.
 
     Raises:
         ChoiceError: `layers=gptoss` was requested and cannot run.
@@ -106,10 +110,13 @@ def register_attention(config: Any, wish: str, stack: ExitStack) -> None:
     choice = fallback.attempt(
         "layers", wish, lambda: choose.layers(device.detect(), describe.configuration(config), wish)
     )
-    if choice is not None and choice.value == "gptoss":
-        from vllm_gptoss.engine.attention import sm90
+    if choice is not None and choice.value != "upstream":
+        fallback.attempt("attention", "auto", lambda: stack.enter_context(_attention(choice.value).registered()))
 
-        fallback.attempt("attention", "auto", lambda: stack.enter_context(sm90.registered()))
+
+def _attention(layers: str) -> Any:
+    """The module with the attention of `choose.layers`."""
+    return importlib.import_module(f"vllm_gptoss.engine.attention.{ATTENTION[layers]}")
 
 
 def set_up(model: Any, config: Any) -> FusedPath | None:
@@ -126,13 +133,16 @@ def set_up(model: Any, config: Any) -> FusedPath | None:
         startup_line.note("layers of many tokens", choose.many_tokens(here, deployment, wish))
     startup_line.note("attention", choose.attention(here, deployment))
     startup_line.note("KV cache", choose.kv_cache_dtype(here, deployment.kv_cache_dtype))
-    if choice.value != "gptoss":
+    if choice.value == "upstream":
         return None
-    from vllm_gptoss.engine.attention import sm90
+    from vllm_gptoss.engine.attention import decode
 
+    if choice.value == "attention":
+        decode.set_up(model)
+        return None
     several = choose.tokens_per_request(here, deployment, wish)
     if deployment.drafts is not None:
         startup_line.note("tokens per request in layers of many tokens", several)
     few = FusedPath(model, deployment, several.value, wish)
-    sm90.set_up(model, several.value)
+    decode.set_up(model, several.value)
     return few
