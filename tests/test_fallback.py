@@ -15,6 +15,7 @@ from tests.support import planted
 from tests.support.vllm_log import heard, lines
 from vllm_gptoss import fallback, startup_line
 from vllm_gptoss.engine import choose
+from vllm_gptoss.engine.attention import decode
 from vllm_gptoss.engine.attention import sm90 as planned
 from vllm_gptoss.engine.choose import ChoiceError, Deployment, device
 from vllm_gptoss.engine.choose import vllm_config as describe
@@ -75,7 +76,7 @@ def vllm_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(describe, "configuration", lambda config: Deployment(GPT_OSS_20B))
     monkeypatch.setattr(describe, "built_model", lambda deployment, model: deployment)
     monkeypatch.setattr(describe, "first_step", lambda deployment, places, auxiliary: deployment)
-    monkeypatch.setattr(planned, "set_up", lambda model, per_request: True)
+    monkeypatch.setattr(decode, "set_up", lambda model, per_request=1: True)
     monkeypatch.setattr(fused_path.FusedPath, "could_take", lambda self, tokens: tokens <= self.most)
     monkeypatch.setattr(addresses, "look_up", lambda layer, rank: place)
     monkeypatch.setattr(fused_path.worker, "tensor_parallel_rank", lambda: 0)
@@ -100,24 +101,37 @@ def test_without_a_fault_the_fused_path_serves(vllm_model: None, said: pytest.Lo
     assert lines(said) == []
 
 
+L40S = Device("nvidia", "NVIDIA L40S", "sm89", 44.4)
+
+
 @pytest.mark.parametrize(
-    ("layers", "name"), [("auto", "GptOssFlashAttentionBackend"), ("upstream", "FlashAttentionBackend")]
+    ("there", "layers", "ours"),
+    [
+        (H200, "auto", {"FLASH_ATTN": "GptOssFlashAttentionBackend"}),
+        (H200, "upstream", {}),
+        (L40S, "attention", {"TRITON_ATTN": "GptOssTritonAttentionBackend"}),
+        (L40S, "auto", {}),
+    ],
 )
 def test_vllm_builds_layers_with_our_attention_where_they_may_be_ours(
-    vllm_model: None, monkeypatch: pytest.MonkeyPatch, layers: str, name: str
+    vllm_model: None, monkeypatch: pytest.MonkeyPatch, there: Device, layers: str, ours: dict[str, str]
 ) -> None:
-    upstream, flash_attention, seen = gpt_oss.UpstreamGptOssForCausalLM, AttentionBackendEnum.FLASH_ATTN, []
-    built = upstream.__init__
+    upstream, seen = gpt_oss.UpstreamGptOssForCausalLM, []
+    built, stock = upstream.__init__, {"FLASH_ATTN": "FlashAttentionBackend", "TRITON_ATTN": "TritonAttentionBackend"}
+
+    def names() -> dict[str, str]:
+        return {name: AttentionBackendEnum[name].get_class().__name__ for name in stock}
 
     def building(self: Any, **given: Any) -> None:
-        seen.append(flash_attention.get_class().__name__)
+        seen.append(names())
         built(self, **given)
 
     monkeypatch.setattr(upstream, "__init__", building)
+    monkeypatch.setattr(device, "detect", lambda: there)
     monkeypatch.setattr(planned.worker, "flash_attention_version", lambda: 3)
     gpt_oss.GptOssForCausalLM(vllm_config=wishing(layers=layers))
-    assert seen == [name]
-    assert flash_attention.get_class().__name__ == "FlashAttentionBackend"
+    assert seen == [stock | ours]
+    assert names() == stock
 
 
 @pytest.mark.parametrize("where", planted.LAYERS)

@@ -63,6 +63,7 @@ FILLED: Mapping[str, frozenset[str]] = {
 
 SUBCLASSES: Mapping[str, frozenset[str]] = {
     "engine/model/gpt_oss.py": _set("GptOssForCausalLM"),
+    "engine/attention/sm80.py": _set("TritonAttentionBackend TritonAttentionImpl"),
     "engine/attention/sm90.py": _set("FlashAttentionBackend FlashAttentionImpl FlashAttentionMetadataBuilder"),
     "engine/experts/config.py": _set("GptOssMxfp4Config"),
     "engine/experts/dequantize.py": _set("GptOssMxfp4MoEMethod UnquantizedFusedMoEMethod"),
@@ -82,7 +83,7 @@ OURS: Mapping[str, frozenset[str]] = {
     "plugin.py": _set("os.environ['VLLM_PLUGINS'] os.environ[COPIED]"),
     "engine/runner/batch.py": _set("self.sampler.sampling_states[name]"),
     "engine/runner/scheduler.py": _set("ours.groups ours.quiet ours.size"),
-    "engine/attention/sm90.py": _set("layer.impl.most_per_request"),
+    "engine/attention/decode.py": _set("layer.impl.most_per_request"),
     "engine/runner/captured_steps.py": _set("have.seq_lens_cpu_upper_bound[:count] tables._num_dirty_rows"),
     "engine/runner/model_runner.py": _set("batch.inputs.has_structured_output_reqs"),
     "server/chat/custom_tools.py": _set("custom.written"),

@@ -15,7 +15,7 @@ LAYERS = (
     "vllm_gptoss.engine.choose:layers",
     "vllm_gptoss.engine.choose:attention",
     "vllm_gptoss.engine.model.fused_path:FusedPath.__init__",
-    "vllm_gptoss.engine.attention.sm90:set_up",
+    "vllm_gptoss.engine.attention.decode:set_up",
     "vllm_gptoss.engine.model.addresses:look_up",
     "vllm_gptoss.engine.choose.vllm_config:first_step",
     "vllm_gptoss.engine.model.one_token:OneToken.__init__",
@@ -44,7 +44,7 @@ EXPERTS_ON_A_GPU = ("vllm_gptoss.engine.kernels.experts_many:unit_maps",)
 
 ATTENTION = (
     "vllm_gptoss.engine.attention.sm90:registered",
-    "vllm_gptoss.engine.attention.sm90:compiled",
+    "vllm_gptoss.engine.attention.decode:compiled",
     "vllm_gptoss.engine.kernels.attention_many:attend",
 )
 """Steps of attention for decode steps of many tokens: registering, compiling, running or capturing."""

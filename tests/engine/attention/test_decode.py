@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAt
 from tests.support.plans import Common, builder
 from tests.support.vllm_log import heard, lines
 from vllm_gptoss import fallback, startup_line
-from vllm_gptoss.engine.attention import sm90
+from vllm_gptoss.engine.attention import decode, sm90
 from vllm_gptoss.engine.kernels import attention_many, nvrtc
 
 pytestmark = pytest.mark.vllm
@@ -66,7 +66,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, float, int
     calls: list[tuple[int, int, float, int]] = []
 
     def attend(q: Any, cache: Any, sinks: Any, table: Any, lens: Any, starts: Any, out: Any, *rest: Any) -> None:
-        calls.append((q.shape[0], out.shape[0], *rest))
+        *given, tuned = rest
+        assert tuned == attention_many.plan(q.shape[0], given[-1])
+        calls.append((q.shape[0], out.shape[0], *given))
 
     monkeypatch.setattr(attention_many, "attend", attend)
     return calls
@@ -237,27 +239,27 @@ def model(attention: list[Any]) -> Any:
 
 
 @pytest.fixture
-def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    calls: list[tuple[int, int, int]] = []
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int, str, str]]:
+    calls: list[tuple[int, int, int, str, str]] = []
     monkeypatch.setattr(attention_many, "load", lambda *arguments: calls.append(arguments))
     return calls
 
 
 @pytest.mark.parametrize("most", [1, 8])
 def test_layers_take_decode_steps_once_their_kernels_are_compiled(
-    loaded: list[tuple[int, int, int]], most: int
+    loaded: list[tuple[int, int, int, str, str]], most: int
 ) -> None:
     attention = layers(128, None, 128)
     assert [step(layer.impl, 30) for layer in attention] == ["upstream"] * 3
-    assert sm90.set_up(model(attention), most)
-    assert sorted(loaded) == [(0, 8, 0), (0, 8, 128)]
+    assert decode.set_up(model(attention), most)
+    assert sorted(loaded) == [(0, 8, 0, "Bf16", "sm_90"), (0, 8, 128, "Bf16", "sm_90")]
     assert [layer.impl.most_per_request for layer in attention] == [most] * 3
 
 
-def test_layers_that_vllm_built_with_another_backend_are_not_ours(loaded: list[tuple[int, int, int]]) -> None:
+def test_layers_that_vllm_built_with_another_backend_are_not_ours(loaded: list[tuple[int, int, int, str, str]]) -> None:
     attention = layers(128)
     attention[0].attn_backend = FlashAttentionBackend
-    assert not sm90.set_up(model(attention))
+    assert not decode.set_up(model(attention))
     assert not loaded
     assert step(attention[0].impl, 30) == "upstream"
 
@@ -272,10 +274,10 @@ def test_layers_that_vllm_built_with_another_backend_are_not_ours(loaded: list[t
     ],
 )
 def test_what_the_kernel_does_not_compute_stays_upstreams(
-    loaded: list[tuple[int, int, int]], said: pytest.LogCaptureFixture, other: dict[str, Any], why: str
+    loaded: list[tuple[int, int, int, str, str]], said: pytest.LogCaptureFixture, other: dict[str, Any], why: str
 ) -> None:
     attention = layers(128, None, **other)
-    assert sm90.set_up(model(attention))
+    assert decode.set_up(model(attention))
     assert [step(layer.impl, 30) for layer in attention] == ["upstream"] * 2
     startup_line.say()
     choices = startup_line.WorkerChoices().gptoss_choices()
@@ -291,6 +293,6 @@ def test_a_kernel_that_does_not_compile_leaves_upstreams(
 
     monkeypatch.setattr(attention_many, "load", refused)
     attention = layers(128, None)
-    assert sm90.set_up(model(attention))
+    assert decode.set_up(model(attention))
     assert [step(layer.impl, 30) for layer in attention] == ["upstream"] * 2
     assert lines(said) == ["attention: upstream from here on (NvrtcError: NVRTC failed)"]

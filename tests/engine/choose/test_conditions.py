@@ -334,3 +334,31 @@ def test_experts_over_marlin_need_a_wish_and_what_they_were_made_for(changes: di
     assert choose.experts(device, of(tensor_parallel=4), "gptoss").value == "gptoss"
     with pytest.raises(choose.ChoiceError, match=re.escape(why)):
         choose.experts(device, of(**changes), "gptoss")
+
+
+OVER_TRITON = [
+    ({"device_type": "cpu"}, "the kernel is a CUDA kernel"),
+    ({"dtype": "float16"}, "activations are float16, not bfloat16"),
+    ({"kv_cache_dtype": "fp8"}, "the KV cache is fp8, not bfloat16"),
+    ({"decode_context_parallel": 2}, "decode context parallelism is on"),
+    ({"micro_batches": True}, "dual batch overlap is on"),
+    ({"batch_invariant": True}, "batch invariance is on"),
+    ({"built_attention": "FLASHINFER"}, "is FLASHINFER, not that of --attention-backend TRITON_ATTN"),
+    ({"head_size": 128}, "head size 128, not 64"),
+]
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm89", "sm120", "sm121"])
+@pytest.mark.parametrize(("changes", "why"), OVER_TRITON)
+def test_attention_over_tritons_needs_a_wish_and_what_it_was_made_for(
+    changes: dict[str, Any], why: str, arch: str
+) -> None:
+    device = Device("nvidia", "a GPU", arch, 44.4)
+    assert choose.layers(device, of()).value == "upstream"
+    assert (
+        choose.layers(device, of(lora=True, expert_parallel=True, tensor_parallel=4), "attention").value == "attention"
+    )
+    with pytest.raises(choose.ChoiceError, match=re.escape(why)):
+        choose.layers(device, of(**changes), "attention")
+    with pytest.raises(choose.ChoiceError, match="not made for NVIDIA H200"):
+        choose.layers(H200, of(), "attention")
