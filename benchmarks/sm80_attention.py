@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from attention import BLOCK, BLOCKS, HEAD, HEADS, KV_HEADS, LONGEST, Step
-from sm80_plan import KIB, LIMITS, attention_plan
+from sm80_plan import KIB, LIMITS
 from sm80_run import ARCH, GRIDS, REPEATS, Clock, collect, error, parser, ratio, show
 from timing import on_hopper
 from torch import Tensor
@@ -118,9 +118,9 @@ def measure(step: Step, keys: int, clock: Clock) -> Iterator[dict[str, Any]]:
     common: dict[str, Any] = {"requests": step.tokens, "keys": keys, "window": step.window}
     common |= {"triton_error": attention_error(step, stock), "triton_us": timed(stock)}
     common |= {"triton_held_us": timed(stock, fewer), "native_us": timed(step.ours)}
-    for limit in sorted(set(LIMITS.values())):
+    for limit, arch in sorted({limit: arch for arch, limit in LIMITS.items()}.items()):
         for least in (512,) if step.window or step.tokens > 16 else (128, 512):
-            plan = replace(attention_plan(step.tokens, step.window, limit), least=least)
+            plan = replace(attention_many.plan(step.tokens, step.window, arch=arch), least=least)
             run = ours(step, plan, clock.count)
             row = {"shared": limit, "blocks": plan.blocks, "least": least, "error": attention_error(step, run)}
             row |= {"us": timed(run), "held_us": timed(ours(step, plan, fewer), fewer)}

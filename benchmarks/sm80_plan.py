@@ -17,7 +17,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,7 +25,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from vllm_gptoss.engine import spec
 from vllm_gptoss.engine.kernels import attention_many, experts, experts_marlin, norm_rope_router, nvrtc
-from vllm_gptoss.engine.kernels.attention_many import ManyPlan
 from vllm_gptoss.engine.kernels.experts_marlin import MarlinFewExperts, MarlinProjection
 from vllm_gptoss.engine.kernels.experts_plan import Tuning
 
@@ -84,13 +83,6 @@ def experts_without_weights(
     )
 
 
-def attention_plan(tokens: int, window: int, limit: int) -> ManyPlan:
-    """`attention_many.plan` with as many blocks on a multiprocessor as its shared memory holds."""
-    wanted = attention_many.plan(tokens, window)
-    fit = MULTIPROCESSOR[limit] // (wanted.shared_bytes + KIB + 256)
-    return replace(wanted, blocks=min(wanted.blocks, fit))
-
-
 @dataclass(frozen=True)
 class Compiled:
     kernel: str
@@ -139,7 +131,7 @@ def kernels(arch: str) -> Iterator[tuple[str, Path, dict[str, int | str], int, i
             name = f"{which}, {tokens} token{'s' * (tokens > 1)}"
             yield name, experts_marlin.SOURCE, layer.macros(made, torch.int32), made.shared, made.tiling.warps * 32
     for name, window, tokens in (("full", 0, 1), ("window, to 64 tokens", 128, 64), ("window, from 65 on", 128, 65)):
-        plan = attention_plan(tokens, window, limit)
+        plan = attention_many.plan(tokens, window, arch=arch)
         name = f"attention_many, {name}"
         yield name, attention_many.SOURCE, plan.macros, plan.shared_bytes, plan.warps * 32
     cuda, columns = norm_rope_router.CUDA, model.hidden

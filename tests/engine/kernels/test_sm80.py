@@ -3,6 +3,8 @@ shared memory or registers than there are."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -11,12 +13,11 @@ from benchmarks.sm80_plan import (
     LIMITS,
     MULTIPROCESSOR,
     REGISTERS,
-    attention_plan,
     compiled,
     experts_without_weights,
 )
 from tests.engine.kernels.cubins import judged
-from vllm_gptoss.engine.kernels import experts, experts_marlin, nvrtc
+from vllm_gptoss.engine.kernels import attention_many, experts, experts_marlin, nvrtc
 from vllm_gptoss.engine.kernels.experts_plan import NARROW_TOKENS
 
 
@@ -43,9 +44,15 @@ def test_every_number_of_tokens_has_kernels(limit: int, blocks: int) -> None:
             assert plan.shared <= limit
             assert plan.most >= tokens
             assert plan.rows >= plan.slot if plan.most > NARROW_TOKENS else tokens * 4 <= blocks
-        for window in (0, 128):
-            many = attention_plan(tokens, window, limit)
-            assert many.blocks * (many.shared_bytes + KIB + 256) <= MULTIPROCESSOR[limit]
+
+
+@pytest.mark.parametrize("arch", LIMITS)
+def test_a_multiprocessor_holds_the_blocks_of_attention(arch: str) -> None:
+    for name in (arch, arch.replace("sm", "compute")):
+        for tokens, window in itertools.product((1, 64, 65, 512), (0, 128)):
+            many = attention_many.plan(tokens, window, arch=name)
+            assert (many.arch, many.least) == (name, 512)
+            assert 0 < many.blocks * (many.shared_bytes + KIB + 256) <= MULTIPROCESSOR[LIMITS[arch]]
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 16, 64])
