@@ -42,9 +42,7 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     experts: Experts = Field("auto", description="MXFP4 expert kernel; `upstream` leaves vLLM's own choice")
-    layers: Literal["auto", "upstream", "gptoss", "attention"] = Field(
-        "auto", description="fused decode layer kernels, or `attention` alone where Triton attention runs"
-    )
+    layers: Literal["auto", "upstream", "gptoss", "attention"] = Field("auto", description="decode layer kernels")
     endpoint: bool = Field(True, description="serve /v1/responses with the plugin's handler")
     parser: bool = Field(True, description="read Harmony with the plugin's parser in chat completions")
     host: Literal["auto", "stock", "gptoss"] = Field(

@@ -63,6 +63,7 @@ FILLED: Mapping[str, frozenset[str]] = {
 
 SUBCLASSES: Mapping[str, frozenset[str]] = {
     "engine/model/gpt_oss.py": _set("GptOssForCausalLM"),
+    "engine/attention/decode.py": _set("AttentionImpl"),
     "engine/attention/sm80.py": _set("TritonAttentionBackend TritonAttentionImpl"),
     "engine/attention/sm90.py": _set("FlashAttentionBackend FlashAttentionImpl FlashAttentionMetadataBuilder"),
     "engine/experts/config.py": _set("GptOssMxfp4Config"),

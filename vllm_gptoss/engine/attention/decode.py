@@ -14,19 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.v1.attention.backend import AttentionImpl
 
 from vllm_gptoss import fallback, startup_line
 from vllm_gptoss.engine.choose.bands import ATTENTION_TOKENS
 from vllm_gptoss.engine.kernels import attention_many, cache, nvrtc
 
 
-def is_ours(tokens: int, longest: int, most: int, least: int = 1) -> bool:
-    """Whether our kernel runs a step. longest: the maximum query length in the metadata; most: of ours; least: tokens
-    of a step of ours."""
+def is_ours(tokens: int, longest: int, most: int, least: int) -> bool:
+    """Whether our kernel runs a step. longest: the metadata's maximum query length; most, least: of a step of ours."""
     return longest <= most and least <= tokens <= ATTENTION_TOKENS
 
 
-class DecodeAttention:
+class DecodeAttention(AttentionImpl):
     """A base, before vLLM's class, of one layer's attention. Steps for which `is_ours` holds run the plugin's kernel.
 
     upstream: the name of vLLM's attention; arch: what `nvrtc.load` compiles for; least: tokens of a step of ours.
@@ -37,19 +37,32 @@ class DecodeAttention:
     arch: str
     least = 1
     most_per_request = 0
-    sliding_window: tuple[int, int]
 
-    def decoded(self, query: Tensor, kv_cache: Tensor, step: Any, output: Tensor, *scales: Any) -> Tensor | None:
-        """`output` with this step's attention; None if vLLM must compute it. Arguments as `forward`'s."""
-        plain = step is not None and not any(scale is not None for scale in scales)
-        if not plain or not is_ours(step.num_actual_tokens, step.max_query_len, self.most_per_request, self.least):
-            return None
-        done = fallback.attempt("attention", "auto", lambda: self._attend(query, kv_cache, step, output))
-        if done is None:
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Any:
+        """As upstream's: query, output [T, H, 64]; kv_cache [blocks, K, block size, 128], where K and V are already."""
+        plain = attn_metadata is not None and output_scale is None and output_block_scale is None
+        step = attn_metadata
+        if plain and is_ours(step.num_actual_tokens, step.max_query_len, self.most_per_request, self.least):
+            done = fallback.attempt("attention", "auto", lambda: self._attend(query, kv_cache, step, output))
+            if done is not None:
+                return done
             self.most_per_request = 0
-        return done
+        return super().forward(
+            layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+        )
 
-    def _attend(self: Any, query: Tensor, kv_cache: Tensor, step: Any, output: Tensor) -> Tensor:
+    def _attend(self, query: Tensor, kv_cache: Tensor, step: Any, output: Tensor) -> Tensor:
         """Runs the plugin's decode kernel.
 
         Raises:
@@ -73,9 +86,9 @@ class DecodeAttention:
     @property
     def window(self) -> int:
         """Keys a token sees, itself included; 0: all."""
-        return self.sliding_window[0] + 1
+        return int(self.sliding_window[0]) + 1
 
-    def obstacle(self: Any, dtype: torch.dtype) -> str | None:
+    def obstacle(self, dtype: torch.dtype) -> str | None:
         """Why the kernel cannot be this attention, or None. dtype: of the layer's queries."""
         if self.kv_cache_dtype not in ("auto", "bfloat16") or dtype != torch.bfloat16:
             return f"queries are {dtype}, the KV cache {self.kv_cache_dtype}"

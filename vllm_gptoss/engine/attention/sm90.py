@@ -21,7 +21,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -76,23 +75,6 @@ class GptOssFlashAttentionImpl(DecodeAttention, FlashAttentionImpl):
     """vLLM's attention of one layer."""
 
     upstream, arch, least = "FlashAttention 3", "sm_90", LEAST
-
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Any:
-        """As upstream's: query, output [T, H, 64]; kv_cache [blocks, K, block size, 128], where K and V are already."""
-        rest = kv_cache, attn_metadata, output, output_scale, output_block_scale
-        done = self.decoded(query, *rest)
-        return super().forward(layer, query, key, value, *rest) if done is None else done
 
     def obstacle(self, dtype: torch.dtype) -> str | None:
         """As the kernel's, and what the plan and FA3 need."""

@@ -154,17 +154,13 @@ ONE_LAUNCH: tuple[Condition, ...] = (
 # Decode steps of many tokens
 
 
-def many_heads(device: Device, deployment: Deployment) -> str | None:
-    """The shape of one rank's attention."""
-    why: str | None = attention_many.unsupported(*deployment.heads, deployment.model.head_size, WINDOW)
-    return why
-
-
 def around_products(device: Device, deployment: Deployment) -> str | None:
     """The shape of one rank's layers, as the kernels around the products read it."""
-    model = deployment.model
-    why: str | None = norm_rope_router.unsupported(model.hidden, model.experts, model.active_experts)
-    return why or many_heads(device, deployment)
+    model, (heads, kv_heads) = deployment.model, deployment.heads
+    why: str | None = norm_rope_router.unsupported(
+        model.hidden, model.experts, model.active_experts
+    ) or attention_many.unsupported(heads, kv_heads, model.head_size, WINDOW)
+    return why
 
 
 AROUND: tuple[Condition, ...] = (
@@ -178,13 +174,9 @@ OVER_TRITON: tuple[Condition, ...] = (
     when(lambda d: d.device_type != "cuda", "the kernel is a CUDA kernel"),
     *ATTENTION,
     when(lambda d: d.kv_cache_dtype not in ("auto", "bfloat16"), "the KV cache is {d.kv_cache_dtype}, not bfloat16"),
-    when(
-        lambda d: d.built_attention not in (None, "TRITON_ATTN"),
-        "the attention is {d.built_attention}, not that of --attention-backend TRITON_ATTN",
-    ),
-    many_heads,
+    when(lambda d: d.built_attention not in (None, "TRITON_ATTN"), "no --attention-backend TRITON_ATTN"),
 )
-"""Decode steps of vLLM's Triton attention, `engine/attention/sm80.py`."""
+"""Decode steps of vLLM's Triton attention, `engine/attention/sm80.py`. Its `obstacle` has the kernel's limits."""
 
 
 # The experts

@@ -33,9 +33,9 @@ class Row:
     by_wish_only: bool = False
 
 
-def wished(value: str, reason: str = "not measured") -> Row:
+def wished(value: str, reason: str = "not measured", unless: tuple[Condition, ...] = ()) -> Row:
     """A candidate that must be requested."""
-    return Row(value, reason, by_wish_only=True)
+    return Row(value, reason, unless, by_wish_only=True)
 
 
 BLIND: Final = ("FLEX_ATTENTION",)
@@ -44,11 +44,9 @@ BLIND: Final = ("FLEX_ATTENTION",)
 _UPSTREAM: Final = (Row("upstream", "vLLM's own choice"),)
 _AITER: Final = (conditions.NO_AITER,)
 
-_OVER_MARLIN: Final = Row(
-    "gptoss",
-    "our kernels for up to 64 tokens over Marlin's weights; run on an H200 as PTX, never on this family",
-    unless=conditions.EXPERTS_OVER_MARLIN,
-    by_wish_only=True,
+_ON_AN_H200: Final = "run on an H200 as PTX, never on this family"
+_OVER_MARLIN: Final = wished(
+    "gptoss", f"our kernels for up to 64 tokens over Marlin's weights; {_ON_AN_H200}", conditions.EXPERTS_OVER_MARLIN
 )
 
 # Every family has them: their first condition is the supported GPU.
@@ -62,13 +60,7 @@ _LAYERS: Final = (
 )
 _LAYERS_OF_VLLM: Final = (
     *_LAYERS,
-    Row(
-        "attention",
-        f"vLLM's layers with our attention in decode steps of up to {bands.ATTENTION_TOKENS} tokens; run on an H200 as"
-        " PTX, never on this family",
-        unless=conditions.OVER_TRITON,
-        by_wish_only=True,
-    ),
+    wished("attention", f"vLLM's, with our attention in decode steps; {_ON_AN_H200}", conditions.OVER_TRITON),
 )
 _ONE_TOKEN: Final = (
     Row("one launch", "all layers in one kernel", unless=conditions.ONE_LAUNCH),

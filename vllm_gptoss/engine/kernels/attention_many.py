@@ -23,8 +23,8 @@ MAX_WINDOW = 128
 """Keys of the largest window: a token's are then never split."""
 CHUNK_BYTES = {cache.BF16: 16 * 2 * HEAD * 2, cache.E4M3: 16 * 2 * HEAD}
 """Keys and values of 16 tokens, one head: a place of a warp's ring."""
-STATIC_BYTES = 256
-"""Shared memory of a block besides the rings and the driver's 1 KiB."""
+OTHER_BYTES = 1024 + 256
+"""Shared memory of a block that the driver takes, and its other variables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def plan(tokens: int, window: int, element: str = cache.BF16, arch: str = "sm_90
     depth = 3 if element == cache.BF16 else 6
     warps, blocks = (2, 8) if window and tokens > 64 else (4, 4)
     made = ManyPlan(warps, depth, blocks, window, element=element, arch=arch)
-    fit = (nvrtc.shared_limit(arch) + nvrtc.KIB) // (made.shared_bytes + nvrtc.KIB + STATIC_BYTES)
+    fit = (nvrtc.shared_limit(arch) + 1024) // (made.shared_bytes + OTHER_BYTES)
     return replace(made, blocks=min(blocks, fit))
 
 

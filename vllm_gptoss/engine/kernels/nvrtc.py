@@ -26,7 +26,6 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-KIB = 1024
 PROGRAMMATIC_STREAM_SERIALIZATION = 6
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 MPS_ENABLED = 133
@@ -94,10 +93,8 @@ def source(path: Path) -> str:
 
 
 def shared_limit(arch: str) -> int:
-    """Bytes of shared memory of a block, by the number in `arch`; a multiprocessor has 1 KiB more. Of unknown ones: of
-    what has least."""
-    limits = {"80": 163, "87": 163, "90": 227}
-    return limits.get(re.sub(r"\D", "", arch), 99) * KIB
+    """Bytes of shared memory of a block, by the number in `arch`; a multiprocessor has 1 KiB more."""
+    return {"80": 163, "87": 163, "90": 227}.get(re.sub(r"\D", "", arch), 99) << 10
 
 
 def target(device: int, arch: str) -> str:

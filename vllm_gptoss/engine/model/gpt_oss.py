@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from vllm.config import VllmConfig
 
-ATTENTION = {"gptoss": "sm90", "attention": "sm80"}
-"""The module of `engine/attention` by `choose.layers`."""
-
 
 class GptOssForCausalLM(UpstreamGptOssForCausalLM):
     """gpt-oss as vLLM builds it; registered under the same architecture name."""
@@ -116,7 +113,8 @@ def register_attention(config: Any, wish: str, stack: ExitStack) -> None:
 
 def _attention(layers: str) -> Any:
     """The module with the attention of `choose.layers`."""
-    return importlib.import_module(f"vllm_gptoss.engine.attention.{ATTENTION[layers]}")
+    name = {"gptoss": "sm90", "attention": "sm80"}[layers]
+    return importlib.import_module(f"vllm_gptoss.engine.attention.{name}")
 
 
 def set_up(model: Any, config: Any) -> FusedPath | None:
@@ -133,12 +131,11 @@ def set_up(model: Any, config: Any) -> FusedPath | None:
         startup_line.note("layers of many tokens", choose.many_tokens(here, deployment, wish))
     startup_line.note("attention", choose.attention(here, deployment))
     startup_line.note("KV cache", choose.kv_cache_dtype(here, deployment.kv_cache_dtype))
-    if choice.value == "upstream":
-        return None
     from vllm_gptoss.engine.attention import decode
 
     if choice.value == "attention":
         decode.set_up(model)
+    if choice.value != "gptoss":
         return None
     several = choose.tokens_per_request(here, deployment, wish)
     if deployment.drafts is not None:
