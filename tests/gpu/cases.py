@@ -54,6 +54,14 @@ LONG_BATCHES = (
     ([70_000, 300] + [40] * 38, [1] * 13 + [0] * 27),
 )
 """Of which tokens become several pieces."""
+EDGES = [1, 2, 15, 16, 17, 31, 32, 33, 64, 127, 128, 129, 130, 143, 144, 145, 255, 256, 257, 1000, 4001]
+"""Keys of requests, on both sides of a chunk, a cache block, the window and a warp's share."""
+
+
+def ragged(tokens: int, longest: int) -> list[int]:
+    """Lengths from 1 to `longest`, the same every time."""
+    random = torch.Generator().manual_seed(tokens)
+    return torch.randint(1, longest + 1, (tokens,), generator=random).tolist()
 
 
 def draw(*shape: int, scale: float = 1.0) -> Tensor:

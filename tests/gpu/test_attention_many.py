@@ -5,23 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from tests.gpu import cases
-from tests.gpu.cases import PARALLEL
+from tests.gpu.cases import EDGES, PARALLEL, ragged
 from tests.gpu.marks import SM90
 from vllm_gptoss.engine.choose import bands
 from vllm_gptoss.engine.kernels import attention_many, nvrtc
 
 pytestmark = SM90
-EDGES = [1, 2, 15, 16, 17, 31, 32, 33, 64, 127, 128, 129, 130, 143, 144, 145, 255, 256, 257, 1000, 4001]
-
-
-def ragged(tokens: int, longest: int) -> list[int]:
-    """Lengths from 1 to `longest`, the same every time."""
-    random = torch.Generator().manual_seed(tokens)
-    return torch.randint(1, longest + 1, (tokens,), generator=random).tolist()
-
 
 STEPS: dict[str, list[int]] = {
     "edges": EDGES,

@@ -9,8 +9,8 @@ import pytest
 from torch import Tensor
 
 from tests.gpu import cases
+from tests.gpu.cases import EDGES, ragged
 from tests.gpu.marks import SM90
-from tests.gpu.test_attention_many import EDGES, ragged
 from vllm_gptoss.engine.kernels import attention_many
 
 pytestmark = SM90
