@@ -70,7 +70,7 @@ async def build_job(
     notebook = await _notebook(context, request, caller, previous, root)
     toolset = await _open_tools(context, request, caller, previous, notebook, identifier, connects=connects)
     try:
-        prompt = await _prompt(context, request, history, toolset)
+        compaction, tokens, conversation = await _prompt(context, request, history, toolset)
         strict = context.options.strict_tools
         # A grammar ends with the message; `ignore_eos` continues after it.
         is_free = request.ignore_eos or not connects
@@ -78,21 +78,21 @@ async def build_job(
         status = "queued" if queued else "in_progress"
         return Job(
             body=new_response(request, identifier, name, context.engine.defaults, status),
-            conversation=prompt.conversation,
-            prompt=prompt.tokens,
+            conversation=conversation,
+            prompt=tokens,
             engine=context.engine,
             sampling=sampling_of(request, caller, lora, held.first),
             tag_after_call=held.later,
             answer_is_held=held.answers,
             toolset=toolset,
             style=_style(context, request, caller, toolset),
-            hooks=_Hooks(context, request, caller, root, notebook, history, prompt.conversation),
+            hooks=_Hooks(context, request, caller, root, notebook, history, conversation),
             limits=_limits(context, request),
             approvals=history.approvals,
             listed=frozenset(history.listed),
             queued=queued,
             ignores_end=request.ignore_eos,
-            compaction=prompt.compaction,
+            compaction=compaction,
         )
     except BaseException:
         await toolset.close()
@@ -138,9 +138,7 @@ async def _open_tools(
     *,
     connects: bool,
 ) -> Toolset:
-    async def notebook_of(container_id: str) -> str:
-        return await context.containers.notebook(container_id, caller)
-
+    notebook_of = functools.partial(context.containers.notebook, caller=caller)
     calls = [*previous.hidden.values(), *_unstored(previous, request)]
     listings = None if connects else [i for i in (*previous.items, *request.items) if i["type"] == "mcp_list_tools"]
     opener = Opener(context.providers, identifier, notebook, notebook_of, calls, caller.owner, listings)
@@ -192,27 +190,23 @@ def _say_that_search_is_left_out() -> None:
     logger.warning("Codex offers web_search; this server has no browser (--tool-server), so it is left out")
 
 
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    """The prompt. `tokens` render `conversation`; empty if it fits only after compaction."""
+async def _prompt(
+    context: ServerContext, request: CreateRequest, history: History, toolset: Toolset
+) -> tuple[Compaction, list[int], Conversation]:
+    """The conversation and the tokens that render it; no tokens if it fits only after compaction.
 
-    compaction: Compaction
-    tokens: list[int]
-    conversation: Conversation
-
-
-async def _prompt(context: ServerContext, request: CreateRequest, history: History, toolset: Toolset) -> _Prompt:
-    """Raises `ApiError`: `context_length_exceeded`."""
+    Raises `ApiError`: `context_length_exceeded`.
+    """
     window = context.engine.max_model_len
     conversation = build_conversation(request, history, toolset)
 
-    def render_it() -> _Prompt:
+    def render_it() -> tuple[Compaction, list[int], Conversation]:
         compaction = _compaction(context, request, history, conversation)
         if compaction is Compaction.NONE:
-            return _Prompt(compaction, *fit(request, conversation, window))
+            return compaction, *fit(request, conversation, window)
         with suppress(TooManyTokensError):
-            return _Prompt(compaction, render(conversation, window), conversation)
-        return _Prompt(compaction, [], conversation)
+            return compaction, render(conversation, window), conversation
+        return compaction, [], conversation
 
     return await rendering(conversation, render_it, window)
 
@@ -249,10 +243,7 @@ def _limits(context: ServerContext, request: CreateRequest) -> JobLimits:
 
 def _style(context: ServerContext, request: CreateRequest, caller: Caller, toolset: Toolset) -> Style:
     includes, reasoning = request.includes, request.reasoning
-
-    def seal(text: str) -> str:
-        return context.keys.seal(text, tenant=caller.tenant, purpose="reasoning")
-
+    seal = functools.partial(context.keys.seal, tenant=caller.tenant, purpose="reasoning")
     return Style(
         reasoning=request.include_reasoning,
         summary=(reasoning.summary or reasoning.generate_summary) if reasoning else None,

@@ -87,11 +87,6 @@ class Output:
         self._open.discard(index)
         return self.event("response.output_item.done", output_index=index, item=dict(self.items[index]))
 
-    def add_whole(self, item: Item) -> list[Event]:
-        """An item that is final from the start."""
-        index, added = self.add(item)
-        return [added, self.done(index)]
-
     def give_up(self) -> list[Event]:
         """Ends the items that nothing will end any more; those that have a status become `incomplete`."""
         return [

@@ -72,7 +72,8 @@ class Loop:
         if self._hold:
             self._hold.renew()
         try:
-            first = self._created()
+            kinds = ("created", "queued")[: 1 + self._job.queued]
+            first = [self._out.event(f"response.{kind}", response=dict(self.body)) for kind in kinds]
             if self._job.queued:
                 yield first  # it waits here for its turn
                 first = []
@@ -120,10 +121,6 @@ class Loop:
             await self._hold.release()
 
     # Beginning and end
-
-    def _created(self) -> list[Event]:
-        kinds = ("created", "queued")[: 1 + self._job.queued]
-        return [self._out.event(f"response.{kind}", response=dict(self.body)) for kind in kinds]
 
     def _begin(self) -> list[Event]:
         self.body["status"] = "in_progress"

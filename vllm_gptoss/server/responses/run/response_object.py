@@ -40,6 +40,7 @@ def new_response(
 ) -> dict[str, Any]:
     """The response before anything was generated. Keys follow the API reference; absent values are null."""
     reasoning, text = plain(request.reasoning) or {}, plain(request.text) or {}
+    summary = reasoning.get("summary") or reasoning.get("generate_summary")
     conversation = request.conversation_id
     return {
         "id": identifier,
@@ -59,7 +60,7 @@ def new_response(
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "previous_response_id": request.previous_response_id,
         "prompt_cache_key": request.prompt_cache_key,
-        "reasoning": {"effort": reasoning.get("effort") or request.effort.value, "summary": _summary(request)},
+        "reasoning": {"effort": reasoning.get("effort") or request.effort.value, "summary": summary},
         "safety_identifier": request.safety_identifier,
         "service_tier": "default",
         "store": request.stores,
@@ -91,11 +92,6 @@ def _instructions(request: CreateRequest) -> str | list[Item] | None:
 def _as_sent(item: Item) -> Item:
     """Input messages have no id in the API; assistant messages have one."""
     return item if item["role"] == "assistant" else {key: value for key, value in item.items() if key != "id"}
-
-
-def _summary(request: CreateRequest) -> str | None:
-    reasoning = request.reasoning
-    return (reasoning.summary or reasoning.generate_summary) if reasoning else None
 
 
 def _number(given: float | None, defaults: Mapping[str, Any], name: str, otherwise: float) -> float:

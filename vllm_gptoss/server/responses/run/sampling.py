@@ -31,22 +31,19 @@ def sampling_of(request: CreateRequest, caller: Caller, lora: Any, structural_ta
         options["logit_bias"] = {int(token): bias for token, bias in request.logit_bias.items()}
     if request.vllm_xargs:
         options["extra_args"] = request.vllm_xargs
+    # As vLLM: the client's session counts before the router's.
+    session = request.session_id or caller.session_id or (request.vllm_xargs or {}).get("session_id")
     wants_logprobs = "message.output_text.logprobs" in request.includes
     return Sampling(
         max_tokens=0,
         options=options,
         logprobs=(request.top_logprobs or 0) if wants_logprobs else None,
         structural_tag=structural_tag,
-        # As vLLM: a router's priority counts before the client's, the client's session before the router's.
+        # As vLLM: a router's priority counts before the client's.
         priority=request.priority if caller.priority is None else caller.priority,
         cache_salt=request.cache_salt,
-        session_id=request.session_id or caller.session_id or _session_of(request),
+        session_id=session if isinstance(session, str) and session else None,
         data_parallel_rank=caller.data_parallel_rank,
         trace_headers=caller.trace_headers,
         lora=lora,
     )
-
-
-def _session_of(request: CreateRequest) -> str | None:
-    session = (request.vllm_xargs or {}).get("session_id")
-    return session if isinstance(session, str) and session else None

@@ -174,7 +174,8 @@ class ApprovalRequestWriter(Writer):
             "name": self._name,
             "arguments": text,
         }
-        return self._out.add_whole(item)
+        index, added = self._out.add(item)
+        return [added, self._out.done(index)]  # final from the start
 
 
 def list_tools(out: Output, namespace: Namespace, allowed: frozenset[str] | None) -> list[Event]:

@@ -28,7 +28,8 @@ async def update_at_last(store: Store, stored: Stored, conversation: str | None)
         try:
             return await store.update(stored, conversation)
         except LostError:
-            if is_unsure and await _is_there(store, stored):
+            there = await store.get(stored.tenant, stored.id) if is_unsure else None
+            if there is not None and there.body == stored.body:
                 return
             raise
         except (TakenError, TooLargeError):
@@ -40,8 +41,3 @@ async def update_at_last(store: Store, stored: Stored, conversation: str | None)
                 logger.warning("The end of %s waits to be stored: %s", stored.id, error)
             is_unsure = True
             await asyncio.sleep(RETRY)
-
-
-async def _is_there(store: Store, stored: Stored) -> bool:
-    there = await store.get(stored.tenant, stored.id)
-    return there is not None and there.body == stored.body

@@ -56,10 +56,6 @@ def _first(connection: sa.Connection) -> None:
     rename_keys(connection)
 
 
-def _containers(connection: sa.Connection) -> None:
-    metadata.create_all(connection, tables=[containers])
-
-
 def _usage(connection: sa.Connection) -> None:
     add_column(connection, input_items.c.tenant)
     user = sa.select(responses.c.tenant).join(input_uses, input_uses.c.response == responses.c.id)
@@ -73,7 +69,7 @@ def _usage(connection: sa.Connection) -> None:
 
 STEPS = (
     UpgradeStep(1, "input items stored once, response keys by tenant", _first, additive=False),
-    UpgradeStep(2, "who used a container of the python tool", _containers),
+    UpgradeStep(2, "who used a container of the python tool", lambda db: metadata.create_all(db, tables=[containers])),
     UpgradeStep(3, "how much each API key stores", _usage),
 )
 
