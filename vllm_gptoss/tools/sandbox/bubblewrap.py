@@ -126,16 +126,8 @@ class Bubblewrap:
             *(self._demotion() if os.getuid() == 0 else ()),
             *(self._bwrap, *_NAMESPACES, *network, "--die-with-parent", "--new-session", "--as-pid-1"),
             *("--hostname", "sandbox", "--uid", str(INSIDE_ID), "--gid", str(INSIDE_ID)),
-            *(
-                *_binds(view),
-                *hidden,
-                "--ro-bind",
-                PACKAGE,
-                PACKAGE,
-                "--ro-bind",
-                self._spec.payload,
-                self._spec.payload,
-            ),
+            *(*_binds(view), *hidden),
+            *("--ro-bind", PACKAGE, PACKAGE, "--ro-bind", self._spec.payload, self._spec.payload),
             *(*files, *devices, *_scratch(self._spec), "--proc", "/proc", "--remount-ro", "/", "--chdir", "/"),
             *("--", *inside),
         ], fds + more

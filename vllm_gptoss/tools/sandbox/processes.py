@@ -52,13 +52,17 @@ class ProcessTable:
     def _children(self, name: str) -> list[str]:
         children: list[str] = []
         with contextlib.suppress(OSError):
-            tasks = os.open(f"{name}/task", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
-            try:
-                for task in os.listdir(tasks):
-                    children += self._read(f"{name}/task/{task}/children").decode().split()
-            finally:
-                os.close(tasks)
+            for task in self._entries(f"{name}/task"):
+                children += self._read(f"{name}/task/{task}/children").decode().split()
         return children
+
+    def _entries(self, path: str) -> list[str]:
+        """The names in a directory. Raises OSError."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
+        try:
+            return os.listdir(fd)
+        finally:
+            os.close(fd)
 
     def _read(self, path: str) -> bytes:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._fd)
@@ -80,13 +84,9 @@ class ProcessTable:
         """Whether no thread of it runs: stopped by a signal, or dead."""
         tasks = f"{process.name}/task"
         try:
-            fd = os.open(tasks, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
+            threads = self._entries(tasks)
         except OSError:
             return True  # gone
-        try:
-            threads = os.listdir(fd)
-        finally:
-            os.close(fd)
         states = (self._fields(f"{tasks}/{thread}", (b"State:",))[:1] for thread in threads)
         return all(state in ([], [b"T"], [b"Z"], [b"X"]) for state in states)
 
@@ -102,11 +102,7 @@ class ProcessTable:
             path = f"{process.name}/fd"
             if size := os.stat(path, dir_fd=self._fd).st_size:
                 return size
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)  # Linux before 6.2
-            try:
-                return len(os.listdir(fd))
-            finally:
-                os.close(fd)
+            return len(self._entries(path))  # Linux before 6.2
         return 0
 
     def mappings(self, process: Process, most: int) -> int:
@@ -119,12 +115,7 @@ class ProcessTable:
         """How many locks it holds on files, as far as `most`."""
         held = 0
         with contextlib.suppress(OSError):
-            fd = os.open(f"{process.name}/fdinfo", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
-            try:
-                names = os.listdir(fd)
-            finally:
-                os.close(fd)
-            for name in names:
+            for name in self._entries(f"{process.name}/fdinfo"):
                 if held > most:
                     break
                 with contextlib.suppress(FileNotFoundError):  # closed meanwhile

@@ -79,8 +79,9 @@ class Supervisor:
             self._reap()
             if self._running:
                 self._watch()
-            else:
-                self._watch_stopped()
+            elif self._pid and self._settled and self._went_on():
+                # Nothing may wake it between calls: a timer's signal can be SIGCONT, and an open file's too.
+                self._kill_all("continued")
 
     def _wait(self) -> None:
         watched: list[Any] = [self._conn, self._wake_read]
@@ -200,8 +201,7 @@ class Supervisor:
 
     def _stands_still(self, others: list[Process]) -> bool:
         """Whether every thread of the payload is stopped, and stayed so since it last went on."""
-        went_on = self._went_on()
-        return not went_on and all(self._processes.is_stopped(p) for p in others)
+        return not self._went_on() and all(self._processes.is_stopped(p) for p in others)
 
     def _went_on(self) -> bool:
         """Whether the payload was continued since the last call: the kernel notifies its parent, wait(2)."""
@@ -209,11 +209,6 @@ class Supervisor:
             return os.waitid(os.P_PID, self._pid, os.WCONTINUED | os.WNOHANG) is not None
         except ChildProcessError:
             return False
-
-    def _watch_stopped(self) -> None:
-        """Nothing may wake the payload between calls: a timer's signal can be SIGCONT, and an open file's too."""
-        if self._pid and self._settled and self._went_on():
-            self._kill_all("continued")
 
     def _kill_all(self, reason: str) -> None:
         self._reason = self._reason or reason
