@@ -42,19 +42,9 @@ _MAX_FAULTS = 64
 """Faults among which the best is looked for. Each costs as much as ten checks."""
 _PLAIN = {
     *("$schema", "additionalProperties", "const", "default", "deprecated", "description", "enum"),
-    *(
-        "example",
-        "examples",
-        "exclusiveMaximum",
-        "exclusiveMinimum",
-        "format",
-        "items",
-        "maxItems",
-        "maxLength",
-        "maximum",
-        "minItems",
-    ),
-    *("minLength", "minimum", "multipleOf", "nullable", "properties", "required", "strict", "title", "type"),
+    *("example", "examples", "exclusiveMaximum", "exclusiveMinimum", "format", "items", "maxItems", "maxLength"),
+    *("maximum", "minItems", "minLength", "minimum", "multipleOf", "nullable", "properties", "required", "strict"),
+    *("title", "type"),
 }
 """Keywords with a cost of at most the product of schema and arguments."""
 

@@ -155,9 +155,8 @@ class ToolResult:
     action: BrowserAction | None = None
     container_id: str | None = None
     structured: Any = None
-    recall: Mapping[str, Any] | None = (
-        None  # JSON that later sessions of the conversation find in `SessionOptions.past`
-    )
+    recall: Mapping[str, Any] | None = None
+    """JSON that later sessions of the conversation find in `SessionOptions.past`."""
 
     @property
     def text(self) -> str:

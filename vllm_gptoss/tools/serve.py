@@ -225,13 +225,6 @@ def _sse(server: Server[Any], prefix: str, security: TransportSecuritySettings) 
     ]
 
 
-async def run_stdio(provider: ToolProvider) -> None:
-    """Serves one tool on stdin and stdout until stdin ends."""
-    server = tool_server(provider)
-    async with stdio_server() as (read, write):
-        await server.run(read, write, server.create_initialization_options())
-
-
 @dataclass(frozen=True, slots=True)
 class Listening:
     """Address, keys, and the proxies trusted to name the client. `open_to_all`: serve without keys on purpose."""
@@ -274,7 +267,9 @@ async def serve_tools(spec: str, transport: Literal["http", "stdio"], at: Listen
         if transport == "stdio":
             if len(providers) > 1:
                 raise ToolConfigError("stdio serves one tool: python or browser")
-            await run_stdio(providers[0])
+            server = tool_server(providers[0])
+            async with stdio_server() as (read, write):  # until stdin ends
+                await server.run(read, write, server.create_initialization_options())
             return
         app = http_app(providers, at.host, keys, at.sessions)
         await uvicorn.Server(uvicorn.Config(app, host=at.host, port=at.port, forwarded_allow_ips=at.proxies)).serve()

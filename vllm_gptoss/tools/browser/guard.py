@@ -8,6 +8,7 @@ judged again. OWASP: Server-Side Request Forgery Prevention Cheat Sheet.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import re
 import socket
@@ -153,14 +154,6 @@ class Guard:
                     raise DeniedError(f"{host}: {reason}" if address != host else reason)
         return found
 
-    async def check_name(self, host: str, port: int) -> None:
-        """Judges `host` for a proxy, which resolves it itself: what this machine knows about it must be public. Raises
-        DeniedError: as `addresses`."""
-        try:
-            await self.addresses(host, port)
-        except OSError:
-            return  # only the proxy knows the name; what it may reach is the proxy's to decide
-
 
 def check_scheme(url: str) -> None:
     """
@@ -223,14 +216,6 @@ def proxy_of(scheme: str, host: str) -> str | None:
     return proxy if "://" in proxy else f"http://{proxy}"
 
 
-async def check_for_proxy(guard: Guard, request: Any) -> None:
-    """Judges `request` (of httpx or httpx2), which a proxy will send. Raises DeniedError: the address must not be
-    reached."""
-    check_scheme(str(request.url))
-    port = request.url.port or (443 if request.url.scheme == "https" else 80)
-    await guard.check_name(request.url.host, port)
-
-
 class Guarded:
     """A transport of `library`, httpx or httpx2: sends through `inner` to judged addresses only, or through the
     environment's proxy when it has one.
@@ -263,7 +248,10 @@ class Guarded:
         if proxy is None:
             unreachable = (self.library.ConnectError, self.library.ConnectTimeout)
             return await send_judged(self._guard, request, self._inner, unreachable)
-        await check_for_proxy(self._guard, request)
+        # A proxy resolves the name itself: what this machine knows about it must be public.
+        port = request.url.port or (443 if request.url.scheme == "https" else 80)
+        with contextlib.suppress(OSError):  # only the proxy knows the name; what it may reach is the proxy's to decide
+            await self._guard.addresses(request.url.host, port)
         return await self._through(proxy).handle_async_request(request)
 
     async def aclose(self) -> None:

@@ -111,7 +111,8 @@ class BrowserProvider(ToolProvider):
         """The browser of `conversation_id`; an empty id gets a separate one that ends with the session."""
         viewer = Viewer(_VIEW_TOKENS.get(options.search_context_size, 1024), self._count)
         places = SessionPlaces(self._web, self._index, self._fetcher)
-        past = [call["recall"] for call in options.past if _is_display(call)]
+        mine = [call for call in options.past if str(call.get("recipient", "")).startswith(f"{BROWSER.name}.")]
+        past = [call["recall"] for call in mine if "links" in (call.get("recall") or ())]  # displays
         state = self._state(conversation_id, past, options.owner)
         close = partial(self._closed, conversation_id) if conversation_id else (lambda: None)
         return BrowserSession(places, viewer, state, options, close)
@@ -176,7 +177,3 @@ class BrowserProvider(ToolProvider):
                 break
             del self._states[name]
             spare -= 1
-
-
-def _is_display(call: Mapping[str, Any]) -> bool:
-    return str(call.get("recipient", "")).startswith(f"{BROWSER.name}.") and "links" in (call.get("recall") or ())

@@ -81,11 +81,8 @@ class Robots:
             site.body = body if status < 300 and body.data else None
             self._sites[origin] = site
         self._sites.move_to_end(origin)
-        self._evict()
-        return site
-
-    def _evict(self) -> None:
         kept = sum(len(site.body.data) for site in self._sites.values() if site.body)
         while len(self._sites) > 1 and (len(self._sites) > _MAX_SITES or kept > _MAX_KEPT):
             _, oldest = self._sites.popitem(last=False)
             kept -= len(oldest.body.data) if oldest.body else 0
+        return site

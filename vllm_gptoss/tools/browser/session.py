@@ -132,7 +132,10 @@ class BrowserSession(ToolSession):
             raise UsageError("`query` must not be empty")
         backend = self._places.web or self._places.index
         if backend is None:
-            raise BackendError(f"No search is available{self._offline_note()}")
+            why = ": this server has neither a key for a search service nor a folder of documents"
+            if not self._options.external_web_access:
+                why = " without external web access: this server has no folder of documents"
+            raise BackendError(f"No search is available{why}")
         size = self._options.search_context_size
         cap = _RESULTS.get(size, 10)
         wanted = _number(arguments, "topn", cap)
@@ -157,11 +160,6 @@ class BrowserSession(ToolSession):
                 ", ".join(unheard),
             )
         return given
-
-    def _offline_note(self) -> str:
-        if not self._options.external_web_access:
-            return " without external web access: this server has no folder of documents"
-        return ": this server has neither a key for a search service nor a folder of documents"
 
     async def _open(self, arguments: Mapping[str, Any]) -> ToolResult:
         target = arguments.get("id", -1)

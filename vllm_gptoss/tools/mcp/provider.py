@@ -206,7 +206,8 @@ class McpSession(ToolSession):
         self._conversation = conversation_id or options.response_id
         self._options = options
         self._own: Connection | None = None
-        self._sources = dict(_cited(call) for call in options.past if _is_display(call))
+        shown = (call["recall"] for call in options.past if _is_display(call))
+        self._sources = {memo["cursor"]: Source(memo["cursor"], memo["url"], memo["title"]) for memo in shown}
 
     @property
     def namespaces(self) -> Sequence[Namespace]:
@@ -303,11 +304,6 @@ class McpSession(ToolSession):
 def _is_display(call: Mapping[str, Any]) -> bool:
     memo = call.get("recall") or {}
     return str(call.get("recipient", "")).startswith(f"{ToolKind.BROWSER}.") and bool(memo.get("url"))
-
-
-def _cited(call: Mapping[str, Any]) -> tuple[int, Source]:
-    memo = call["recall"]
-    return memo["cursor"], Source(memo["cursor"], memo["url"], memo["title"])
 
 
 def _code_call(tools: Sequence[ToolDefinition], code: str) -> tuple[str, dict[str, Any]]:

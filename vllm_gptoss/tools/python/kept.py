@@ -118,7 +118,10 @@ class KeptFiles:
             whole = self._fs.cat_file(path) if path else None
         except FileNotFoundError:
             return None
-        return _parsed(whole) if whole else None
+        if not whole:
+            return None
+        info, data = _info(whole[:_HEAD]), whole.partition(b"\n")[2]
+        return replace(info, data=data) if info and len(data) == info.size else None
 
     @_storage
     def listing(self, container_id: str) -> list[StoredFile]:
@@ -182,9 +185,3 @@ def _info(head: bytes) -> StoredFile | None:
         return StoredFile(**json.loads(line)) if end else None
     except (ValueError, TypeError):
         return None
-
-
-def _parsed(whole: bytes) -> StoredFile | None:
-    info = _info(whole[:_HEAD])
-    data = whole.partition(b"\n")[2]
-    return replace(info, data=data) if info and len(data) == info.size else None

@@ -90,10 +90,7 @@ class PostApi(ApiBackend):
     """A provider with such a form: a subclass is little more than the row."""
 
     form: PostForm
-
-    def __init__(self, api_key: str = "", url: str = "", *, timeout_s: float = 15.0, pages: bool = False) -> None:
-        super().__init__(api_key, url, timeout_s=timeout_s, pages=pages)
-        self._reader = Reader()
+    _reader = Reader()  # has no state
 
     def headers(self) -> Mapping[str, str]:
         header, value = self.form.auth
