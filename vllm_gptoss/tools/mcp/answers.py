@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from http.client import responses
@@ -21,8 +20,6 @@ HTTP_ERROR = -32050
 
 MAX_TOOLS = 500
 """Tools in one page of a listing. The event loop validates each tool twice, which takes 0.1 ms."""
-
-_HURRY = re.compile(rb"(^|[\r\n])retry:[ ]?0*\d{0,3}(?=[\r\n])")
 
 _ADVICE = {
     401: "its credentials are missing or wrong",
@@ -56,15 +53,6 @@ def refusal_of(response: httpx2.Response) -> dict[str, Any]:
     return {"code": HTTP_ERROR, "message": message, "data": {"http_status": status}}
 
 
-async def patient(response: httpx2.Response) -> None:
-    """Keeps a server from having its event streams opened again more than once a second: its `retry: 0` requests that.
-
-    What it wraps must come in whole events, as from `bounds`.
-    """
-    if response.headers.get("content-type", "").startswith("text/event-stream"):
-        response.stream = _Patient(response.stream)
-
-
 def without_broken_tools(message: Any) -> Any:
     """`message` without the tools that break the protocol, where it lists any: one of them would cost all others.
 
@@ -92,20 +80,6 @@ def _is_tool(tool: Any) -> bool:
         logger.warning("mcp: the tool %.100r is left out: %s: %s", name, where[:100], error.errors()[0]["msg"])
         return False
     return True
-
-
-class _Patient(httpx2.AsyncByteStream):
-    """An event stream with `retry` fields of at least 1,000 ms."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        async for events in self._inner:
-            yield _HURRY.sub(rb"\1retry: 1000", events)
-
-    async def aclose(self) -> None:
-        await self._inner.aclose()
 
 
 class _Instead(httpx2.AsyncByteStream):

@@ -22,6 +22,8 @@ MAX_ANSWER_BYTES = 16 << 20
 
 _PARTS = 16
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+_HURRY, _A_SECOND = re.compile(rb"(^|[\r\n])retry:[ ]?0*\d{0,3}(?=[\r\n])"), rb"\1retry: 1000"
+"""`retry: 0` requests that an event stream is opened again more than once a second."""
 
 
 async def bound(response: httpx2.Response) -> None:
@@ -66,7 +68,8 @@ class _Body(_Content):
 
 
 class _Events(_Content):
-    """An event stream, event by event. Their size is the `mcp` package's to bound, and bounded here by the same."""
+    """An event stream, event by event, with `retry` fields of at least 1,000 ms. Their size is the `mcp` package's to
+    bound, and bounded here by the same."""
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         event = bytearray()
@@ -78,13 +81,13 @@ class _Events(_Content):
                 whole, event = bytes(event[: ends[-1]]), event[ends[-1] :]
                 await _check(whole)
                 for start, end in itertools.pairwise([0, *ends]):  # so that others run between two of them
-                    yield whole[start:end]
+                    yield _HURRY.sub(_A_SECOND, whole[start:end])
                     await asyncio.sleep(0)
             if len(event) > MAX_ANSWER_BYTES + SMALL:
                 raise httpx2.ReadError(f"the event is larger than {MAX_ANSWER_BYTES} bytes")
         if event:
             await _check(bytes(event))
-            yield bytes(event)
+            yield _HURRY.sub(_A_SECOND, bytes(event))
 
 
 async def _check(data: bytes) -> None:

@@ -24,7 +24,7 @@ from mcp_types import Implementation
 
 from vllm_gptoss.tools.browser.guard import Guard, Guarded
 from vllm_gptoss.tools.confined.content import ACCEPT_ENCODING
-from vllm_gptoss.tools.mcp.answers import explained, patient, without_broken_tools
+from vllm_gptoss.tools.mcp.answers import explained, without_broken_tools
 from vllm_gptoss.tools.mcp.bounds import MAX_ANSWER_BYTES, bound
 from vllm_gptoss.tools.mcp.events import EventsClient
 from vllm_gptoss.tools.mcp.oauth import Tokens, authentication
@@ -108,7 +108,7 @@ class Dialer:
             auth=auth,
             verify=trust(self.config.ca_file),
             transport=GuardedTransport2(self.guard) if self.guard else None,
-            event_hooks={"request": [self._keep_to_issuer], "response": [bound, patient, self._note, explained]},
+            event_hooks={"request": [self._keep_to_issuer], "response": [bound, self._note, explained]},
         )
 
     async def _keep_to_issuer(self, request: httpx2.Request) -> None:
