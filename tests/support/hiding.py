@@ -123,7 +123,7 @@ def tools_without(module: str, spec: str) -> dict[str, Any]:
     hide(module)
     from vllm_gptoss.tools.server import ToolServer
 
-    return {"module": module, "off": {each.name: each.unavailable for each in ToolServer.from_spec(spec).offers()}}
+    return {"module": module, "off": {each.name: each.unavailable for each in ToolServer.from_spec(spec).providers}}
 
 
 def main(model: str, *cases: str) -> None:

@@ -51,7 +51,7 @@ async def test_one_spec_starts_everything_and_what_is_down_is_off_alone(caplog: 
             # two claim `example`
             assert [namespace.name for namespace in server.namespaces()] == ["example", "browser"]
             assert "two tools are called example; the first configured server is used" in caplog.text
-            off = [offer for offer in server.offers() if offer.unavailable]
+            off = [each for each in server.providers if each.unavailable]
             assert len(off) == 2
             session = await session_of(server, "browser", "c")
             assert "【0†" in (await do(session, "browser", "search", '{"query": "dam"}')).text

@@ -263,7 +263,7 @@ async def serve_tools(spec: str, transport: Literal["http", "stdio"], at: Listen
     async with ToolServer.from_spec(spec, ToolServerOptions(python_defaults=defaults)) as tools:
         providers = [p for p in tools.providers if not p.unavailable and p.namespaces()]
         if not providers:
-            raise ToolConfigError("no tool can be served: " + "; ".join(str(o.unavailable) for o in tools.offers()))
+            raise ToolConfigError("no tool can be served: " + "; ".join(str(p.unavailable) for p in tools.providers))
         if transport == "stdio":
             if len(providers) > 1:
                 raise ToolConfigError("stdio serves one tool: python or browser")

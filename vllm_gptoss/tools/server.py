@@ -43,16 +43,6 @@ class ToolServerOptions:
     """Options of the python tool that hold unless the operator sets them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """One row of what this server has: for logs, doctor and `tools check`."""
-
-    name: str
-    kind: str
-    tools: Sequence[str]
-    unavailable: str | None
-
-
 class ToolServer:
     """The configured providers, in order. Use as `async with`, or `start` and `aclose`."""
 
@@ -108,11 +98,12 @@ class ToolServer:
         for provider, error in zip(self.providers, results, strict=True):
             if isinstance(error, Exception):
                 logger.error("tool %s did not start", provider.name, exc_info=error)
-        for offer in self.offers():
-            if offer.unavailable:
-                logger.warning("tool %s is off: %s", offer.name, offer.unavailable)
+        for provider in self.providers:
+            if provider.unavailable:
+                logger.warning("tool %s is off: %s", provider.name, provider.unavailable)
             else:
-                logger.info("tool %s is on: %s", offer.name, ", ".join(offer.tools))
+                names = [tool.name for namespace in provider.namespaces()[:1] for tool in namespace.tools]
+                logger.info("tool %s is on: %s", provider.name, ", ".join(names or [provider.name]))
         self.namespaces()  # raises for names that are taken twice
 
     async def aclose(self) -> None:
@@ -131,16 +122,6 @@ class ToolServer:
                     self._reported.add(namespace.name)
                     logger.warning("two tools are called %s; the first configured server is used", namespace.name)
         return list(found.values())
-
-    def offers(self) -> list[Offer]:
-        """Every configured tool, with what it offers or why it is off."""
-        rows = []
-        for provider in self.providers:
-            namespace = next(iter(provider.namespaces()), None)
-            tools = [tool.name for tool in namespace.tools] if namespace else []
-            kind = namespace.kind.value if namespace else "?"
-            rows.append(Offer(provider.name, kind, tools or [provider.name], provider.unavailable))
-        return rows
 
     async def remote(self, tool: Mapping[str, Any]) -> ToolProvider:
         """The MCP server that a request's `mcp` tool names by `server_url`, connected; the caller closes it.

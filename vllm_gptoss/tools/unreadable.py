@@ -32,13 +32,11 @@ def describe(part: Mapping[str, Any]) -> str:
         media = head[5:].partition(";")[0] or media
     is_link = data[:200].find("://") > 0
     size = f"{(len(data) - data[-2:].count('=')) * 3 // 4:,} bytes" if data and not is_link else ""
-    facts = (_kind(str(part.get("type"))), media, size, _text(fields, _NAMES), data if is_link else "")
+    kind = str(part.get("type"))
+    kind = next((word for word in _KINDS if word in kind), f"content of type {kind}")
+    facts = (kind, media, size, _text(fields, _NAMES), data if is_link else "")
     said = ", ".join(" ".join(fact[:MAX_FACT].split()) for fact in facts if fact)
     return f"[{said}: not shown, because this model reads text only]"
-
-
-def _kind(kind: str) -> str:
-    return next((word for word in _KINDS if word in kind), f"content of type {kind}")
 
 
 def _text(fields: Mapping[str, Any], names: tuple[str, ...]) -> str:

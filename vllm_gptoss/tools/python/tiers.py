@@ -29,7 +29,7 @@ class Client(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A way to isolate. `missing` returns, untried, why it is not possible; `make` and `connect` raise SandboxError.
+    """A way to isolate. `make` and `connect` raise SandboxError; `missing` returns, untried, why it is not possible.
 
     `make(options)` returns a launcher that has been tried, `connect(options, sandbox)` a `Client`. Both are typed by
     their tier alone: a launcher's sandboxes go to the `connect` of the same row only.
@@ -37,36 +37,28 @@ class Tier:
 
     name: str
     what: str
-    missing: Callable[[], str | None]
     make: Callable[[PythonOptions], Awaitable[Any]]
     connect: Callable[[PythonOptions, Any], Awaitable[Client]]
+    missing: Callable[[], str | None] = lambda: None
 
 
-def _nothing() -> None:
-    return None
-
-
-def _no_bubblewrap() -> str | None:
-    return None if bubblewrap.find() else "bubblewrap (bwrap) is not installed"
-
-
-NAMESPACES = Tier("namespaces", "own namespaces, warm fork server", _nothing, jupyter.make_namespaces, jupyter.connect)
+NAMESPACES = Tier("namespaces", "own namespaces, warm fork server", jupyter.make_namespaces, jupyter.connect)
 BUBBLEWRAP = Tier(
     "bubblewrap",
     "bubblewrap's namespaces; a conversation starts slower and shares no memory",
-    _no_bubblewrap,
     jupyter.make_bubblewrap,
     jupyter.connect,
+    lambda: None if bubblewrap.find() else "bubblewrap (bwrap) is not installed",
 )
 PORTABLE = Tier(
     "portable",
     "WebAssembly without namespaces: no programs, threads, sockets or `!` commands, packages are those built in, slower"
     " arithmetic, and a call that times out loses its variables",
-    interpreter.missing,
     portable.make,
     portable.connect,
+    interpreter.missing,
 )
-HOST = Tier("host", "NO isolation", _nothing, jupyter.make_host, jupyter.connect)
+HOST = Tier("host", "NO isolation", jupyter.make_host, jupyter.connect)
 
 TIERS = (NAMESPACES, BUBBLEWRAP, PORTABLE)
 

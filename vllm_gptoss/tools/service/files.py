@@ -18,7 +18,9 @@ def file_routes(provider: ToolProvider) -> list[BaseRoute]:
 
     async def listed(request: Request) -> Response:
         files = _mine(request, await provider.list_files(request.path_params["container_id"]))
-        return JSONResponse({"files": [_row(file) for file in files]})
+        same = ("file_id", "filename", "media_type", "created_at")
+        rows = [Listed(bytes=file.size, **{name: getattr(file, name) for name in same}) for file in files]
+        return JSONResponse({"files": [row.model_dump() for row in rows]})
 
     async def content(request: Request) -> Response:
         names = request.path_params
@@ -34,14 +36,3 @@ def file_routes(provider: ToolProvider) -> list[BaseRoute]:
 def _mine(request: Request, files: Sequence[StoredFile]) -> list[StoredFile]:
     caller = caller_of(request)
     return [file for file in files if not caller or file.owner.partition("/")[0] == caller]
-
-
-def _row(file: StoredFile) -> dict[str, object]:
-    row = Listed(
-        file_id=file.file_id,
-        filename=file.filename,
-        bytes=file.size,
-        media_type=file.media_type,
-        created_at=file.created_at,
-    )
-    return row.model_dump()

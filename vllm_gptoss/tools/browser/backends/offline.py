@@ -62,9 +62,6 @@ class Offline(Backend):
         self._lock = threading.Lock()
         self._reader = Reader()
 
-    def __len__(self) -> int:
-        return len(self._pages)
-
     async def start(self) -> None:
         """Reads and indexes the folder. Raises BackendError: there is no such folder, or nothing in it can be read."""
         if not self.folder.is_dir():
