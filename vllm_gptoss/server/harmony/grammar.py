@@ -86,7 +86,7 @@ def structural_tag(calls: Sequence[Call] = (), *, must_call: bool = False, answe
         raise ValueError("must_call needs at least one call")
     ends = [_call(call) for call in calls]
     if not must_call:
-        ends.append(_message("<|channel|>final", answer or FreeText()))
+        ends.append(_message(_text("<|channel|>final"), answer or FreeText()))
     # Clients join preambles to the answer, which would break its form: only reasoning comes before such an answer.
     speaks = answer is None or isinstance(answer, FreeText)
     channels = (_text("analysis"), _text("commentary")) if speaks else (_text("analysis"),)
@@ -131,8 +131,8 @@ def _content(content: Content) -> _Format:
             return dict(value)
 
 
-def _message(header: str, content: Content) -> _Format:
-    return _sequence(_text(header), _types(content), _text("<|message|>"), _content(content))
+def _message(header: _Format, content: Content) -> _Format:
+    return _sequence(header, _types(content), _text("<|message|>"), _content(content))
 
 
 def _types(content: Content) -> _Format:
@@ -148,5 +148,4 @@ def _call(call: Call) -> _Format:
     to = f" to={call.recipient}"
     channels = [f"<|channel|>{channel.value}" for channel in (Channel.COMMENTARY, Channel.ANALYSIS)]
     headers = [channel + to for channel in channels] + [to + channel for channel in channels]
-    message = (_types(call.content), _text("<|message|>"), _content(call.content))
-    return _sequence(_either(*map(_text, headers)), *message)
+    return _message(_either(*map(_text, headers)), call.content)

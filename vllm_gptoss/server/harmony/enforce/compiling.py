@@ -42,10 +42,7 @@ async def prepare(schema: Mapping[str, Any]) -> Written:
         NotNowError: the workers are busy or failed; the result is not cached.
     """
     text = json.dumps(schema).encode()
-    key = _key(text)
-    if key not in _known:
-        _keep(key, await _apart(lambda: pool().run(written, text, LIMIT, whitespace=MAX_WHITESPACE)))
-    return _result(_known[key])
+    return await _apart(_key(text), lambda: pool().run(written, text, LIMIT, whitespace=MAX_WHITESPACE))
 
 
 async def prepare_all(schemas: Iterable[Mapping[str, Any]]) -> None:
@@ -62,19 +59,18 @@ async def prepare_all(schemas: Iterable[Mapping[str, Any]]) -> None:
 async def prepare_pattern(pattern: str) -> Written:
     """The grammar of plain text that `pattern` matches as a whole; otherwise as `prepare`."""
     text = pattern.encode("utf-8", "surrogatepass")
-    key = _key(b"pattern " + text)
+    return await _apart(_key(b"pattern " + text), lambda: pool().run(written_pattern, text, LIMIT))
+
+
+async def _apart(key: bytes, run: Callable[[], Awaitable[Written]]) -> Written:
     if key not in _known:
-        _keep(key, await _apart(lambda: pool().run(written_pattern, text, LIMIT)))
+        try:
+            _keep(key, await run())
+        except (BusyError, FaultError) as error:
+            raise NotNowError("schema", f"was not read: {error}") from None
+        except ConfinedError as error:
+            _keep(key, Written(keyword="schema", why=f"was not read: {error}"))
     return _result(_known[key])
-
-
-async def _apart(run: Callable[[], Awaitable[Written]]) -> Written:
-    try:
-        return await run()
-    except (BusyError, FaultError) as error:
-        raise NotNowError("schema", f"was not read: {error}") from None
-    except ConfinedError as error:
-        return Written(keyword="schema", why=f"was not read: {error}")
 
 
 def _key(text: bytes) -> bytes:

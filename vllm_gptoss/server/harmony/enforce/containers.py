@@ -110,7 +110,8 @@ def _declared(plain: Mapping[str, Any], required: Sequence[str], value: Value) -
         if name in properties:
             schemas.append(properties[name])
         schema = _together(schemas) if schemas else plain.get("additionalProperties", True)
-        found[name] = value(schema) if strings.is_allowed(name, plain) else None
+        is_allowed = "propertyNames" not in plain or name in strings.names(plain)
+        found[name] = value(schema) if is_allowed else None
     return found
 
 

@@ -110,7 +110,9 @@ class _Compiler:
         if not plain:
             return ["value"]
         if "enum" in plain:
-            return self._values(plain)
+            if len(plain["enum"]) > MAX_VALUES:
+                raise NotEnforceableError("enum", f"has more than {MAX_VALUES} values")
+            return [self._constant(value) for value in plain["enum"] if _fits(value, plain)]
         types = plain.get("type", [kind for kind in TYPES if kind != "integer"])
         if "number" in types:
             types = [kind for kind in types if kind != "integer"]
@@ -129,11 +131,6 @@ class _Compiler:
         return write_container(self.rules, plain, lambda schema: self.value(schema, depth + 1))
 
     # Given values
-
-    def _values(self, plain: dict[str, Any]) -> list[str]:
-        if len(plain["enum"]) > MAX_VALUES:
-            raise NotEnforceableError("enum", f"has more than {MAX_VALUES} values")
-        return [self._constant(value) for value in plain["enum"] if _fits(value, plain)]
 
     def _constant(self, value: Any) -> str:
         if isinstance(value, Mapping):

@@ -29,7 +29,7 @@ def between(low: Bound | None, high: Bound | None, *, integer: bool) -> str | No
             raise NotEnforceableError("minimum" if bound is low else "maximum", f"has more than {MAX_DIGITS} digits")
     if low is None and high is None:
         return INTEGER if integer else NUMBER
-    above = _least(low, Bound(Decimal(0)))
+    above = low if low is not None and low.value >= 0 else Bound(Decimal(0))
     found = []
     if high is None or high.value >= 0:
         found.append(_magnitude(above, high, integer))
@@ -40,10 +40,6 @@ def between(low: Bound | None, high: Bound | None, *, integer: bool) -> str | No
         magnitude = _magnitude(closest, Bound(-low.value, low.excluded) if low else None, integer)
         found.append(f'"-" ( {magnitude} )' if magnitude else None)
     return _any_of(found)
-
-
-def _least(low: Bound | None, other: Bound) -> Bound:
-    return low if low is not None and low.value >= other.value else other
 
 
 def _any_of(found: list[str | None]) -> str | None:

@@ -64,10 +64,6 @@ def names(plain: Mapping[str, Any]) -> Automaton:
     return found
 
 
-def is_allowed(name: str, plain: Mapping[str, Any]) -> bool:
-    return "propertyNames" not in plain or name in names(plain)
-
-
 def string(rules: Rules, plain: Mapping[str, Any]) -> str | None:
     """The rule for a quoted string; None if there is none."""
     least, most = count(plain, "minLength", 0), count(plain, "maxLength", None)
@@ -119,7 +115,8 @@ def _price(found: Automaton) -> float:
 
 def bare(rules: Rules, found: Automaton) -> str | None:
     """The rule for a language's text without quotes, escapes and control tokens."""
-    return _states(rules, found & automaton.without_control_tokens(), '""', _bare_ways)
+    found = found & automaton.without_control_tokens()
+    return _states(rules, found, '""', lambda _, part, then: [f"[{''.join(_range(*each) for each in part)}] {then}"])
 
 
 Ways = Callable[[Rules, list[tuple[int, int]], str], list[str]]
@@ -147,10 +144,6 @@ def _ways_on(
             by_target.setdefault(to, []).append((low, high))
     ways = [way for to, ranges in by_target.items() for way in write(rules, ranges, names[to])]
     return ways, price(part for ranges in by_target.values() for part in ranges)
-
-
-def _bare_ways(rules: Rules, ranges: list[tuple[int, int]], then: str) -> list[str]:
-    return [f"[{''.join(_range(*part) for part in ranges)}] {then}"]
 
 
 def _ways(rules: Rules, ranges: list[tuple[int, int]], then: str) -> list[str]:

@@ -36,7 +36,9 @@ class Widths:
     def object(self, rule: str, members: Iterable[tuple[str, str]], others: Iterable[str]) -> None:
         """`members` are names and the rules of their values, `others` those of further values."""
         places = {f":{name}": {rule: CONTAINER, **self._widest.get(value, {})} for name, value in members}
-        rest: Matched = {rule: CONTAINER, **_union(self._widest.get(value, {}) for value in others)}
+        rest = {rule: CONTAINER}
+        for value in others:
+            rest |= self._widest.get(value, {})
         self._places[rule] = {":": rest, **places}
 
     def value(self, rule: str, alternatives: Iterable[str]) -> None:
@@ -58,7 +60,3 @@ class Widths:
 
 def _sum(matched: Matched) -> float:
     return sum(matched.values())
-
-
-def _union(parts: Iterable[Matched]) -> Matched:
-    return {rule: weight for part in parts for rule, weight in part.items()}
