@@ -195,9 +195,8 @@ class ChatReader:
             self._mark(self._answer, len(text))
         is_one_answer = self._kind is _Kind.CONTENT and self._channel is self._last_channel is Channel.FINAL
         if self._is_first_text and self._spoken[self._kind] and not is_one_answer:
-            text = (
-                "\n" + text
-            )  # reasoning and preambles are separated by a newline; two parts of the final answer are joined
+            # Reasoning and preambles are separated by a newline; two parts of the final answer are joined.
+            text = "\n" + text
         self._is_first_text, self._goes_on = False, not self._is_searched
         if self._kind is _Kind.CONTENT:
             self._last_channel = self._channel

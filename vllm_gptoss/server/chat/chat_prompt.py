@@ -100,16 +100,13 @@ def conversation(
 
 def check_name(name: str, param: str) -> None:
     """Rejects names that the parser could not read back from a header; a header's words end at blanks."""
-    if not name or len(name.encode("utf-8", "replace")) > MAX_NAME or "<|" in name or any(map(_is_blank, name)):
+    has_blanks = any(not character.isprintable() or character.isspace() for character in name)
+    if not name or len(name.encode("utf-8", "replace")) > MAX_NAME or "<|" in name or has_blanks:
         raise ChatInputError(
             f"The tool's name {name[:80]!r} cannot be called: give 1 to {MAX_NAME} bytes without blanks, control"
             " characters and '<|'.",
             param,
         )
-
-
-def _is_blank(character: str) -> bool:
-    return not character.isprintable() or character.isspace()
 
 
 def _messages(message: Mapping[str, Any], index: int, names: dict[str, str], raw: frozenset[str]) -> Iterable[Message]:

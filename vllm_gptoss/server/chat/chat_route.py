@@ -107,7 +107,5 @@ def _name(tool: Any) -> str | None:
 
 
 def _invalid(what: str, field: str) -> Exception:
-    error: Exception = _vllm.harmony().ValidationError(
-        f"`tool_choice` of type allowed_tools {what}.", parameter=f"tool_choice.allowed_tools.{field}"
-    )
-    return error
+    what = f"`tool_choice` of type allowed_tools {what}."
+    return custom_tools.invalid(what, f"tool_choice.allowed_tools.{field}")

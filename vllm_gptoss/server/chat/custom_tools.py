@@ -84,7 +84,7 @@ async def prepare(request: Any) -> frozenset[str]:
         except NotNowError:
             raise
         except ValueError as error:
-            raise _invalid(f"The grammar of '{name}' is not understood: {error}", "tools") from None
+            raise invalid(f"The grammar of '{name}' is not understood: {error}", "tools") from None
     return frozenset(found)
 
 
@@ -100,12 +100,12 @@ def as_functions(data: Mapping[str, Any]) -> Mapping[str, Any]:
     customs = [tool["function"]["name"] for tool, before in zip(made, given, strict=True) if tool is not before]
     names = Counter(name_of(tool, "function") for tool in made)
     if twice := next((name for name in customs if names[name] > 1), None):
-        raise _invalid(f"The tool '{twice}' is given twice.", "tools")
+        raise invalid(f"The tool '{twice}' is given twice.", "tools")
     changed: dict[str, Any] = {"tools": made} if customs else {}
     if isinstance(choice, Mapping) and _is_custom(choice):
         name = name_of(choice, "custom")
         if name not in customs:
-            raise _invalid(f"`tool_choice` names {name!r}, which is no custom tool in `tools`.", "tool_choice")
+            raise invalid(f"`tool_choice` names {name!r}, which is no custom tool in `tools`.", "tool_choice")
         changed["tool_choice"] = {"type": "function", "function": {"name": name}}
     return {**data, **changed} if changed else data
 
@@ -124,14 +124,14 @@ def name_of(tool: Any, kind: str) -> str | None:
 def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     inner, name = tool.get("custom"), name_of(tool, "custom")
     if not isinstance(inner, Mapping) or name is None:
-        raise _invalid(f"`{where}.custom` needs a `name`.", f"{where}.custom.name")
+        raise invalid(f"`{where}.custom` needs a `name`.", f"{where}.custom.name")
     try:
         check_name(name, f"{where}.custom.name")
     except ChatInputError as error:
-        raise _invalid(str(error), error.param) from None
+        raise invalid(str(error), error.param) from None
     description = inner.get("description")
     if not isinstance(description, str | None):
-        raise _invalid(f"`{where}.custom.description` must be text.", f"{where}.custom.description")
+        raise invalid(f"`{where}.custom.description` must be text.", f"{where}.custom.description")
     grammar = _grammar(inner.get("format"), f"{where}.custom.format")
     function = {
         "name": name,
@@ -150,11 +150,12 @@ def _grammar(form: Any, where: str) -> Mapping[str, str] | None:
     is_whole = isinstance(found, Mapping) and isinstance(found.get("definition"), str)
     if not isinstance(found, Mapping) or not is_whole or found.get("syntax") not in ("lark", "regex"):
         grammar = '`{"type": "grammar", "grammar": {"syntax": "lark" or "regex", "definition": …}}`'
-        raise _invalid(f'`{where}` must be `{{"type": "text"}}` or {grammar}.', where)
+        raise invalid(f'`{where}` must be `{{"type": "text"}}` or {grammar}.', where)
     return {"syntax": found["syntax"], "definition": found["definition"]}
 
 
-def _invalid(message: str, parameter: str) -> Exception:
+def invalid(message: str, parameter: str) -> Exception:
+    """vLLM's validation error (400)."""
     error: Exception = _vllm.harmony().ValidationError(message, parameter=parameter)
     return error
 

@@ -88,7 +88,7 @@ class GptOssParser:
         model_output_token_ids: Sequence[int] = (),
     ) -> tuple[str | None, str | None, list[Any] | None]:
         """Reasoning, content and calls of a whole output. `model_output` lacks control tokens and is ignored."""
-        reader = self._reader(request)
+        reader = chat_reader(request, self._offered)
         delta, end = reader.feed(model_output_token_ids), reader.finish()
         self._count(reader, len(model_output_token_ids))
         calls: list[Any] = []
@@ -116,16 +116,13 @@ class GptOssParser:
             reader = self._chat = delta_token_ids.reader
             deltas = [delta_token_ids.untold]
         else:
-            reader = self._chat = self._chat or self._reader(request)
+            reader = self._chat = self._chat or chat_reader(request, self._offered)
             deltas = [reader.feed(delta_token_ids)]
         if finished:
             deltas.append(reader.finish())
             self._chat = None
         self._count(reader, self._num_counted_tokens + len(delta_token_ids))
         return _delta_message(deltas, not hides_reasoning(request))
-
-    def _reader(self, request: Any) -> ChatReader:
-        return chat_reader(request, self._offered)
 
     def _count(self, reader: ChatReader, tokens: int) -> None:
         self._num_counted_tokens, self._num_reasoning_tokens = tokens, reader.reasoning_tokens
