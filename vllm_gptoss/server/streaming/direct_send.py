@@ -14,6 +14,7 @@ import asyncio
 import functools
 import logging
 import time
+import types
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
 from contextvars import Context, copy_context
 from typing import Any
@@ -81,30 +82,24 @@ class Outlet:
             self._rest.cancel()
 
 
-class _Begun:
-    """A coroutine that was started outside a task and waits for `waits_for`."""
-
-    def __init__(self, coroutine: Coroutine[Any, Any, None], waits_for: Any) -> None:
-        self._coroutine = coroutine
-        self._waits_for = waits_for
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        waits_for = self._waits_for
-        while True:
-            try:
-                yield waits_for
-            except BaseException as error:
-                step = functools.partial(self._coroutine.throw, error)
-            else:
-                step = functools.partial(self._coroutine.send, None)
-            try:
-                waits_for = step()
-            except StopIteration:
-                return
+@types.coroutine
+def _rest_of(begun: Coroutine[Any, Any, None], waits_for: Any) -> Generator[Any, Any, None]:
+    """The rest of a coroutine that was started outside a task and waits for `waits_for`."""
+    while True:
+        try:
+            yield waits_for
+        except BaseException as error:
+            step = functools.partial(begun.throw, error)
+        else:
+            step = functools.partial(begun.send, None)
+        try:
+            waits_for = step()
+        except StopIteration:
+            return
 
 
 async def _finish(sending: Coroutine[Any, Any, None], waits_for: Any) -> None:
-    await _Begun(sending, waits_for)
+    await _rest_of(sending, waits_for)
 
 
 class Direct:
