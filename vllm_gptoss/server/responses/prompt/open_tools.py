@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_gptoss.server.harmony.builtin import BROWSER, PYTHON, for_prompt
@@ -26,31 +27,22 @@ from vllm_gptoss.tools.protocol import (
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
 class Opener:
-    """Builds the `Toolset` of one request."""
+    """Builds the `Toolset` of one request. `past` and `owner` as in `SessionOptions`.
 
-    def __init__(
-        self,
-        providers: Providers,
-        response_id: str,
-        conversation: str,
-        notebook: Callable[[str], Awaitable[str]] | None = None,
-        past: Sequence[Mapping[str, Any]] = (),
-        owner: str = "",
-        listings: Sequence[Mapping[str, Any]] | None = None,
-    ) -> None:
-        """`past` and `owner` as in `SessionOptions`. With `listings`, the conversation's `mcp_list_tools` items, no
-        tool is opened: the toolset is for the prompt only.
-        """
-        self._owner = owner
-        self._listings = listings
-        self._notebook = notebook
-        self._past = past
-        self._providers = providers
-        self._response = response_id
-        self._conversation = conversation
-        self._set = Toolset()
-        self._functions: list[ToolSpec] = []
+    With `listings`, the conversation's `mcp_list_tools` items, no tool is opened: the toolset is for the prompt only.
+    """
+
+    providers: Providers
+    response_id: str
+    conversation: str
+    notebook: Callable[[str], Awaitable[str]]
+    past: Sequence[Mapping[str, Any]]
+    owner: str
+    listings: Sequence[Mapping[str, Any]] | None
+    _set: Toolset = field(default_factory=Toolset)
+    _functions: list[ToolSpec] = field(default_factory=list)
 
     async def open(self, tools: Sequence[Mapping[str, Any]], choice: Any) -> Toolset:
         """Raises `ApiError` naming the tool that is not there."""
@@ -99,11 +91,11 @@ class Opener:
     async def _session(self, provider: ToolProvider, where: str, **options: Any) -> ToolSession:
         if provider.unavailable:
             raise unsupported(where, f"the tool is off: {provider.unavailable}")
-        if self._listings is not None:
+        if self.listings is not None:
             return _Shown(provider.namespaces())
-        conversation = options.pop("conversation", self._conversation)
+        conversation = options.pop("conversation", self.conversation)
         try:
-            known = SessionOptions(self._response, self._owner, past=self._past, knows_all=True, **options)
+            known = SessionOptions(self.response_id, self.owner, past=self.past, knows_all=True, **options)
             session = await provider.open(conversation, known)
         except Exception as error:
             logger.exception("Tool %s did not open", provider.name)
@@ -113,13 +105,13 @@ class Opener:
         return session
 
     async def _open_python(self, tool: Mapping[str, Any], where: str) -> None:
-        provider = self._providers.of_kind(ToolKind.PYTHON)
+        provider = self.providers.of_kind(ToolKind.PYTHON)
         if provider is None:
             raise unsupported(where, "this server has no python tool; start it with --tool-server")
         container = tool["container"]
         named = {}
         if isinstance(container, str):
-            named["conversation"] = await self._notebook(container) if self._notebook else container
+            named["conversation"] = await self.notebook(container)
         session = await self._session(provider, where, **named)
         for namespace in _of(session, ToolKind.PYTHON):
             shown = ToolNamespace(namespace.name, namespace.description or PYTHON.description)
@@ -127,7 +119,7 @@ class Opener:
             self._set.routes[namespace.name] = Route(Kind.PYTHON, namespace.name, namespace.name, session=session)
 
     async def _open_browser(self, tool: Mapping[str, Any], where: str) -> None:
-        provider = self._providers.of_kind(ToolKind.BROWSER)
+        provider = self.providers.of_kind(ToolKind.BROWSER)
         if provider is None:
             raise unsupported(where, "this server has no browser tool; start it with --tool-server")
         _check_web_options(provider, tool, where)
@@ -152,8 +144,8 @@ class Opener:
         label = tool["server_label"]
         names, read_only = _filter(tool.get("allowed_tools"))
         operator: Callable[[str], bool] = lambda _: False  # noqa: E731
-        if tool.get("server_url") and self._listings is not None:
-            session: ToolSession = _Shown(_listed(self._listings, label))
+        if tool.get("server_url") and self.listings is not None:
+            session: ToolSession = _Shown(_listed(self.listings, label))
         else:
             provider = await self._mcp_provider(tool, where)
             session = await self._session(provider, where, allowed_tools=tuple(names) if names is not None else None)
@@ -168,16 +160,16 @@ class Opener:
 
     async def _mcp_provider(self, tool: Mapping[str, Any], where: str) -> ToolProvider:
         if tool.get("server_url"):
-            if self._providers.remote is None:
+            if self.providers.remote is None:
                 raise unsupported(f"{where}.server_url", "this server connects to no MCP servers that requests name")
             try:
-                provider = await self._providers.remote(tool)
+                provider = await self.providers.remote(tool)
             except Exception as error:  # not allowed, or an invalid URL
                 raise unsupported(f"{where}.server_url", str(error)) from error
             self._set.owned.append(provider)
             return provider
         label = tool["server_label"]
-        if (known := self._providers.named(label)) is None:
+        if (known := self.providers.named(label)) is None:
             raise unsupported(f"{where}.server_label", f"no MCP server '{label}' is configured; give a 'server_url'")
         return known
 
