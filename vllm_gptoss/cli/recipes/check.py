@@ -232,12 +232,6 @@ def expected(case: Case, recipe: Recipe) -> Iterator[Trouble]:
             yield Trouble(case.place, "expects", f"expects.{part} is {wanted!r}, the tables choose {choice}")
 
 
-def every_gpu(case: Case, recipe: Recipe) -> Iterator[Trouble]:
-    """The parallel sizes use all GPUs that the recipe is for."""
-    if gpus(case.config) != case.device.count:
-        yield Trouble(case.place, "gpus", f"uses {gpus(case.config)} of {devices.label(case.device)}")
-
-
 def no_default(case: Case, parsed: Parsed) -> Iterator[Trouble]:
     """No flag repeats vLLM's default."""
     filled = defaults.of(case.device)
@@ -269,18 +263,14 @@ def _same(row: Mapping[str, Any], claim: Claim, case: Case) -> bool:
         and row["tensor_parallel"] == case.config.get("tensor-parallel-size", 1)
         and row["eagle3"] == section(case.config, "speculative-config").get("num_speculative_tokens", 0)
         and not row["skew"]
-        and row["options"] == _engine_options(case.config)
+        and row["options"] == {k.replace("-", "_"): v for k, v in case.config.items() if k not in _NOT_OPTIONS}
         and row["plugin"] == "plugin"
     )
 
 
 _NOT_OPTIONS = {"model", "tensor-parallel-size", "speculative-config", "tool-server", "no-enable-prefix-caching"}
-"""Flags that a results file has in other fields, that no engine reads, or that every measurement has."""
-
-
-def _engine_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What `python -m benchmarks.decode run --options` was given where it measured this very configuration."""
-    return {key.replace("-", "_"): value for key, value in config.items() if key not in _NOT_OPTIONS}
+"""Flags that a results file has in other fields, that no engine reads, or that every measurement has. The others are
+what `python -m benchmarks.decode run --options` was given where it measured this very configuration."""
 
 
 def _equal(row: Mapping[str, Any], claim: Claim) -> bool:
@@ -312,7 +302,9 @@ def recipe(
     if wrong := no_numbers(case.config):
         said = Trouble(case.place, "numbers", f"{wrong[0]}: {case.config[wrong[0]]!r} is no number")
         return found if any(each.rule == "numbers" for each in found) else [*found, said]
-    found += [*expected(case, recipe), *every_gpu(case, recipe)]
+    found += expected(case, recipe)
+    if gpus(case.config) != case.device.count:
+        found.append(Trouble(case.place, "gpus", f"uses {gpus(case.config)} of {devices.label(case.device)}"))
     if releases:
         found += no_default(case, releases[-1][1])
     if results.is_dir():

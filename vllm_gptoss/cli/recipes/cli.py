@@ -203,7 +203,9 @@ def _check_named(
         elif (theirs := _recipes_in(path)) is not None:
             recipes += theirs
         else:
-            found += _check_config(path, place(), sources)
+            words, on = ["vllm", "serve", "--config", str(path.absolute())], place()
+            keys, root = load.read(path)
+            found += [rules.in_file(each, path, root, keys) for each in _check_words(words, on, sources)]
     return [*found, *(_check_recipes(recipes, sources, day) if recipes else ())]
 
 
@@ -216,12 +218,6 @@ def _recipes_in(path: Path) -> list[Recipe] | None:
     if isinstance(first, dict) and not path.is_dir() and not {"recipes", "family"} & set(first):
         return None
     return [recipe for file in files for recipe in load.load(file)]
-
-
-def _check_config(path: Path, device: Device, sources: Sequence[Path]) -> list[Trouble]:
-    keys, root = load.read(path)
-    found = _check_words(["vllm", "serve", "--config", str(path.absolute())], device, sources)
-    return [rules.in_file(trouble, path, root, keys) for trouble in found]
 
 
 def _check_recipes(recipes: Sequence[Recipe], sources: Sequence[Path], day: date | None) -> list[Trouble]:

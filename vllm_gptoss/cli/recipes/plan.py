@@ -253,8 +253,9 @@ def _advice(spec: ModelSpec, device: Device, config: Mapping[str, Any], env: Map
             found[frozenset(change)] = cost
             flags = " ".join(f"--{key} {value}" for key, value in change.items())
             yield f"{flags}, which is lossy" if "kv-cache-dtype" in change else flags
+    row = devices.of(device)
     for count in (2, 4, 8):
-        more = _as_many(device, count) if count > device.count else None
+        more = row.device(count) if row is not None and device.count < count <= row.most else None
         if more is not None and fits(spec, more, {**config, "tensor-parallel-size": count}, env):
             yield f"--tensor-parallel-size {count}, on {devices.label(more)}"
             return
@@ -266,11 +267,6 @@ def instead(spec: ModelSpec, device: Device, env: Mapping[str, str]) -> str:
     """What serves gpt-oss where no settings make a model fit."""
     smaller = spec != GPT_OSS_20B and search(GPT_OSS_20B, device, {"max-model-len": LENGTHS[-1]}, env, 1)
     return f"more or larger GPUs{', gpt-oss-20b' if smaller else ''}, or llama.cpp with experts in the host's memory"
-
-
-def _as_many(device: Device, count: int) -> Device | None:
-    row = devices.of(device)
-    return None if row is None or row.most < count else row.device(count)
 
 
 def search(
