@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,9 +16,9 @@ from demo.model import Shape, SmallGptOss
 from demo.widen import LIKE_20B, shifts, widen
 from tests.support import whole_model
 from vllm_gptoss.engine import choose
-from vllm_gptoss.engine.choose import vllm_config as describe
 from vllm_gptoss.engine.choose.deployment import Deployment
 from vllm_gptoss.engine.choose.device import Device
+from vllm_gptoss.engine.spec import ModelSpec
 
 SMALL = Shape(hidden=32, intermediate=64, layers=2, experts=4, heads=4, kv_heads=2)
 WIDE = replace(SMALL, hidden=96, intermediate=320, layers=4, experts=12, heads=32, kv_heads=4)
@@ -85,8 +84,7 @@ def test_what_cannot_be_is_said(tensors: dict[str, Tensor], wide: Shape, said: s
 
 
 def test_every_kernel_takes_the_shape_on_a_hopper_gpu() -> None:
-    config = SimpleNamespace(**checkpoint.config(LIKE_20B))
-    model = describe.model_spec(SimpleNamespace(model="wide", hf_config=config))
+    model = ModelSpec.from_json(checkpoint.config(LIKE_20B), "wide")
     hopper, served = Device("nvidia", "NVIDIA H200", "sm90", 139.8), Deployment(model)
     found = [part(hopper, served).value for part in (choose.layers, choose.one_token, choose.experts)]
     assert found == ["gptoss", "one launch", "gptoss"]

@@ -316,18 +316,12 @@ def lark_to_ebnf(definition: str) -> str:
         raise ValueError(str(error)) from None
 
 
-def only_piecewise_graphs(config: Any) -> bool:
-    """True where every graphed step is cut at the attention layers, decode included."""
+def graphs(config: Any) -> tuple[bool, bool]:
+    """Whether CUDA graphs are captured, and whether each is cut at the attention layers, those of decode included."""
     from vllm.config import CUDAGraphMode
 
-    return bool(config.compilation_config.cudagraph_mode == CUDAGraphMode.PIECEWISE)
-
-
-def uses_graphs(config: Any) -> bool:
-    """True where CUDA graphs are captured."""
-    from vllm.config import CUDAGraphMode
-
-    return bool(config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE)
+    mode = config.compilation_config.cudagraph_mode
+    return bool(mode != CUDAGraphMode.NONE), bool(mode == CUDAGraphMode.PIECEWISE)
 
 
 def offloads_weights(config: Any) -> bool:

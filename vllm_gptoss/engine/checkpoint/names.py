@@ -81,7 +81,6 @@ TOLERATED = ("rotary_emb.inv_freq", "_scale", "_scale_inv", ".scale", ".zero_poi
 class Expected:
     """What one tensor must look like; any of `options` is good. dtypes are safetensors' names."""
 
-    axes: Axes
     options: tuple[tuple[tuple[int, ...], frozenset[str]], ...]
 
     def accepts(self, shape: tuple[int, ...], dtype: str) -> bool:
@@ -129,7 +128,7 @@ def expected(config: Config, fmt: Format) -> dict[str, Expected]:
     def entry(name: str, axes: Axes) -> Expected:
         shape = tuple(sizes[axis] for axis in axes)
         dtypes = BYTES if PACKED_AXES.intersection(axes) else FLOATS
-        return Expected(axes, ((shape, dtypes), *(_quark_options(name, shape, axes, sizes) if fmt == "quark" else ())))
+        return Expected(((shape, dtypes), *(_quark_options(name, shape, axes, sizes) if fmt == "quark" else ())))
 
     out = {name: entry(name, axes) for name, axes in DENSE.items()}
     for layer in range(config.sizes.layers):

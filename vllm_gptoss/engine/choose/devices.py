@@ -134,8 +134,9 @@ def named(text: str, memory_gib: float = 0.0) -> Device:
     same = [model for model in known if _plain(name) in {_plain(each) for each in (model.name, *model.also)}]
     within = [] if "laptop" in _words(name) else _within(name)
     model = same[0] if same else max(within, key=lambda each: each[0], default=(0, None))[1]
-    if model is None and not (memory_gib and _ARCH.search(name)) and (why := _elsewhere(name)):
-        raise DeviceError(f"{name}: {why}")
+    why = [why for word, why in ELSEWHERE.items() if any(re.fullmatch(word, each) for each in _words(name))]
+    if model is None and why and not (memory_gib and _ARCH.search(name)):
+        raise DeviceError(f"{name}: {why[0]}")
     if model is None and not memory_gib:
         raise _unknown(name)
     if not 1 <= count <= (model.most if model else 8):
@@ -150,10 +151,6 @@ def named(text: str, memory_gib: float = 0.0) -> Device:
     if not memory:
         return model.device(count)
     return replace(model.device(count), name=f"{model.name}-{memory / REPORTED:.0f}G", memory_gib=memory)
-
-
-def _elsewhere(name: str) -> str:
-    return next((why for word, why in ELSEWHERE.items() if any(re.fullmatch(word, each) for each in _words(name))), "")
 
 
 def _unknown(name: str) -> DeviceError:

@@ -16,8 +16,9 @@ def configuration(config: Any) -> Deployment:
     """The deployment of a `VllmConfig`, before the model is built."""
     parallel, speculative = config.parallel_config, config.speculative_config
     backend, transfer = config.attention_config.backend, config.kv_transfer_config
+    graphs, piecewise_graphs = _vllm.graphs(config)
     return Deployment(
-        model=model_spec(config.model_config),
+        model=ModelSpec.from_json(vars(config.model_config.hf_config), str(config.model_config.model)),
         device_type=config.device_config.device_type,
         dtype=_name(config.model_config.dtype),
         tensor_parallel=parallel.tensor_parallel_size,
@@ -34,21 +35,16 @@ def configuration(config: Any) -> Deployment:
         lora_on_attention=adapts_attention(config),
         drafts=None if speculative is None else speculative.method,
         draft_tokens=0 if speculative is None else config.num_speculative_tokens,
-        piecewise_graphs=_vllm.only_piecewise_graphs(config),
+        piecewise_graphs=piecewise_graphs,
         compiled_whole=_vllm.compiles_outer_model(config),
         batch_invariant=_vllm.batch_invariant(),
-        graphs=_vllm.uses_graphs(config),
+        graphs=graphs,
         offloaded=_vllm.offloads_weights(config),
         moves_experts=parallel.enable_eplb or parallel.enable_elastic_ep,
         load_format=str(getattr(config.load_config.load_format, "value", config.load_config.load_format)),
         aiter=uses_aiter(),
         attention_backend=None if backend is None else str(getattr(backend, "name", backend)),
     )
-
-
-def model_spec(model_config: Any) -> ModelSpec:
-    """The sizes that a checkpoint's config.json names."""
-    return ModelSpec.from_json(vars(model_config.hf_config), str(model_config.model))
 
 
 def built_model(deployment: Deployment, model: Any) -> Deployment:
