@@ -32,7 +32,7 @@ def decoding(engine: Any, batch: int, prompt: int, output: int, *, profile: bool
         tokens = window.steps()
         if not tokens:
             return {}
-        row = {"decode_ms": (time.perf_counter() - began) * 1e3 / tokens}
+        row = {"decode_ms": (time.perf_counter() - began) * 1e3 / tokens, "tokens_per_step": tokens / window.STEPS}
         if profile and engine.collective_rpc(has_gpu)[0]:
             engine.collective_rpc(start_trace)
             tokens = window.steps()
