@@ -226,6 +226,7 @@ def test_the_command_measures_writes_and_continues(bench: Bench, tmp_path: Path)
     record = json.loads((tmp_path / "r.json").read_text())
     assert record["rows"][0]["plugin_tpot_ms"] > 0
     assert 0.1 < record["rows"][0]["plugin_decode_ms"] / record["rows"][0]["plugin_tpot_ms"] < 20, "the same unit"
+    assert record["measurements"][0]["rounds"][0]["rows"][0]["tokens_per_step"] == 1
     assert record["engines"][0]["kv_gib"] == pytest.approx(1, abs=0.01)
     assert record["failures"][0]["variant"] == "triton"
     code, out, errors = bench("--variants", "plugin", "--batches", "1,2", "--skew", "--budget", "350")
