@@ -70,7 +70,7 @@ def test_a_lane_decodes_its_operand_from_its_sixteen_bytes(g: int, j: int) -> No
 
 
 def test_every_word_decodes() -> None:
-    """Carries of the products: each byte of a word takes all values beside zeros and ones."""
+    """Carries of the products: each byte of a word takes all values, the others are zeros or ones."""
     values = torch.arange(256)
     for rest in (0, 0xFFFFFFFF):
         for byte in range(4):

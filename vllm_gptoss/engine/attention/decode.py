@@ -1,4 +1,4 @@
-"""The plugin's decode kernel in layers that vLLM built with a backend of its own, which `sm90.py` and `sm80.py` name.
+"""The plugin's decode kernel in layers that vLLM built with a backend of `sm90.py` or `sm80.py`.
 
 Decode steps, of one token a request or the few of `choose.tokens_per_request`, run `engine/kernels/attention_many.py`.
 vLLM runs all other steps and writes the KV cache. The maximum query length in the metadata decides. A graph of decode

@@ -1,7 +1,7 @@
 """vLLM's Triton attention for gpt-oss's layers (Ampere, Ada, Blackwell RTX): our kernel for decode steps (`decode.py`).
 
 vLLM builds the layers with this backend: `engine/model/gpt_oss.py` registers it as `TRITON_ATTN` meanwhile. Upstream's
-builder stays, because nothing that it prepares depends on whose attention runs.
+builder stays, because nothing that it prepares depends on which attention runs.
 """
 
 from __future__ import annotations

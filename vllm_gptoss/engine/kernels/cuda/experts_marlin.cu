@@ -219,7 +219,7 @@ __device__ __forceinline__ void work(Progress& p, const Work& w, const Meta& m, 
     float c[HALVES][R][4];
     u32 xrow[HALVES];
     int tile[HALVES];
-    bf16 two[HALVES][2];  // asked for before they are needed
+    bf16 two[HALVES][2];  // loaded before they are needed
 #pragma unroll
     for (int h = 0; h < HALVES; h++) {
       xrow[h] = row_address(w, m, xs, first, slot, h, divisor, rows);
