@@ -16,12 +16,12 @@ import sqlalchemy as sa
 from tests.support.replicas import Replica, balancer
 from tests.support.responses import earlier
 from tests.support.responses.postgres import Postgres
+from tests.support.responses.stores import opened
 from tests.support.s3 import storage
 from tests.support.tools_nodes import ToolsNode
 from tests.support.watched import Watch
 from vllm_gptoss.server.responses.options import ResponsesOptions
 from vllm_gptoss.server.responses.state.database import connect
-from vllm_gptoss.server.responses.state.store import Store
 from vllm_gptoss.server.responses.state.upgrade import VERSION
 
 KERNELS = 16
@@ -171,10 +171,6 @@ def write_as_earlier(database: Postgres) -> None:
 
 async def schema_of(database: Postgres) -> int:
     """The schema; rows of the earliest servers are still read."""
-    store = Store(ResponsesOptions(store=database.url))
-    await store.open()
-    try:
+    async with opened(database.url) as store:
         assert await store.get("alice", "mine")
         return int(await store.setting(VERSION) or 0)
-    finally:
-        await store.aclose()

@@ -226,12 +226,6 @@ def runs_by_nonce(files: str) -> Counter[str]:
     return Counter(name.rpartition("/")[2].partition(".")[0] for name in named)
 
 
-async def same_on(replica: Replica, kept: dict[str, dict[str, Any]]) -> None:
-    async with httpx.AsyncClient(base_url=replica.api, timeout=60) as http:
-        for identifier, response in kept.items():
-            assert (await http.get(f"/responses/{identifier}")).json() == response
-
-
 async def transactions_by_style(cluster: Cluster, script: Callable[[int], Script]) -> dict[str, float]:
     """Of the database for one response, and one look at it, in conversations of five turns."""
     found = {}
@@ -343,7 +337,7 @@ async def test_a_thousand_conversations_while_each_part_is_killed_in_turn(tmp_pa
         record["calls"] |= {"that left a file": len(runs), "run twice": [n for n, c in runs.items() if c > 1]}
         report(record, ledger)
         for replica in deployed.replicas:
-            await same_on(replica, ledger.kept)
+            await replica.has(ledger.kept)
         assert not faults(ledger), "\n".join(faults(ledger)[:20])
         assert len(ledger.kept) == ledger.conversations * 5
         assert runs
@@ -365,7 +359,7 @@ async def test_two_real_servers_of_the_small_model_while_each_part_is_killed(tmp
         ledger = await run(deployed, lambda n: ByHeart(n % 2 == 0, 2), Load(count, 8), plan)
         report(figures(deployed, ledger, time.monotonic() - began), ledger)
         for replica in deployed.replicas:
-            await same_on(replica, ledger.kept)
+            await replica.has(ledger.kept)
         assert not faults(ledger), "\n".join(faults(ledger)[:20])
         assert len(ledger.kept) == ledger.conversations * 2
     assert not await gone(deployed.watch)

@@ -107,7 +107,7 @@ async def test_nothing_that_was_reported_complete_is_lost_whoever_is_killed(clus
     assert not faults(ledger)
     assert len(ledger.kept) == count * TURNS
     for replica in cluster.replicas:
-        await same_on(replica, ledger.kept)
+        await replica.has(ledger.kept)
 
 
 async def test_a_server_whose_clock_is_wrong_gives_up_no_others_response(cluster: Cluster) -> None:
@@ -126,9 +126,3 @@ async def test_a_server_whose_clock_is_wrong_gives_up_no_others_response(cluster
                 assert not seen["failed"]
                 await asyncio.sleep(0.1)
             assert seen["in_progress"] > 1
-
-
-async def same_on(replica: Replica, kept: dict[str, dict[str, Any]]) -> None:
-    async with httpx.AsyncClient(base_url=replica.api, timeout=60) as http:
-        for identifier, response in kept.items():
-            assert (await http.get(f"/responses/{identifier}")).json() == response

@@ -13,11 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 
 from demo.server import ARGUMENTS, ENVIRONMENT, command, reserved
-from tests.support.places import ROOT
+from tests.support import warm_vllm
 
 HAPROXY = shutil.which("haproxy", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
 NO_HAPROXY = "there is no haproxy: the distribution's package has it"
@@ -44,8 +45,46 @@ backend replicas
 """
 
 
+class Restarted:
+    """A server that is killed without a word and started again at the same address."""
+
+    log: Path
+    held: socket.socket
+    process: Any
+
+    @property
+    def port(self) -> int:
+        return int(self.held.getsockname()[1])
+
+    def start(self) -> None:
+        """Returns when it answers."""
+        self.spawn()
+        self.wait()
+
+    def spawn(self) -> None:
+        raise NotImplementedError
+
+    def is_there(self) -> bool:
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """Returns when it answers."""
+        began = time.monotonic()
+        assert self.process is not None
+        while not self.is_there():
+            assert self.process.poll() is None, self.log.read_text()[-10_000:]
+            assert time.monotonic() - began < PATIENCE, self.log.read_text()[-10_000:]
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        if self.process:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+
+
 @dataclass
-class Replica:
+class Replica(Restarted):
     """A replay server. `store`: the database's URL; `tools`: what `--tool-server` takes. `later`: of the next release,
     from its next start on."""
 
@@ -57,11 +96,7 @@ class Replica:
     environment: Mapping[str, str] = field(default_factory=dict)
     later: bool = False
     held: socket.socket = field(default_factory=reserved)
-    process: subprocess.Popen[str] | None = None
-
-    @property
-    def port(self) -> int:
-        return int(self.held.getsockname()[1])
+    process: Any = None
 
     @property
     def api(self) -> str:
@@ -71,15 +106,10 @@ class Replica:
     def pid(self) -> int | None:
         return self.process.pid if self.process else None
 
-    def start(self) -> None:
-        """Returns when it answers."""
-        self.spawn()
-        self.wait()
-
     def spawn(self) -> None:
         with self.log.open("a") as log:
-            self.process = subprocess.Popen(
-                self.command(), cwd=ROOT, env={**os.environ, **self.settings()}, stdout=log, stderr=log, text=True
+            self.process = warm_vllm.popen(
+                self.command(), env={**os.environ, **self.settings()}, stdout=log, stderr=subprocess.STDOUT
             )
 
     def settings(self) -> dict[str, str]:
@@ -89,26 +119,16 @@ class Replica:
         command = [sys.executable, "-m", "tests.e2e.replay_server", self.tools, self.store, "--port", str(self.port)]
         return [*command, "--rate", "100", "--clock", str(self.clock), *(["--later"] if self.later else [])]
 
-    def wait(self) -> None:
-        """Returns when it answers."""
-        began = time.monotonic()
-        assert self.process is not None
-        while not self.is_there():
-            assert self.process.poll() is None, self.log.read_text()[-10_000:]
-            assert time.monotonic() - began < PATIENCE, self.log.read_text()[-10_000:]
-            time.sleep(0.1)
-
     def is_there(self) -> bool:
         try:
             return httpx.get(f"{self.api}/responses/none", timeout=5).status_code == 404
         except httpx.HTTPError:
             return False
 
-    def kill(self) -> None:
-        if self.process:
-            self.process.send_signal(signal.SIGKILL)
-            self.process.wait()
-            self.process = None
+    async def has(self, kept: Mapping[str, Any]) -> None:
+        async with httpx.AsyncClient(base_url=self.api, timeout=60) as http:
+            for identifier, response in kept.items():
+                assert (await http.get(f"/responses/{identifier}")).json() == response
 
 
 @dataclass

@@ -6,10 +6,9 @@ import resource
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,10 @@ import httpx
 import pytest
 from httpx_sse import connect_sse
 
+from tests.support.machine import without_namespaces
+from tests.support.places import ROOT
+from tests.support.responses import process
 from tests.support.responses.events import read, stream
-from tests.support.responses.process import SERVER
 from tests.support.responses.server import MODEL
 from tests.support.waiting import soon
 from vllm_gptoss.cli.bench.worker import free_port
@@ -47,18 +48,10 @@ class Limited:
         (self.disk / "filler").unlink()
 
 
-def can_mount() -> bool:
-    probe = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", "mount -t tmpfs none /mnt"]
-    try:
-        return subprocess.run(probe, capture_output=True).returncode == 0
-    except OSError:
-        return False
-
-
 @contextmanager
 def limited(folder: Path, text: str, rate: float, *, is_mounted: bool) -> Iterator[Limited]:
     port = free_port()
-    command = [sys.executable, "-c", SERVER, str(folder / "store.sqlite"), str(port), text, str(rate)]
+    command = process.command(folder / "store.sqlite", port, text, rate)
     if is_mounted:
         inner = MOUNT.format(size=DISK, disk=shlex.quote(str(folder)), command=shlex.join(command))
         command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", inner]
@@ -67,24 +60,13 @@ def limited(folder: Path, text: str, rate: float, *, is_mounted: bool) -> Iterat
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (DISK // 2, DISK // 2))
 
-    process = subprocess.Popen(command, preexec_fn=None if is_mounted else limit)
-    http = httpx.Client(base_url=f"http://127.0.0.1:{port}/v1", timeout=30)
+    server = subprocess.Popen(command, cwd=ROOT, preexec_fn=None if is_mounted else limit)
     try:
-        soon(lambda: answers(http, process))
-        yield Limited(http, Path(f"/proc/{process.pid}/root{folder}") if is_mounted else folder)
+        with closing(process.client_of(server, port)) as http:
+            yield Limited(http, Path(f"/proc/{server.pid}/root{folder}") if is_mounted else folder)
     finally:
-        http.close()
-        process.kill()
-        process.wait()
-
-
-def answers(http: httpx.Client, process: subprocess.Popen[bytes]) -> bool:
-    assert process.poll() is None
-    try:
-        http.get("/")
-    except httpx.TransportError:
-        return False
-    return True
+        server.kill()
+        server.wait()
 
 
 BIG = "abcdefgh " * 40_000
@@ -94,8 +76,8 @@ TEXT = "<|channel|>final<|message|>" + "word " * 100 + "<|return|>"
 @pytest.fixture(scope="module")
 def mounted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Limited]:
     """A server with its store on a separate, small file system."""
-    if not can_mount():
-        pytest.skip("no user namespace with mounts here")
+    if why_not := without_namespaces():
+        pytest.skip(why_not)
     with limited(tmp_path_factory.mktemp("mounted"), TEXT, 200.0, is_mounted=True) as server:
         yield server
 

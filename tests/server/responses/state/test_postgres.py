@@ -8,16 +8,18 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import nullcontext, suppress
 
 import pytest
+import pytest_asyncio
 import sqlalchemy as sa
 from httpx_sse import connect_sse
 
 from tests.support.responses.events import read
 from tests.support.responses.postgres import Postgres
 from tests.support.responses.server import MODEL, Start, create, harmony
+from tests.support.responses.stores import opened
 from tests.support.responses.turns import HELLO
 from tests.support.waiting import soon
 from vllm_gptoss.server.responses.options import ResponsesOptions
@@ -30,6 +32,19 @@ from vllm_gptoss.server.responses.state.upgrade import STEPS, UpgradeStep, upgra
 from vllm_gptoss.tools.protocol import CALLER
 
 pytestmark = pytest.mark.parametrize("database", ["postgres"], indirect=True)
+
+
+@pytest_asyncio.fixture
+async def store(database: None) -> AsyncIterator[Store]:
+    async with opened(os.environ["GPTOSS_TEST_STORE"]) as store:
+        yield store
+
+
+@pytest_asyncio.fixture
+async def transactions(database: None) -> AsyncIterator[databases.Database]:
+    made = databases.Database(sa.make_url(ResponsesOptions(store=os.environ["GPTOSS_TEST_STORE"]).url or ""))
+    yield made
+    await made.aclose()
 
 
 def test_a_database_that_drops_its_connections_costs_no_request(start: Start, postgres: Postgres) -> None:
@@ -91,12 +106,10 @@ def test_a_background_response_that_ends_while_the_database_is_away_is_kept(
 
 
 async def test_a_commit_that_is_not_answered_is_not_taken_for_another_servers(
-    database: None, monkeypatch: pytest.MonkeyPatch
+    store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The database commits and dies before its answer: the second attempt finds the response ended by this server."""
     monkeypatch.setattr(patience, "RETRY", 0.0)
-    store = Store(ResponsesOptions(store=os.environ["GPTOSS_TEST_STORE"]))
-    await store.open()
     running = {"id": "resp_1", "status": "in_progress", "output": []}
     await store.save(Stored("resp_1", "alice", running))
     write, attempts = store.update, []
@@ -111,14 +124,11 @@ async def test_a_commit_that_is_not_answered_is_not_taken_for_another_servers(
     other = Stored("resp_1", "alice", {**running, "status": "completed", "output": [{"id": "msg_1"}]})
     with pytest.raises(LostError):
         await patience.update_at_last(store, other, None)
-    await store.aclose()
 
 
 async def test_the_owner_of_a_container_that_could_not_be_written_is_written_with_the_next_call(
-    database: None, postgres: Postgres
+    store: Store, postgres: Postgres
 ) -> None:
-    store = Store(ResponsesOptions(store=os.environ["GPTOSS_TEST_STORE"]))
-    await store.open()
     owners = ContainerOwners(store)
     postgres.stop()
     try:
@@ -128,13 +138,10 @@ async def test_the_owner_of_a_container_that_could_not_be_written_is_written_wit
     assert await store.containers.get("cntr_1") is None
     await owners.remember("cntr_1", "alice", "alice:root")
     assert await store.containers.get("cntr_1") == ("alice", "alice:root")
-    await store.aclose()
 
 
-async def test_responses_that_share_new_items_in_another_order_are_all_stored(database: None) -> None:
+async def test_responses_that_share_new_items_in_another_order_are_all_stored(store: Store) -> None:
     """Without one order of the inserts the database ends one of the transactions: `deadlock detected`."""
-    store = Store(ResponsesOptions(store=os.environ["GPTOSS_TEST_STORE"]))
-    await store.open()
 
     def response(number: int, turn: int) -> Stored:
         items = [{"id": f"msg_{turn}_{n}", "type": "message", "content": f"{turn} {n} " * 20} for n in range(60)]
@@ -144,14 +151,12 @@ async def test_responses_that_share_new_items_in_another_order_are_all_stored(da
 
     for turn in range(3):
         await asyncio.gather(*(store.save(response(number, turn)) for number in range(4)))
-    await store.aclose()
 
 
-async def test_transactions_that_deadlock_are_both_carried_out(database: None) -> None:
+async def test_transactions_that_deadlock_are_both_carried_out(transactions: databases.Database) -> None:
     """As an eviction and a save do that use the same input items in another order."""
-    store = databases.Database(sa.make_url(ResponsesOptions(store=os.environ["GPTOSS_TEST_STORE"]).url or ""))
-    await store.run(lambda db: db.exec_driver_sql("CREATE TABLE counts (id INT PRIMARY KEY, n INT)"))
-    await store.run(lambda db: db.exec_driver_sql("INSERT INTO counts VALUES (1, 0), (2, 0)"))
+    await transactions.run(lambda db: db.exec_driver_sql("CREATE TABLE counts (id INT PRIMARY KEY, n INT)"))
+    await transactions.run(lambda db: db.exec_driver_sql("INSERT INTO counts VALUES (1, 0), (2, 0)"))
     both = threading.Barrier(2)
 
     def count(order: tuple[int, int], db: sa.Connection) -> None:
@@ -163,18 +168,18 @@ async def test_transactions_that_deadlock_are_both_carried_out(database: None) -
 
     async def of_key(key: str, order: tuple[int, int]) -> None:
         CALLER.set(key)
-        await store.run(functools.partial(count, order))
+        await transactions.run(functools.partial(count, order))
 
     await asyncio.gather(of_key("alice", (1, 2)), of_key("bob", (2, 1)))
-    rows = await store.run(lambda db: db.exec_driver_sql("SELECT n FROM counts").scalars().all())
-    await store.run(lambda db: db.exec_driver_sql("DROP TABLE counts"))
-    await store.aclose()
+    rows = await transactions.run(lambda db: db.exec_driver_sql("SELECT n FROM counts").scalars().all())
+    await transactions.run(lambda db: db.exec_driver_sql("DROP TABLE counts"))
     assert rows == [2, 2]
 
 
 @pytest.mark.parametrize(("failures", "attempts"), [(2, 3), (3, 3)])
-async def test_a_serialization_failure_is_repeated_twice(database: None, failures: int, attempts: int) -> None:
-    store = databases.Database(sa.make_url(ResponsesOptions(store=os.environ["GPTOSS_TEST_STORE"]).url or ""))
+async def test_a_serialization_failure_is_repeated_twice(
+    transactions: databases.Database, failures: int, attempts: int
+) -> None:
     made: list[int] = []
 
     def fail(db: sa.Connection) -> None:
@@ -184,16 +189,11 @@ async def test_a_serialization_failure_is_repeated_twice(database: None, failure
 
     failed = pytest.raises(StoreError, match="The response store failed: OperationalError: concurrent update")
     with failed if failures == attempts else nullcontext():
-        await store.run(fail)
-    await store.aclose()
+        await transactions.run(fail)
     assert len(made) == attempts
 
 
-async def test_a_response_that_another_server_deletes_while_it_is_read_is_not_there(database: None) -> None:
-    store = Store(ResponsesOptions(store=os.environ["GPTOSS_TEST_STORE"]))
-    other = Store(ResponsesOptions(store=os.environ["GPTOSS_TEST_STORE"]))
-    await store.open()
-    await other.open()
+async def test_a_response_that_another_server_deletes_while_it_is_read_is_not_there(store: Store) -> None:
     items = [{"id": "msg_1", "type": "message", "content": "of alice " * 200}]
     await store.save(Stored("resp_1", "alice", {"id": "resp_1", "status": "completed", "output": []}, items))
     event_loop, deleted = asyncio.get_running_loop(), []
@@ -204,38 +204,35 @@ async def test_a_response_that_another_server_deletes_while_it_is_read_is_not_th
             deleted.append(asyncio.run_coroutine_threadsafe(other.delete("alice", "resp_1"), event_loop).result(30))
 
     sa.event.listen(store._db.engine, "before_cursor_execute", delete)
-    assert await store.get("alice", "resp_1") is None
+    async with opened(os.environ["GPTOSS_TEST_STORE"]) as other:
+        assert await store.get("alice", "resp_1") is None
     assert deleted == [True]
-    await store.aclose()
-    await other.aclose()
 
 
-async def test_transactions_of_one_key_leave_a_thread_to_others(database: None) -> None:
+async def test_transactions_of_one_key_leave_a_thread_to_others(transactions: databases.Database) -> None:
     """Twice as many slow transactions as there are threads; another key's is not behind them."""
-    store = databases.Database(sa.make_url(ResponsesOptions(store=os.environ["GPTOSS_TEST_STORE"]).url or ""))
     CALLER.set("alice")
-    slow = [asyncio.create_task(store.run(lambda db: db.exec_driver_sql("SELECT pg_sleep(2)"))) for _ in range(16)]
+    slow = [
+        asyncio.create_task(transactions.run(lambda db: db.exec_driver_sql("SELECT pg_sleep(2)"))) for _ in range(16)
+    ]
     await asyncio.sleep(0.5)  # until every thread that takes them has one
     CALLER.set("bob")
     began = time.monotonic()
-    await store.run(lambda db: db.exec_driver_sql("SELECT 1"))
+    await transactions.run(lambda db: db.exec_driver_sql("SELECT 1"))
     assert time.monotonic() - began < 1
     assert not any(each.done() for each in slow)
     await asyncio.gather(*slow)
-    await store.aclose()
 
 
-async def test_no_statement_is_prepared(database: None) -> None:
+async def test_no_statement_is_prepared(transactions: databases.Database) -> None:
     """A pooler in transaction mode runs a client's transactions on connections that do not have it."""
-    store = databases.Database(sa.make_url(ResponsesOptions(store=os.environ["GPTOSS_TEST_STORE"]).url or ""))
 
     def prepared(db: sa.Connection) -> int | None:
         for _ in range(10):
             db.execute(sa.text("SELECT :n + 1"), {"n": 1})
         return db.scalar(sa.text("SELECT count(*) FROM pg_prepared_statements"))
 
-    assert await store.run(prepared) == 0
-    await store.aclose()
+    assert await transactions.run(prepared) == 0
 
 
 def test_a_step_of_an_upgrade_takes_longer_than_a_statement_may(

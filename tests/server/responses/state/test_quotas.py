@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,12 @@ import pytest
 from tests.support.loop_watch import watched
 from tests.support.responses.postgres import ALSO_POSTGRES
 from tests.support.responses.server import Start
+from tests.support.responses.stores import opened
 from tests.support.responses.turns import HELLO
-from vllm_gptoss.server.responses.options import ResponsesOptions
 from vllm_gptoss.server.responses.state.store import Store
 from vllm_gptoss.server.responses.state.stored import LostError, QuotaError, Stored, TakenError, TooLargeError
 
 Opened = Callable[..., Any]
-
-
-@asynccontextmanager
-async def store_of(path: Path, **options: Any) -> AsyncIterator[Store]:
-    store = Store(ResponsesOptions(store=str(path / "store.sqlite"), **options))
-    await store.open()
-    try:
-        yield store
-    finally:
-        await store.aclose()
 
 
 def response(number: int, tenant: str, size: int = 1000, root: str = "") -> Stored:
@@ -48,7 +37,7 @@ async def left(store: Store, tenant: str, count: int) -> list[int]:
 
 async def test_conversations_of_one_key_delete_nothing_of_others(tmp_path: Path) -> None:
     """Six conversations of 10 MB in a store of 4 MiB were accepted, and everybody's responses deleted."""
-    async with store_of(tmp_path, max_bytes=4 << 20) as store:
+    async with opened(tmp_path / "store.sqlite", max_bytes=4 << 20) as store:
         for number in range(3):
             await store.save(response(number, "bob"))
         for number in range(2):
@@ -63,7 +52,7 @@ async def test_conversations_of_one_key_delete_nothing_of_others(tmp_path: Path)
     ("options", "kept"), [({"key_responses": 20}, 19), ({"key_bytes": 22_000}, 19), ({"key_responses": 19}, 19)]
 )
 async def test_a_keys_least_recently_used_chain_goes_first(tmp_path: Path, options: dict[str, int], kept: int) -> None:
-    async with store_of(tmp_path, **options) as store:
+    async with opened(tmp_path / "store.sqlite", **options) as store:
         await store.save(response(0, "bob"))
         await store.save(response(0, "alice", root="chain"))
         for number in range(1, 19):
@@ -78,7 +67,7 @@ async def test_a_keys_least_recently_used_chain_goes_first(tmp_path: Path, optio
 
 
 async def test_a_response_that_is_larger_than_the_quota_is_refused(tmp_path: Path) -> None:
-    async with store_of(tmp_path, key_bytes=5000) as store:
+    async with opened(tmp_path / "store.sqlite", key_bytes=5000) as store:
         await store.save(response(0, "alice", 4500))
         with pytest.raises(TooLargeError, match="5000 may be stored"):
             await store.save(response(1, "alice", 5000))
@@ -86,7 +75,7 @@ async def test_a_response_that_is_larger_than_the_quota_is_refused(tmp_path: Pat
 
 
 async def test_the_total_takes_from_the_key_that_stores_most(tmp_path: Path) -> None:
-    async with store_of(tmp_path, max_bytes=40_000, key_bytes=30_000) as store:
+    async with opened(tmp_path / "store.sqlite", max_bytes=40_000, key_bytes=30_000) as store:
         for number in range(25):  # of which a background response's text counts when it ends
             begun = response(number, "alice", 0)
             begun.body["status"] = "in_progress"
@@ -105,7 +94,7 @@ async def test_the_total_takes_from_the_key_that_stores_most(tmp_path: Path) -> 
 
 
 async def test_the_total_takes_conversations_where_nothing_else_is_left(tmp_path: Path) -> None:
-    async with store_of(tmp_path, max_bytes=40_000, key_bytes=30_000) as store:
+    async with opened(tmp_path / "store.sqlite", max_bytes=40_000, key_bytes=30_000) as store:
         for number in range(3):
             await store.conversations.put("alice", f"conv_{number}", {}, time.time(), [item(number, 9000)])
         await store.conversations.append("conv_0", [item(9, 10)], "alice")  # used now
@@ -127,7 +116,7 @@ async def test_the_total_takes_conversations_where_nothing_else_is_left(tmp_path
 async def test_what_conversations_would_exceed_is_refused_by_name(
     tmp_path: Path, options: dict[str, int], named: str
 ) -> None:
-    async with store_of(tmp_path, **options) as store:
+    async with opened(tmp_path / "store.sqlite", **options) as store:
         for number in range(3):
             await store.conversations.put("alice", f"conv_{number}", {}, time.time(), [item(number)])
         with pytest.raises(QuotaError, match=named):
@@ -152,7 +141,7 @@ def test_a_refusal_is_507_and_names_the_limit(start: Start) -> None:
 
 
 async def test_evicting_one_keys_responses_delays_no_other_key(tmp_path: Path) -> None:
-    async with store_of(tmp_path, key_responses=400) as store:
+    async with opened(tmp_path / "store.sqlite", key_responses=400) as store:
         numbers = iter(range(1 << 30))
 
         async def took(tenant: str, size: int = 2000) -> float:
@@ -178,7 +167,7 @@ async def test_evicting_one_keys_responses_delays_no_other_key(tmp_path: Path) -
 
 
 async def test_writes_that_fail_do_not_count(tmp_path: Path) -> None:
-    async with store_of(tmp_path, max_bytes=20_000) as store:
+    async with opened(tmp_path / "store.sqlite", max_bytes=20_000) as store:
         await store.save(response(0, "alice"))
         await store.sweep()
         for _ in range(20):

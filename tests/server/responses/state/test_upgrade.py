@@ -6,18 +6,18 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 
-from tests.support.places import ROOT
+from tests.support import warm
 from tests.support.responses import earlier, upgrading
 from tests.support.responses.postgres import ALSO_POSTGRES
+from tests.support.responses.stores import opened
 from vllm_gptoss.server.responses.options import ResponsesOptions
 from vllm_gptoss.server.responses.state import tables
 from vllm_gptoss.server.responses.state.database import connect
@@ -33,16 +33,6 @@ def options(database: None, tmp_path: Path) -> ResponsesOptions:
     return ResponsesOptions(store=os.environ.get("GPTOSS_TEST_STORE") or str(tmp_path / "store.sqlite"))
 
 
-@asynccontextmanager
-async def opened(options: ResponsesOptions) -> AsyncIterator[Store]:
-    store = Store(options)
-    await store.open()
-    try:
-        yield store
-    finally:
-        await store.aclose()
-
-
 @contextmanager
 def connection_to(options: ResponsesOptions) -> Iterator[sa.Connection]:
     database = connect(sa.make_url(options.url or ""))
@@ -53,8 +43,8 @@ def connection_to(options: ResponsesOptions) -> Iterator[sa.Connection]:
 
 async def later(options: ResponsesOptions, kind: str) -> int:
     """The exit status of a server of the next release."""
-    command = [sys.executable, "-m", "tests.support.responses.upgrading", options.url or "", kind]
-    return await (await asyncio.create_subprocess_exec(*command, cwd=ROOT)).wait()
+    command = ["-m", "tests.support.responses.upgrading", options.url or "", kind]
+    return (await asyncio.to_thread(warm.run, command)).returncode
 
 
 def runs(options: ResponsesOptions) -> int:
@@ -69,7 +59,7 @@ def answer(name: str) -> Stored:
 async def test_what_an_earlier_version_stored_is_read(options: ResponsesOptions) -> None:
     with connection_to(options) as db:
         earlier.fill(db, time.time())
-    async with opened(options) as store:
+    async with opened(options.store) as store:
         chain = await store.chain("alice", earlier.SECOND)
         assert [stored.id for stored in chain or ()] == [earlier.FIRST, earlier.SECOND]
         assert await store.chain("bob", earlier.SECOND) is None
@@ -91,7 +81,7 @@ async def test_servers_that_upgrade_at_once_do_it_once(options: ResponsesOptions
         earlier.fill(db, time.time())
     assert await asyncio.gather(*(later(options, "adds") for _ in range(3))) == [0, 0, 0]
     assert runs(options) == 1
-    async with opened(options) as store:
+    async with opened(options.store) as store:
         assert await store.get("alice", "mine")
 
 
@@ -112,7 +102,7 @@ async def test_a_server_works_on_while_a_later_one_upgrades(
     options: ResponsesOptions, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Unknown columns have defaults; after a restart, it logs that the schema is newer."""
-    async with opened(options) as store:
+    async with opened(options.store) as store:
         upgrade, written = asyncio.create_task(later(options, "adds")), 0
         while not upgrade.done() or written < 10:
             name = f"during_{written}"
@@ -122,7 +112,7 @@ async def test_a_server_works_on_while_a_later_one_upgrades(
         assert upgrade.result() == 0
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        async with opened(options) as store:
+        async with opened(options.store) as store:
             await store.save(answer("after"))
             assert await store.get("alice", "during_0")
     assert [r.getMessage() for r in caplog.records if "schema" in r.getMessage()] == [
@@ -135,7 +125,7 @@ async def test_a_server_works_on_while_a_later_one_upgrades(
 
 
 async def test_a_schema_that_it_cannot_work_with_is_refused_with_advice(options: ResponsesOptions) -> None:
-    async with opened(options) as store:
+    async with opened(options.store) as store:
         await store.save(answer("kept"))
     assert await later(options, "breaks") == 0
     with pytest.raises(StoreError, match=r"schema \d+, which servers of schema \d+.*cannot work with.*Install"):
@@ -144,7 +134,7 @@ async def test_a_schema_that_it_cannot_work_with_is_refused_with_advice(options:
 
 async def test_a_database_that_is_up_to_date_is_not_changed(options: ResponsesOptions) -> None:
     """So a server's role needs no right to create tables, and a start waits for no lock."""
-    async with opened(options):
+    async with opened(options.store):
         pass
     with connection_to(options) as db:
         if db.dialect.name == "postgresql":
@@ -152,5 +142,5 @@ async def test_a_database_that_is_up_to_date_is_not_changed(options: ResponsesOp
             db.execute(sa.select(lock))
         else:
             db.exec_driver_sql("BEGIN IMMEDIATE")
-        async with asyncio.timeout(20), opened(options):
+        async with asyncio.timeout(20), opened(options.store):
             pass
