@@ -28,6 +28,7 @@ from tests.support.mcp_servers import McpServers
 from tests.support.places import CACHE, PYTHON, ROOT
 from tests.support.scale import SOAK
 from tests.support.turns import alone_in, turn
+from tests.support.vllm_log import heard
 
 if not on_gpu():
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -177,6 +178,16 @@ def forced(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     environment = {"PYTHONPATH": str(ROOT), "GPTOSS_STRICT_TOOLS": "0", "XDG_STATE_HOME": str(home), **SAME_EVERYWHERE}
     with serve(model_dir, home / "serve.log", arguments, environment, popen=warm_vllm.popen) as server:
         yield server
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+    """Warnings of this process, with nothing said before."""
+    from vllm_gptoss import fallback
+
+    monkeypatch.setattr(fallback, "_said", set())
+    with heard(caplog, logging.WARNING):
+        yield caplog
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from tests.support import planted
-from tests.support.vllm_log import heard, lines
+from tests.support.vllm_log import lines
 from vllm_gptoss import fallback, startup_line
 from vllm_gptoss.engine import choose
 from vllm_gptoss.engine.attention import decode
@@ -30,13 +28,6 @@ pytestmark = pytest.mark.vllm
 
 H200 = Device("nvidia", "NVIDIA H200", "sm90", 139.8)
 FIRST = torch.zeros(1, dtype=torch.int64)
-
-
-@pytest.fixture
-def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
-    monkeypatch.setattr(fallback, "_said", set())
-    with heard(caplog, logging.WARNING):
-        yield caplog
 
 
 def wishing(**settings: str) -> Any:

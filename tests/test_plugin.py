@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import json
-import logging
 import os
 import pkgutil
 import subprocess
@@ -19,13 +18,14 @@ import pytest
 from fastapi import FastAPI
 
 from tests.support import warm
-from tests.support.vllm_log import heard, lines
+from tests.support.vllm_log import lines
 from vllm_gptoss import _vllm, fallback, plugin, startup_line
 from vllm_gptoss._vllm import compatibility
 from vllm_gptoss._vllm import runner as _vllm_runner
 from vllm_gptoss.server import parts
 from vllm_gptoss.settings import ChoiceError, Settings
 
+UPSTREAM = "vllm.model_executor.models.gpt_oss:GptOssForCausalLM"
 DISCOVER = "from vllm.plugins import load_general_plugins as load; load(); "
 
 
@@ -84,18 +84,17 @@ def test_the_endpoint_loads_when_nothing_is_set() -> None:
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize("allowed", ["", "someone_else"])
-def test_an_allow_list_without_us_keeps_us_out(allowed: str) -> None:
-    code = DISCOVER + "from vllm_gptoss import _vllm; print(_vllm.registered_model('GptOssForCausalLM'))"
-    done = python(code, VLLM_PLUGINS=allowed)
-    assert done.stdout.splitlines()[-1] == "vllm.model_executor.models.gpt_oss:GptOssForCausalLM"
-
-
-@pytest.mark.vllm
-def test_the_endpoint_can_be_turned_off() -> None:
-    code = DISCOVER + "import os; print('VLLM_PLUGINS' in os.environ)"
-    off = python(code, VLLM_PLUGINS=None, GPTOSS_ENDPOINT="off", GPTOSS_PARSER="0")
-    assert off.stdout.splitlines()[-1] == "False"
+@pytest.mark.parametrize(
+    ("show", "environ", "shown"),
+    [
+        ("v.registered_model('GptOssForCausalLM')", {"VLLM_PLUGINS": ""}, UPSTREAM),
+        ("v.registered_model('GptOssForCausalLM')", {"VLLM_PLUGINS": "someone_else"}, UPSTREAM),
+        ("'VLLM_PLUGINS' in os.environ", {"GPTOSS_ENDPOINT": "off", "GPTOSS_PARSER": "0"}, "False"),
+    ],
+)
+def test_an_allow_list_without_us_and_settings_keep_us_out(show: str, environ: dict[str, str], shown: str) -> None:
+    code = DISCOVER + f"import os; from vllm_gptoss import _vllm as v; print({show})"
+    assert python(code, **{"VLLM_PLUGINS": None} | environ).stdout.splitlines()[-1] == shown
 
 
 @pytest.mark.vllm
@@ -242,7 +241,7 @@ def test_the_endpoint_is_active_where_the_other_parts_are(
 @pytest.mark.vllm
 @pytest.mark.parametrize("why", [None, "vLLM 0.33.1 differs from 0.33.0 in a:b"])
 def test_streams_are_vllms_where_its_functions_are_not_known(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, why: str | None
+    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture, why: str | None
 ) -> None:
     hosts: list[str] = []
 
@@ -253,11 +252,9 @@ def test_streams_are_vllms_where_its_functions_are_not_known(
     monkeypatch.setattr(_vllm, "model_type", lambda args: "gpt_oss")
     monkeypatch.setattr(parts, "Parts", attach)
     monkeypatch.setattr(compatibility, "why_not", lambda part: why)
-    monkeypatch.setattr(fallback, "_said", set())
-    with heard(caplog, logging.WARNING):
-        plugin.GptOssEndpoint().attach_router(SimpleNamespace(state=SimpleNamespace(args=Namespace())))
+    plugin.GptOssEndpoint().attach_router(SimpleNamespace(state=SimpleNamespace(args=Namespace())))
     assert hosts == ["stock" if why else "auto"]
-    assert lines(caplog) == ([f"streams: upstream from here on ({why})"] if why else [])
+    assert lines(said) == ([f"streams: upstream from here on ({why})"] if why else [])
 
 
 def test_a_part_that_fails_does_not_stop_the_others(
@@ -278,12 +275,11 @@ def test_a_part_that_fails_does_not_stop_the_others(
 @pytest.mark.vllm
 @pytest.mark.parametrize("is_set", [False, True])
 def test_the_rust_front_end_is_reported_at_start(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_set: bool
+    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture, is_set: bool
 ) -> None:
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", str(int(is_set)))
-    with heard(caplog, logging.WARNING):
-        plugin._wants_runner(SimpleNamespace(additional_config={"gptoss": {"host": "stock"}}))
-    assert lines(caplog) == ([plugin.RUST] if is_set else [])
+    plugin._wants_runner(SimpleNamespace(additional_config={"gptoss": {"host": "stock"}}))
+    assert lines(said) == ([plugin.RUST] if is_set else [])
 
 
 @pytest.mark.vllm
@@ -300,13 +296,9 @@ def test_workers_get_a_method_for_the_page_only_where_it_is_on(ui: bool, given: 
 
 
 @pytest.mark.vllm
-def test_a_configuration_that_vllm_changed_does_not_stop_the_start(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(fallback, "_said", set())
-    with heard(caplog, logging.WARNING):
-        assert plugin._wants_runner(SimpleNamespace(additional_config={})) is False
-    assert ["AttributeError" in line for line in lines(caplog)] == [True, True], "the start and the runner"
+def test_a_configuration_that_vllm_changed_does_not_stop_the_start(said: pytest.LogCaptureFixture) -> None:
+    assert plugin._wants_runner(SimpleNamespace(additional_config={})) is False
+    assert ["AttributeError" in line for line in lines(said)] == [True, True], "the start and the runner"
 
 
 @pytest.mark.vllm
@@ -320,21 +312,17 @@ def test_a_runner_that_was_requested_and_cannot_run_is_an_error(monkeypatch: pyt
 @pytest.mark.parametrize("host", ["auto", "gptoss"])
 @pytest.mark.parametrize(("worker", "is_ours"), [("auto", True), (plugin.WORKER, True), ("team.Worker", False)])
 def test_the_users_own_worker_is_reported_where_it_has_vllms_runner(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, host: str, worker: str, is_ours: bool
+    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture, host: str, worker: str, is_ours: bool
 ) -> None:
     monkeypatch.setattr(_vllm_runner, "suits", lambda config: True)
     monkeypatch.setattr(fallback, "fits", lambda part, name: True)
-    monkeypatch.setattr(fallback, "_said", set())
     monkeypatch.setattr(plugin, "_shorten_start", lambda config: None)
     parallel = SimpleNamespace(worker_cls=worker)
     config = SimpleNamespace(additional_config={"gptoss": {"host": host}}, parallel_config=parallel)
     refused = host == "gptoss" and not is_ours
-    with (
-        heard(caplog, logging.WARNING),
-        pytest.raises(ChoiceError, match="names another worker; use host=auto") if refused else nullcontext(),
-    ):
+    with pytest.raises(ChoiceError, match="names another worker; use host=auto") if refused else nullcontext():
         assert plugin._wants_runner(config)
-    assert len(lines(caplog)) == (not is_ours)
+    assert len(lines(said)) == (not is_ours)
 
 
 @pytest.mark.vllm

@@ -81,6 +81,9 @@ SEAMS = (
         ("precision_config",),
         "reading upstream's laid out scales in place",
     ),
+    Seam("vllm.v1.attention.backend", "CommonAttentionMetadata.replace", (), "planning as a graph was captured"),
+    Seam("vllm.config.compilation", "CUDAGraphMode.separate_routine", (), "planning as a graph was captured"),
+    Seam("vllm.config.vllm", "VllmConfig.num_speculative_tokens", (), "planning as a graph was captured"),
     Seam("vllm.envs", "enable_envs_cache", (), "reading vLLM's variables once"),
     Seam(
         "vllm.entrypoints.openai.chat_completion.serving",

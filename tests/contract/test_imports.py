@@ -21,12 +21,10 @@ def test_both_supported_releases_are_here() -> None:
     assert {release.version for release in RELEASES} >= {"installed", "0.33.0"}
 
 
-@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
 def test_every_imported_name_exists(release: Release) -> None:
     assert [problem for _, problem in missing(release)] == []
 
 
-@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
 def test_one_of_each_guarded_import_exists(release: Release) -> None:
     lost = [
         f"{path.relative_to(ROOT)}: none of {choices} exists"

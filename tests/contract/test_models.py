@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from tests.contract.source import Release, releases, top_level
+from tests.contract.source import Release, top_level
 from tests.contract.written import REPLACED
 from tests.support import warm
 from vllm_gptoss.engine import spec
@@ -30,7 +30,6 @@ def test_the_policy_of_a_safeguard_request_arrives_unchanged() -> None:
     assert text.index("<|start|>developer<|message|>") < text.index(POLICY) < text.index("Classify this.")
 
 
-@pytest.mark.parametrize("release", releases(), ids=lambda release: release.version)
 def test_the_privacy_filter_takes_nothing_that_is_registered_or_replaced(release: Release) -> None:
     """It subclasses layers of vLLM's gpt_oss.py, which the plugin does not change."""
     path = release.module("vllm.model_executor.models.openai_privacy_filter")

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.contract.source import ROOT, Release, releases, top_level
+from tests.contract.source import ROOT, Release, top_level
 from vllm_gptoss.server.chat import chat_options
 from vllm_gptoss.server.responses.request import create
 
@@ -51,7 +51,6 @@ def fields(release: Release, module: str, name: str) -> set[str]:
     return {field for field in named if not field.startswith("_")}
 
 
-@pytest.mark.parametrize("release", releases(), ids=lambda release: release.version)
 @pytest.mark.parametrize("path", MODELS)
 def test_every_field_of_vllms_models_is_in_the_table(rows: Rows, release: Release, path: str) -> None:
     known = set().union(*rows[path])

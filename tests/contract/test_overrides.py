@@ -8,20 +8,16 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pytest
-
 from tests.contract.overrides import narrow, overrides, takes
 from tests.contract.source import ROOT, Release, find, releases
 
 RELEASES = releases()
 
 
-@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
 def test_overrides_take_what_vllm_passes(release: Release) -> None:
     assert [problem for _, problem in narrow(release)] == []
 
 
-@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
 def test_the_overridden_methods_are_still_there(release: Release) -> None:
     """An override of a method that vLLM no longer has is never called: the plugin would silently do nothing."""
     known = {"__init__", "__call__", "forward"}

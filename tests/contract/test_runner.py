@@ -17,7 +17,12 @@ RELEASES = [release for release in releases() if release.version == "0.33.0"]
 GPU = "vllm.v1.worker.gpu"
 
 
-@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
+@pytest.fixture(params=RELEASES, ids=lambda release: release.version)
+def release(request: pytest.FixtureRequest) -> Release:
+    found: Release = request.param
+    return found
+
+
 def test_the_input_batch_needs_nothing_that_we_do_not_give(release: Release) -> None:
     node = find(release, f"{GPU}.input_batch", "InputBatch")
     assert isinstance(node, ast.ClassDef)
@@ -35,7 +40,6 @@ def test_the_input_batch_needs_nothing_that_we_do_not_give(release: Release) -> 
     assert needed <= given <= set(parameters(node))
 
 
-@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
 def test_a_kv_connector_is_notified_around_a_graph_and_after_sampling(release: Release) -> None:
     """`ShortWay` sends the same notifications with the same arguments, attention metadata excepted."""
     execute, sample = (find(release, f"{GPU}.model_runner", f"GPUModelRunner.{name}") for name in METHODS)
@@ -65,7 +69,6 @@ METADATA = {
 """Fields that `eligibility.transfers` reads: empty where a step has no work, but the clock."""
 
 
-@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
 @pytest.mark.parametrize("name", METADATA)
 def test_the_work_of_a_connector_is_in_fields_that_we_know(release: Release, name: str) -> None:
     module, _, kind = name.rpartition(".")
@@ -77,7 +80,6 @@ def test_the_work_of_a_connector_is_in_fields_that_we_know(release: Release, nam
     assert fields == METADATA[name]
 
 
-@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
 def test_attention_metadata_is_read_by_no_connector_that_we_notify(release: Release) -> None:
     """vLLM gives it to `start_load_kv` of steps in a FULL graph. Our graph builds it and it is not there afterwards."""
     folder = release.module(CONNECTORS).parent  # type: ignore[union-attr]
@@ -88,7 +90,6 @@ def test_attention_metadata_is_read_by_no_connector_that_we_notify(release: Rele
 READS = re.compile(r"""kwargs(\.get\(|\[)["']attn_metadata""")
 
 
-@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
 def test_a_token_is_said_by_two_fields(release: Release) -> None:
     """`scheduler.EngineCoreOutput(name, tokens)`: the others have defaults, and mean nothing special then."""
     node = find(release, "vllm.v1.engine", "EngineCoreOutput")
@@ -99,7 +100,6 @@ def test_a_token_is_said_by_two_fields(release: Release) -> None:
     assert {ast.unparse(value) for value in fields.values() if value is not None} == {"None", "0"}
 
 
-@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
 def test_running_requests_can_be_passed_over(release: Release) -> None:
     """`scheduler.NEVER`: what vLLM's loop looks at before it takes a running request into a step."""
     schedule = find(release, "vllm.v1.core.sched.scheduler", "Scheduler.schedule")
@@ -109,7 +109,6 @@ def test_running_requests_can_be_passed_over(release: Release) -> None:
     assert passed.start() < text.index("num_new_tokens = request.num_tokens_with_spec")
 
 
-@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
 def test_a_running_request_is_asked_for_in_one_way(release: Release) -> None:
     """`scheduler.NOTHING_SPECIAL`: another way would go unnoticed, and no search would be spared."""
     schedule = find(release, "vllm.v1.core.sched.scheduler", "Scheduler.schedule")
@@ -122,7 +121,6 @@ def test_a_running_request_is_asked_for_in_one_way(release: Release) -> None:
     assert [keyword.arg for keyword in first.keywords] == ["num_lookahead_tokens"]
 
 
-@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
 def test_the_worker_can_be_named_before_the_platform_names_one(release: Release) -> None:
     config = release.module("vllm.config.vllm")
     text = config.read_text()
@@ -138,7 +136,6 @@ def test_the_worker_can_be_named_before_the_platform_names_one(release: Release)
     assert find(release, "vllm.v1.worker.gpu_worker", "Worker._make_model_runner") is not None
 
 
-@pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.version)
 def test_sizes_of_graphs_that_were_set_are_kept(release: Release) -> None:
     """`choose/graph_sizes.py` sets them without a maximum: vLLM's entry adds none then, and later code takes theirs."""
     entry = find(release, "vllm.model_executor.models.config", "GptOssForCausalLMConfig.verify_and_update_config")

@@ -29,10 +29,6 @@ def overhead(served: Server) -> int:
     return int(count["input_tokens"]) - 10
 
 
-def too_long(tokens: int, what: str) -> str:
-    return f"maximum context length is {WINDOW} tokens. However, your {what} resulted in {tokens} tokens."
-
-
 @pytest.mark.parametrize("tokens", [WINDOW, WINDOW + 684])
 def test_a_prompt_that_is_too_long_is_machine_readable(served: Server, overhead: int, tokens: int) -> None:
     said = words(tokens - overhead)
@@ -48,7 +44,8 @@ def test_a_prompt_that_is_too_long_is_machine_readable(served: Server, overhead:
             error = answer.json()["error"]
             assert answer.status_code == 400, path
             assert (error["type"], error["code"]) == ("invalid_request_error", "context_length_exceeded"), path
-            assert too_long(WINDOW if what == "prompt" else tokens, what) in error["message"], path
+            why = f"your {what} resulted in {WINDOW if what == 'prompt' else tokens} tokens."
+            assert f"maximum context length is {WINDOW} tokens. However, {why}" in error["message"], path
     error = post(served, "/v1/messages", max_tokens=9, messages=said).json()
     why = f"prompt is too long: {tokens} tokens > {WINDOW} maximum"
     assert error == {"type": "error", "error": {"type": "invalid_request_error", "message": why}}
@@ -68,13 +65,20 @@ def test_a_completion_longer_than_the_window_has_the_code_too(served: Server) ->
 
 
 X = [{"role": "user", "content": "x"}]
+TOOL = {"name": "get_weather", "input_schema": {"type": "object", "properties": {}}}
+NAMED = {"type": "tool", "name": "rm"}
+RESULT = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text", "text": {"x": "y" * 20_000}}]}
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no max_tokens": ({"messages": X, "max_tokens": None}, "max_tokens: Input should be a valid integer"),
     "role": ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role: Input should be"),
     "tool": ({"messages": X, "tools": [{"type": "web_search_20250305", "name": "w"}]}, "'web_search_20250305'"),
     "temperature": ({"messages": X, "temperature": 7}, "temperature must be in"),
     "no messages": ({"messages": []}, "at least one message"),
+    "any of none": ({"messages": X, "tool_choice": {"type": "any"}}, "'any' needs tools"),
+    "tool of none": ({"messages": X, "tool_choice": NAMED, "tools": [TOOL]}, "no tool 'rm' in tools"),
+    "name": ({"messages": X, "tools": [{**TOOL, "name": "get weather"}]}, "cannot be called"),
     "image": ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "text only"),
+    "result": ({"messages": [{"role": "user", "content": [RESULT]}]}, ""),
     "document": (
         {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "url", "url": "u"}}]}]},
         "messages.0.content.0: only documents",
@@ -85,10 +89,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_message_has_anthropics_error(served: Server, name: str) -> None:
     fields, why = WRONG[name]
-    answer = post(served, "/v1/messages", **{"max_tokens": 5, **fields})
-    assert answer.status_code == 400
-    assert answer.json()["type"] == "error"
-    assert answer.json()["error"]["type"] == "invalid_request_error"
-    assert why in answer.json()["error"]["message"]
+    for stream in (False, True):
+        answer = post(served, "/v1/messages", stream=stream, **{"max_tokens": 5, **fields})
+        assert answer.status_code == 400
+        assert answer.json()["type"] == "error"
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert why in answer.json()["error"]["message"]
     unknown = post(served, "/v1/messages", max_tokens=5, messages=X, model="other")
     assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "not_found_error")

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 import yaml
 
@@ -27,6 +26,7 @@ from tests.e2e.process import Held, settled
 from tests.support import scale
 from tests.support.example_server import PNG  # noqa: F401
 from tests.support.mcp_servers import McpServers
+from tests.support.waiting import alive
 
 pytestmark = pytest.mark.namespaces
 
@@ -174,14 +174,7 @@ def full(now: Held) -> bool:
 
 
 def running(pids: Iterable[int], patience: float = 10) -> list[int]:
-    """Children of a dead server that do not exit; they may have no parent that reaps them."""
-
-    def alive(pid: int) -> bool:
-        try:
-            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
-
+    """Children of a dead server that do not exit."""
     began = time.monotonic()
     while (left := [pid for pid in pids if alive(pid)]) and time.monotonic() - began < patience:
         time.sleep(0.05)

@@ -108,17 +108,15 @@ def with_tokens_joined(stream: str) -> str:
     for line in filter(None, stream.split("\n")):
         event = json.loads(line[6:]) if line.startswith("data: {") else {"line": line}
         if said and _says(event) and _says(said[-1]) and said[-1]["choices"][0]["finish_reason"] is None:
-            event["choices"][0]["delta"]["content"] = "".join(_content(each) for each in (said.pop(), event))
+            event["choices"][0]["delta"]["content"] = "".join(
+                str(each["choices"][0]["delta"]["content"]) for each in (said.pop(), event)
+            )
         said.append(event)
     return "\n".join(event.get("line") or "data: " + json.dumps(event) for event in said)
 
 
 def _says(event: dict[str, Any]) -> bool:
     return bool(event.get("choices")) and [*event["choices"][0]["delta"]] == ["content"]
-
-
-def _content(event: dict[str, Any]) -> str:
-    return str(event["choices"][0]["delta"]["content"])
 
 
 def without_paths(log: str) -> str:

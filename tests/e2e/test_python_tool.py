@@ -72,26 +72,34 @@ def test_a_traceback_reaches_the_model_which_tries_again(ask: Asker) -> None:
     assert "NameError: name 'sqrt' is not defined" in logs(wrong)
     assert logs(right) == "42.0\n"
     assert said(response) == "The square root of 1764 is 42."
+    if ask.streamed:
+        steps = [event["type"].removeprefix("response.code_interpreter_call") for event in ask.events]
+        steps = [step for step in steps if step.startswith((".", "_code.done"))]
+        assert steps == [".in_progress", "_code.done", ".interpreting", ".completed"] * 2
     read_in_full(ask, question, response)
 
 
 @ONE_WAY
-def test_an_endless_loop_ends_at_the_wall_clock(ask: Asker) -> None:
-    response = ask("Run an infinite loop in Python.", PYTHON)
+@pytest.mark.parametrize(
+    ("question", "error", "answer"),
+    [
+        (
+            "Run an infinite loop in Python.",
+            f"timed out after {OPTIONS['timeout_s']} seconds",
+            "Sorry, the loop never ends and was stopped.",
+        ),
+        ("Fill the memory in Python.", "MemoryError", "The memory limit stopped it."),
+    ],
+)
+def test_a_loop_ends_at_the_wall_clock_and_a_memory_bomb_at_its_limit(
+    ask: Asker, question: str, error: str, answer: str
+) -> None:
+    """The bomb allocates 4 GiB with a limit of 512 MiB; a single process gets an error and is not killed."""
+    response = ask(question, PYTHON)
     (call,) = calls(response)
     assert call["status"] == "failed"
-    assert f"timed out after {OPTIONS['timeout_s']} seconds" in logs(call)
-    assert said(response) == "Sorry, the loop never ends and was stopped."
-
-
-@ONE_WAY
-def test_a_memory_bomb_meets_its_limit(ask: Asker) -> None:
-    """It allocates 4 GiB with a limit of 512 MiB; a single process gets an error and is not killed."""
-    response = ask("Fill the memory in Python.", PYTHON)
-    (call,) = calls(response)
-    assert call["status"] == "failed"
-    assert "MemoryError" in logs(call)
-    assert said(response) == "The memory limit stopped it."
+    assert error in logs(call)
+    assert said(response) == answer
 
 
 @ONE_WAY
@@ -138,11 +146,3 @@ def test_files_survive_where_the_kernel_does_not(ask: Asker) -> None:
     killed = ask("Kill the Python kernel.", PYTHON, previous_response_id=first["id"])
     after = ask("Which files are in /mnt/data?", PYTHON, previous_response_id=killed["id"])
     assert logs(calls(after)[0]) == "['hello.txt']\n"
-
-
-@pytest.mark.parametrize("ask", [True], ids=["streamed"], indirect=True)
-def test_the_stream_tells_code_run_and_result_in_order(ask: Asker) -> None:
-    ask("Compute the square root of 1764.", PYTHON)
-    steps = [event["type"].removeprefix("response.code_interpreter_call") for event in ask.events]
-    steps = [step for step in steps if step.startswith((".", "_code.done"))]
-    assert steps == [".in_progress", "_code.done", ".interpreting", ".completed"] * 2

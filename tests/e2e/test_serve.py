@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import re
 import time
 from collections.abc import AsyncIterator
@@ -18,15 +17,6 @@ from demo.server import NAME, Server
 from vllm_gptoss.cli.bench import consistency
 
 pytestmark = [pytest.mark.vllm, pytest.mark.serve, pytest.mark.timeout(600)]
-
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Get the weather of a city.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
 
 
@@ -54,21 +44,6 @@ def test_chat_separates_reasoning_from_the_answer(client: openai.OpenAI) -> None
     assert choice.finish_reason == "stop"
 
 
-def test_a_chat_stream_adds_up_to_the_same_answer(client: openai.OpenAI) -> None:
-    stream = client.chat.completions.create(
-        model=NAME, messages=CAPITAL, temperature=0, stream=True, stream_options={"include_usage": True}
-    )
-    content, reasoning, usage = "", "", None
-    for chunk in stream:
-        usage = chunk.usage or usage
-        for choice in chunk.choices:
-            content += choice.delta.content or ""
-            reasoning += (choice.delta.model_extra or {}).get("reasoning") or ""
-    assert content == "The capital of France is Paris."
-    assert reasoning == "The capital of France is Paris."
-    assert usage.completion_tokens > 10
-
-
 @pytest.mark.parametrize("stop", [None, " of"])
 def test_a_stream_of_completions_adds_up_to_the_whole(client: openai.OpenAI, stop: str | None) -> None:
     def asked(**fields: Any) -> Any:
@@ -84,41 +59,10 @@ def test_a_stream_of_completions_adds_up_to_the_whole(client: openai.OpenAI, sto
     assert all(chunk.choices[0].finish_reason is None for chunk in chunks[:-1])
 
 
-def test_a_chat_tool_call_and_its_answer(client: openai.OpenAI) -> None:
-    messages: list[dict[str, object]] = [{"role": "user", "content": "What is the weather in Paris?"}]
-    first = client.chat.completions.create(model=NAME, messages=messages, tools=[WEATHER], temperature=0).choices[0]
-    assert first.finish_reason == "tool_calls"
-    assert first.message.tool_calls is not None
-    (call,) = first.message.tool_calls
-    assert call.type == "function"
-    assert call.function.name == "get_weather"
-    assert json.loads(call.function.arguments) == {"city": "Paris"}
-    messages += [
-        first.message.model_dump(exclude_none=True),
-        {"role": "tool", "tool_call_id": call.id, "content": '{"temperature":21,"conditions":"sunny"}'},
-    ]
-    second = client.chat.completions.create(model=NAME, messages=messages, tools=[WEATHER], temperature=0)
-    assert second.choices[0].message.content == "It is sunny in Paris."
-
-
 def test_raw_completions(client: openai.OpenAI) -> None:
     done = client.completions.create(model=NAME, prompt="The capital of France is", temperature=0, max_tokens=8)
     assert done.choices[0].text.startswith(" Paris, and the capital of Germany")
     assert done.usage.completion_tokens == 8
-
-
-def test_a_response(client: openai.OpenAI) -> None:
-    response = client.responses.create(model=NAME, input="What is the capital of France?", temperature=0)
-    assert response.status == "completed"
-    assert response.output_text == "The capital of France is Paris."
-    assert [item.type for item in response.output] == ["reasoning", "message"]
-    assert response.usage.input_tokens + response.usage.output_tokens == response.usage.total_tokens
-
-
-def test_a_streamed_response(client: openai.OpenAI) -> None:
-    with client.responses.stream(model=NAME, input="What is the capital of France?", temperature=0) as stream:
-        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
-        assert text == stream.get_final_response().output_text == "The capital of France is Paris."
 
 
 async def test_32_at_once_get_32_right_answers(parallel: openai.AsyncOpenAI) -> None:

@@ -78,15 +78,6 @@ def test_an_address_of_this_machine_is_refused_and_the_model_says_so(ask: Asker)
     assert said(response) == "That address cannot be opened."
 
 
-def test_max_tool_calls_ends_in_an_answer_with_what_there_is(ask: Asker) -> None:
-    """The model wants two calls and has one: the second is neither run nor shown."""
-    response = ask("Set x to 20 in Python, then double it.", PYTHON, max_tool_calls=1)
-    assert [call["code"] for call in calls(response)] == ["x = 20"]
-    assert said(response) == "x is now 40.", "the model's habit; it has read that no calls are left"
-    after = ask("Is x still defined in Python?", PYTHON, previous_response_id=response["id"])
-    assert logs(calls(after)[0]) == "20\n"
-
-
 def test_a_tool_of_the_server_and_one_of_the_client_take_turns(ask: Asker) -> None:
     city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     weather = {"type": "function", "name": "get_weather", "description": "Get the weather.", "parameters": city}

@@ -6,8 +6,10 @@ from a test.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -50,22 +52,69 @@ def completion_handlers() -> tuple[Any, Any]:
 
 
 @cache
-def handler_of(path: str) -> Any:
-    return (chat_handlers if path == CHAT else completion_handlers)()[1]
+def handlers_of(path: str) -> tuple[Any, Any]:
+    """vLLM's handler of `path`, and the plugin's subclass."""
+    return (chat_handlers if path == CHAT else completion_handlers)()
 
 
-def completion_frames(handler: Any, request: Any, results: Any, identifier: str, metadata: Any) -> Any:
+class Results:
+    """The engine's results of one request, one for each of `parts`: text and tokens; `fails` after the last."""
+
+    def __init__(
+        self, parts: Sequence[tuple[str, Sequence[int]]], finish: str | None = "stop", fails: Exception | None = None
+    ):
+        self._parts, self._finish, self._fails = parts, finish, fails
+        self.is_closed = False
+
+    async def __call__(self) -> AsyncIterator[Any]:
+        from vllm.outputs import CompletionOutput, RequestOutput
+
+        try:
+            for number, (text, ids) in enumerate(self._parts, 1):
+                reason = self._finish if number == len(self._parts) and not self._fails else None
+                choice = CompletionOutput(0, text, list(ids), None, None, finish_reason=reason)
+                yield RequestOutput("r", "hi", [1, 2, 3], None, [choice], reason is not None, num_cached_tokens=1)
+                await asyncio.sleep(0)
+            if self._fails:
+                raise self._fails
+        finally:
+            self.is_closed = True
+
+
+def stream_of(path: str, handler: Any, request: Any, results: Any, identifier: str, metadata: Any) -> Any:
     """The stream of `handler` for the engine's results of the request's one prompt."""
     from vllm.utils.async_utils import merge_async_iterators
 
+    if path == CHAT:
+        return handler.chat_completion_stream_generator(
+            request, results, identifier, 'm "x"', [], object(), metadata, chat_template_kwargs={}
+        )
     return handler.completion_stream_generator(
         request, [{}], merge_async_iterators(results), identifier, 7, 'm "x"', 1, None, request_metadata=metadata
     )
 
 
+def frames_of(path: str, handler: Any, results: Results, request: Any) -> tuple[list[str], Any]:
+    """All frames of a stream, without random ids and times, and the usage that was counted."""
+    metadata = SimpleNamespace(final_usage_info=None)
+
+    async def read() -> list[str]:
+        stream = stream_of(path, handler, request, results(), "c", metadata)
+        return [frame.decode() if isinstance(frame, bytes) else frame async for frame in stream]
+
+    found = [re.sub("chatcmpl-tool-[0-9a-f]+", "ID", re.sub('"created":[0-9]+', "", f)) for f in asyncio.run(read())]
+    return found, metadata.final_usage_info
+
+
+def both_frames(path: str, results: Callable[[], Results], request: Callable[[], Any]) -> tuple[Any, Any]:
+    """The same of vLLM's handler and of the plugin's."""
+    theirs, ours = (frames_of(path, handler, results(), request()) for handler in handlers_of(path))
+    return theirs, ours
+
+
 def handler_app(path: str, engine: Any, *, is_direct: bool = True, **fields: Any) -> FastAPI:
     """vLLM's handler of `path` and the plugin's subclass, behind vLLM's middlewares."""
-    app, handler = FastAPI(), handler_of(path)
+    app, handler = FastAPI(), handlers_of(path)[1]
     vars(handler)["engine_client"] = engine
 
     @app.post(path)
@@ -73,17 +122,12 @@ def handler_app(path: str, engine: Any, *, is_direct: bool = True, **fields: Any
         make = request_of if path == CHAT else completion_request
         request = make(**{**await raw_request.json(), "stream": True, **fields})
         params = request.to_sampling_params(10**6, {})
+        kind, number = ("chatcmpl", "") if path == CHAT else ("cmpl", "-0")
+        identifier = f"{kind}-{request.request_id}"
         if path == CHAT:
             params.detokenize = False
-            identifier = f"chatcmpl-{request.request_id}"
-            frames = handler.chat_completion_stream_generator(
-                request, engine.generate({}, params, identifier), identifier, "m", [], object(), SimpleNamespace(),
-                chat_template_kwargs={},
-            )  # fmt: skip
-        else:
-            identifier = f"cmpl-{request.request_id}"
-            results = engine.generate({}, params, f"{identifier}-0")
-            frames = completion_frames(handler, request, results, identifier, SimpleNamespace())
+        results = engine.generate({}, params, identifier + number)
+        frames = stream_of(path, handler, request, results, identifier, SimpleNamespace())
         response = StreamingResponse(frames, media_type="text/event-stream")
         return go_straight(response) if is_direct else response
 

@@ -1,10 +1,11 @@
-"""Waiting for what happens soon, without a fixed sleep."""
+"""Waiting for what happens soon, such as a process's end, without a fixed sleep."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 
 def soon(what: Callable[[], bool], seconds: float = 60.0, pause: float = 0.005) -> float:
@@ -26,3 +27,11 @@ async def until(what: Callable[[], object], seconds: float = 60.0) -> None:
     async with asyncio.timeout(seconds):
         while not what():
             await asyncio.sleep(0.005)
+
+
+def alive(pid: int) -> bool:
+    """A zombie is not: nobody may reap it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -82,14 +82,6 @@ def test_a_family_that_nobody_knows_gets_none_and_says_what_happens() -> None:
     assert "from compute capability 8.0" in old.why
 
 
-@pytest.mark.parametrize(
-    ("said", "name"),
-    [("NVIDIA GB300", "GB300"), ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX-4070-Ti-SUPER"), ("RTX3060", "RTX-3060")],
-)
-def test_the_longest_spelling_wins(said: str, name: str) -> None:
-    assert devices.named(said).name == name
-
-
 def test_ids_are_found_in_any_case_and_near_ones_named() -> None:
     assert find.by_id(RECIPES, "20B-H100-Latency").id == "20b-h100-latency"
     with pytest.raises(RecipeError, match=r"'20b-h100-latncy'; near: 20b-h100-latency"):

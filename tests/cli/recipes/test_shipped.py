@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
 import pytest
 
@@ -62,12 +61,8 @@ def test_every_device_of_the_table_is_served() -> None:
     assert {recipe.device.name for recipe in RECIPES} == {model.name for model in devices.MODELS}
 
 
-def ids(recipes: Iterable[Recipe]) -> list[str]:
-    return [recipe.id for recipe in recipes]
-
-
 def test_ids_are_one_recipe_each() -> None:
-    assert len(set(ids(RECIPES))) == len(RECIPES)
+    assert len({recipe.id for recipe in RECIPES}) == len(RECIPES)
 
 
 def test_the_usage_guides_evaluation_is_whole() -> None:

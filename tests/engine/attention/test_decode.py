@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +12,8 @@ from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
 
 from tests.support.plans import Common, builder
-from tests.support.vllm_log import heard, lines
-from vllm_gptoss import fallback, startup_line
+from tests.support.vllm_log import lines
+from vllm_gptoss import startup_line
 from vllm_gptoss.engine.attention import decode, sm90
 from vllm_gptoss.engine.kernels import attention_many, nvrtc
 
@@ -39,13 +37,6 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FlashAttentionImpl, "forward", lambda *_: "upstream")
     monkeypatch.setattr(sm90.worker, "flash_attention_version", lambda: 3)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-
-
-@pytest.fixture
-def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
-    monkeypatch.setattr(fallback, "_said", set())
-    with heard(caplog, logging.WARNING):
-        yield caplog
 
 
 def impl(kind: type[FlashAttentionImpl], window: int | None = None, **other: Any) -> Any:
@@ -87,26 +78,19 @@ def step(of: Any, tokens: int, longest: int = 1, padded: int | None = None, **ot
 
 
 @pytest.mark.parametrize(
-    ("tokens", "longest", "ours"),
-    [(16, 1, False), (17, 1, True), (512, 1, True), (513, 1, False), (64, 2, False), (17, 17, False)],
+    ("most", "tokens", "longest", "ours"),
+    [
+        *((1, 16, 1, False), (1, 17, 1, True), (1, 512, 1, True), (1, 513, 1, False), (1, 64, 2, False)),
+        *((1, 17, 17, False), (8, 16, 4, False), (8, 17, 4, True), (8, 512, 8, True), (8, 512, 9, False)),
+        *((8, 516, 4, False), (8, 64, 1, True)),
+    ],
 )
-def test_decode_steps_of_the_band_are_ours(
-    launched: list[tuple[int, int, float, int]], tokens: int, longest: int, ours: bool
+def test_steps_of_the_band_are_ours_up_to_a_limit_of_each_request(
+    launched: list[tuple[int, int, float, int]], most: int, tokens: int, longest: int, ours: bool
 ) -> None:
-    answer = step(enabled(), tokens, longest)
+    answer = step(enabled(most=most), tokens, longest)
     assert bool(launched) is ours
     assert isinstance(answer, torch.Tensor) is ours
-
-
-@pytest.mark.parametrize(
-    ("tokens", "longest", "ours"),
-    [(16, 4, False), (17, 4, True), (512, 8, True), (512, 9, False), (516, 4, False), (64, 1, True)],
-)
-def test_drafts_are_ours_up_to_a_limit_of_each_request(
-    launched: list[tuple[int, int, float, int]], tokens: int, longest: int, ours: bool
-) -> None:
-    step(enabled(most=8), tokens, longest)
-    assert bool(launched) is ours
 
 
 @pytest.mark.parametrize(("given", "window"), [(None, 0), (128, 128)])

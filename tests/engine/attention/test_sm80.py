@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +10,7 @@ import torch
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
-from tests.support.vllm_log import heard, lines
-from vllm_gptoss import fallback
+from tests.support.vllm_log import lines
 from vllm_gptoss.engine.attention import decode, sm80
 from vllm_gptoss.engine.choose import device
 from vllm_gptoss.engine.kernels import attention_many, nvrtc
@@ -23,16 +20,13 @@ BF16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
-def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
+def l40s(said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """An L40S. vLLM's attention answers with its name."""
     there = device.Device("nvidia", "NVIDIA L40S", "sm89", 44.4)
     monkeypatch.setattr(device, "detect", lambda: there)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     monkeypatch.setattr(TritonAttentionImpl, "forward", lambda *_: "upstream")
-    monkeypatch.setattr(fallback, "_said", set())
-    with heard(caplog, logging.WARNING):
-        yield caplog
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vllm_gptoss.engine.choose import bands
-from vllm_gptoss.engine.kernels import dense, experts_many, product_many
+from vllm_gptoss.engine.kernels import attention_many, dense, experts_many, product_many
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,7 @@ def test_bands_rise_and_the_last_takes_any_number() -> None:
 
 def test_no_band_is_wider_than_its_kernel() -> None:
     assert bands.FUSED_TOKENS <= dense.MAX_TOKENS
+    assert bands.FUSED_TOKENS < bands.ATTENTION_TOKENS <= attention_many.MAX_TOKENS
     assert bands.PRODUCT_TOKENS <= product_many.MAX_TOKENS
     assert all(max(experts_many.tunings_for(routed, 4)) >= bands.MANY_TOKENS for routed in (1, 16, 32, 128))
     assert bands.ONE_TOKEN == 1

@@ -33,14 +33,6 @@ def of(**changes: Any) -> Deployment:
 ModelFields = GPT_OSS_20B.__dataclass_fields__
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_layers_are_upstreams_on_another_gpu(name: str) -> None:
-    device, why = OTHERS[name]
-    choice = choose.layers(device, of())
-    assert choice.value == "upstream"
-    assert why in choice.reason
-
-
 ADAPTED: dict[str, Any] = {"lora": True, "lora_on_attention": True}
 LAYERS = [
     ({"device_type": "cpu"}, "the kernels are CUDA kernels"),
@@ -76,17 +68,6 @@ LAYERS = [
     ({"caches": (KvCache((4, 8, 16, 128), "bfloat16", 2),)}, "with stride 2 in its last axis"),
     ({"caches": (KvCache((4, 8, 24, 128), "bfloat16", 1),)}, "cache blocks of 24 tokens, not a power of two"),
 ]
-
-
-@pytest.mark.parametrize(("changes", "why"), LAYERS, ids=[why for _, why in LAYERS])
-def test_what_keeps_upstreams_layers_is_named_and_no_wish_overrides_it(changes: dict[str, Any], why: str) -> None:
-    deployment = of(**changes)
-    choice = choose.layers(H200, deployment)
-    assert choice.value == "upstream"
-    assert why in choice.reason
-    with pytest.raises(choose.ChoiceError) as refused:
-        choose.layers(H200, deployment, "gptoss")
-    assert why in str(refused.value)
 
 
 UNTRIED = [
@@ -147,13 +128,6 @@ ONE_TOKEN = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "why"), ONE_TOKEN, ids=[why for _, why in ONE_TOKEN])
-def test_what_keeps_six_launches_is_named(changes: dict[str, Any], why: str) -> None:
-    choice = choose.one_token(H200, of(**changes))
-    assert choice.value == "six launches"
-    assert why in choice.reason
-
-
 @pytest.mark.parametrize("model", [GPT_OSS_20B, GPT_OSS_120B], ids=lambda model: model.name)
 def test_one_gpu_takes_one_launch_and_kernels_around_the_products(model: Any) -> None:
     found = Deployment(model, own_experts=True, one_rotary_cache=True, auxiliary_states=False, caches=(USUAL,))
@@ -173,13 +147,6 @@ MANY_TOKENS = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "why"), MANY_TOKENS, ids=[why for _, why in MANY_TOKENS])
-def test_what_keeps_upstreams_layers_of_many_tokens_is_named(changes: dict[str, Any], why: str) -> None:
-    choice = choose.many_tokens(H200, of(**changes))
-    assert choice.value == "upstream"
-    assert why in choice.reason
-
-
 RUNNER = [
     ({"tensor_parallel": 2}, "several GPUs"),
     ({"pipeline_parallel": 2}, "several GPUs"),
@@ -193,16 +160,6 @@ RUNNER = [
     ({"piecewise_graphs": True}, "cudagraph_mode=PIECEWISE has no graph of a whole step"),
     ({"graphs": False}, "no CUDA graphs are captured"),
 ]
-
-
-@pytest.mark.parametrize(("changes", "why"), RUNNER, ids=[str(changes) for changes, _ in RUNNER])
-def test_what_keeps_vllms_runner_is_named(changes: dict[str, Any], why: str) -> None:
-    choice = choose.runner(H200, of(**changes))
-    assert choice.value == "upstream"
-    assert why in choice.reason
-    assert choose.runner(H200, of()).value == "gptoss"
-    with pytest.raises(choose.ChoiceError, match=f"host=gptoss cannot run here: .*{why}.*; use host=auto"):
-        choose.runner(H200, of(**changes), "gptoss")
 
 
 @pytest.mark.parametrize(
@@ -269,15 +226,37 @@ EXPERTS = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "why"), EXPERTS, ids=[why for _, why in EXPERTS])
-def test_what_keeps_upstreams_experts_is_named_and_no_wish_overrides_it(changes: dict[str, Any], why: str) -> None:
-    deployment = of(**changes)
-    choice = choose.experts(H200, deployment)
-    assert choice.value == "triton"
+PARTS: dict[str, tuple[Any, str, list[tuple[dict[str, Any], str]]]] = {
+    "layers": (choose.layers, "upstream", LAYERS),
+    "one token": (choose.one_token, "six launches", ONE_TOKEN),
+    "many tokens": (choose.many_tokens, "upstream", MANY_TOKENS),
+    "runner": (choose.runner, "upstream", RUNNER),
+    "experts": (choose.experts, "triton", EXPERTS),
+}
+ROWS = [(name, *row) for name, (_, _, rows) in PARTS.items() for row in rows]
+
+
+@pytest.mark.parametrize(("name", "changes", "why"), ROWS, ids=[f"{name}-{changes}" for name, changes, _ in ROWS])
+def test_what_keeps_upstreams_part_is_named_and_no_wish_overrides_it(
+    name: str, changes: dict[str, Any], why: str
+) -> None:
+    choose_part, value, _ = PARTS[name]
+    choice = choose_part(H200, of(**changes))
+    assert choice.value == value
     assert why in choice.reason
-    with pytest.raises(choose.ChoiceError) as refused:
-        choose.experts(H200, deployment, "gptoss")
-    assert why in str(refused.value)
+    if name in ("layers", "experts", "runner"):
+        way = "host=gptoss cannot run here: .*{}.*; use host=auto" if name == "runner" else "{}"
+        with pytest.raises(choose.ChoiceError, match=way.format(re.escape(why))):
+            choose_part(H200, of(**changes), "gptoss")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_on_another_gpu_layers_are_upstreams_and_on_this_one_the_runner_is_ours(name: str) -> None:
+    device, why = OTHERS[name]
+    choice = choose.layers(device, of())
+    assert choice.value == "upstream"
+    assert why in choice.reason
+    assert choose.runner(H200, of()).value == "gptoss"
 
 
 @pytest.mark.parametrize(

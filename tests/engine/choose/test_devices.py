@@ -37,6 +37,9 @@ def test_every_device_has_a_family_and_every_family_a_device() -> None:
         ("RTX 4090D 48GB", "RTX-4090-D-48G", 1),
         ("NVIDIA GeForce RTX 5090 D v2", "RTX-5090-D-V2", 1),
         ("NVIDIA H20-3e", "H20-3e", 1),
+        ("NVIDIA GB300", "GB300", 1),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX-4070-Ti-SUPER", 1),
+        ("RTX3060", "RTX-3060", 1),
     ],
 )
 def test_what_a_user_types_is_understood(text: str, label: str, count: int) -> None:

@@ -127,7 +127,8 @@ def _upstream(name: str) -> ModuleType:
     """A layout module of the triton_kernels that vLLM carries: of the installed one, or of the unpacked release."""
     found = importlib.util.find_spec("vllm")
     roots = [Path(folder) for folder in (found.submodule_search_locations or [] if found else [])]
-    folders = [root / "third_party/triton_kernels/tensor_details/layout_details" for root in (*roots, *_releases())]
+    roots += sorted(CACHE.glob("vllm-*/vllm"), reverse=True)
+    folders = [root / "third_party/triton_kernels/tensor_details/layout_details" for root in roots]
     folder = next((folder for folder in folders if (folder / f"{name}.py").exists()), None)
     if folder is None:
         pytest.skip("no triton_kernels: a CPU build of vLLM, and scripts/vllm_source.py has not run")
@@ -137,10 +138,6 @@ def _upstream(name: str) -> ModuleType:
     package.__path__ = [str(folder)]
     sys.modules["layout_details"] = package
     return importlib.import_module(f"layout_details.{name}")
-
-
-def _releases() -> list[Path]:
-    return sorted(CACHE.glob("vllm-*/vllm"), reverse=True)
 
 
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.engine.kernels.cubins import compiled
-from vllm_gptoss.engine.choose import bands
 from vllm_gptoss.engine.kernels import attention_many, cache, nvrtc
 from vllm_gptoss.engine.kernels.attention_many import ManyPlan, plan, unreadable, unsupported
 
@@ -17,10 +16,6 @@ PLANS = sorted(
 )
 SHARED, OF_A_BLOCK = 227 << 10, 1 << 10
 """Shared memory of a multiprocessor of Hopper, and what the driver takes of it for each block."""
-
-
-def test_the_band_is_not_wider_than_the_kernel() -> None:
-    assert bands.FUSED_TOKENS < bands.ATTENTION_TOKENS <= attention_many.MAX_TOKENS
 
 
 @pytest.mark.parametrize("of", PLANS, ids=str)

@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from vllm_gptoss.engine.kernels import attention, attention_many, dense, experts, nvrtc, step
+from tests.engine.kernels.structs import declared
+from vllm_gptoss.engine.kernels import (
+    attention,
+    attention_many,
+    dense,
+    experts,
+    norm_rope_router,
+    nvrtc,
+    product_many,
+    step,
+)
 
 
 @pytest.fixture
@@ -47,3 +57,18 @@ def test_a_message_names_the_file_and_line_that_it_is_about(kernel: Path) -> Non
 )
 def test_nothing_of_a_kernel_is_left_to_an_include_path(module: object) -> None:
     assert "#include" not in nvrtc.source(module.SOURCE)  # type: ignore[attr-defined]
+
+
+ARGUMENTS = {
+    dense.SOURCE: dense.DenseArgs,
+    attention.SOURCE: attention.AttentionArgs,
+    product_many.SOURCE: product_many.ProductArgs,
+    norm_rope_router.CUDA / "norm_many.cu": norm_rope_router.NormArgs,
+    norm_rope_router.CUDA / "rope_many.cu": norm_rope_router.RopeArgs,
+    norm_rope_router.CUDA / "route_many.cu": norm_rope_router.RouteArgs,
+}
+
+
+@pytest.mark.parametrize("source", ARGUMENTS, ids=lambda source: source.stem)
+def test_arguments_lie_on_the_host_as_on_the_device(source: Path) -> None:
+    assert declared(source) == ARGUMENTS[source]._fields_

@@ -43,13 +43,23 @@ def test_a_step_outside_the_engine_is_not_taken(path: fused_path.FusedPath, monk
     assert not path.could_take(17)
 
 
+ONE = [(1, 1, True), (16, 16, True), (17, 1, True), (512, 1, True), (17, 2, False), (512, 300, False), (513, 1, False)]
+DRAFTS = [(17, 1, True), (32, 2, True), (512, 8, True), (512, 9, False), (513, 4, False), (16, 16, True)]
+
+
 @pytest.mark.parametrize(
-    ("tokens", "longest", "taken"),
-    [(1, 1, True), (16, 16, True), (17, 1, True), (512, 1, True), (17, 2, False), (512, 300, False), (513, 1, False)],
+    ("per_request", "tokens", "longest", "taken"), [*((1, *row) for row in ONE), *((8, *row) for row in DRAFTS)]
 )
-def test_many_tokens_are_taken_where_each_request_has_one(
-    path: fused_path.FusedPath, monkeypatch: pytest.MonkeyPatch, tokens: int, longest: int, taken: bool
+def test_many_tokens_are_taken_up_to_a_limit_of_each_request(
+    path: fused_path.FusedPath,
+    monkeypatch: pytest.MonkeyPatch,
+    per_request: int,
+    tokens: int,
+    longest: int,
+    taken: bool,
 ) -> None:
+    assert path.per_request == 1
+    path.per_request = per_request
     stepping(monkeypatch, longest)
     assert path.could_take(tokens) == taken
     stepping(monkeypatch, longest, mode="PIECEWISE")
@@ -99,20 +109,6 @@ def test_the_flag_is_the_one_that_vllm_sets() -> None:
     for adapters, any_of_them in (([-1, -1], False), ([-1, 0], True), ([1, 1], True), ([-1], False)):
         metadata.prepare_tensors(torch.tensor(adapters))
         assert fused_path.worker.has_adapter([linear]) is any_of_them
-
-
-@pytest.mark.parametrize(
-    ("tokens", "longest", "taken"),
-    [(17, 1, True), (32, 2, True), (512, 8, True), (512, 9, False), (513, 4, False), (16, 16, True)],
-)
-def test_many_tokens_of_drafts_are_taken_up_to_a_limit_of_each_request(
-    path: fused_path.FusedPath, monkeypatch: pytest.MonkeyPatch, tokens: int, longest: int, taken: bool
-) -> None:
-    path.per_request = 8
-    stepping(monkeypatch, longest)
-    assert path.could_take(tokens) == taken
-    stepping(monkeypatch, longest, mode="PIECEWISE")
-    assert not path.could_take(tokens), "a piecewise graph belongs to the compiled model"
 
 
 @pytest.mark.parametrize(("longest", "taken"), [(4, True), (9, False)])

@@ -31,8 +31,29 @@ def step(**changes: Any) -> Any:
     return SimpleNamespace(**fields | {name: value for name, value in changes.items() if not name.startswith("known_")})
 
 
-def test_a_token_each_is_what_it_takes() -> None:
-    assert eligibility.only_decodes(step())
+DRAFTS: dict[str, Any] = {
+    "num_scheduled_tokens": {"a": 4, "b": 4},
+    "total_num_scheduled_tokens": 8,
+    "scheduled_spec_decode_tokens": {"b": [-1] * 3, "a": [-1] * 3},
+}
+NOTHING = SimpleNamespace(load_jobs={}, store_jobs={}, jobs_to_flush=None)
+CLOCK = SimpleNamespace(reqs_to_recv={}, reqs_in_batch=set(), scheduler_clock=7.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "tokens"),
+    [
+        ({}, 1),
+        (DRAFTS, 4),
+        *(
+            ({"kv_connector_metadata": idle}, 1)
+            for idle in (NOTHING, CLOCK, SimpleNamespace(metadata=(NOTHING, CLOCK), extra=None))
+        ),
+    ],
+    ids=str,
+)
+def test_as_many_tokens_of_each_request_are_what_it_takes(change: dict[str, Any], tokens: int) -> None:
+    assert eligibility.only_decodes(step(**change), tokens)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +65,19 @@ def test_a_token_each_is_what_it_takes() -> None:
         {"num_scheduled_tokens": {"b": 1, "a": 1}},
         {"num_scheduled_tokens": {}, "total_num_scheduled_tokens": 0, "known_req_ids": []},
         {"scheduled_spec_decode_tokens": {"a": [3]}},
-        {"kv_connector_metadata": object()},
+        *(
+            {"kv_connector_metadata": at_work}
+            for at_work in (
+                object(),
+                SimpleNamespace(load_jobs={1: "job"}, store_jobs={}, jobs_to_flush=None),
+                SimpleNamespace(load_jobs={}, store_jobs={1: "job"}, jobs_to_flush=None),
+                SimpleNamespace(load_jobs={}, store_jobs={}, jobs_to_flush={1}),
+                SimpleNamespace(reqs_to_recv={}, reqs_in_batch={"a"}, scheduler_clock=7.5),
+                SimpleNamespace(metadata=(NOTHING, SimpleNamespace(requests=["a"])), extra=None),
+                SimpleNamespace(metadata=(NOTHING, NOTHING), extra={"a": 1}),
+                SimpleNamespace(unknown="metadata"),
+            )
+        ),
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -52,31 +85,23 @@ def test_anything_else_is_vllms(change: dict[str, Any]) -> None:
     assert not eligibility.only_decodes(step(**change))
 
 
-NOTHING = SimpleNamespace(load_jobs={}, store_jobs={}, jobs_to_flush=None)
-CLOCK = SimpleNamespace(reqs_to_recv={}, reqs_in_batch=set(), scheduler_clock=7.5)
-
-
-@pytest.mark.parametrize("metadata", [NOTHING, CLOCK, SimpleNamespace(metadata=(NOTHING, CLOCK), extra=None)], ids=str)
-def test_a_connector_with_nothing_to_do_leaves_the_step_ours(metadata: Any) -> None:
-    assert eligibility.only_decodes(step(kv_connector_metadata=metadata))
-
-
 @pytest.mark.parametrize(
-    "metadata",
+    ("change", "tokens"),
     [
-        SimpleNamespace(load_jobs={1: "job"}, store_jobs={}, jobs_to_flush=None),
-        SimpleNamespace(load_jobs={}, store_jobs={1: "job"}, jobs_to_flush=None),
-        SimpleNamespace(load_jobs={}, store_jobs={}, jobs_to_flush={1}),
-        SimpleNamespace(reqs_to_recv={}, reqs_in_batch={"a"}, scheduler_clock=7.5),
-        SimpleNamespace(metadata=(NOTHING, SimpleNamespace(requests=["a"])), extra=None),
-        SimpleNamespace(metadata=(NOTHING, NOTHING), extra={"a": 1}),
-        SimpleNamespace(unknown="metadata"),
-        (),
+        (DRAFTS, 3),
+        (DRAFTS, 1),
+        ({}, 4),
+        (DRAFTS | {"scheduled_spec_decode_tokens": {"a": [-1] * 3}}, 4),
+        (DRAFTS | {"scheduled_spec_decode_tokens": {"a": [-1] * 2, "b": [-1] * 3}}, 4),
+        (DRAFTS | {"scheduled_spec_decode_tokens": {}}, 4),
+        (DRAFTS | {"num_scheduled_tokens": {"a": 3, "b": 5}}, 4),
+        (DRAFTS | {"num_scheduled_tokens": {"a": 4, "b": 3}, "total_num_scheduled_tokens": 7}, 4),
+        (DRAFTS | {"known_resumed_req_ids": {"b"}}, 4),
     ],
     ids=str,
 )
-def test_a_connector_with_work_leaves_the_step_to_vllm(metadata: Any) -> None:
-    assert not eligibility.only_decodes(step(kv_connector_metadata=metadata or object()))
+def test_unequal_drafts_are_vllms(change: dict[str, Any], tokens: int) -> None:
+    assert not eligibility.only_decodes(step(**change), tokens)
 
 
 @pytest.mark.vllm
@@ -90,36 +115,6 @@ def test_vllms_own_metadata_is_read(job: str) -> None:
     offloading = OffloadingConnectorMetadata(**jobs | ({job: {1: None}} if job else {}))
     both = MultiKVConnectorMetadata(metadata=(NixlConnectorMetadata(), offloading))
     assert [eligibility.transfers(each) for each in (offloading, both)] == [bool(job)] * 2
-
-
-DRAFTS: dict[str, Any] = {
-    "num_scheduled_tokens": {"a": 4, "b": 4},
-    "total_num_scheduled_tokens": 8,
-    "scheduled_spec_decode_tokens": {"b": [-1] * 3, "a": [-1] * 3},
-}
-
-
-def test_as_many_drafts_of_each_request_are_what_it_takes() -> None:
-    assert eligibility.only_decodes(step(**DRAFTS), 4)
-    assert not eligibility.only_decodes(step(**DRAFTS), 3)
-    assert not eligibility.only_decodes(step(**DRAFTS), 1)
-    assert not eligibility.only_decodes(step(), 4)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"scheduled_spec_decode_tokens": {"a": [-1] * 3}},
-        {"scheduled_spec_decode_tokens": {"a": [-1] * 2, "b": [-1] * 3}},
-        {"scheduled_spec_decode_tokens": {}},
-        {"num_scheduled_tokens": {"a": 3, "b": 5}},
-        {"num_scheduled_tokens": {"a": 4, "b": 3}, "total_num_scheduled_tokens": 7},
-        {"known_resumed_req_ids": {"b"}},
-    ],
-    ids=str,
-)
-def test_unequal_drafts_are_vllms(change: dict[str, Any]) -> None:
-    assert not eligibility.only_decodes(step(**DRAFTS | change), 4)
 
 
 def a_runner(**changes: Any) -> Any:

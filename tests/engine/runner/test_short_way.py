@@ -112,46 +112,33 @@ def fails(*_: Any, **__: Any) -> Any:
     raise AttributeError("moved")
 
 
-def reading_the_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eligibility, "only_decodes", fails)
+BROKEN: dict[str, Callable[[Engine], tuple[Any, str, Any]]] = {
+    "reading the step": lambda _: (eligibility, "only_decodes", fails),
+    "choosing a graph": lambda engine: (engine.runner.cudagraph_manager, "dispatch", fails),
+    "making the batch": lambda _: (model_runner, "begin", fails),
+    "setting the lengths": lambda engine: (engine.states, "num_computed_prefill_tokens", np.zeros(1)),
+}
 
 
-def choosing_a_graph(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.runner.cudagraph_manager, "dispatch", fails)
-
-
-def making_the_batch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_runner, "begin", fails)
-
-
-def setting_the_lengths(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.states, "num_computed_prefill_tokens", np.zeros(1))
-
-
-@pytest.mark.parametrize("broken", [reading_the_step, choosing_a_graph, making_the_batch, setting_the_lengths])
+@pytest.mark.parametrize("broken", BROKEN)
 def test_a_failure_before_any_launch_leaves_the_step_to_vllm(
-    engine: Engine,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    broken: Callable[[Engine, pytest.MonkeyPatch], None],
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture, broken: str
 ) -> None:
     """The same step, and all that follow; vLLM appends the step's blocks, so none may be there yet."""
     runner: Any = object.__new__(GptOssModelRunner)
     runner.short_way, by_vllm = engine.short_way, []
     monkeypatch.setattr(GPUModelRunner, "execute_model", lambda self, step: by_vllm.append(step) or "vLLM's")
-    monkeypatch.setattr(fallback, "_said", set())
     engine.length |= dict.fromkeys(("a", "b", "c"), 4 * SIZE)
     launched, held = list(engine.seen), copy.deepcopy(engine.runner.block_tables.held)
     steps = [engine.step(["a", "b", "c"]) for _ in range(2)]
-    with heard(caplog, logging.WARNING):
-        with monkeypatch.context() as during:
-            broken(engine, during)
-            assert runner.execute_model(steps[0]) == "vLLM's"
-        assert runner.execute_model(steps[1]) == "vLLM's"
+    with monkeypatch.context() as during:
+        during.setattr(*BROKEN[broken](engine))
+        assert runner.execute_model(steps[0]) == "vLLM's"
+    assert runner.execute_model(steps[1]) == "vLLM's"
     assert by_vllm == steps
     assert runner.taken is None
     assert (engine.seen, engine.runner.block_tables.held) == (launched, held)
-    (line,) = lines(caplog)
+    (line,) = lines(said)
     assert re.fullmatch(r"host: upstream from here on \((Attribute|Value)Error: .*\)", line)
 
 
@@ -214,7 +201,7 @@ def test_random_steps_are_as_plain_bookkeeping_says(engine: Engine, monkeypatch:
 )
 @pytest.mark.parametrize("host", ["auto", "gptoss"])
 def test_a_configuration_that_the_runner_cannot_serve_is_reported_before_the_weights_are_loaded(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, host: str, changes: dict[str, Any], why: str
+    monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture, host: str, changes: dict[str, Any], why: str
 ) -> None:
     """In the constructor: a user would otherwise wait for the weights, and without graphs vLLM captures nothing."""
     config = SimpleNamespace(additional_config={"gptoss": {"host": host}})
@@ -222,14 +209,10 @@ def test_a_configuration_that_the_runner_cannot_serve_is_reported_before_the_wei
     monkeypatch.setattr(GPUModelRunner, "__init__", lambda self, config, device: setattr(self, "vllm_config", config))
     monkeypatch.setattr(eligibility.device, "detect", lambda: Device("nvidia", "NVIDIA H200", "sm90", 139.8))
     monkeypatch.setattr(eligibility.describe, "configuration", lambda config: found)
-    monkeypatch.setattr(fallback, "_said", set())
-    with (
-        heard(caplog, logging.WARNING),
-        pytest.raises(ChoiceError, match=why) if host == "gptoss" else nullcontext(),
-    ):
+    with pytest.raises(ChoiceError, match=why) if host == "gptoss" else nullcontext():
         GptOssModelRunner(config, torch.device("cpu"))
-    assert [line for line in lines(caplog) if why in line] == lines(caplog)
-    assert len(lines(caplog)) == (host == "auto")
+    assert [line for line in lines(said) if why in line] == lines(said)
+    assert len(lines(said)) == (host == "auto")
 
 
 def test_vllms_sampler_gets_the_step_of_the_short_way(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -219,27 +219,17 @@ def test_what_a_text_model_cannot_read_is_refused_by_name(served: Server) -> Non
 
 ASK = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Ülm"}<|call|>'
 FORCED = {
-    "duplicated recipient": (
-        ASK.replace(" <|constrain|>json", " to=functions.get_weather"),
-        (None, None, [("get_weather", '{"city": "Ülm"}')], "tool_calls"),
-    ),
-    "refusal without message": ("<|channel|>final I'm sorry.<|return|>", (None, "I'm sorry.", [], "stop")),
     "missing start": (
         "<|channel|>analysis<|message|>a<|end|><|channel|>final<|message|>b<|return|>",
         ("a", "b", [], "stop"),
     ),
     "no header": ("Plain words 👩‍🚀.<|return|>", (None, "Plain words 👩‍🚀.", [], "stop")),
-    "json answer": ('<|channel|>final json<|message|>{"a": 1}<|return|>', (None, '{"a": 1}', [], "stop")),
-    "tool not offered": (
-        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary to=functions.rm json"
-        "<|message|>{}<|call|>",
-        ("a", "{}", [], "stop"),
-    ),
     "no arguments": (
         "<|channel|>commentary to=functions.get_time<|message|><|call|>",
         (None, None, [("get_time", "{}")], "tool_calls"),
     ),
 }
+"""Of the answers in `test_vllm_parser.py`: one of each kind of message."""
 
 
 @pytest.mark.parametrize("name", FORCED)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from argparse import Namespace
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,14 +13,18 @@ from fastapi import FastAPI
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.chat_requests import request_of
 from tests.support.hand_fed import asking, client
 from tests.support.streamed import (
+    CHAT,
     COMPLETIONS,
+    Results,
     body_of,
-    completion_frames,
+    both_frames,
     completion_handlers,
     completion_request,
     handler_app,
+    handlers_of,
     text_of,
     without_made_up,
 )
@@ -32,44 +35,6 @@ pytestmark = pytest.mark.vllm
 
 Part = tuple[str, Sequence[int]]
 """The text and the tokens of one result."""
-
-
-@pytest.fixture(scope="module")
-def handlers() -> tuple[Any, Any]:
-    return completion_handlers()
-
-
-class Engine:
-    """Results of one request, one of each of `parts`; `fails` after the last."""
-
-    def __init__(self, parts: Sequence[Part], finish: str | None = "stop", fails: Exception | None = None):
-        self._parts, self._finish, self._fails = parts, finish, fails
-        self.is_closed = False
-
-    async def __call__(self) -> AsyncIterator[Any]:
-        from vllm.outputs import CompletionOutput, RequestOutput
-
-        try:
-            for number, (text, ids) in enumerate(self._parts, 1):
-                reason = self._finish if number == len(self._parts) and not self._fails else None
-                choice = CompletionOutput(0, text, list(ids), None, None, finish_reason=reason)
-                yield RequestOutput("r", "hi", [1, 2, 3], None, [choice], reason is not None, num_cached_tokens=1)
-                await asyncio.sleep(0)
-            if self._fails:
-                raise self._fails
-        finally:
-            self.is_closed = True
-
-
-def frames(handler: Any, engine: Engine, request: Any) -> tuple[str, Any]:
-    """All frames of the stream, and the usage that was counted."""
-    metadata = SimpleNamespace(final_usage_info=None)
-
-    async def read() -> list[str]:
-        stream = completion_frames(handler, request, engine(), "cmpl-1", metadata)
-        return [frame.decode() if isinstance(frame, bytes) else frame async for frame in stream]
-
-    return "".join(asyncio.run(read())), metadata.final_usage_info
 
 
 texts = st.one_of(
@@ -93,49 +58,22 @@ options = st.fixed_dictionaries(
 
 @settings(max_examples=200, deadline=None)
 @given(st.builds(list.__add__, parts, last), st.sampled_from(["stop", "length", "abort", "error"]), options)
-def test_every_stream_has_the_bytes_of_vllms_own(
-    handlers: tuple[Any, Any], said: list[Part], finish: str, fields: dict[str, Any]
-) -> None:
-    theirs, ours = handlers
-    want, counted = frames(theirs, Engine(said, finish), completion_request(stream=True, **fields))
-    got, also = frames(ours, Engine(said, finish), completion_request(stream=True, **fields))
+def test_every_stream_has_the_bytes_of_vllms_own(said: list[Part], finish: str, fields: dict[str, Any]) -> None:
+    want, got = both_frames(
+        COMPLETIONS, lambda: Results(said, finish), lambda: completion_request(stream=True, **fields)
+    )
     assert got == want
-    assert also == counted
 
 
-@pytest.mark.parametrize("after", [0, 1, 3])
-def test_a_failure_of_the_engine_is_told_as_vllm_tells_it(handlers: tuple[Any, Any], after: int) -> None:
-    theirs, ours = handlers
-    said = [(" word", [7])] * after
-    want, _ = frames(theirs, Engine(said, fails=RuntimeError("dead")), completion_request(stream=True))
-    got, _ = frames(ours, Engine(said, fails=RuntimeError("dead")), completion_request(stream=True))
-    assert got == want
-    assert '"error"' in got
-
-
-def test_a_client_that_goes_away_ends_the_request(handlers: tuple[Any, Any]) -> None:
-    engine = Engine([(" word", [7])] * 9)
-
-    async def leave() -> None:
-        stream = completion_frames(
-            handlers[1], completion_request(stream=True), engine(), "c", SimpleNamespace(final_usage_info=None)
-        )
-        for _ in range(3):
-            await anext(stream)
-        await stream.aclose()
-        async with asyncio.timeout(10):
-            while not engine.is_closed:
-                await asyncio.sleep(0.01)
-
-    asyncio.run(leave())
-
-
-def test_what_is_more_than_the_text_of_one_prompt_is_left_to_vllm(handlers: tuple[Any, Any]) -> None:
-    plain = handlers[1]._is_plain
-    assert plain(completion_request(stream=True, stop=["x"], stream_options={"include_usage": True}))
-    for fields in ({"n": 2}, {"logprobs": 0}, {"echo": True}, {"return_token_ids": True}, {"use_beam_search": True}):
-        assert not plain(completion_request(stream=True, **fields)), fields
-    two = handlers[1].completion_stream_generator(
+def test_what_is_more_than_the_text_of_one_prompt_is_left_to_vllm() -> None:
+    more: list[dict[str, Any]] = [{"n": 2}, {"echo": True}, {"return_token_ids": True}, {"use_beam_search": True}]
+    for path, request, logprobs in ((CHAT, request_of, True), (COMPLETIONS, completion_request, 0)):
+        ours = handlers_of(path)[1]
+        assert ours._is_plain(request(stream=True))
+        assert ours._is_plain(request(stream=True, n=1, stop=["x"], stream_options={"include_usage": True}))
+        for fields in (*more, {"logprobs": logprobs}):
+            assert not ours._is_plain(request(stream=True, **fields)), fields
+    two = ours.completion_stream_generator(
         completion_request(stream=True), [{}, {}], None, "c", 7, "m", 2, None, request_metadata=None
     )
     assert not isinstance(two, completions.Frames)

@@ -7,17 +7,14 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi import APIRouter, Request
 from fastapi.testclient import TestClient
 from openai.types.chat import ChatCompletion
 
 from demo.server import NAME, Server
-from tests.server.chat.arguments import arguments
+from tests.server.chat.arguments import attached_around
 from tests.support.harmony_streams import tokens
-from vllm_gptoss.server.chat.endpoint import ChatCompletions
 from vllm_gptoss.server.harmony.tokens import encoding
-from vllm_gptoss.settings import Settings
 
 pytestmark = pytest.mark.vllm
 
@@ -127,29 +124,20 @@ def test_a_choice_and_a_grammar_are_kept_whatever_the_model_wants(served: Server
 
 @pytest.fixture
 def app() -> TestClient:
-    """vLLM's way to attach a plugin, around a route that shows the prompt of the request it was given."""
+    """A route that shows the prompt of the request it was given."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.exceptions import VLLMValidationError
 
     from vllm_gptoss.server.chat.chat_request import conversation_of
     from vllm_gptoss.server.harmony.prompt import render
 
-    router, app = APIRouter(), FastAPI()
+    router = APIRouter()
 
     @router.post("/v1/chat/completions")
     async def create(request: ChatCompletionRequest, raw_request: Request) -> dict[str, Any]:
         del raw_request
         return {"prompt": encoding().decode(render(conversation_of(None, request, True, None)))}
 
-    app.include_router(router)
-    ChatCompletions().attach(app, arguments(), Settings())
-    app.router.routes.reverse()  # vLLM removes the replaced route; here the plugin's only has to be first
-
-    @app.exception_handler(VLLMValidationError)
-    async def refused(_: Request, error: VLLMValidationError) -> JSONResponse:
-        return JSONResponse({"param": error.parameter, "message": str(error)}, 400)
-
-    return TestClient(app)
+    return TestClient(attached_around(router))
 
 
 def post(app: TestClient, tools: Any, **fields: Any) -> Any:

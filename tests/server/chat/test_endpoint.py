@@ -11,7 +11,7 @@ import pytest
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.testclient import TestClient
 
-from tests.server.chat.arguments import arguments
+from tests.server.chat.arguments import arguments, attached_around
 from vllm_gptoss.server.chat.endpoint import ChatCompletions
 from vllm_gptoss.server.harmony.tokens import encoding
 from vllm_gptoss.settings import Settings
@@ -149,9 +149,8 @@ def allowed(mode: Any = "auto", *tools: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def chat_app() -> TestClient:
-    """vLLM's way to attach a plugin, around a route that shows the request it was given."""
+    """A route that shows the request it was given."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.exceptions import VLLMValidationError
 
     router = APIRouter()
 
@@ -161,18 +160,7 @@ def chat_app() -> TestClient:
         names = [tool.function.name for tool in request.tools or ()]
         return {"tools": names, "choice": request.model_dump()["tool_choice"]}
 
-    app = FastAPI()
-    app.include_router(router)
-    ChatCompletions().attach(app, arguments(), Settings())
-    app.router.routes.reverse()  # vLLM removes the replaced route; here the plugin's only has to be first
-
-    @app.exception_handler(VLLMValidationError)
-    async def refused(_: Request, error: VLLMValidationError) -> Any:
-        from fastapi.responses import JSONResponse
-
-        return JSONResponse({"param": error.parameter, "message": str(error)}, 400)
-
-    return TestClient(app)
+    return TestClient(attached_around(router))
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])

@@ -9,11 +9,9 @@ import pytest
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.testclient import TestClient
 
-from tests.server.chat.arguments import arguments
+from tests.server.chat.arguments import attached_around
 from vllm_gptoss.server.chat import messages_content
-from vllm_gptoss.server.chat.endpoint import ChatCompletions
 from vllm_gptoss.server.harmony.enforce import compiling
-from vllm_gptoss.settings import Settings
 from vllm_gptoss.tools.confined import BusyError
 from vllm_gptoss.tools.protocol import CALLER
 
@@ -22,7 +20,7 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture
 def app() -> FastAPI:
-    """vLLM's way to attach a plugin, around a route that shows the request it was given."""
+    """A route that shows the request it was given."""
     from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
@@ -37,11 +35,7 @@ def app() -> FastAPI:
     async def chat(request: ChatCompletionRequest, raw_request: Request) -> None:
         del request, raw_request
 
-    app = FastAPI()
-    app.include_router(router)
-    ChatCompletions().attach(app, arguments(), Settings())
-    app.router.routes.reverse()  # vLLM removes the replaced route; here the plugin's only has to be first
-    return app
+    return attached_around(router)
 
 
 def ask(app: FastAPI, **fields: Any) -> dict[str, Any]:

@@ -46,14 +46,15 @@ def get_weather(city: str) -> str:
     return f"sunny in {city}"
 
 
-@pytest.mark.parametrize("kind", [agents.OpenAIResponsesModel, OpenAIResponsesWSModel])
-async def test_agents_sdk_calls_a_function_and_goes_on(start: Start, kind: type[agents.OpenAIResponsesModel]) -> None:
+async def test_agents_sdk_calls_a_function_over_a_web_socket(start: Start) -> None:
+    """Over HTTP: test_clients_serve.py."""
+
     def script(prompt: Sequence[int]) -> list[int]:
         call = calls("functions.get_weather", {"city": "Rome"})
         return harmony(THINK + (SUNNY if ANSWERED in text_of_prompt(prompt) else call))
 
     server = start(script)
-    agent = agents.Agent(name="a", model=agent_model(server, kind), tools=[get_weather])
+    agent = agents.Agent(name="a", model=agent_model(server, OpenAIResponsesWSModel), tools=[get_weather])
     result = await agents.Runner.run(agent, "What is the weather in Rome?")
     assert result.final_output == "It is sunny in Rome."
     assert "sunny in Rome" in server.prompt()

@@ -44,16 +44,6 @@ def test_no_room_knows_one_above_it() -> None:
     assert not wrong
 
 
-def test_no_two_files_import_each_other_in_a_circle() -> None:
-    graph = {
-        ".".join(file.relative_to(PACKAGE).with_suffix("").parts): set(imported(file)) for file in PACKAGE.rglob("*.py")
-    }
-    while leaves := {name for name, needs in graph.items() if not needs & graph.keys()}:
-        for name in leaves:
-            del graph[name]
-    assert not graph
-
-
 def test_every_room_says_what_comes_in_and_out() -> None:
     for room in PACKAGE.glob("*/__init__.py"):
         words = ast.get_docstring(ast.parse(room.read_text())) or ""

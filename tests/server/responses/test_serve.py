@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
-import openai
 import pytest
-from httpx_sse import connect_sse
 
 from demo.server import NAME, Server
 from tests.support.places import OPEN_RESPONSES
-from tests.support.responses.events import check_response, check_stream, read, stream
+from tests.support.responses.events import check_response, stream
 
 pytestmark = [pytest.mark.vllm, pytest.mark.serve, pytest.mark.timeout(600)]
 
@@ -65,29 +61,6 @@ def test_ignore_eos_and_a_routers_headers_reach_the_engine(http: httpx.Client) -
     assert refused.headers["x-request-id"]
 
 
-def test_a_function_tool_round_trip(http: httpx.Client) -> None:
-    text = "What's the weather like in San Francisco?"
-    first = ask(http, text, tools=[WEATHER])
-    call = first["output"][-1]
-    assert json.loads(call["arguments"]) == {"location": "San Francisco, CA"}
-    answer = [{"type": "function_call_output", "call_id": call["call_id"], "output": "Foggy, 18 degrees"}]
-    second = stream(
-        http,
-        {"model": NAME, "input": answer, "tools": [WEATHER], "previous_response_id": first["id"], "temperature": 0},
-    )[-1]["response"]
-    assert said(second) == "It is foggy in San Francisco."
-
-
-def test_python_really_computes_and_keeps_its_state(http: httpx.Client) -> None:
-    include = ["code_interpreter_call.outputs"]
-    first = ask(http, "Set x to 20 in Python, then double it.", tools=[PYTHON], include=include)
-    calls = [item for item in first["output"] if item["type"] == "code_interpreter_call"]
-    assert calls[-1]["outputs"] == [{"type": "logs", "logs": "40\n"}]
-    second = ask(http, "Add one to it.", tools=[PYTHON], include=include, previous_response_id=first["id"])
-    (call,) = [item for item in second["output"] if item["type"] == "code_interpreter_call"]
-    assert call["outputs"][0]["logs"].strip() == "41"
-
-
 def test_a_file_is_downloaded_by_its_owner_only(http: httpx.Client) -> None:
     response = ask(http, "Write a file with the text hello.", tools=[PYTHON])
     notes = response["output"][-1]["content"][0]["annotations"]
@@ -122,44 +95,6 @@ def test_logprobs_are_the_tokens_own(http: httpx.Client) -> None:
     part = ask(http, "What is the capital of France?", **fields)["output"][-1]["content"][0]
     assert "".join(entry["token"] for entry in part["logprobs"]) == part["text"]
     assert all(len(entry["top_logprobs"]) == 2 for entry in part["logprobs"])
-
-
-def test_background_resume_and_cancel(http: httpx.Client) -> None:
-    body = {"model": NAME, "input": "What is the capital of France?", "background": True, "temperature": 0}
-    made = http.post("/responses", json=body).raise_for_status().json()
-    with connect_sse(http, "GET", f"/responses/{made['id']}?stream=true") as source:
-        events = read(source.iter_sse())
-    check_stream(events)
-    half = len(events) // 2
-    with connect_sse(http, "GET", f"/responses/{made['id']}?stream=true&starting_after={half}") as source:
-        assert read(source.iter_sse()) == events[half + 1 :]
-    endless = {**body, "input": "Hello", "ignore_eos": True, "max_output_tokens": 4000}
-    made = http.post("/responses", json=endless).raise_for_status().json()
-    assert http.post(f"/responses/{made['id']}/cancel").json()["status"] == "cancelled"
-
-
-def test_a_disconnect_frees_the_engine_within_a_second(http: httpx.Client, served: Server) -> None:
-    def busy() -> float:
-        lines = httpx.get(f"{served.url}/metrics").text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("vllm:num_requests_running"))
-
-    body = {"model": NAME, "input": "x", "stream": True, "ignore_eos": True, "max_output_tokens": 7000}
-    body["stop_token_ids"] = []
-    with connect_sse(http, "POST", "/responses", json=body) as source:
-        events = source.iter_sse()
-        for _ in range(6):
-            next(events)
-    began = time.monotonic()
-    while busy():
-        assert time.monotonic() - began < 30, "still running; metrics are written every second"
-        threading.Event().wait(0.05)
-
-
-def test_chat_completions_are_still_cores(served: Server) -> None:
-    client = openai.OpenAI(base_url=served.api, api_key="x", max_retries=0)
-    messages: Any = [{"role": "user", "content": "What is the capital of France?"}]
-    answer = client.chat.completions.create(model=NAME, messages=messages, temperature=0)
-    assert answer.choices[0].message.content == "The capital of France is Paris."
 
 
 def test_stop_ends_the_answer_where_asked(http: httpx.Client) -> None:

@@ -3,44 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import io
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from pypdf import PdfWriter
-from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from tests.support.responses.pdf import pdf
 from tests.support.servers import running
 from vllm_gptoss.tools.browser.fetch import Fetcher, FetchError, FetchLimits
 from vllm_gptoss.tools.browser.guard import DeniedError, Guard
 from vllm_gptoss.tools.browser.markup import html_page
 from vllm_gptoss.tools.browser.page import under_url
-
-
-def pdf(*pages: str) -> bytes:
-    """A PDF with one line of text per page."""
-    writer = PdfWriter()
-    font = DictionaryObject(
-        {NameObject("/Type"): NameObject("/Font"), NameObject("/Subtype"): NameObject("/Type1"),
-         NameObject("/BaseFont"): NameObject("/Helvetica")}
-    )  # fmt: skip
-    for text in pages:
-        page = writer.add_blank_page(300, 300)
-        page[NameObject("/Resources")] = DictionaryObject(
-            {NameObject("/Font"): DictionaryObject({NameObject("/F1"): font})}
-        )
-        stream = DecodedStreamObject()
-        stream.set_data(f"BT /F1 12 Tf 20 200 Td ({text}) Tj ET".encode())
-        page[NameObject("/Contents")] = stream
-    writer.add_metadata({"/Title": "Pump manual"})
-    out = io.BytesIO()
-    writer.write(out)
-    return out.getvalue()
 
 
 class Site:
@@ -72,7 +49,7 @@ class Site:
             "/base": (b"<base href='/elsewhere/'><a href=x>l</a>", "text/html"),
             "/text": (b"one\r\ntwo", "text/plain"),
             "/json": (b'{"a": 1}', "application/json"),
-            "/pdf": (pdf("Close the inlet valve", "Second page"), "application/pdf"),
+            "/pdf": (pdf("Close the inlet valve", "Second page", title="Pump manual"), "application/pdf"),
             "/broken.pdf": (b"%PDF-1.7 nothing", "application/pdf"),
             "/binary": (b"\x00\x01", "application/octet-stream"),
             "/empty": (b"", "text/html"),
@@ -150,19 +127,11 @@ async def test_one_conversations_cookies_are_not_sent_for_another(site: Made) ->
         assert (await fetcher.page(f"{url}/cookie")).lines[-1] == "no cookie"
 
 
-async def test_links_are_relative_to_what_the_page_says(site: Made) -> None:
+async def test_titles_links_and_the_source_are_those_of_the_page(site: Made) -> None:
     _, url, fetcher = site
     assert [link.url for link in (await fetcher.page(f"{url}/base")).links] == [f"{url}/elsewhere/x"]
-
-
-async def test_titles_come_from_the_document(site: Made) -> None:
-    _, url, fetcher = site
     assert (await fetcher.page(url + "/pdf")).title == "Pump manual"
     assert (await fetcher.page(url + "/page")).title == "T"
-
-
-async def test_the_source_of_a_page_can_be_read(site: Made) -> None:
-    _, url, fetcher = site
     assert (await fetcher.page(url + "/page", source=True)).text == "<title>T</title><p>café</p>"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from fastapi import FastAPI
 from mcp.server.mcpserver import MCPServer
 
 from tests.support.responses.replay import ReplayEngine
-from tests.support.servers import EXAMPLE, example, running, session_of
+from tests.support.servers import example, running, session_of
 from vllm_gptoss.server.harmony.tokens import encoding
 from vllm_gptoss.server.responses.endpoint import ResponsesEndpoint
 from vllm_gptoss.server.responses.options import ResponsesOptions
@@ -79,27 +78,6 @@ async def ask(client: httpx.AsyncClient, *tools: dict[str, Any], **fields: Any) 
     return body
 
 
-async def test_search_open_find_and_a_citation_of_the_right_lines() -> None:
-    model = Model(
-        call("browser.search", '{"query": "Velmora reservoir"}'),
-        call("browser.open", '{"id": 0}'),
-        call("browser.find", '{"pattern": "87 metres"}'),
-        final("It is 87 metres high【1†L5-L6】."),
-    )
-    tools = ToolServer.from_spec("browser", ToolServerOptions(environ=ENVIRON))
-    async with api(model, tools) as client:
-        body = await ask(client, {"type": "web_search"})
-    searched, opened, found, message = (item for item in body["output"] if item["type"] != "reasoning")
-    assert [item["type"] for item in (searched, opened, found)] == ["web_search_call"] * 3
-    assert searched["action"]["query"] == "Velmora reservoir"
-    assert opened["action"] == {"type": "open_page", "url": "https://dams.example/velmora"}
-    assert found["action"]["pattern"] == "87 metres"
-    (citation,) = message["content"][0]["annotations"]
-    assert (citation["url"], citation["title"]) == ("https://dams.example/velmora", "The Velmora dam")
-    assert "[1] The Velmora dam (https://dams.example/velmora)\n" in model.prompts[2]
-    assert "L5: It is 87 metres high" in model.prompts[2]
-
-
 async def test_every_way_in_which_gpt_oss_writes_a_citation_means_the_same_lines() -> None:
     said = "A【0†L5-L6】 b【0†L5–L6】 c【0†L5-6】 d【0†L5-L6†dams.example】 e【0†L5】 f【9†L1】 g【0†The Velmora dam】."
     model = Model(call("browser.open", '{"id": "https://dams.example/velmora"}'), final(said))
@@ -120,29 +98,6 @@ async def test_wrong_arguments_go_back_to_the_model_which_tries_again() -> None:
         body = await ask(client, {"type": "web_search"})
     assert "'query' is a required property" in model.prompts[1]
     assert [item["status"] for item in body["output"] if item["type"] == "web_search_call"] == ["failed", "completed"]
-
-
-async def test_mcp_over_stdio_with_a_result_and_an_error() -> None:
-    model = Model(call("example.add", '{"a": 20, "b": 22}'), call("example.refuse", "{}"), final("42, and no ticket."))
-    tools = ToolServer.from_spec(f"stdio:{sys.executable} {EXAMPLE} stdio", ToolServerOptions(environ={}))
-    async with api(model, tools) as client:
-        body = await ask(client, {"type": "mcp", "server_label": "example", "require_approval": "never"})
-    assert "mcp_list_tools" in [item["type"] for item in body["output"]]
-    added, refused = (item for item in body["output"] if item["type"] == "mcp_call")
-    assert (added["output"], added.get("error")) == ("42", None)
-    assert "no such ticket" in str(refused["error"])
-    assert "no such ticket" in model.prompts[2]
-
-
-async def test_a_server_that_dies_costs_its_call_and_the_answer_comes() -> None:
-    model = Model(call("example.die", "{}"), final("It broke."))
-    with example("streamable_http") as (url, _):
-        async with api(model, ToolServer.from_spec(url, ToolServerOptions(environ={}))) as client:
-            body = await ask(client, {"type": "mcp", "server_label": "example", "require_approval": "never"})
-    assert body["status"] == "completed"
-    (died,) = (item for item in body["output"] if item["type"] == "mcp_call")
-    assert died["error"]
-    assert "may have run" in model.prompts[1]
 
 
 @pytest.mark.parametrize("allowed", [True, False])

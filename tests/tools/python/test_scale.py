@@ -19,7 +19,7 @@ import pytest
 
 from tests.support import scale
 from tests.support.notebooks import run_in, started
-from tests.support.waiting import until
+from tests.support.waiting import alive, until
 from vllm_gptoss.tools.python import PythonProvider
 
 pytestmark = pytest.mark.namespaces
@@ -141,13 +141,6 @@ async def main():
     await busy
 asyncio.run(main())
 """
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

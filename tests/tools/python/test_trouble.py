@@ -20,7 +20,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from tests.support.notebooks import run_in, started
-from tests.support.waiting import soon, until
+from tests.support.waiting import alive, soon, until
 from vllm_gptoss.tools.gate import gated
 from vllm_gptoss.tools.protocol import SessionOptions, ToolCall, ToolResult, ToolSession
 from vllm_gptoss.tools.python import PythonOptions, PythonProvider
@@ -72,13 +72,6 @@ async def test_files_that_cannot_be_listed_or_named_cost_nothing() -> None:
         assert (await run_in(provider, "x", "awkward")).text.strip() == "'kept'"
 
 
-def is_alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
 async def test_a_fork_server_that_hangs_is_replaced_and_its_conversations_live_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -98,7 +91,7 @@ async def test_a_fork_server_that_hangs_is_replaced_and_its_conversations_live_o
         assert (await run_in(provider, "x + 1", "before")).text.strip() == "42"
     finally:
         await provider.aclose()
-    soon(lambda: not any(is_alive(process) for process in stopped))
+    soon(lambda: not any(alive(process.pid) for process in stopped))
 
 
 async def test_a_caller_who_opens_many_conversations_closes_its_own() -> None:

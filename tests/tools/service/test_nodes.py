@@ -30,7 +30,12 @@ from vllm_gptoss.tools.service.nodes import ServiceProvider, ranked
 from vllm_gptoss.tools.service.settings import ServiceConfig
 from vllm_gptoss.tools.service.wire import asked
 
-HERE = pytest.mark.skipif(without_namespaces() is not None, reason=str(without_namespaces()))
+
+def at_a_node(test: Any) -> Any:
+    here = pytest.mark.skipif(without_namespaces() is not None, reason=str(without_namespaces()))
+    return here(pytest.mark.asyncio(loop_scope="module")(test))
+
+
 ALICE, BOB = "alice's key which is long", "bob's key which is as long"
 
 
@@ -100,8 +105,7 @@ def test_the_service_takes_the_place_of_the_servers_own_python() -> None:
     assert isinstance(next(p.inner for p in server.providers if p.name == "python"), ServiceProvider)
 
 
-@HERE
-@pytest.mark.asyncio(loop_scope="module")
+@at_a_node
 async def test_two_callers_reach_nothing_of_each_other(node: Node) -> None:
     async with service(ALICE, node.url) as alice, service(BOB, node.url) as bob:
         mine = await run(alice, "secret = 1; open('/mnt/data/f.txt', 'w').write('alice')")
@@ -118,8 +122,7 @@ async def test_two_callers_reach_nothing_of_each_other(node: Node) -> None:
         assert (await run(alice, "print(secret)", past=after(mine))).text == "1\n"
 
 
-@HERE
-@pytest.mark.asyncio(loop_scope="module")
+@at_a_node
 async def test_a_callers_limits_are_told_and_cost_no_other_caller_anything(node: Node) -> None:
     async with service(ALICE, node.url) as alice, service(BOB, node.url) as bob:
         endless = [asyncio.create_task(run(alice, "import time; time.sleep(600)", f"busy {n}")) for n in range(2)]
@@ -140,8 +143,7 @@ async def test_a_callers_limits_are_told_and_cost_no_other_caller_anything(node:
         assert "large cannot be downloaded: this caller may keep 1048576 bytes" in large.text
 
 
-@HERE
-@pytest.mark.asyncio(loop_scope="module")
+@at_a_node
 async def test_a_notebook_that_is_not_the_one_of_earlier_calls_says_so(node: Node) -> None:
     """A node that was out of reach comes back with variables of before."""
     async with service(ALICE, node.url) as alice:
@@ -157,8 +159,7 @@ async def test_a_notebook_that_is_not_the_one_of_earlier_calls_says_so(node: Nod
 PRINT = ToolCall("call", "python", None, "print(1)")
 
 
-@HERE
-@pytest.mark.asyncio(loop_scope="module")
+@at_a_node
 async def test_a_container_is_known_before_its_node_has_made_it(node: Node) -> None:
     """Some clients drop a call without a container in its first event."""
     async with service(ALICE, node.url) as alice:
@@ -170,8 +171,7 @@ async def test_a_container_is_known_before_its_node_has_made_it(node: Node) -> N
         assert [session.container_id for session in sessions] == known
 
 
-@HERE
-@pytest.mark.asyncio(loop_scope="module")
+@at_a_node
 async def test_no_caller_gets_a_container_that_is_there(node: Node) -> None:
     """Even with the seed, which only its node receives."""
     async with service(ALICE, node.url) as alice, service(BOB, node.url) as bob:
@@ -188,8 +188,7 @@ async def test_no_caller_gets_a_container_that_is_there(node: Node) -> None:
         assert await bob.list_files(str(made.container_id)) == []
 
 
-@HERE
-@pytest.mark.asyncio(loop_scope="module")
+@at_a_node
 async def test_servers_and_nodes_of_two_versions_work_together(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = {"seed": "", "call": None}
     async with service(ALICE, node.url) as alice:
@@ -207,8 +206,7 @@ async def test_servers_and_nodes_of_two_versions_work_together(node: Node, monke
         assert session.container_id not in ("", announced)
 
 
-@HERE
-@pytest.mark.asyncio(loop_scope="module")
+@at_a_node
 async def test_a_turn_that_is_asked_again_is_told_what_the_lost_attempt_ran(node: Node) -> None:
     """A server died behind the call: its node has run it, and the store does not know."""
     async with service(ALICE, node.url) as alice:
@@ -220,16 +218,14 @@ async def test_a_turn_that_is_asked_again_is_told_what_the_lost_attempt_ran(node
             assert told == [f"{_UNSEEN}\n1\n", "1\n"], number
 
 
-@HERE
-@pytest.mark.asyncio(loop_scope="module")
+@at_a_node
 async def test_a_wrong_key_is_said_at_the_start(node: Node) -> None:
     async with service("a key of another service", node.url) as nobody:
         assert "401" in (nobody.unavailable or "")
         assert nobody.namespaces() == ()
 
 
-@HERE
-@pytest.mark.asyncio(loop_scope="module")
+@at_a_node
 async def test_a_node_that_is_not_there_costs_no_call(node: Node) -> None:
     async with service(ALICE, "http://127.0.0.1:1", node.url) as alice:
         assert alice.unavailable is None
@@ -237,8 +233,7 @@ async def test_a_node_that_is_not_there_costs_no_call(node: Node) -> None:
         assert {result.text for result in results} == {"1\n"}
 
 
-@HERE
-@pytest.mark.asyncio(loop_scope="module")
+@at_a_node
 async def test_a_call_that_a_node_does_not_take_goes_to_the_next_one_and_says_what_is_lost(node: Node) -> None:
     """Simulates a proxy that has lost its node."""
     gone = False

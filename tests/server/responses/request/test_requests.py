@@ -17,7 +17,6 @@ from vllm_gptoss.server.responses.errors import ApiError
 from vllm_gptoss.server.responses.request.create import REFUSED, CreateRequest, parse_create
 
 IMAGE = {"role": "user", "content": [{"type": "input_image", "image_url": "data:,", "detail": "auto"}]}
-GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: A"}
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"made_up": 1}, "made_up"),

@@ -6,9 +6,8 @@ import asyncio
 import json
 import sqlite3
 import time
-from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, closing, suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,10 @@ from httpx_sse import connect_sse
 from websockets.sync.client import connect
 
 from tests.support.responses import fakes
-from tests.support.responses.events import check_response, stream
+from tests.support.responses.events import stream
 from tests.support.responses.postgres import ALSO_POSTGRES
-from tests.support.responses.server import MODEL, Running, Start, create
+from tests.support.responses.server import MODEL, Start, create
+from tests.support.responses.stores import opened
 from tests.support.responses.turns import CALL, HELLO, INTERPRETER, LONG, PYTHON, SEARCH, WEATHER
 from tests.support.waiting import soon
 from vllm_gptoss.server.http.callers import tenant_of
@@ -167,15 +167,19 @@ def test_sealed_reasoning_comes_back_readable_only_for_its_key(start: Start) -> 
         assert error["param"] == "input[1].encrypted_content"
 
 
-def test_reasoning_that_is_not_shown_is_still_there_for_the_next_turn(start: Start) -> None:
-    server = start(CALL, HELLO)
+@pytest.mark.parametrize(("reasoning", "summary"), [({}, []), ({"summary": "concise"}, ["First."])])
+def test_reasoning_that_is_not_shown_is_still_there_for_the_next_turn(
+    start: Start, reasoning: dict[str, str], summary: list[str]
+) -> None:
+    server = start(CALL.replace("Look it up.", "First. Second."), HELLO)
     ask = {"model": MODEL, "input": "?", "tools": [WEATHER], "include_reasoning": False}
     with server.http() as http:
-        first = stream(http, ask)[-1]["response"]
-        assert [item["type"] for item in first["output"]] == ["function_call"]
-        answer = {"type": "function_call_output", "call_id": first["output"][0]["call_id"], "output": "sunny"}
+        first = stream(http, {**ask, "reasoning": reasoning})[-1]["response"]
+        *shown, call = first["output"]
+        assert [part["text"] for item in shown for part in item["summary"]] == summary
+        answer = {"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"}
         stream(http, {**ask, "input": [answer], "previous_response_id": first["id"]})
-    assert "Look it up." in server.prompt()
+    assert "First. Second." in server.prompt()
 
 
 def test_a_conversation_grows_by_input_and_output(start: Start) -> None:
@@ -306,16 +310,6 @@ def test_truncation_drops_the_oldest_and_only_when_asked(start: Start) -> None:
     assert len(server.engine.prompts[-1]) <= 250
 
 
-def test_restart_keeps_what_was_answered(start: Start) -> None:
-    first = start(HELLO)
-    with first.http() as http:
-        made = create(http, input="hi")
-    second: Running = start(HELLO)
-    with second.http() as http:
-        assert check_response(http.get(f"/responses/{made['id']}").json()).output_text == "Hello there!"
-        create(http, input="again", previous_response_id=made["id"])
-
-
 def test_retention_and_size_limits_remove_the_oldest(start: Start) -> None:
     server = start(HELLO, config={"key_bytes": 6000})
     with server.http() as http:
@@ -426,18 +420,6 @@ def test_an_item_is_in_a_conversation_once(start: Start) -> None:
     assert [entry["type"] for entry in items] == ["message", "message", "reasoning", "message"]
 
 
-def test_reasoning_known_by_its_summary_is_whole_in_the_next_prompt(start: Start) -> None:
-    long = CALL.replace("Look it up.", "First. Second.")
-    server = start(long, HELLO)
-    ask = {"model": MODEL, "input": "?", "tools": [WEATHER], "include_reasoning": False}
-    with server.http() as http:
-        first = stream(http, {**ask, "reasoning": {"summary": "concise"}})[-1]["response"]
-        assert first["output"][0]["summary"][0]["text"] == "First."
-        answer = {"type": "function_call_output", "call_id": first["output"][1]["call_id"], "output": "sunny"}
-        stream(http, {**ask, "input": [answer], "previous_response_id": first["id"]})
-    assert "First. Second." in server.prompt()
-
-
 async def test_servers_that_start_together_share_one_store(tmp_path: Path) -> None:
     stores = [Store(ResponsesOptions(store=str(tmp_path / "shared.sqlite"))) for _ in range(4)]
     await asyncio.gather(*(store.open() for store in stores))
@@ -511,20 +493,10 @@ def test_nothing_of_one_key_is_there_for_another(start: Start) -> None:
 BOB = {"Authorization": "Bearer bob"}
 
 
-@asynccontextmanager
-async def _opened(file: Path) -> AsyncIterator[Store]:
-    store = Store(ResponsesOptions(store=str(file)))
-    await store.open()
-    try:
-        yield store
-    finally:
-        await store.aclose()
-
-
 async def test_what_an_earlier_version_stored_under_a_chosen_id_is_found(tmp_path: Path) -> None:
     """Its key was the id alone, for all tenants together."""
     file = tmp_path / "r.db"
-    async with _opened(file) as store:
+    async with opened(file) as store:
         for tenant, name in (("alice", "mine"), ("bob", "resp_" + "g" * 48)):
             body = {"id": name, "status": "completed", "output": [{"id": f"msg_{name}", "type": "message"}]}
             await store.save(Stored(name, tenant, body, [{"id": f"in_{name}", "type": "message"}]))
@@ -535,7 +507,7 @@ async def test_what_an_earlier_version_stored_under_a_chosen_id_is_found(tmp_pat
         db.execute("DELETE FROM gptoss_input_uses")
         db.execute("DELETE FROM gptoss_settings")
     for _ in range(2):
-        async with _opened(file) as store:
+        async with opened(file) as store:
             found = await store.get("alice", "mine")
             assert found is not None
             assert [item["id"] for item in found.input] == ["in_old"]
@@ -545,7 +517,7 @@ async def test_what_an_earlier_version_stored_under_a_chosen_id_is_found(tmp_pat
             body = {"id": "mine", "status": "completed", "output": []}
             with pytest.raises(StoreError, match="already"):
                 await store.save(Stored("mine", "alice", body))
-    async with _opened(file) as store:
+    async with opened(file) as store:
         assert await store.delete("alice", "mine")
         assert await store.get("alice", "mine") is None
 
@@ -577,7 +549,7 @@ async def test_a_closed_store_locks_its_database_for_nobody(tmp_path: Path) -> N
     """A sweep that was cancelled left its transaction open: 3 of 60 files were locked, some for seconds."""
     for number in range(24):
         file = tmp_path / f"{number}.db"
-        async with _opened(file) as store:
+        async with opened(file) as store:
             await store.save(Stored("resp_" + "a" * 40, "t", {"id": "x", "status": "completed", "output": []}))
             await asyncio.sleep(0.0005 * (number % 12))
         with closing(sqlite3.connect(file, timeout=0)) as db:
