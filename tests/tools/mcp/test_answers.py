@@ -115,13 +115,16 @@ async def old(call: Response | None) -> AsyncIterator[McpProvider]:
         (499, "tool_failed", "HTTP 499: the server refused it"),
     ],
 )
-@pytest.mark.parametrize(("server", "body"), [(raw, ""), (raw, "<h1>no</h1>"), (old, ""), (old, '{"detail": "no"}')])
+@pytest.mark.parametrize(
+    ("server", "body"),
+    [(raw, ""), (raw, "<h1>no</h1>"), (raw, '{"detail": "no"}'), (raw, "{"), (old, ""), (old, '{"detail": "no"}')],
+)
 async def test_every_status_of_a_refused_call_reads_differently(
     server: Any, status: int, kind: str, said: str, body: str
 ) -> None:
     """Over SSE the answers come elsewhere: a refused POST left the call, and every later one, to their timeouts."""
     headers = {"Retry-After": "7"} if status == 429 else {}
-    media_type = "application/json" if server is old else None
+    media_type = "application/json" if server is old or body.startswith("{") else None
     async with server(Response(body, status, headers, media_type)) as provider, asyncio.timeout(20):
         assert provider.unavailable is None
         result = await called(provider)
@@ -130,6 +133,14 @@ async def test_every_status_of_a_refused_call_reads_differently(
         assert provider.unavailable is None  # a refused call is no lost connection
         if server is old:
             assert (await called(provider)).text == "2"
+
+
+async def test_a_json_rpc_error_says_more_than_its_status() -> None:
+    error = {"jsonrpc": "2.0", "id": None, "error": {"code": -32602, "message": "the city is missing"}}
+    async with raw(JSONResponse(error, 400)) as provider:
+        result = await called(provider)
+    assert "the city is missing" in result.text
+    assert "HTTP 400" not in result.text
 
 
 @pytest.mark.parametrize(

@@ -29,19 +29,20 @@ _ADVICE = {
 
 
 async def explained(response: httpx2.Response) -> None:
-    """Gives an HTTP error of a call its own words: to the `mcp` package, every status but 404 is one and the same."""
+    """Gives an HTTP error of a call its own words: to the `mcp` package, every status but 404 is one and the same.
+
+    A JSON-RPC error in the body stays where the status says no more than it.
+    """
     status = response.status_code
     sent = response.request.headers.get("content-type", "")
     said = response.headers.get("content-type", "").lower()
     if status < 400 or status == 404 or response.request.method != "POST" or not sent.startswith("application/json"):
         return
-    if said.startswith("application/json") and status not in _ADVICE:
-        return  # it may be a JSON-RPC error, which is more precise than the status
-    error = refusal_of(response)
-    body = json.dumps({"jsonrpc": "2.0", "id": None, "error": error}).encode()
+    body = json.dumps({"jsonrpc": "2.0", "id": None, "error": refusal_of(response)}).encode()
+    is_read = said.startswith("application/json") and status not in _ADVICE
     response.headers["content-type"] = "application/json"
-    response.headers["content-length"] = str(len(body))
-    response.stream = _Instead(body, response.stream)
+    response.headers.pop("content-length", None)
+    response.stream = _Instead(body, response.stream, is_read)
 
 
 def refusal_of(response: httpx2.Response) -> dict[str, Any]:
@@ -83,14 +84,25 @@ def _is_tool(tool: Any) -> bool:
 
 
 class _Instead(httpx2.AsyncByteStream):
-    """`body` in the place of another stream, which is closed unread."""
+    """`body` in the place of another stream. is_read: unless that is a JSON-RPC error; else it is closed unread."""
 
-    def __init__(self, body: bytes, unread: Any) -> None:
+    def __init__(self, body: bytes, other: Any, is_read: bool) -> None:
         self._body = body
-        self._unread = unread
+        self._other = other
+        self._is_read = is_read
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        yield self._body
+        theirs = b"".join([part async for part in self._other]) if self._is_read else b""
+        yield theirs if _is_error(theirs) else self._body
 
     async def aclose(self) -> None:
-        await self._unread.aclose()
+        await self._other.aclose()
+
+
+def _is_error(body: bytes) -> bool:
+    """Whether it is a JSON-RPC error. `bounds` has limited its size and nodes."""
+    try:
+        types.JSONRPCError.model_validate_json(body, by_name=False)
+    except ValidationError:
+        return False
+    return True
