@@ -20,9 +20,9 @@ async def uninterrupted(work: Coroutine[Any, Any, _T]) -> _T:
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError as error:
-            if task.done():
+            if task.cancelled():
                 break
-            cancelled = error
+            cancelled = error  # also where the work ended in the same turn of the event loop
         except BaseException:  # noqa: S110 - raised again by result()
             pass
     if cancelled is not None:
