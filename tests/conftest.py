@@ -182,7 +182,7 @@ def forced(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.LogCaptureFixture]:
-    """Warnings of this process, with nothing said before."""
+    """Warnings of this process. No line counts as logged before."""
     from vllm_gptoss import fallback
 
     monkeypatch.setattr(fallback, "_said", set())

@@ -1,4 +1,4 @@
-"""The releases of vLLM whose source is here."""
+"""The releases of vLLM with their source in this checkout."""
 
 from __future__ import annotations
 

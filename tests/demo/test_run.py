@@ -43,7 +43,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
 
 RUN = """
 import sys, types
-sys.modules["demo.ask"] = types.SimpleNamespace(main=lambda api, name: None)  # the real one imports openai: a second
+sys.modules["demo.ask"] = types.SimpleNamespace(main=lambda api, name: None)  # importing openai takes a second
 from demo import run, server, supervise
 
 supervise.PATIENCE_S = 1.0

@@ -30,7 +30,7 @@ async def until(what: Callable[[], object], seconds: float = 60.0) -> None:
 
 
 def alive(pid: int) -> bool:
-    """A zombie is not: nobody may reap it."""
+    """A zombie is not: its parent may never reap it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

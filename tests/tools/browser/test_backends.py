@@ -107,7 +107,7 @@ PAGES = {"tavily": "/extract", "exa": "/contents", "youcom": "/v1/contents"}
 
 
 Api = tuple[str, dict[str, Any], list[Any]]
-"""A provider's name, its configuration, and what the server was asked."""
+"""A provider's name, its configuration, and the request that reached the server."""
 
 
 @pytest.fixture

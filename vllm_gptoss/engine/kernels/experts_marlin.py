@@ -45,7 +45,7 @@ def plan_for(
     which: str, tokens: int, columns: int, experts: int, active: int, limit: int, blocks: int,
     tilings: tuple[Tuning, ...] = TILINGS,
 ) -> MarlinPlan:  # fmt: skip
-    """The first kernel whose block fits `limit` bytes of shared memory. columns: of the weights, without padding.
+    """The first kernel with a block of at most `limit` bytes of shared memory. columns: without padding.
 
     Raises:
         ValueError: none does.

@@ -31,7 +31,7 @@ _ADVICE = {
 async def explained(response: httpx2.Response) -> None:
     """Gives an HTTP error of a call its own words: to the `mcp` package, every status but 404 is one and the same.
 
-    A JSON-RPC error in the body stays where the status says no more than it.
+    A JSON-RPC error in the body stays, except with 401, 403 and 429, which have advice.
     """
     status = response.status_code
     sent = response.request.headers.get("content-type", "")

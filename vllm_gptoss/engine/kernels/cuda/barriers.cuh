@@ -19,15 +19,28 @@ __device__ __forceinline__ void bar_expect(u32 bar, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
       : "memory");
 }
+// Before sm_90 an arrival returns a state, and a wait cannot suspend the thread.
 __device__ __forceinline__ void bar_arrive(u32 bar) {
+#if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
+#else
+  asm volatile("{.reg .b64 s;\nmbarrier.arrive.shared.b64 s, [%0];}" ::"r"(bar) : "memory");
+#endif
 }
 __device__ __forceinline__ void bar_wait(u32 bar, u32 parity) {
+#if __CUDA_ARCH__ >= 900
   asm volatile(
       "{\n.reg .pred p;\nW_%=:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra "
       "D_%=;\nbra W_%=;\nD_%=:\n}" ::"r"(bar),
       "r"(parity)
       : "memory");
+#else
+  asm volatile(
+      "{\n.reg .pred p;\nW_%=:\nmbarrier.test_wait.parity.shared.b64 p, [%0], %1;\n@!p bra "
+      "W_%=;\n}" ::"r"(bar),
+      "r"(parity)
+      : "memory");
+#endif
 }
 
 // A place in a ring of N and the parity of its turn.

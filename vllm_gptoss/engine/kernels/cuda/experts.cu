@@ -31,6 +31,7 @@
 #include "mxfp4.cuh"
 #include "routing.cuh"
 #include "combine.cuh"
+#include "swiglu.cuh"
 
 constexpr int NT = NROWS / 16;                     // row tiles of an expert
 constexpr int NU = NT / R;                         // units of a slot
@@ -222,14 +223,6 @@ __device__ __forceinline__ void sum_shares(
   c[3] = sum.w;
 }
 
-#define PROLOGUE                                              \
-  extern __shared__ __align__(128) u8 smem[];                 \
-  Meta& m = *reinterpret_cast<Meta*>(smem);                   \
-  float4* red = reinterpret_cast<float4*>(smem + META_BYTES); \
-  const u32 ring = smem_u32(smem + META_BYTES + RED_BYTES);   \
-  u8* xs = smem + META_BYTES + RED_BYTES + RING_BYTES;        \
-  const int thread = threadIdx.x;
-
 // Where a group of warps is in its block's units.
 struct Progress {
   int unit, done, turn;
@@ -318,9 +311,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS)
 #pragma unroll
           for (int h = 0; h < 2; h++) {
             const float mine = h ? (up ? d[3] : d[2]) : (up ? d[1] : d[0]), other = h ? r1 : r0;
-            const float gate = fminf(up ? other : mine, limit);
-            const float lin = fminf(fmaxf(up ? mine : other, -limit), limit);
-            out[4 * h] = to_bf16(gate / (1.f + __expf(-alpha * gate)) * (lin + 1.f));
+            out[4 * h] = to_bf16(Gate{alpha, limit}(up ? other : mine, up ? mine : other));
           }
         }
       }

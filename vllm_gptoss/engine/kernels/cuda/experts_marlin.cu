@@ -18,6 +18,7 @@
 #include "marlin.cuh"
 #include "routing.cuh"
 #include "combine.cuh"
+#include "swiglu.cuh"
 
 constexpr int R = 4;                                  // row tiles of 16
 constexpr int NU = NROWS / 64;                        // units of a slot
@@ -56,7 +57,7 @@ __device__ __forceinline__ Source source(
   return {values + expert * EXPERT_BYTES + (u64)(w.part * KS * 2) * TILE_ROW + block * 512 +
               w.lane * 16,
       scales + expert * EXPERT_SCALE_BYTES + (u64)(w.part * KS) * NPAD + block * 64 +
-          +(w.lane & 3) * 16};
+          (w.lane & 3) * 16};
 }
 
 // Starts the loads of step k of one turn of the ring; `s` points at the turn's first step, of which
@@ -137,21 +138,6 @@ __device__ __forceinline__ void multiply(float (&c)[HALVES][R][4], const Work& w
   }
 }
 
-// Barriers in shared memory that sm_80 has: `barriers.cuh` waits with an instruction of sm_90.
-__device__ __forceinline__ void phase_init(u32 bar, u32 count) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
-}
-__device__ __forceinline__ void phase_arrive(u32 bar) {
-  asm volatile("{.reg .b64 s;\nmbarrier.arrive.shared.b64 s, [%0];}" ::"r"(bar) : "memory");
-}
-__device__ __forceinline__ void phase_wait(u32 bar, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred p;\nW_%=:\nmbarrier.test_wait.parity.shared.b64 p, [%0], %1;\n@!p bra "
-      "W_%=;\n}" ::"r"(bar),
-      "r"(parity)
-      : "memory");
-}
-
 // The row tile that a warp finishes of its group's sums number `done`; R and more: none.
 __device__ __forceinline__ int finishes(const Work& w, int done) {
   return (w.part + (WPU - R % WPU) * done) % WPU;
@@ -162,14 +148,14 @@ __device__ __forceinline__ int finishes(const Work& w, int done) {
 __device__ __forceinline__ float4 exchange(
     const float (&c)[R][4], const Work& w, float4* red, int r, int done) {
   const u32 read = smem_u32(red) + BARS + w.group * 16, written = read + 8;
-  if (done > 0) phase_wait(read, (done - 1) & 1);
+  if (done > 0) bar_wait(read, (done - 1) & 1);
 #pragma unroll
   for (int i = 0; i < R; i++)
     red[(w.warp * R + i) * 32 + w.lane] = make_float4(c[i][0], c[i][1], c[i][2], c[i][3]);
   __syncwarp();
-  if (w.lane == 0) phase_arrive(written);
+  if (w.lane == 0) bar_arrive(written);
   if (r >= R) return {};
-  phase_wait(written, done & 1);
+  bar_wait(written, done & 1);
   const float4* shares = red + (w.group * WPU * R + r) * 32 + w.lane;
   float4 sum = shares[0];
 #pragma unroll
@@ -181,13 +167,13 @@ __device__ __forceinline__ float4 exchange(
     sum.w += v.w;
   }
   __syncwarp();
-  if (w.lane == 0) phase_arrive(read);
+  if (w.lane == 0) bar_arrive(read);
   return sum;
 }
-#define BARRIERS                                             \
-  if (thread < NGROUPS) {                                    \
-    phase_init(smem_u32(red) + BARS + thread * 16, R);       \
-    phase_init(smem_u32(red) + BARS + thread * 16 + 8, WPU); \
+#define BARRIERS                                           \
+  if (thread < NGROUPS) {                                  \
+    bar_init(smem_u32(red) + BARS + thread * 16, R);       \
+    bar_init(smem_u32(red) + BARS + thread * 16 + 8, WPU); \
   }
 
 // Where a group of warps is in its block's units. done: sums exchanged.
@@ -195,13 +181,6 @@ struct Progress {
   int unit, done;
   Source now;  // of `unit`; its first turn of the ring is on its way
 };
-#define PROLOGUE                                              \
-  extern __shared__ __align__(128) u8 smem[];                 \
-  Meta& m = *reinterpret_cast<Meta*>(smem);                   \
-  float4* red = reinterpret_cast<float4*>(smem + META_BYTES); \
-  const u32 ring = smem_u32(smem + META_BYTES + RED_BYTES);   \
-  u8* xs = smem + META_BYTES + RED_BYTES + RING_BYTES;        \
-  const int thread = threadIdx.x;
 
 // Processes the group's units before `until`. The slots from `first` on are staged. Calls
 // finish(slot, row, half, sum, bias) for each row tile that this warp finishes; `row` is the lane's
@@ -293,9 +272,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MINBLOCKS)
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         const float mine = h ? (up ? d.w : d.z) : (up ? d.y : d.x), other = h ? r1 : r0;
-        const float gate = fminf(up ? other : mine, limit);
-        const float lin = fminf(fmaxf(up ? mine : other, -limit), limit);
-        out[4 * h] = to_bf16(gate / (1.f + __expf(-alpha * gate)) * (lin + 1.f));
+        out[4 * h] = to_bf16(Gate{alpha, limit}(up ? other : mine, up ? mine : other));
       }
     }
   };

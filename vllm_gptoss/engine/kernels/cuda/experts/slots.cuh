@@ -42,6 +42,15 @@ struct Meta {
 };
 constexpr int META_BYTES = (sizeof(Meta) + 127) / 128 * 128;
 
+// A kernel's shared memory: slots, sums of warps, rings, activations.
+#define PROLOGUE                                              \
+  extern __shared__ __align__(128) u8 smem[];                 \
+  Meta& m = *reinterpret_cast<Meta*>(smem);                   \
+  float4* red = reinterpret_cast<float4*>(smem + META_BYTES); \
+  const u32 ring = smem_u32(smem + META_BYTES + RED_BYTES);   \
+  u8* xs = smem + META_BYTES + RED_BYTES + RING_BYTES;        \
+  const int thread = threadIdx.x;
+
 __device__ __forceinline__ void read_ids(
     Meta& m, const u8* routing, const float* weights, const int* map, int pairs, int thread) {
   for (int i = thread; i < pairs; i += THREADS) {
