@@ -77,13 +77,29 @@ def _wants_runner(config: Any) -> bool:
         return False
     fallback.attempt("start", "auto", lambda: _shorten_start(config))
     wanted = fallback.attempt("host", "auto", lambda: runner.suits(config)) and fallback.fits("host", "runner")
-    why = None if wanted else "no vLLM 0.33 with Model Runner V2 on one CUDA GPU"
+    why = None if wanted else "no vLLM 0.33 with Model Runner V2 on the CUDA GPUs of one host"
     if wanted and config.parallel_config.worker_cls not in ("auto", WORKER):
         why = "--worker-cls names another worker"
         fallback.log("host", fallback.UnavailableError(why))
     if settings.host == "gptoss" and why:
         raise ChoiceError(f"host=gptoss cannot run here: {why}; use host=auto")
-    return bool(wanted)
+    return bool(wanted) and (config.parallel_config.world_size == 1 or _wants_ranks(config, settings.host))
+
+
+def _wants_ranks(config: Any, wish: str) -> bool:
+    """Whether the workers of several GPUs, and the scheduler in another process, are the plugin's. One worker decides
+    itself.
+
+    Raises:
+        ChoiceError: host=gptoss was requested and cannot run.
+    """
+    from vllm_gptoss import fallback
+    from vllm_gptoss._vllm import runner
+    from vllm_gptoss.engine.choose.device import Device
+    from vllm_gptoss.engine.runner import eligibility
+
+    here = Device("nvidia", "", runner.gpu_architecture(), 0)  # detection would initialise the GPU in this process
+    return bool(fallback.attempt("host", wish, lambda: eligibility.check_configuration(config, wish, here)))
 
 
 def _graph_sizes(config: Any) -> list[int] | None:

@@ -18,6 +18,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from vllm_gptoss import fallback
 from vllm_gptoss._vllm import runner as vllm
+from vllm_gptoss.engine.runner import slices
 
 NEVER = 2**62
 """Sentinel larger than any step number: vLLM skips a running request if its next decode step is later."""
@@ -150,6 +151,8 @@ class GptOssScheduler(AsyncScheduler):
             UnavailableError: the cache has groups of other kinds.
         """
         is_plain, self.kv_cache_manager = self._is_plain(), quick(self.kv_cache_manager)
+        if self.parallel_config.world_size > 1:  # the workers are other processes; they log a failure
+            slices.ask_short()
         self.has_short_way = is_plain
 
     def _is_plain(self) -> bool:
