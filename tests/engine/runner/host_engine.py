@@ -152,8 +152,8 @@ class Engine:
                 sampling_states=SimpleNamespace(**{name: SimpleNamespace(np=None, gpu=gpu()) for name in PARAMETERS}),
             ),
             parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
-            model_config=SimpleNamespace(head_dtype=torch.float32), max_num_reqs=ROWS, num_speculative_steps=0, lora_config=None,
-            prompt_logprobs_worker=None, finish_requests=self.finish, kv_connector=Connector(self),
+            model_config=SimpleNamespace(head_dtype=torch.float32), max_num_reqs=ROWS, num_speculative_steps=0,
+            lora_config=None, prompt_logprobs_worker=None, finish_requests=self.finish, kv_connector=Connector(self),
             cudagraph_manager=SimpleNamespace(
                 dispatch=lambda n, *_, **__: Descriptor("full", n, n), run_fullgraph=self.run_model
             ),

@@ -176,8 +176,8 @@ def test_each_batch_samples_by_what_its_own_requests_asked_for(engine: Engine, m
 def test_on_several_gpus_every_step_gathers_its_own_logits_outside_our_graphs(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
-    """A replayed graph reads them at one address. If a graph contained the collective, a rank whose capture failed would
-    leave its peers waiting. room: for a graph's logits; without it steps are launched."""
+    """A replayed graph reads them at one address. If a graph contained the collective, the peers of a rank whose
+    capture failed might wait. room: for a graph's logits; without it steps are launched."""
     del engine
     inside: list[bool] = []
     gathered: list[bool] = []
@@ -204,7 +204,9 @@ def test_on_several_gpus_every_step_gathers_its_own_logits_outside_our_graphs(
     made = Engine(ranks=2)
     made.runner.model.compute_logits = compute_logits
     draw = made.short_way.buffers.sampler.sample
-    made.short_way.buffers.sampler.sample = lambda logits, *rest: read.append(float(logits[-1, -1])) or draw(logits, *rest)
+    made.short_way.buffers.sampler.sample = lambda logits, *rest: (
+        read.append(float(logits[-1, -1])) or draw(logits, *rest)
+    )
     made.leave_to_vllm("a", "b")
     for _ in range(2 * SIZE):
         made.decode("a", "b")

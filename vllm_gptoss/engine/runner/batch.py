@@ -57,10 +57,11 @@ class Buffers:
         self.ring = vllm.parts().UvaBuffer((RING, most), torch.int64)
         self.slot = torch.zeros(1, dtype=torch.int64, device=device)
         """[1] the ring's row that the next step writes."""
-        several, words = runner.parallel_config.tensor_parallel_size > 1, runner.vocab_size
-        room = (min(most, LOGITS_BYTES // (2 * words)), words)
-        self.logits = torch.zeros(room, dtype=runner.model_config.head_dtype, device=device) if several else None
-        """[n, V] where the graphs of several GPUs find the logits of a step; None on one GPU."""
+        self.logits: torch.Tensor | None = None
+        """[n, V] where graphs find the logits of all ranks; None on one GPU, and with drafts, which vLLM samples."""
+        if each == 1 and runner.parallel_config.tensor_parallel_size > 1:
+            room = (min(most, LOGITS_BYTES // (2 * runner.vocab_size)), runner.vocab_size)
+            self.logits = torch.zeros(room, dtype=runner.model_config.head_dtype, device=device)
 
     def fill(self, runner: Any, batch: Batch) -> None:
         """Copies what `batch` needs, in the order of the stream."""
