@@ -112,9 +112,12 @@ def suits(config: Any) -> bool:
     from vllm.platforms import current_platform
 
     parallel = config.parallel_config
-    shards = parallel.distributed_executor_backend == "mp" and parallel.nnodes == 1
-    sharded = parallel.world_size == (parallel.tensor_parallel_size if shards else 1)
-    here = current_platform.is_cuda() and sharded and parallel.data_parallel_size == 1
+    shards = parallel.world_size == 1 or (
+        parallel.distributed_executor_backend == "mp"
+        and parallel.nnodes == 1
+        and parallel.world_size == parallel.tensor_parallel_size
+    )
+    here = current_platform.is_cuda() and shards and parallel.data_parallel_size == 1
     return here and config.model_config.runner_type == "generate" and bool(config.use_v2_model_runner)
 
 

@@ -276,9 +276,8 @@ class GptOssScheduler(AsyncScheduler):
         new = [blocks.get(name) for name in names] if blocks else [None] * len(names)
         known.new_block_ids = new + known.new_block_ids
         known.num_computed_tokens = [request.num_computed_tokens for request in ready] + known.num_computed_tokens
-        known.num_output_tokens = [
-            len(request._output_token_ids) + request.num_output_placeholders for request in ready
-        ] + known.num_output_tokens
+        made = [len(request._output_token_ids) + request.num_output_placeholders for request in ready]
+        known.num_output_tokens = made + known.num_output_tokens
 
     def _count(self, step: Any, ready: list[Any]) -> None:
         """As `_update_after_schedule`, of the scheduler and of the asynchronous one, for a token of each request."""
