@@ -58,7 +58,7 @@ def _wants_runner(config: Any) -> bool:
     """Called once, in the process that makes the `VllmConfig`; the engine and its worker read both classes from it.
 
     Raises:
-        ChoiceError: a setting names kernels of a part that this vLLM disables.
+        ChoiceError: a setting names kernels of a part that this vLLM disables, or a runner that cannot run.
         SettingsError: a setting is wrong.
     """
     from vllm_gptoss import fallback, startup_line
@@ -83,23 +83,13 @@ def _wants_runner(config: Any) -> bool:
         fallback.log("host", fallback.UnavailableError(why))
     if settings.host == "gptoss" and why:
         raise ChoiceError(f"host=gptoss cannot run here: {why}; use host=auto")
-    return bool(wanted) and (config.parallel_config.world_size == 1 or _wants_ranks(config, settings.host))
+    if wanted and config.parallel_config.world_size > 1:  # a single worker decides by itself
+        from vllm_gptoss.engine.choose.device import Device
+        from vllm_gptoss.engine.runner import eligibility
 
-
-def _wants_ranks(config: Any, wish: str) -> bool:
-    """Whether the workers of several GPUs, and the scheduler in another process, are the plugin's. One worker decides
-    itself.
-
-    Raises:
-        ChoiceError: host=gptoss was requested and cannot run.
-    """
-    from vllm_gptoss import fallback
-    from vllm_gptoss._vllm import runner
-    from vllm_gptoss.engine.choose.device import Device
-    from vllm_gptoss.engine.runner import eligibility
-
-    here = Device("nvidia", "", runner.gpu_architecture(), 0)  # detection would initialise the GPU in this process
-    return bool(fallback.attempt("host", wish, lambda: eligibility.check_configuration(config, wish, here)))
+        check, here = eligibility.check_configuration, Device("nvidia", "", runner.gpu_architecture(), 0)
+        wanted = fallback.attempt("host", settings.host, lambda: check(config, settings.host, here))
+    return bool(wanted)
 
 
 def _graph_sizes(config: Any) -> list[int] | None:

@@ -52,8 +52,8 @@ def before(runner: Any, buffers: Buffers, batch: Batch) -> Launches:
     return Launches(launch, captures=True)
 
 
-def gathered(runner: Any, buffers: Buffers, hidden: Tensor) -> Tensor:
-    """The logits [n, V] of hidden [n, C] bf16, on several GPUs; in `buffers.logits` where they fit.
+def gathered(runner: Any, hidden: Tensor, room: Tensor) -> Tensor:
+    """The logits [n, V] of hidden [n, C] bf16, on several GPUs; in `room` where they fit.
 
     The only collectives of a step are those in the model's FULL graph and the all-gather of `compute_logits`, in this
     order and with the same rows on vLLM's path. So each rank decides for itself which steps it replays, and one whose
@@ -61,9 +61,7 @@ def gathered(runner: Any, buffers: Buffers, hidden: Tensor) -> Tensor:
     one, it may register the buffers with its peers, which then must record the same graph.
     """
     logits: Tensor = runner.model.compute_logits(hidden)
-    assert buffers.logits is not None
-    count = len(logits)
-    return buffers.logits[:count].copy_(logits) if count <= len(buffers.logits) else logits
+    return room[: len(logits)].copy_(logits) if len(logits) <= len(room) else logits
 
 
 def after(runner: Any, buffers: Buffers, batch: Batch, given: Tensor) -> Launches:

@@ -11,11 +11,10 @@ from vllm_gptoss._vllm import runner as vllm
 from vllm_gptoss.engine import choose
 from vllm_gptoss.engine.choose import device
 from vllm_gptoss.engine.choose import vllm_config as describe
-from vllm_gptoss.engine.choose.device import Device
 from vllm_gptoss.fallback import UnavailableError
 
 
-def check_configuration(config: Any, wish: str = "auto", here: Device | None = None) -> bool:
+def check_configuration(config: Any, wish: str = "auto", here: device.Device | None = None) -> bool:
     """True if a `VllmConfig` allows the short way. Called before the weights are loaded. here: the GPU, else detected.
 
     Raises:

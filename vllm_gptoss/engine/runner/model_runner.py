@@ -160,9 +160,9 @@ class ShortWay:
     def sample(self, taken: Taken) -> StepOutput:
         """Launches the rest of a step."""
         batch, turn = taken.batch, self.turn
-        given = taken.hidden
-        if self.buffers.logits is not None:
-            given = captured_steps.gathered(self.runner, self.buffers, given)
+        given, room = taken.hidden, self.buffers.logits
+        if room is not None:
+            given = captured_steps.gathered(self.runner, given, room)
         made = self.graphs.work(("after", batch.count, batch.sampling))
         made.run(self.graphs, lambda: captured_steps.after(self.runner, self.buffers, batch, given))
         self.events[turn].record()
