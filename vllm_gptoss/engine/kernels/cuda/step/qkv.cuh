@@ -60,9 +60,8 @@ __device__ __forceinline__ void publish(const ItemOf<E4m3>& item, float2 out, Ea
   }
 }
 
-// The sum of the experts in the order of the choices, 8 columns, rounded to bf16.
-__device__ __forceinline__ void mix8(float (&f)[8], const Late& late, int column) {
-  const float* from = late.parts[0] + column;
+// Adds a rank's parts in the order of the choices, 8 columns, once they are there.
+__device__ __forceinline__ void add_parts(float (&f)[8], const float* from) {
   int4 v[ACTIVE][2];
 #pragma unroll
   for (int k = 0; k < ACTIVE; ++k) v[k][0] = v[k][1] = make_int4(0, 0, 0, 0);
@@ -80,12 +79,22 @@ __device__ __forceinline__ void mix8(float (&f)[8], const Late& late, int column
     for (int k = 0; k < ACTIVE; ++k) there &= whole32(v[k][0]) && whole32(v[k][1]);
   } while (!there);
 #pragma unroll
-  for (int e = 0; e < 8; ++e) {
-    float sum = 0.f;
+  for (int e = 0; e < 8; ++e)
 #pragma unroll
-    for (int k = 0; k < ACTIVE; ++k) sum += __uint_as_float(word(v[k][e >> 2], e & 3));
-    f[e] = rounded(sum);
+    for (int k = 0; k < ACTIVE; ++k) f[e] += __uint_as_float(word(v[k][e >> 2], e & 3));
+}
+// The sum of the experts of all ranks in their order, 8 columns, rounded to bf16.
+__device__ __forceinline__ void mix8(float (&f)[8], const Args& a, int layer, int column) {
+#pragma unroll
+  for (int e = 0; e < 8; ++e) f[e] = 0.f;
+#pragma unroll
+  for (int r = 0; r < RANKS; ++r) {
+    const float* own = zeros(a).late[layer & 1].parts[0];
+    const float* from = RANKS == 1 || r == a.rank ? own : received(a).parts[layer & 1][r][0];
+    add_parts(f, from + column);
   }
+#pragma unroll
+  for (int e = 0; e < 8; ++e) f[e] = rounded(f[e]);
 }
 
 // A warp's columns of the layer's input x: their share of the squares; x times the norm's weight as
@@ -109,7 +118,7 @@ __device__ __forceinline__ void load_input(
     if (layer == 0)
       split8(x, __ldcg((const int4*)(a.x + column)));
     else
-      mix8(x, late, column);
+      mix8(x, a, layer - 1, column);
     split8(nw, norm);
     if (before != nullptr) {
       float h[8];
