@@ -1,4 +1,7 @@
-"""A step of one token in one launch on each of two GPUs. One process drives both ranks."""
+"""A step of one token in one launch on each of two GPUs. One process drives both ranks.
+
+While a rank waits for the other's launch, nothing of this process may load, allocate or copy: that waits for the GPU.
+"""
 
 from __future__ import annotations
 
@@ -73,15 +76,22 @@ def moved(layer: LayerTensors, rank: int) -> LayerTensors:
     return dataclasses.replace(layer, **here, experts=copy)
 
 
+def synchronize() -> None:
+    for rank in range(RANKS):
+        torch.cuda.synchronize(rank)
+
+
 class Model:
     """Layers of two ranks, each on its GPU, and a request of `keys` tokens."""
 
     def __init__(self, layers: int, count: int, keys: int) -> None:
+        torch.manual_seed(keys)
         blocks, cos_sin = -(-keys // cases.BLOCK) + 3, cases.rotations(keys + 1)
         shares, self.keys = experts(count), keys
         self.layers: list[list[LayerTensors]] = [[] for _ in range(RANKS)]
         for index in range(layers):
             whole = cases.layer_tensors(*shares[0], cos_sin, window=0 if index % 2 else 128)
+            whole.router_bias.mul_(4)  # choices far apart: no rounding changes one
             for rank, of in enumerate(self.layers):
                 of.append(of_rank(whole, rank, *shares[rank]))
         size = (layers, RANKS, blocks, cases.BLOCK, KV_HEADS // RANKS, 2 * HEAD)
@@ -96,13 +106,13 @@ class Model:
             self._on(rank)
         for rank, made in enumerate(self.steps):
             made.rank, made.received = rank, [each.data_ptr() for each in self.received]
-        torch.cuda.synchronize(0)
-        torch.cuda.synchronize(1)
+        synchronize()
 
     def _on(self, rank: int) -> None:
         gpu = f"cuda:{rank}"
         with torch.cuda.device(rank):
             made = step.Step([moved(layer, rank) for layer in self.layers[rank]], eps=EPS, ranks=RANKS)
+            made.compile()
             caches = self.caches[:, rank].clone().to(gpu)  # the copy also opens the GPU's memory to the other
             table = made.table([0] * len(caches), list(caches))
             assert table is not None
@@ -112,6 +122,7 @@ class Model:
             self.received.append(torch.zeros(made.plan.received_bytes, dtype=torch.uint8, device=gpu))
             self.held.append((caches, [requests], self.positions.to(gpu)))
             torch.ones(1, device=f"cuda:{1 - rank}").to(gpu)
+            _ = [torch.empty(2**19, dtype=torch.uint8, device=gpu) for _ in range(16)]  # for the step's own tensors
 
     def launch(self, rank: int, x: Tensor) -> tuple[Tensor, Tensor]:
         """A rank's step on its GPU. It ends once the other rank's runs too."""
@@ -120,7 +131,9 @@ class Model:
             return self.steps[rank](x, None, positions, requests, self.tables[rank])
 
     def __call__(self, x: Tensor) -> list[tuple[Tensor, Tensor]]:
-        return [self.launch(rank, x.to(f"cuda:{rank}")) for rank in range(RANKS)]
+        inputs = [x.to(f"cuda:{rank}") for rank in range(RANKS)]
+        synchronize()
+        return [self.launch(rank, here) for rank, here in enumerate(inputs)]
 
     def by_launches(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The same by six launches a layer and rank on one GPU, which sums the ranks' addends."""
@@ -162,13 +175,13 @@ def test_a_thousand_steps_with_late_ranks_are_all_alike() -> None:
     wanted = [everywhere(model(x)) for x in inputs]
     graphs: list[list[torch.cuda.CUDAGraph]] = [[], []]
     outputs: list[list[tuple[Tensor, Tensor]]] = [[], []]
+    held = [[x.to(f"cuda:{rank}") for x in inputs] for rank in range(RANKS)]
     for rank in range(RANKS):
-        for x in inputs:
-            here = x.to(f"cuda:{rank}")
-            torch.cuda.synchronize(rank)
+        for here in held[rank]:
+            synchronize()
             with torch.cuda.device(rank):
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
                     outputs[rank].append(model.launch(rank, here))
                 graphs[rank].append(graph)
     for _ in range(350):

@@ -137,7 +137,8 @@ __device__ __forceinline__ void expert_units(
         __stcg(late.act[choice] + tile * 8 + r,
             flagged(gate / (1.f + __expf(-a.alpha * gate)) * (lin + 1.f)));
       } else {
-        const float part = flagged32(first * b.s->weights[choice]);
+        Part part;
+        flag(part, first * b.s->weights[choice]);
         __stcg(late.parts[choice] + tile * 16 + r, part);
         push(a, received(a).parts[layer & 1][a.rank][choice] + tile * 16 + r, part);
       }
@@ -161,19 +162,6 @@ __device__ __forceinline__ void clear_read(const Args& a, const Block& b, int la
   if (layer > 0) done += clear(z.late + ((layer - 1) & 1), sizeof(Late), b);
   done += clear(z.logits[(layer + 1) & 1], sizeof(z.logits[0]), b);
   if (done) __threadfence();
-}
-// The same for what peers wrote, each block a share. A peer writes there again once it has the sums
-// of the next layer's `out` of all blocks of this rank.
-__device__ __forceinline__ void clear_received(const Args& a, const Block& b, int layer) {
-  Received& from = received(a);
-  auto* const parts = (int4*)from.parts[(layer + 1) & 1];  // of the layer before
-  auto* const sums = (int4*)from.sums[layer & 1];
-  constexpr int PARTS = sizeof(from.parts[0]) / 16, SUMS = sizeof(from.sums[0]) / 16;
-  bool done = false;
-  for (int i = share(PARTS + SUMS, blockIdx.x) + b.tid; i < share(PARTS + SUMS, blockIdx.x + 1);
-      i += THREADS, done = true)
-    __stcg(i < PARTS ? parts + i : sums + i - PARTS, make_int4(0, 0, 0, 0));
-  if (done) __threadfence_system();
 }
 
 __device__ __forceinline__ void up(
@@ -208,8 +196,8 @@ __device__ __forceinline__ void up(
   }
   __syncwarp();
   clear_read(a, b, layer);
-  for (int choice = 0; choice < ACTIVE; ++choice) expert_units<true>(a, b, y, choice, layer);
   if (RANKS > 1) clear_received(a, b, layer);
+  for (int choice = 0; choice < ACTIVE; ++choice) expert_units<true>(a, b, y, choice, layer);
   mark(a, b, layer, 9);
 }
 

@@ -12,6 +12,8 @@ __device__ __forceinline__ bf16 flagged(float v) {
   return h ? h : 0x8000;
 }
 __device__ __forceinline__ float flagged32(float v) { return __float_as_uint(v) ? v : -0.f; }
+__device__ __forceinline__ void flag(float& part, float v) { part = flagged32(v); }
+__device__ __forceinline__ void flag(bf16& part, float v) { part = flagged(v); }
 __device__ __forceinline__ int4 look16(const void* p) {
   int4 v;
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -31,13 +33,15 @@ __device__ __forceinline__ void count_look(u32& looks) {
   __trap();
 }
 // Stores into this place of every peer.
-template <class T> __device__ __forceinline__ void push(const Args& a, const T* here, float v) {
+__device__ __forceinline__ void store_sys(u8* p, float v) {
+  asm volatile("st.relaxed.sys.global.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory");
+}
+__device__ __forceinline__ void store_sys(u8* p, bf16 v) {
+  asm volatile("st.relaxed.sys.global.u16 [%0], %1;" ::"l"(p), "h"(v) : "memory");
+}
+template <class T> __device__ __forceinline__ void push(const Args& a, const T* here, T v) {
 #pragma unroll
-  for (int i = 0; i < RANKS - 1; ++i)
-    asm volatile(
-        "st.relaxed.sys.global.f32 [%0], %1;" ::"l"(a.peers[i] + ((const u8*)here - a.received)),
-        "f"(v)
-        : "memory");
+  for (int i = 0; i < RANKS - 1; ++i) store_sys(a.peers[i] + ((const u8*)here - a.received), v);
 }
 // The sum over the ranks, in their order, of what each has for this column of `out`.
 __device__ __forceinline__ float over_ranks(const Args& a, float mine, int layer, int column) {

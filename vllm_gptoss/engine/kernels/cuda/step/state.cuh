@@ -35,8 +35,14 @@ constexpr int Q_PITCH = C * 2 + 16, O_PITCH = Q * 2 + 16;
 constexpr int Q_CHUNK = 4 * Q_PITCH, O_CHUNK = 2 * O_PITCH;
 constexpr int UP_CHUNK = 4 * HB * 128 + HB * 64, DOWN_CHUNK = 4 * IB * 128 + IB * 64;
 constexpr int BARS = 16;  // chunks in the ring at most
-// Chunks on their way at most: with more, small loads wait behind them for microseconds.
-constexpr u32 AHEAD = 2;
+// Chunks on their way at most: with more, small loads wait behind them for microseconds. A rank's
+// chunks are smaller.
+#ifndef AHEAD_BYTES
+#define AHEAD_BYTES (2 * UP_CHUNK)
+#endif
+__device__ constexpr u32 ahead(u32 chunk) {
+  return RANKS == 1 ? 2u : AHEAD_BYTES / chunk < BARS ? AHEAD_BYTES / chunk : BARS - 1;
+}
 // Of the logits' sums: atomics on one address follow one another.
 constexpr int REPLICAS = EXPERTS <= 32 ? 4 : 1;
 constexpr int LOGITS = EXPERTS + 4;  // the logits, the sum of squares, padding
@@ -110,10 +116,16 @@ struct Early {
   bf16 q[Q], attended[Q],
       fresh[2 * KVH * 64];  // fresh: this step's key heads, then its value heads; E4m3: codes
 };
-// Read before the next layer's logits are complete.
+// Read before the next layer's logits are complete. Every block reads the parts of all ranks: in
+// bf16, those of two take no longer than one rank's floats.
+#if RANKS > 1
+using Part = bf16;
+#else
+using Part = float;
+#endif
 struct Late {
   bf16 hidden[C], act[ACTIVE][I];
-  float parts[ACTIVE][C];
+  Part parts[ACTIVE][C];
 };
 struct Zeros {
   u32 tickets[64];  // [KVH]
@@ -127,8 +139,8 @@ static_assert(
 // Of each rank that sends, by the parity of the layer; its own place stays empty. Zero before the
 // first step of a process. A step leaves the last layer's parts, which the next one zeroes.
 struct Received {
-  float sums[2][RANKS][C];           // of out
-  float parts[2][RANKS][ACTIVE][C];  // of down
+  float sums[2][RANKS][C];          // of out
+  Part parts[2][RANKS][ACTIVE][C];  // of down
 };
 
 // The request, as one group of layers sees it.
@@ -166,8 +178,8 @@ __device__ __forceinline__ u32 take(Cursor& c, u32 size) {
   return at;
 }
 
-// With peers a wait may be as long as vLLM's for a step, 300 s: about 600 ns a look.
-constexpr u32 SPIN_LIMIT = RANKS == 1 ? 1u << 25 : 1u << 29;
+// With peers a wait may be as long as vLLM's for a step, 300 s: 170 ns a look.
+constexpr u32 SPIN_LIMIT = RANKS == 1 ? 1u << 25 : 1u << 31;
 
 struct Block {
   Shared* s;
