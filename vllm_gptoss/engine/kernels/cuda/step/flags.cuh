@@ -2,8 +2,8 @@
 // not +0. Sums of all blocks count their contributors.
 //
 // Offers: flagged (what is written), look16, whole and settle (16 bytes of bf16 or floats),
-// add_fixed and settle_fixed (fixed-point sums), count_look (gives up with a trap after SPIN_LIMIT
-// looks). Barriers: none.
+// add_fixed and settle_fixed (fixed-point sums), push and over_ranks (other ranks' memory),
+// count_look (ends the process's work on the GPU after SPIN_LIMIT looks). Barriers: none.
 #include "state.cuh"
 
 // Values as flags. +0 means "not there yet", so a zero is written as -0.

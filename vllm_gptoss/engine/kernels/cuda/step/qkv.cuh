@@ -1,7 +1,7 @@
 // Phase 1: x = h + the experts' sums, RMSNorm, q/k/v projection, bias, RoPE, cache write.
 //
-// Offers: make_items (ahead of the layer), mix8 (the experts' sums), qkv. Leaves Early.q and
-// Early.fresh. Barriers: named barrier 1, the ring's.
+// Offers: make_items (ahead of the layer), mix8 (the experts' sums), clear_received, qkv. Leaves
+// Early.q and Early.fresh. Barriers: named barrier 1, the ring's.
 #include "../rope.cuh"
 #include "flags.cuh"
 #include "rows.cuh"

@@ -3,8 +3,9 @@
 //
 // Offers: constants (in elements unless named bytes or rows), Layer, Group and Args
 // (engine/kernels/step.py has their mirrors), Early, Late and Zeros (in global memory, zero between
-// steps), Shared, Block, Cursor and take (where the next chunk lies in the ring), sync_consumers,
-// mark (clock marks: TRACE). Barriers: named barrier 1, the consumers.
+// steps), Received (what other ranks write here), Shared, Block, Cursor and take (where the next
+// chunk lies in the ring), sync_consumers, mark (clock marks: TRACE). Barriers: named barrier 1,
+// the consumers.
 #include "../barriers.cuh"
 #include "../cache.cuh"
 #include "../common.cuh"
@@ -35,13 +36,10 @@ constexpr int Q_PITCH = C * 2 + 16, O_PITCH = Q * 2 + 16;
 constexpr int Q_CHUNK = 4 * Q_PITCH, O_CHUNK = 2 * O_PITCH;
 constexpr int UP_CHUNK = 4 * HB * 128 + HB * 64, DOWN_CHUNK = 4 * IB * 128 + IB * 64;
 constexpr int BARS = 16;  // chunks in the ring at most
-// Chunks on their way at most: with more, small loads wait behind them for microseconds. A rank's
-// chunks are smaller.
-#ifndef AHEAD_BYTES
-#define AHEAD_BYTES (2 * UP_CHUNK)
-#endif
+// Chunks on their way at most: with more, small loads wait behind them for microseconds. Of several
+// ranks' smaller chunks, as many bytes.
 __device__ constexpr u32 ahead(u32 chunk) {
-  return RANKS == 1 ? 2u : AHEAD_BYTES / chunk < BARS ? AHEAD_BYTES / chunk : BARS - 1;
+  return RANKS == 1 ? 2u : 2u * UP_CHUNK / chunk < BARS ? 2u * UP_CHUNK / chunk : BARS - 1;
 }
 // Of the logits' sums: atomics on one address follow one another.
 constexpr int REPLICAS = EXPERTS <= 32 ? 4 : 1;
