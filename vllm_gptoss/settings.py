@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 Experts = Literal[
     "auto",
@@ -36,10 +36,8 @@ class ChoiceError(ValueError):
     """A requested choice that this device or configuration cannot run; the message names an alternative."""
 
 
-class Settings(BaseModel):
+class Settings(BaseModel, extra="forbid", frozen=True):
     """All settings. Field names are the keys, and `GPTOSS_<NAME>` are the variables."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     experts: Experts = Field("auto", description="MXFP4 expert kernel; `upstream` leaves vLLM's own choice")
     layers: Literal["auto", "upstream", "gptoss", "attention"] = Field("auto", description="decode layer kernels")

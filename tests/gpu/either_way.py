@@ -154,7 +154,7 @@ class Ways:
         self.scheduler, self.call = core.scheduler, core.model_executor.collective_rpc
         self.plans = self.scheduler.has_short_way
         self.call(observe)
-        self.ranks = len(self.steps())
+        self.ranks, self.short = len(self.steps()), [True]
         if self.ranks == 1:
             self.runner = core.model_executor.driver_worker.worker.model_runner
             self.short_way = self.runner.short_way
@@ -167,7 +167,9 @@ class Ways:
     def go(self, short: list[bool], quick: bool) -> None:
         from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-        self.call(lead, args=(short,))
+        if short != self.short:  # the answer of the workers comes after the steps that are under way
+            self.call(lead, args=(short,))
+            self.short = short
         self.scheduler.has_short_way = quick and self.plans
         blocks = self.scheduler.kv_cache_manager
         vars(blocks).pop("allocate_slots", None)

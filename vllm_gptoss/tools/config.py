@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from vllm_gptoss.tools.browser.guard import host_entry
 from vllm_gptoss.tools.browser.settings import BrowserConfig
@@ -27,10 +27,8 @@ class ToolConfigError(ValueError):
     """The configuration cannot be used; the message names the key and the fix."""
 
 
-class RemoteConfig(BaseModel):
+class RemoteConfig(BaseModel, extra="forbid"):
     """MCP servers that requests may name by `server_url`. None, unless hosts are listed."""
-
-    model_config = ConfigDict(extra="forbid")
 
     allowed_hosts: list[str] = Field(
         default=[], description="`host`, `host:port` or `*.domain`; a name listed in full may be a private address"
@@ -44,9 +42,7 @@ class RemoteConfig(BaseModel):
         return [host_entry(entry, wildcard=True) for entry in entries]
 
 
-class ToolsConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class ToolsConfig(BaseModel, extra="forbid"):
     python: dict[str, Any] | bool = Field(default=False, description="true, or the python tool's options")
     browser: BrowserConfig | bool = False
     service: ServiceConfig | None = Field(default=None, description="the python tool on other machines")

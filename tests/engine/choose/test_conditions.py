@@ -114,14 +114,15 @@ def test_what_was_run_on_a_gpu_is_the_default(changes: dict[str, Any]) -> None:
 
 ONE_TOKEN = [
     ({"auxiliary_states": True}, "draft model"),
-    ({"tensor_parallel": 2}, "several GPUs"),
-    ({"pipeline_parallel": 2}, "several GPUs"),
+    ({"tensor_parallel": 8}, "8 query heads are too few for 132 multiprocessors"),
+    ({"tensor_parallel": 2, "layers": 23}, "alternates between 23 layers"),
+    ({"pipeline_parallel": 2}, "a pipeline"),
     ({"own_experts": False}, "another backend runs the experts, or maps them"),
     ({"active_experts": 2}, "not 4 experts a token"),
     ({"one_rotary_cache": False}, "rotary caches of their own"),
     ({"caches": (KvCache((4, 8, 8, 128), "bfloat16", 1),)}, "cache blocks of fewer than 16 tokens"),
     ({"kv_cache_dtype": "fp8", "caches": (CODES, USUAL)}, "layers have KV caches of several dtypes"),
-    ({"intermediate": 1440}, "intermediate size 1440"),
+    ({"intermediate": 2944}, "intermediate size 2944"),
     ({"experts": 96}, "96 experts, not 32, 64 or 128"),
     ({"hidden": 4800, "intermediate": 4800}, "too large"),
     ({"layers": 2000}, "leave a ring of"),

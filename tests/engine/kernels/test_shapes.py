@@ -167,7 +167,7 @@ def test_experts_at_the_edges_compile(hidden: int, intermediate: int, count: int
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
-    [(1, 960, 8, 960, 32), (24, 1920, 64, 1920, 64), (36, 3840, 64, 3840, 128), (24, 2880, 128, 2880, 32)],
+    [(1, 960, 16, 960, 32), (24, 1920, 64, 1920, 64), (36, 3840, 64, 3840, 128), (24, 2880, 128, 2880, 32)],
     ids=str,
 )
 def test_a_whole_step_at_the_edges_compiles(shape: tuple[int, int, int, int, int]) -> None:

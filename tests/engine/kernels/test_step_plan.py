@@ -15,6 +15,8 @@ SHAPES = {
     "120b": step.Shape(36, 2880, 64, 2880, 128, (46, 46)),
     "20b, fp8 cache": step.Shape(24, 2880, 64, 2880, 32, (46, 46), cache.E4M3),
     "120b, fp8 cache": step.Shape(36, 2880, 64, 2880, 128, (46, 46), cache.E4M3),
+    "120b, TP 2": step.Shape(36, 2880, 32, 1472, 128, (46, 24), ranks=2),
+    "20b, TP 4": step.Shape(24, 2880, 16, 768, 32, (46, 12), ranks=4),
 }
 SMS = {"H100 PCIe": 114, "H100 and H200": 132}
 
@@ -28,6 +30,8 @@ def test_it_compiles_and_host_and_device_agree(model: str, sms: int) -> None:
         f'static_assert(sizeof({name}) == {ctypes.sizeof(kind)}, "{name}");' for name, kind in sizes.items()
     )
     probe += f'static_assert(sizeof(Zeros) == {made.zero_bytes}, "zeros");'
+    if made.received_bytes:
+        probe += f'static_assert(sizeof(Received) == {made.received_bytes}, "received");'
     probe += f'static_assert(X_BYTES + (BUFFERS * SUM + DENSE) * 4 == {made.staged + made.sums}, "scratch");'
     probe += f'static_assert(sizeof(Shared) + sizeof(Layer) * LAYERS <= {SHARED_LIMIT - made.shared_bytes}, "fits");'
     assert compiled(probe, "sm_90", [f"-D{name}={value}" for name, value in made.macros.items()])
@@ -45,7 +49,10 @@ def test_the_ring_holds_what_is_waited_for_at_once(model: str) -> None:
     ("shape", "why"),
     [
         (step.Shape(24, 2944, 64, 2944, 32, (46, 46)), "hidden size 2944 does not divide"),
+        (step.Shape(24, 2880, 64, 2944, 32, (46, 46)), "intermediate size 2944"),
         (step.Shape(24, 2880, 64, 1440, 32, (46, 46)), "intermediate size 1440"),
+        (step.Shape(24, 2880, 8, 384, 32, (46, 6), ranks=8), "8 query heads are too few"),
+        (step.Shape(23, 2880, 32, 1472, 32, (46, 24), ranks=2), "23 layers"),
         (step.Shape(24, 2880, 64, 2880, 48, (46, 46)), "48 experts"),
         (step.Shape(24, 2880, 60, 2880, 32, (46, 46)), "60 query heads"),
     ],

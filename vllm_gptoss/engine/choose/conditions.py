@@ -128,16 +128,17 @@ LAYERS: tuple[Condition, ...] = (
 
 
 def whole_step(device: Device, deployment: Deployment) -> str | None:
-    """The shape that `step.cu` is made for."""
-    model = deployment.model
-    shape = step.Shape(model.layers, model.hidden, model.query_heads, model.intermediate, model.experts, (0, 0))
+    """The shape of a rank's share that `step.cu` is made for."""
+    model, (heads, _), mine = deployment.model, deployment.heads, deployment.experts_of_a_rank
+    ranks = deployment.tensor_parallel
+    shape = step.Shape(model.layers, model.hidden, heads, mine.intermediate, model.experts, (0, 0), ranks=ranks)
     why: str | None = step.unsupported(shape)
     return why
 
 
 ONE_LAUNCH: tuple[Condition, ...] = (
     when(lambda d: d.auxiliary_states, "a draft model reads states between layers"),
-    when(lambda d: d.tensor_parallel > 1 or d.pipeline_parallel > 1, "several GPUs share the model"),
+    when(lambda d: d.pipeline_parallel > 1, "a pipeline shares the model"),
     when(lambda d: d.own_experts is False, "another backend runs the experts, or maps them"),
     when(lambda d: d.model.active_experts != step.ACTIVE, f"not {step.ACTIVE} experts a token"),
     when(lambda d: d.one_rotary_cache is False, "layers have rotary caches of their own"),

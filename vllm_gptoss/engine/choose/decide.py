@@ -50,9 +50,16 @@ def layers(device: Device, deployment: Deployment, wish: str = "auto") -> Choice
     return _pick("layers", families.of(device).layers, device, deployment, wish)
 
 
-def one_token(device: Device, deployment: Deployment) -> Choice[str]:
-    """How the fused layers run a step of one token: `one launch` or `six launches`."""
-    return _pick("one token", families.of(device).one_token, device, deployment, "auto")
+def one_token(device: Device, deployment: Deployment, wish: str = "auto") -> Choice[str]:
+    """How the fused layers run a step of one token: `one launch` or `six launches`.
+
+    wish: that of the layers. More GPUs than were measured require `gptoss`.
+    """
+    choice = _pick("one token", families.of(device).one_token, device, deployment, "auto")
+    ranks = deployment.tensor_parallel
+    if choice.value == bands.ONE_LAUNCH and ranks not in measured.SM90.one_launch_ranks and wish != "gptoss":
+        return Choice(bands.SIX_LAUNCHES, f"never run by us with {ranks} GPUs; layers=gptoss tries it")
+    return choice
 
 
 def many_tokens(device: Device, deployment: Deployment, wish: str = "auto") -> Choice[str]:

@@ -71,11 +71,12 @@ def kernel(device: int, ranks: int, patience: int = PATIENCE_S) -> nvrtc.Kernel:
 class PushAllReduce:
     """The buffers of the ranks, as this one addresses them, and the calls. `connect` makes it."""
 
-    def __init__(self, device: int, rank: int, ranks: int, columns: int) -> None:
+    def __init__(self, device: int, rank: int, ranks: int, columns: int, also: int = 0) -> None:
         self.device, self.rank, self.ranks = device, rank, ranks
         self.most = MOST_TOKENS[ranks]
         self.stride = self.most * columns // PIECE
         self.bases: list[int] = []
+        self.also = also
         self.kernel = kernel(device, ranks)
 
     @property
@@ -84,8 +85,8 @@ class PushAllReduce:
         return self.stride * 16
 
     def allocate(self) -> int:
-        """This rank's buffer, [generations, senders, stride] pieces of 16 bytes, which are 0."""
-        size = -(-GENERATIONS * self.ranks * self.region // GRANULE) * GRANULE
+        """This rank's buffer, [generations, senders, stride] pieces of 16 bytes and `also` bytes, which are 0."""
+        size = -(-(self.offset(GENERATIONS, 0) + self.also) // GRANULE) * GRANULE
         base, cuda = ctypes.c_ulonglong(), nvrtc.driver()
         with nvrtc.current(self.device):
             nvrtc.check(cuda.cuMemAlloc_v2(ctypes.byref(base), ctypes.c_size_t(size)), "cuMemAlloc")
@@ -121,6 +122,11 @@ class PushAllReduce:
     def offset(self, generation: int, sender: int) -> int:
         """Where a sender's region of a generation starts in a buffer."""
         return (generation * self.ranks + sender) * self.region
+
+    @property
+    def others(self) -> list[int]:
+        """Where the `also` bytes of each rank are, which this class does not use."""
+        return [base + self.offset(GENERATIONS, 0) for base in self.bases]
 
     def look(self) -> None:
         """Checks that every rank's marks have arrived here: some drivers report peer access that does not work."""
@@ -165,10 +171,10 @@ class PushAllReduce:
         return out
 
 
-def connect(device: int, rank: int, ranks: int, columns: int, gather: Gather) -> PushAllReduce:
+def connect(device: int, rank: int, ranks: int, columns: int, gather: Gather, also: int = 0) -> PushAllReduce:
     """Allocates and maps the buffers of all ranks. A collective.
 
-    columns: C, of a row.
+    columns: C, of a row; also: bytes for another kernel of the ranks, see `others`.
 
     Raises:
         UnavailableError: on every rank, with the reason of the first that has one.
@@ -191,7 +197,7 @@ def connect(device: int, rank: int, ranks: int, columns: int, gather: Gather) ->
     made: list[Any] = []
 
     def allocate() -> bytes:
-        reduce = PushAllReduce(device, rank, ranks, columns)
+        reduce = PushAllReduce(device, rank, ranks, columns, also)
         made.extend((reduce, reduce.allocate()))
         handle: bytes = reduce.handle(made[1])
         return handle

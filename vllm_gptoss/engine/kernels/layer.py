@@ -70,19 +70,18 @@ class LayerTensors:
     experts: FewTokenExperts | None
 
     def record(self, group: int, kv_cache: cache.PagedCache) -> Layer:
-        """The struct of a layer for step.cu. The rank holds the whole layer, with the plugin's experts.
+        """The struct of a layer for step.cu, with the plugin's experts.
 
         group: number of its `Requests`; kv_cache: [blocks, K, block size, 128], K at 0, V at 64.
         """
         assert self.experts is not None
-        assert self.out_bias is not None
         up, down = self.experts.up, self.experts.down
         return Layer(
             norm=self.norm.data_ptr(),
             w_qkv=self.qkv_weight.data_ptr(),
             b_qkv=self.qkv_bias.data_ptr(),
             w_out=self.out_weight.data_ptr(),
-            b_out=self.out_bias.data_ptr(),
+            b_out=None if self.out_bias is None else self.out_bias.data_ptr(),
             post_norm=self.post_norm.data_ptr(),
             w_router=self.router_weight.data_ptr(),
             b_router=self.router_bias.data_ptr(),

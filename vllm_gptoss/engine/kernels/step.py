@@ -1,4 +1,4 @@
-"""Host side of `cuda/step.cu`: all layers of a decode step of one token in one launch, sm_90.
+"""Host side of `cuda/step.cu`: all layers of a decode step of one token in one launch on each rank, sm_90.
 
 The plan is a pure function of the shape, so it is tested without a GPU; docs/kernels/ has the design and the numbers,
 `engine/choose/measured.py` lists the measured GPUs.
@@ -56,6 +56,8 @@ class Shape:
     """Column pairs of 32 in the stored scales of the up and the down projection."""
     element: str = cache.BF16
     """Of the caches of all layers."""
+    ranks: int = 1
+    """Tensor-parallel ranks. query_heads and intermediate are a rank's share, padding included."""
 
 
 def unsupported(shape: Shape, sms: int = MULTIPROCESSORS) -> str | None:
@@ -64,12 +66,16 @@ def unsupported(shape: Shape, sms: int = MULTIPROCESSORS) -> str | None:
         return "there is no layer"
     if shape.hidden % (BLOCK * WARPS):
         return f"hidden size {shape.hidden} does not divide among {WARPS} warps of {BLOCK} columns"
-    if shape.intermediate != shape.hidden:
-        return f"intermediate size {shape.intermediate} is not the hidden size {shape.hidden}"
+    if shape.intermediate % BLOCK or shape.intermediate > shape.hidden:
+        return f"intermediate size {shape.intermediate} is no multiple of {BLOCK} up to the hidden size {shape.hidden}"
     if shape.experts not in (32, 64, 128):
         return f"{shape.experts} experts, not 32, 64 or 128"
     if shape.query_heads % GROUP:
         return f"{shape.query_heads} query heads are not a multiple of {GROUP}"
+    if (shape.query_heads + 2 * shape.query_heads // GROUP) * 8 < sms:  # a unit of q, k and v for each
+        return f"{shape.query_heads} query heads are too few for {sms} multiprocessors"
+    if shape.ranks > 1 and shape.layers % 2:
+        return f"what peers wrote alternates between {shape.layers} layers and the next step's"
     if shape.hidden > MAX_HIDDEN or shape.query_heads > GROUP * min(sms, 64):
         return f"hidden size {shape.hidden} with {shape.query_heads} query heads is too large"
     made = plan(shape, sms)
@@ -100,13 +106,25 @@ class StepPlan:
         return self.ring + self.staged + self.sums
 
     @property
+    def part_bytes(self) -> int:
+        """Of a value of the down projection's parts."""
+        return 4 if self.shape.ranks == 1 else 2
+
+    @property
     def zero_bytes(self) -> int:
         """Size of `Zeros` of step.cu."""
         shape, kv_heads = self.shape, self.shape.query_heads // GROUP
         logits = 8 * (4 if shape.experts <= 32 else 1) * (shape.experts + 4)
         early = 2 * 2 * HEAD * (shape.query_heads + kv_heads)
-        late = 2 * shape.hidden + ACTIVE * (2 * shape.intermediate + 4 * shape.hidden)
+        late = 2 * shape.hidden + ACTIVE * (2 * shape.intermediate + self.part_bytes * shape.hidden)
         return 256 + 2 * (logits + early + late)
+
+    @property
+    def received_bytes(self) -> int:
+        """Size of `Received` of step.cu; 0 for one rank."""
+        if self.shape.ranks == 1:
+            return 0
+        return 2 * self.shape.ranks * self.shape.hidden * (4 + ACTIVE * self.part_bytes)
 
     @property
     def macros(self) -> dict[str, int | str]:
@@ -123,6 +141,7 @@ class StepPlan:
             "SKD": self.shape.scale_pairs[1],
             "SPLITS": self.splits,
             "CACHE": self.shape.element,
+            "RANKS": self.shape.ranks,
         }
 
 
@@ -152,7 +171,9 @@ class StepArgs(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("layer_count", "group_count", "cos_sin_bf16")),
         ("two_23", ctypes.c_uint),
         *((name, ctypes.c_float) for name in ("eps", "scale", "alpha", "limit")),
-        ("scales", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("scales", "received")),
+        ("peers", ctypes.c_ulonglong * 7),
+        *((name, ctypes.c_int) for name in ("rank", "unused")),
     ]
 
 
@@ -174,9 +195,18 @@ def compile_for(shape: Shape, device: int) -> None:
 
 
 class Step:
-    """The layers of a model in order, ready to launch. element: of their caches."""
+    """The layers of a model in order, or a rank's share of them. element: of their caches.
 
-    def __init__(self, layers: Sequence[LayerTensors], *, eps: float, element: str = cache.BF16) -> None:
+    Of several `ranks`, each has the addresses of all ranks' `Received`, as it maps them, in `received`, and its own
+    number in `rank` before the first call.
+    """
+
+    rank = 0
+    received: Sequence[int] = (0,)
+
+    def __init__(
+        self, layers: Sequence[LayerTensors], *, eps: float, element: str = cache.BF16, ranks: int = 1
+    ) -> None:
         first = layers[0]
         assert first.experts is not None
         self.layers, self.eps, self.cos_sin = list(layers), eps, first.cos_sin
@@ -191,8 +221,14 @@ class Step:
             up.experts,
             (up.scales.shape[2] // 64, down.scales.shape[2] // 64),
             element,
+            ranks,
         )
         self._tables: dict[tuple[int, ...], Tensor] = {}
+
+    @property
+    def plan(self) -> StepPlan:
+        """Equal on all ranks, or they cannot run together."""
+        return plan(self.shape, multiprocessors(self.device))
 
     def compile(self) -> None:
         """Compiles and loads the kernel; otherwise the first launch does."""
@@ -233,8 +269,8 @@ class Step:
         """
         import torch
 
-        shape, sms = self.shape, multiprocessors(self.device)
-        made = plan(shape, sms)
+        shape, made = self.shape, self.plan
+        peers = [self.received[(self.rank + step) % shape.ranks] for step in range(1, shape.ranks)]
         zeros = torch.zeros(made.zero_bytes, dtype=torch.uint8, device=x.device)
         out, hidden = torch.empty_like(x), torch.empty_like(x)
         pieces = shape.query_heads // GROUP * made.splits
@@ -260,7 +296,10 @@ class Step:
             alpha=self.alpha,
             limit=self.limit,
             scales=table.data_ptr() + ctypes.sizeof(Layer) * shape.layers,
+            received=self.received[self.rank],
+            peers=(ctypes.c_ulonglong * 7)(*peers),
+            rank=self.rank,
         )
         kernel = _kernel(self.device, made, 0 if trace is None else trace.shape[1])
-        kernel(sms, THREADS, [args])
+        kernel(made.grid, THREADS, [args])
         return out, hidden

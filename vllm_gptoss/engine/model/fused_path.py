@@ -114,7 +114,7 @@ class FusedPath:
             raise UnavailableError(choice.reason)
         began = time.monotonic()
         with ThreadPoolExecutor(2) as beside:  # the one launch's kernel takes as long as five of the others
-            path = beside.submit(one_token.build, places, self.deployment)
+            path = beside.submit(one_token.build, places, self.deployment, wish)
             most = beside.submit(many_tokens.prepared, places, self.deployment, wish)
             nvrtc.at_once(load for place in places for load in loads(place))
         self.places, self.one_token, self.most = places, path.result(), most.result()
@@ -129,15 +129,25 @@ class FusedPath:
         ranks = self.deployment.tensor_parallel
         if ranks == 1:
             return
-        self.most = min(worker.gathered(self.most))
+        one = self.one_token
+        agreed = worker.gathered((self.most, one and one.step.plan))
+        self.most = min(most for most, _ in agreed)
+        if one is None or any(plan != one.step.plan for _, plan in agreed):
+            self.one_token = one = None
         weight, rank = self.places[0].tensors.out_weight, worker.tensor_parallel_rank()
-        choice = choose.all_reduce(self.deployment, self.wish)
+        choice, also = choose.all_reduce(self.deployment, self.wish), one.step.plan.received_bytes if one else 0
         try:
-            if choice.value == bands.UPSTREAM:
+            if one is None and choice.value == bands.UPSTREAM:
                 raise UnavailableError(choice.reason)
-            self.push = all_reduce.connect(weight.device.index or 0, rank, ranks, weight.shape[0], worker.gathered)
+            where = (weight.device.index or 0, rank, ranks, weight.shape[0])
+            push = all_reduce.connect(*where, worker.gathered, also)
         except UnavailableError as error:
+            self.one_token = None
             _vllm.init_logger("vllm.gptoss").info("layers: vLLM's all-reduce (%s)", error)
+            return
+        self.push = None if choice.value == bands.UPSTREAM else push
+        if one:
+            one.join(push)
 
     def _reduce(self, tokens: int) -> layer_upto16.Reduce | None:
         """Sums over the ranks in a step of so many tokens, the same function on all of them; None on one GPU."""

@@ -1,8 +1,8 @@
 """A step of one token in one launch: every layer of the model in `engine/kernels/step.py`.
 
-`FusedPath` uses it where it can. The kernel's blocks wait for one another, so all of them must be on the GPU at once:
-nothing that waits for this rank may hold a multiprocessor meanwhile, which is why several ranks keep six launches a
-layer.
+`FusedPath` uses it where it can. The kernel's blocks wait for one another and for those of the other ranks, so all of
+them must be on the GPUs at once: nothing that waits for a rank may hold a multiprocessor meanwhile. A rank's kernels
+run in turn, and every rank launches the same ones, so each rank's step begins once its peers' earlier kernels end.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from torch import Tensor
 from vllm_gptoss import _vllm
 from vllm_gptoss.engine import choose
 from vllm_gptoss.engine.choose import bands, device
-from vllm_gptoss.engine.kernels import cache, nvrtc, step
+from vllm_gptoss.engine.kernels import all_reduce, cache, nvrtc, step
 from vllm_gptoss.engine.kernels.layer import Requests
 from vllm_gptoss.engine.model.layer_binding import Place, transferred
 from vllm_gptoss.engine.spec import RMS_NORM_EPS
 
 
-def build(places: Sequence[Place], deployment: choose.Deployment) -> OneToken | None:
-    """The compiled path. If it cannot run, returns None and logs the reason."""
-    choice = choose.one_token(device.detect(), deployment)
+def build(places: Sequence[Place], deployment: choose.Deployment, wish: str = "auto") -> OneToken | None:
+    """The compiled path; several ranks `join` before its first step. If it cannot run, returns None and logs the
+    reason. wish: that of the layers."""
+    choice = choose.one_token(device.detect(), deployment, wish)
     if choice.value == bands.ONE_LAUNCH:
-        path = OneToken(places)
+        path = OneToken(places, deployment.tensor_parallel)
         try:
             path.step.compile()
             return path
@@ -38,10 +39,14 @@ def build(places: Sequence[Place], deployment: choose.Deployment) -> OneToken | 
 class OneToken:
     """The model's layers, ready for steps of one token."""
 
-    def __init__(self, places: Sequence[Place]) -> None:
+    def __init__(self, places: Sequence[Place], ranks: int = 1) -> None:
         self.places, self.said = places, False
         element = cache.element(places[0].cache)
-        self.step = step.Step([place.tensors for place in places], eps=RMS_NORM_EPS, element=element)
+        self.step = step.Step([place.tensors for place in places], eps=RMS_NORM_EPS, element=element, ranks=ranks)
+
+    def join(self, push: all_reduce.PushAllReduce) -> None:
+        """The ranks store into each other's memory that `push` has mapped."""
+        self.step.rank, self.step.received = push.rank, push.others
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, positions: Tensor, context: Any

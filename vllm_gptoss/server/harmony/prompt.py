@@ -13,14 +13,7 @@ import os
 from collections.abc import Sequence
 
 from vllm_gptoss.server.harmony.events import Channel
-from vllm_gptoss.server.harmony.messages import (
-    Conversation,
-    Developer,
-    Message,
-    Role,
-    System,
-    ToolNamespace,
-)
+from vllm_gptoss.server.harmony.messages import Conversation, Developer, Message, Role, System, ToolNamespace
 from vllm_gptoss.server.harmony.schema import function_type
 from vllm_gptoss.server.harmony.tokens import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START, TooManyTokensError, encode
 

@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from vllm_gptoss.server.http.callers import FullError
 
 
+@dataclass(eq=False, repr=False)
 class ApiError(Exception):
     """An error the client can read: HTTP status, and the four fields of OpenAI's error object.
 
     `retry_after`: seconds for the header of that name, where the same request may succeed later.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        status: int = 400,
-        kind: str = "invalid_request_error",
-        retry_after: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
-        self.code = code
-        self.status = status
-        self.kind = kind
-        self.retry_after = retry_after
+    message: str
+    _: KW_ONLY
+    param: str | None = None
+    code: str | None = None
+    status: int = 400
+    kind: str = "invalid_request_error"
+    retry_after: int | None = None
 
     def body(self) -> dict[str, Any]:
         """The JSON body: `{"error": {message, type, param, code}}`."""

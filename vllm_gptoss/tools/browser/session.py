@@ -12,16 +12,7 @@ from vllm_gptoss.tools.browser.backends import Backend, BackendError, Hit, Query
 from vllm_gptoss.tools.browser.fetch import Fetcher, FetchError, domain_allowed
 from vllm_gptoss.tools.browser.guard import DeniedError
 from vllm_gptoss.tools.browser.markup import PageError
-from vllm_gptoss.tools.browser.page import (
-    Link,
-    Page,
-    UsageError,
-    Viewer,
-    link_text,
-    neutral,
-    shorten,
-    wrap,
-)
+from vllm_gptoss.tools.browser.page import Link, Page, UsageError, Viewer, link_text, neutral, shorten, wrap
 from vllm_gptoss.tools.browser.reader import Reader
 from vllm_gptoss.tools.browser.state import State, recalled
 from vllm_gptoss.tools.protocol import (

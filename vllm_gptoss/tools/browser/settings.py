@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+from pydantic import BaseModel, Field, SecretStr, field_validator
 
 from vllm_gptoss.tools.browser.guard import host_entry
 from vllm_gptoss.tools.version import NAME, VERSION
@@ -15,10 +15,8 @@ SEARCH_APIS = ("searxng", "brave", "tavily", "exa", "youcom")
 """Names of the classes in `backends/web.py`."""
 
 
-class BrowserConfig(BaseModel):
+class BrowserConfig(BaseModel, extra="forbid"):
     """The `browser` section of tools.yaml. Everything has a default; nothing needs a key."""
-
-    model_config = ConfigDict(extra="forbid")
 
     backend: str = "auto"
     documents: Path | None = Field(

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 
+import anyio
 import msgspec
 from prometheus_client import Counter, Histogram
 
@@ -237,7 +238,7 @@ async def _greeted(sock: socket.socket) -> _Worker:
     """The worker behind `sock`. Raises EOFError, OSError, FaultError."""
     try:
         async with asyncio.timeout(_START_S):
-            await _readable(sock)
+            await anyio.wait_readable(sock)
         data, fds, _, _ = socket.recv_fds(sock, _HELLO, 1, socket.MSG_CMSG_CLOEXEC)
         if not data or len(fds) != 1:
             raise EOFError
@@ -251,21 +252,6 @@ async def _greeted(sock: socket.socket) -> _Worker:
         raise FaultError(f"workers cannot start: {hello.error}")
     _tell(tuple(hello.missing))
     return worker
-
-
-def _settle(ready: asyncio.Future[None]) -> None:
-    if not ready.done():
-        ready.set_result(None)
-
-
-async def _readable(sock: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(sock, _settle, ready)
-    try:
-        await ready
-    finally:
-        loop.remove_reader(sock)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import mcp_types as types
 from mcp import Client, MCPError
 from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from vllm_gptoss.tools.mcp.transport import Dialer
 
@@ -59,10 +59,8 @@ class Listing:
     listed_at: float
 
 
-class _RawTools(BaseModel):
+class _RawTools(BaseModel, extra="allow"):
     """tools/list as it came: the typed result drops annotations it does not know, such as include_in_prompt."""
-
-    model_config = ConfigDict(extra="allow")
 
     tools: list[dict[str, Any]] = []
 

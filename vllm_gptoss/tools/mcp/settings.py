@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from vllm_gptoss.tools.protocol import LABEL, RESERVED
 
@@ -37,22 +37,18 @@ def expand(text: str, environ: Mapping[str, str]) -> str:
     return _VARIABLE.sub(value, text)
 
 
-class ApprovalRules(BaseModel):
+class ApprovalRules(BaseModel, extra="forbid"):
     """Tools that need a person's word before each call, and tools that never do; others do."""
-
-    model_config = ConfigDict(extra="forbid")
 
     always: list[str] = []
     never: list[str] = []
 
 
-class OAuthConfig(BaseModel):
+class OAuthConfig(BaseModel, extra="forbid"):
     """OAuth 2.1, its secrets named by environment variables; the token endpoint is discovered (RFC 9728, RFC 8414).
 
     With a refresh token that a person got once (RFC 6749 §6), else with client credentials (§4.4).
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     client_id_env: str
     client_secret_env: str = ""
@@ -67,10 +63,8 @@ class OAuthConfig(BaseModel):
         return self
 
 
-class McpServerConfig(BaseModel):
+class McpServerConfig(BaseModel, extra="forbid"):
     """One entry of `mcp` in tools.yaml. `${NAME}` in `url`, `headers`, `args` and `env` comes from the environment."""
-
-    model_config = ConfigDict(extra="forbid")
 
     url: str = ""
     command: str = ""

@@ -16,6 +16,7 @@ from typing import Any
 
 import anyio
 import httpx2
+from anyio.abc import ObjectReceiveStream
 from mcp import Client, StdioServerParameters
 from mcp.client.sse import sse_client
 from mcp.client.stdio import stdio_client
@@ -180,7 +181,7 @@ def _context(ca_file: Path | None, read_from: tuple[tuple[str, int], ...]) -> ss
     return context
 
 
-class _Watched:
+class _Watched(ObjectReceiveStream[Any]):
     """A read stream at a bounded pace that reports its end, and drops malformed tools from listings."""
 
     def __init__(self, stream: Any, on_end: Callable[[str], None], pace: Pace) -> None:
@@ -204,24 +205,8 @@ class _Watched:
             self._on_end("")
             raise
 
-    def __aiter__(self) -> _Watched:
-        return self
-
-    async def __anext__(self) -> Any:
-        try:
-            return await self.receive()
-        except anyio.EndOfStream:
-            raise StopAsyncIteration from None
-
     async def aclose(self) -> None:
         await self._stream.aclose()
-
-    async def __aenter__(self) -> _Watched:
-        await self._stream.__aenter__()
-        return self
-
-    async def __aexit__(self, *exc: Any) -> Any:
-        return await self._stream.__aexit__(*exc)
 
 
 @asynccontextmanager

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from vllm_gptoss.tools.sandbox.spec import Limits
 
@@ -18,10 +18,8 @@ def _quarter_of_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 >> 20
 
 
-class PythonOptions(BaseModel):
+class PythonOptions(BaseModel, extra="forbid", frozen=True):
     """The `python` tool's settings. Unknown names are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     python: Path = Field(default=Path(sys.executable), description="Interpreter of the kernels; needs ipykernel.")
     launcher: Literal["auto", "namespaces", "bubblewrap", "portable"] = Field(

@@ -16,7 +16,7 @@ import sys
 from dataclasses import asdict
 
 from . import wire
-from .cage import ABSENT, ETC, ETC_NETWORK, GROUP, HOSTS, PASSWD, nsswitch
+from .cage import ABSENT, ETC, ETC_NETWORK, etc_files
 from .cgroups import Cgroups
 from .launcher import ENVIRONMENT, LOADER, PACKAGE, Sandbox, SandboxError
 from .spec import CACHE, DATA, DEVICE_LINKS, DEVICES, INSIDE_ID, RUN, SHM, TMP, Spec, View, scratch_directory
@@ -78,8 +78,7 @@ def _files(view: View) -> tuple[list[str], list[int]]:
     """Small files from memory: (arguments, descriptors to pass)."""
     arguments: list[str] = []
     fds: list[int] = []
-    texts = {"passwd": PASSWD, "group": GROUP, "hosts": HOSTS, "nsswitch.conf": nsswitch(view.allow_network)}
-    for name, text in texts.items():
+    for name, text in etc_files(view.allow_network).items():
         fds.append(_in_memory(text))
         arguments += ["--ro-bind-data", str(fds[-1]), f"/etc/{name}"]
     return arguments, fds

@@ -18,17 +18,20 @@ from .processes import ProcessTable
 from .spec import CACHE, DATA, DEVICE_LINKS, DEVICES, INSIDE_ID, RUN, SHM, SOCKETS, TMP, Limits, View, scratch_directory
 
 _QUIET = linux.MS_NOSUID | linux.MS_NODEV
-PASSWD = f"root:x:0:0::/nonexistent:/bin/false\nsandbox:x:{INSIDE_ID}:{INSIDE_ID}::{TMP}:/bin/sh\n"
-GROUP = f"root:x:0:\nsandbox:x:{INSIDE_ID}:\n"
-HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
 ABSENT = 'raise ModuleNotFoundError(f"{__name__} is hidden in this sandbox", name=__name__)\n'
 """The `__init__.py` of a hidden package: an empty folder could be imported, as a namespace package."""
 ETC = ("ld.so.cache", "alternatives", "localtime", "fonts", "mime.types")
 ETC_NETWORK = ("resolv.conf", "ssl/certs", "ca-certificates", "services", "gai.conf")
 
 
-def nsswitch(allow_network: bool) -> str:
-    return "passwd: files\ngroup: files\nhosts: files" + (" dns\n" if allow_network else "\n")
+def etc_files(allow_network: bool) -> dict[str, str]:
+    """Texts of the files in /etc that a cage has of its own, by name."""
+    return {
+        "passwd": f"root:x:0:0::/nonexistent:/bin/false\nsandbox:x:{INSIDE_ID}:{INSIDE_ID}::{TMP}:/bin/sh\n",
+        "group": f"root:x:0:\nsandbox:x:{INSIDE_ID}:\n",
+        "hosts": "127.0.0.1 localhost\n::1 localhost\n",
+        "nsswitch.conf": f"passwd: files\ngroup: files\nhosts: {'files dns' if allow_network else 'files'}\n",
+    }
 
 
 def namespaces(allow_network: bool) -> int:
@@ -177,12 +180,7 @@ def _hide(path: str) -> None:
 
 def _make_etc(allow_network: bool) -> None:
     os.makedirs("/new/etc", exist_ok=True)
-    for name, text in (
-        ("passwd", PASSWD),
-        ("group", GROUP),
-        ("hosts", HOSTS),
-        ("nsswitch.conf", nsswitch(allow_network)),
-    ):
+    for name, text in etc_files(allow_network).items():
         with open(f"/new/etc/{name}", "w") as file:
             file.write(text)
     for name in ETC + (ETC_NETWORK if allow_network else ()):

@@ -6,17 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 from vllm_gptoss.tools.mcp.settings import McpServerConfig
 
 KEY = "GPTOSS_TOOLS_KEY"
 
 
-class ServiceConfig(BaseModel):
+class ServiceConfig(BaseModel, extra="forbid"):
     """`service` in tools.yaml: the nodes, in any order, but written alike for every server that uses them."""
-
-    model_config = ConfigDict(extra="forbid")
 
     nodes: list[str] = Field(min_length=1, description="`http(s)://host:port` of each `vllm-gptoss tools serve`")
     authorization_env: str = Field(default="", description=f"variable with the key; {KEY} where that is set")

@@ -24,12 +24,10 @@ _ID = ID.pattern
 _HEX = r"([0-9a-f]{32})?"
 
 
-class Asked(BaseModel):
+class Asked(BaseModel, extra="ignore", frozen=True):
     """The server's data about the conversation. `owner`: the user as a hash; `ran`: whether the conversation ran
     python before; `container`: its last container; `call`: the last call's name, empty without one, None if unknown;
     `seed`: for a new container's id. Older nodes ignore the last two."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
     owner: str = Field(default="", pattern=f"^{_ID}$")
     ran: bool = False
@@ -51,10 +49,8 @@ class Listed(KeptFile):
     created_at: int
 
 
-class Answered(BaseModel):
+class Answered(BaseModel, extra="ignore", frozen=True):
     """A result's data beyond its content. `error` is a `ToolError.type`; `call` names the call, where it ran."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
     container: str = Field(default="", pattern=f"^{_ID}$")
     error: str = Field(default="", pattern=r"^[a-z_]{0,40}$")

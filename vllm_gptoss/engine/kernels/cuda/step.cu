@@ -27,9 +27,15 @@
 // All blocks must be on the GPU at once: grid = multiprocessors, one block each. A wait for another
 // block traps after SPIN_LIMIT polls: an error, not a hang.
 //
+// With tensor parallelism every rank launches it for its share of the weights, and RANKS > 1.
+// Blocks of one index own the same rows of `out` on all ranks: each stores its partial sums into
+// its peers' memory and adds theirs, so all ranks compute the same h and logits. The parts of
+// `down` are stored into the peers' memory as well. Values are flags there too. What peers wrote is
+// zeroed by this rank, a layer later, before the peers can know that it goes on: `clear_read`.
+//
 // Macros set by the host (engine/kernels/step.py): LAYERS; GRID; RING bytes; HB, QB, IB blocks of
 // 64 of hidden, query heads, intermediate; EXPERTS, ACTIVE; SKU, SKD column pairs in the scale
-// storage of up and down; SPLITS of a head's keys at most; TRACE: clock marks; CACHE.
+// storage of up and down; SPLITS of a head's keys at most; RANKS; TRACE: clock marks; CACHE.
 //
 // Named barriers: 1, the consuming warps. One phase a header, in step/.
 #include "step/attend.cuh"
@@ -101,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
   if (b.lane < HPW * 8)
     if (column / 8 % GRID == blockIdx.x) {
       float x[8];
-      mix8(x, late, column);
+      mix8(x, a, a.layer_count - 1, column);
       *(int4*)(a.out + column) = join8(x);
       *(int4*)(a.hidden + column) = __ldcg((const int4*)(late.hidden + column));
     }

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from openai.types.responses.response_prompt import ResponsePrompt
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from vllm_gptoss.server.responses.errors import ApiError
 from vllm_gptoss.server.responses.request.create import Filled, parse_create
@@ -52,19 +52,15 @@ SETTINGS = frozenset(
 """Fields of a request that a template may set."""
 
 
-class TemplateMessage(BaseModel):
+class TemplateMessage(BaseModel, extra="forbid"):
     """One message; `{{name}}` in it is a variable."""
-
-    model_config = ConfigDict(extra="forbid")
 
     role: Literal["developer", "system", "user", "assistant"]
     content: str = Field(min_length=1)
 
 
-class TemplateVersion(BaseModel):
+class TemplateVersion(BaseModel, extra="forbid"):
     """One version of a template, with instructions, messages or both."""
-
-    model_config = ConfigDict(extra="forbid")
 
     instructions: str = ""
     messages: list[TemplateMessage] = Field(default=[], max_length=64)
@@ -96,10 +92,8 @@ def _as_text(value: Any) -> Any:
 _Version = Annotated[str, BeforeValidator(_as_text)]
 
 
-class Template(BaseModel):
+class Template(BaseModel, extra="forbid"):
     """A template's versions by name. `callers` are SHA-256 digests of the API keys that may use it; none: all may."""
-
-    model_config = ConfigDict(extra="forbid")
 
     description: str = ""
     callers: list[str] = []
@@ -119,9 +113,7 @@ class Template(BaseModel):
         return not self.callers or any(digest.startswith(tenant) for digest in self.callers)
 
 
-class _TemplateFile(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class _TemplateFile(BaseModel, extra="forbid"):
     prompts: dict[str, Template]
 
     @model_validator(mode="after")

@@ -127,7 +127,7 @@ class Store:
         row = self._checked_row(stored)
 
         def write(db: sa.Connection) -> None:
-            kept = {name: value for name, value in row.items() if name not in ("id", "cancel", "created", "input")}
+            kept = {name: value for name, value in row.items() if name not in ("id", "created", "input")}
             own_events = sa.select(sa.func.coalesce(sa.func.sum(sa.func.length(events.c.data)), 0))
             of_events = own_events.where(events.c.response == stored.key).scalar_subquery()
             kept["bytes"] = sa.func.length(responses.c.input) + row["bytes"] - len(row["input"]) + of_events

@@ -69,7 +69,6 @@ class Stored:
     root: str = ""
     created: float = field(default_factory=time.time)
     beat: float | None = None
-    cancel: bool = False
     silent: float = 0.0
     nameless: frozenset[str] = frozenset()
 
@@ -96,7 +95,7 @@ class Stored:
         return same | {"bytes": len(body) + len(own) + len(hidden)}
 
 
-_COLUMNS = ("tenant", "created", "previous", "root", "beat", "cancel")
+_COLUMNS = ("tenant", "created", "previous", "root", "beat")
 
 
 def stored_request(request: CreateRequest, tenant: str, body: dict[str, Any]) -> Stored:

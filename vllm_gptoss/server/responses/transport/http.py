@@ -6,7 +6,7 @@ import functools
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec
 
 from fastapi import Request
 from fastapi.responses import JSONResponse
@@ -29,7 +29,6 @@ REQUEST_ID = "x-request-id"
 _TOO_LARGE = 2**63
 
 P = ParamSpec("P")
-R = TypeVar("R")
 
 
 def errors(handler: Callable[P, Awaitable[Response]]) -> Callable[P, Coroutine[Any, Any, Response]]:

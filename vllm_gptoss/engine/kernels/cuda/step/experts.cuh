@@ -42,15 +42,16 @@ __device__ __forceinline__ int4 times_two_64(int4 v) {
 }
 
 // This warp's share of one unit: 16 rows times the token, in c[0] and c[2] of lanes with j = 0.
-template <int K>
+template <int K, int EACH>
 __device__ __forceinline__ void expert_product(float (&c)[4], const u8* unit, int half, int first,
-    const u32 (&x)[HPW][8], int lane, u32 two_23) {
+    const u32 (&x)[EACH][8], int lane, u32 two_23) {
   const u32 values = smem_u32(unit) + (lane >> 3) * (K * 128) + ((lane >> 2) & 1) * 64 +
                      (lane & 3) * 16 + first * 128;
   const u32 scales = smem_u32(unit) + 4 * K * 128 + half * 32 + (lane >> 2) * 4 + first * 64;
   c[0] = c[1] = c[2] = c[3] = 0.f;
 #pragma unroll
-  for (int i = 0; i < HPW; ++i) {
+  for (int i = 0; i < EACH; ++i) {
+    if (K < EACH * WARPS && first + i >= K) break;
     const uint4 v = lds16(values + i * 128);
     const u32 s = lds4(scales + i * 64);
     group(c, v.x, v.y, scale<0>(s, two_23), scale<1>(s, two_23), x[i]);
@@ -60,10 +61,10 @@ __device__ __forceinline__ void expert_product(float (&c)[4], const u8* unit, in
 
 // The fragments of this warp's columns of the staged row, which are all eight columns of the
 // operand.
-__device__ __forceinline__ void load_x(u32 (&x)[HPW][8], const Block& b) {
+template <int EACH> __device__ __forceinline__ void load_x(u32 (&x)[EACH][8], const Block& b) {
   const u32 at = smem_u32(b.xs) + b.warp * HPW * 128 + (b.lane >> 3) * 16;
 #pragma unroll
-  for (int k = 0; k < HPW; ++k) {
+  for (int k = 0; k < EACH; ++k) {
     u32 lo[4], hi[4];
     ldmatrix4(lo, at + k * 128);
     ldmatrix4(hi, at + k * 128 + 64);
@@ -79,13 +80,14 @@ __device__ __forceinline__ void load_x(u32 (&x)[HPW][8], const Block& b) {
 // weight x (w2 act + b2). Warps take turns in summing up and finishing; the others go on.
 template <bool UP>
 __device__ __forceinline__ void expert_units(
-    const Args& a, Block& b, const Layer& y, int choice, Late& late) {
-  constexpr int K = UP ? HB : IB, ROWS = UP ? 2 * I : C, UNITS = ROWS / 16;
+    const Args& a, Block& b, const Layer& y, int choice, int layer) {
+  constexpr int K = UP ? HB : IB, PW = UP ? HPW : IPW, ROWS = UP ? 2 * I : C, UNITS = ROWS / 16;
   constexpr int OUTS = UP ? 8 : 16,
                 TURNS = (FLUSH * OUTS + 31) / 32;  // outputs of a unit; of a flush, a lane
+  Late& late = zeros(a).late[layer & 1];
   const int last = first_unit<UNITS>(choice, 1);
   const float* biases = (UP ? y.up_bias : y.down_bias) + (long long)b.s->ids[choice] * ROWS;
-  u32 x[HPW][8];
+  u32 x[PW][8];
   load_x(x, b);
   for (int start = first_unit<UNITS>(choice, 0); start < last; start += FLUSH, ++b.flush) {
     const int count = min(FLUSH, last - start), buffer = b.flush % BUFFERS,
@@ -107,7 +109,7 @@ __device__ __forceinline__ void expert_units(
       const u32 at = next_chunk(b, UP ? UP_CHUNK : DOWN_CHUNK);
       float c[4];
       expert_product<K>(
-          c, b.ring + at, (row_tile(start + i, UNITS) >> 3) & 1, b.warp * HPW, x, b.lane, a.two_23);
+          c, b.ring + at, (row_tile(start + i, UNITS) >> 3) & 1, b.warp * PW, x, b.lane, a.two_23);
       float* to = sums + (i * WARPS + b.warp) * 16 + b.g;
       if (b.j == 0) {
         to[0] = c[0];
@@ -135,7 +137,10 @@ __device__ __forceinline__ void expert_units(
         __stcg(late.act[choice] + tile * 8 + r,
             flagged(gate / (1.f + __expf(-a.alpha * gate)) * (lin + 1.f)));
       } else {
-        __stcg(late.parts[choice] + tile * 16 + r, flagged32(first * b.s->weights[choice]));
+        Part part;
+        flag(part, first * b.s->weights[choice]);
+        __stcg(late.parts[choice] + tile * 16 + r, part);
+        push(a, received(a).parts[layer & 1][a.rank][choice] + tile * 16 + r, part);
       }
     }
     __syncwarp();
@@ -191,23 +196,26 @@ __device__ __forceinline__ void up(
   }
   __syncwarp();
   clear_read(a, b, layer);
-  for (int choice = 0; choice < ACTIVE; ++choice) expert_units<true>(a, b, y, choice, late);
+  if (RANKS > 1) clear_received(a, b, layer);
+  for (int choice = 0; choice < ACTIVE; ++choice) expert_units<true>(a, b, y, choice, layer);
   mark(a, b, layer, 9);
 }
 
 __device__ __forceinline__ void down(const Args& a, Block& b, const Layer& y, int layer) {
   Late& late = zeros(a).late[layer & 1];
-  const int column = (b.warp * HPW * 8 + b.lane) * 8;
-  const bool mine = b.lane < HPW * 8;
+  const int blocks = IB == IPW * WARPS ? IPW : min(IPW, IB - b.warp * IPW),
+            column = (b.warp * IPW * 8 + b.lane) * 8;
+  u8* const staged = b.xs + (b.warp * HPW * 8 + b.lane) * 16;
+  const bool mine = b.lane < blocks * 8;
   int4 act = make_int4(0, 0, 0, 0);
   if (mine) act = look16(late.act[0] + column);
   for (int choice = 0; choice < ACTIVE; ++choice) {
     __syncwarp();  // all lanes have read what was staged before
-    if (mine) *(int4*)(b.xs + column * 2) = times_two_64(settle(act, late.act[choice] + column));
+    if (mine) *(int4*)staged = times_two_64(settle(act, late.act[choice] + column));
     __syncwarp();
     if (choice == 0) mark(a, b, layer, 10);
     if (mine && choice + 1 < ACTIVE) act = look16(late.act[choice + 1] + column);
-    expert_units<false>(a, b, y, choice, late);
+    expert_units<false>(a, b, y, choice, layer);
   }
   mark(a, b, layer, 11);
 }

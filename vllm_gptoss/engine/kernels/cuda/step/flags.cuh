@@ -2,8 +2,8 @@
 // not +0. Sums of all blocks count their contributors.
 //
 // Offers: flagged (what is written), look16, whole and settle (16 bytes of bf16 or floats),
-// add_fixed and settle_fixed (fixed-point sums), count_look (gives up with a trap after SPIN_LIMIT
-// looks). Barriers: none.
+// add_fixed and settle_fixed (fixed-point sums), push and over_ranks (other ranks' memory),
+// count_look (ends the process's work on the GPU after SPIN_LIMIT looks). Barriers: none.
 #include "state.cuh"
 
 // Values as flags. +0 means "not there yet", so a zero is written as -0.
@@ -12,6 +12,8 @@ __device__ __forceinline__ bf16 flagged(float v) {
   return h ? h : 0x8000;
 }
 __device__ __forceinline__ float flagged32(float v) { return __float_as_uint(v) ? v : -0.f; }
+__device__ __forceinline__ void flag(float& part, float v) { part = flagged32(v); }
+__device__ __forceinline__ void flag(bf16& part, float v) { part = flagged(v); }
 __device__ __forceinline__ int4 look16(const void* p) {
   int4 v;
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -26,7 +28,42 @@ __device__ __forceinline__ bool whole(int4 v) {  // eight bf16
 }
 __device__ __forceinline__ bool whole32(int4 v) { return v.x && v.y && v.z && v.w; }  // four floats
 __device__ __forceinline__ void count_look(u32& looks) {
-  if (++looks > SPIN_LIMIT) __trap();
+  if (++looks <= SPIN_LIMIT) return;
+  if (RANKS > 1) __assertfail("a rank's values came in time", "step.cu", __LINE__, "step", 1);
+  __trap();
+}
+// Stores into this place of every peer.
+__device__ __forceinline__ void store_sys(u8* p, float v) {
+  asm volatile("st.relaxed.sys.global.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory");
+}
+__device__ __forceinline__ void store_sys(u8* p, bf16 v) {
+  asm volatile("st.relaxed.sys.global.u16 [%0], %1;" ::"l"(p), "h"(v) : "memory");
+}
+template <class T> __device__ __forceinline__ void push(const Args& a, const T* here, T v) {
+#pragma unroll
+  for (int i = 0; i < RANKS - 1; ++i) store_sys(a.peers[i] + ((const u8*)here - a.received), v);
+}
+// The sum over the ranks, in their order, of what each has for this column of `out`.
+__device__ __forceinline__ float over_ranks(const Args& a, float mine, int layer, int column) {
+  if (RANKS == 1) return mine;
+  float (&from)[RANKS][C] = received(a).sums[layer & 1];
+  push(a, from[a.rank] + column, flagged32(mine));
+  float sum = 0.f;
+#pragma unroll
+  for (int r = 0; r < RANKS; ++r) {
+    float v = mine;
+    u32 looks = 0;
+    while (r != a.rank) {
+      asm volatile("ld.relaxed.sys.global.f32 %0, [%1];"
+          : "=f"(v)
+          : "l"(from[r] + column)
+          : "memory");
+      if (__float_as_uint(v)) break;
+      count_look(looks);
+    }
+    sum += v;
+  }
+  return sum;
 }
 __device__ __forceinline__ int4 settle(int4 v, const void* p) {
   u32 looks = 0;

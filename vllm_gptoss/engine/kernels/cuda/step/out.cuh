@@ -13,7 +13,7 @@ __device__ __forceinline__ void out(const Args& a, Block& b, const Layer& y, int
   const bool mine = row < rows;
   float bias = 0.f, norm = 0.f;
   if (mine) {
-    bias = to_float(y.b_out[column]);
+    if (RANKS == 1 || y.b_out != nullptr) bias = to_float(y.b_out[column]);
     norm = to_float(y.post_norm[column]);
   }
   const int expert = b.tid / R_PARTS, part = b.tid % R_PARTS;
@@ -75,7 +75,8 @@ __device__ __forceinline__ void out(const Args& a, Block& b, const Layer& y, int
     float h = 0.f;
     if (mine) {
       // rounded to bf16 before the addition, as in a separate projection
-      h = rounded(rounded(sum_dense(b, row) + bias) + b.s->kept[row]);
+      const float sum = over_ranks(a, sum_dense(b, row) + bias, layer, column);
+      h = rounded(rounded(sum) + b.s->kept[row]);
       __stcg(zeros(a).late[layer & 1].hidden + column, flagged(h));
     }
     normed[row] = h * norm;

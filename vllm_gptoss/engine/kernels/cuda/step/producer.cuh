@@ -16,7 +16,8 @@ struct Producer {
 // Room for the next chunk: waits for old ones to be used up. Returns its offset.
 __device__ __forceinline__ u32 make_room(const Block& b, Producer& p, u32 size) {
   const u32 i = p.cursor.i, at = take(p.cursor, size);
-  if (i >= AHEAD) bar_wait(b.full + 8 * ((i - AHEAD) % BARS), ((i - AHEAD) / BARS) & 1);
+  if (i >= ahead(size))
+    bar_wait(b.full + 8 * ((i - ahead(size)) % BARS), ((i - ahead(size)) / BARS) & 1);
   while (p.tail < i && (p.cursor.end > b.s->starts[p.tail % BARS] + RING || i - p.tail >= BARS)) {
     bar_wait(b.empty + 8 * (p.tail % BARS), (p.tail / BARS) & 1);
     p.tail++;

@@ -1,7 +1,7 @@
 // Phase 1: x = h + the experts' sums, RMSNorm, q/k/v projection, bias, RoPE, cache write.
 //
-// Offers: make_items (ahead of the layer), mix8 (the experts' sums), qkv. Leaves Early.q and
-// Early.fresh. Barriers: named barrier 1, the ring's.
+// Offers: make_items (ahead of the layer), mix8 (the experts' sums), clear_received, qkv. Leaves
+// Early.q and Early.fresh. Barriers: named barrier 1, the ring's.
 #include "../rope.cuh"
 #include "flags.cuh"
 #include "rows.cuh"
@@ -60,32 +60,83 @@ __device__ __forceinline__ void publish(const ItemOf<E4m3>& item, float2 out, Ea
   }
 }
 
-// The sum of the experts in the order of the choices, 8 columns, rounded to bf16.
-__device__ __forceinline__ void mix8(float (&f)[8], const Late& late, int column) {
-  const float* from = late.parts[0] + column;
-  int4 v[ACTIVE][2];
+// Adds 8 columns of floats, or of bf16.
+__device__ __forceinline__ void add8(float (&f)[8], const int4 (&v)[2]) {
 #pragma unroll
-  for (int k = 0; k < ACTIVE; ++k) v[k][0] = v[k][1] = make_int4(0, 0, 0, 0);
-  u32 looks = 0;
-  bool there;
-  do {
-    count_look(looks);
+  for (int e = 0; e < 8; ++e) f[e] += __uint_as_float(word(v[e >> 2], e & 3));
+}
+__device__ __forceinline__ void add8(float (&f)[8], const int4 (&v)[1]) {
+  float more[8];
+  split8(more, v[0]);
 #pragma unroll
-    for (int k = 0; k < ACTIVE; ++k)
+  for (int e = 0; e < 8; ++e) f[e] += more[e];
+}
+__device__ __forceinline__ bool whole_of(const float*, int4 v) { return whole32(v); }
+__device__ __forceinline__ bool whole_of(const bf16*, int4 v) { return whole(v); }
+// The parts of rank r.
+__device__ __forceinline__ const Part* parts_of(const Args& a, int layer, int r) {
+  const Part* own = zeros(a).late[layer & 1].parts[0];
+  return RANKS == 1 || r == a.rank ? own : received(a).parts[layer & 1][r][0];
+}
+// The sum of the experts of all ranks, in their order and that of the choices, 8 columns, rounded
+// to bf16. Two ranks at a time: more do not fit in registers.
+__device__ __forceinline__ void mix8(float (&f)[8], const Args& a, int layer, int column) {
+  constexpr int WORDS = sizeof(Part) / 2, SIDE = RANKS == 1 ? 1 : 2;
 #pragma unroll
-      for (int h = 0; h < 2; ++h)
-        if (!whole32(v[k][h])) v[k][h] = look16(from + k * C + 4 * h);
-    there = true;
+  for (int e = 0; e < 8; ++e) f[e] = 0.f;
 #pragma unroll
-    for (int k = 0; k < ACTIVE; ++k) there &= whole32(v[k][0]) && whole32(v[k][1]);
-  } while (!there);
+  for (int first = 0; first < RANKS; first += SIDE) {
+    int4 v[SIDE][ACTIVE][WORDS] = {};
+    u32 looks = 0;
+    bool there;
+    do {
+      count_look(looks);
+      there = true;
 #pragma unroll
-  for (int e = 0; e < 8; ++e) {
-    float sum = 0.f;
+      for (int r = 0; r < SIDE; ++r) {
+        const Part* from = parts_of(a, layer, first + r) + column;
 #pragma unroll
-    for (int k = 0; k < ACTIVE; ++k) sum += __uint_as_float(word(v[k][e >> 2], e & 3));
-    f[e] = rounded(sum);
+        for (int k = 0; k < ACTIVE; ++k)
+#pragma unroll
+          for (int h = 0; h < WORDS; ++h)
+            if (!whole_of(from, v[r][k][h]))
+              v[r][k][h] = look16((const u8*)(from + k * C) + 16 * h);
+      }
+#pragma unroll
+      for (int r = 0; r < SIDE; ++r)
+#pragma unroll
+        for (int k = 0; k < ACTIVE; ++k)
+#pragma unroll
+          for (int h = 0; h < WORDS; ++h) there &= whole_of((const Part*)nullptr, v[r][k][h]);
+    } while (!there);
+#pragma unroll
+    for (int r = 0; r < SIDE; ++r)
+#pragma unroll
+      for (int k = 0; k < ACTIVE; ++k) add8(f, v[r][k]);
   }
+#pragma unroll
+  for (int e = 0; e < 8; ++e) f[e] = rounded(f[e]);
+}
+
+// Zeroes what peers wrote and all blocks have read, each block a share; the next layer waits until
+// it is done. A peer writes there again once it has the sums of the next layer's `out` of all
+// blocks of this rank.
+constexpr int RECEIVED_PARTS = sizeof(Received::parts) / 32,
+              RECEIVED_SUMS = sizeof(Received::sums) / 32;
+__device__ __forceinline__ int clear_share(int block) {
+  return share(RECEIVED_PARTS + RECEIVED_SUMS, block);
+}
+static_assert(RECEIVED_PARTS + RECEIVED_SUMS <= THREADS * (GRID - 1), "one of 16 bytes a thread");
+__device__ __forceinline__ void clear_received(const Args& a, const Block& b, int layer) {
+  Received& from = received(a);
+  const int i = clear_share(blockIdx.x) + b.tid - RECEIVED_PARTS;
+  if (i >= clear_share(blockIdx.x + 1) - RECEIVED_PARTS) return;
+  auto* const parts = (int4*)from.parts[layer & 1 ^ 1];  // of the layer before
+  auto* const sums = (int4*)from.sums[layer & 1];
+  __stcg(i < 0 ? parts + RECEIVED_PARTS + i : sums + i, make_int4(0, 0, 0, 0));
+}
+__device__ __forceinline__ void wait_cleared(const Block& b) {
+  if (b.tid < clear_share(blockIdx.x + 1) - clear_share(blockIdx.x)) __threadfence_system();
 }
 
 // A warp's columns of the layer's input x: their share of the squares; x times the norm's weight as
@@ -109,7 +160,7 @@ __device__ __forceinline__ void load_input(
     if (layer == 0)
       split8(x, __ldcg((const int4*)(a.x + column)));
     else
-      mix8(x, late, column);
+      mix8(x, a, layer - 1, column);
     split8(nw, norm);
     if (before != nullptr) {
       float h[8];
@@ -156,6 +207,7 @@ __device__ __forceinline__ void qkv(const Args& a, Block& b, const Layer& y, int
     release_chunks(b, 2);
   }
   u32 frag[HPW][8] = {};
+  if (RANKS > 1 && layer > 0) wait_cleared(b);
   load_input(a, b, y, layer, frag);
   mark(a, b, layer, 1);
   {

@@ -3,8 +3,9 @@
 //
 // Offers: constants (in elements unless named bytes or rows), Layer, Group and Args
 // (engine/kernels/step.py has their mirrors), Early, Late and Zeros (in global memory, zero between
-// steps), Shared, Block, Cursor and take (where the next chunk lies in the ring), sync_consumers,
-// mark (clock marks: TRACE). Barriers: named barrier 1, the consumers.
+// steps), Received (what other ranks write here), Shared, Block, Cursor and take (where the next
+// chunk lies in the ring), sync_consumers, mark (clock marks: TRACE). Barriers: named barrier 1,
+// the consumers.
 #include "../barriers.cuh"
 #include "../cache.cuh"
 #include "../common.cuh"
@@ -14,11 +15,15 @@
 #ifndef TRACE
 #define TRACE 0
 #endif
+#ifndef RANKS
+#define RANKS 1
+#endif
 
 // Consumers; with the producer 16 warps of 128 registers.
 constexpr int WARPS = 15, THREADS = WARPS * 32;
 constexpr int C = HB * 64, Q = QB * 64, I = IB * 64, KVH = QB / 8;
-constexpr int HPW = HB / WARPS, QPW = (QB + WARPS - 1) / WARPS;  // 64-column blocks of a warp
+// 64-column blocks of a warp
+constexpr int HPW = HB / WARPS, QPW = (QB + WARPS - 1) / WARPS, IPW = (IB + WARPS - 1) / WARPS;
 // Expert units between two sums over the warps; buffers of such sums.
 constexpr int FLUSH = 3, BUFFERS = 4;
 
@@ -31,8 +36,11 @@ constexpr int Q_PITCH = C * 2 + 16, O_PITCH = Q * 2 + 16;
 constexpr int Q_CHUNK = 4 * Q_PITCH, O_CHUNK = 2 * O_PITCH;
 constexpr int UP_CHUNK = 4 * HB * 128 + HB * 64, DOWN_CHUNK = 4 * IB * 128 + IB * 64;
 constexpr int BARS = 16;  // chunks in the ring at most
-// Chunks on their way at most: with more, small loads wait behind them for microseconds.
-constexpr u32 AHEAD = 2;
+// Chunks on their way at most: with more, small loads wait behind them for microseconds. Of several
+// ranks' smaller chunks, as many bytes.
+__device__ constexpr u32 ahead(u32 chunk) {
+  return RANKS == 1 ? 2u : 2u * UP_CHUNK / chunk < BARS ? 2u * UP_CHUNK / chunk : BARS - 1;
+}
 // Of the logits' sums: atomics on one address follow one another.
 constexpr int REPLICAS = EXPERTS <= 32 ? 4 : 1;
 constexpr int LOGITS = EXPERTS + 4;  // the logits, the sum of squares, padding
@@ -49,8 +57,8 @@ constexpr int A_WARP = GROUP * O_ROW;  // a warp's sums of 8 query heads
 static_assert(
     X_BYTES + (BUFFERS * SUM + DENSE) * 4 >= (8 * A_WARP + 128) * 4, "attention's scratch");
 static_assert(EXPERTS % 32 == 0 && EXPERTS <= 128 && HB % WARPS == 0 && HPW <= 4, "shape");
-static_assert(IB == HB,
-    "a warp's columns of the staged row are the same in all phases: no barrier between them");
+static_assert(
+    IPW <= HPW, "a warp stages in its own part of the row in all phases: no barrier between them");
 static_assert(KVH * SPLITS <= GRID && KVH <= 64 && O_ROWS <= THREADS && ACTIVE == 4, "shape");
 
 struct Layer {
@@ -86,6 +94,9 @@ struct Args {
   u32 two_23;
   float eps, scale, alpha, limit;
   const CacheScales* scales;  // E4m3: of the layers' caches
+  u8* received;               // what peers write here: `Received`
+  u8* peers[7];               // theirs, from the next rank on
+  int rank, unused;
 };
 
 template <class C> struct ItemOf;
@@ -103,10 +114,16 @@ struct Early {
   bf16 q[Q], attended[Q],
       fresh[2 * KVH * 64];  // fresh: this step's key heads, then its value heads; E4m3: codes
 };
-// Read before the next layer's logits are complete.
+// Read before the next layer's logits are complete. Every block reads the parts of all ranks: in
+// bf16, those of two take no longer than one rank's floats.
+#if RANKS > 1
+using Part = bf16;
+#else
+using Part = float;
+#endif
 struct Late {
   bf16 hidden[C], act[ACTIVE][I];
-  float parts[ACTIVE][C];
+  Part parts[ACTIVE][C];
 };
 struct Zeros {
   u32 tickets[64];  // [KVH]
@@ -116,6 +133,13 @@ struct Zeros {
 };
 static_assert(
     sizeof(Early) % 16 == 0 && sizeof(Late) % 16 == 0 && LOGITS % 2 == 0, "16 bytes at a time");
+
+// Of each rank that sends, by the parity of the layer; its own place stays empty. Zero before the
+// first step of a process. A step leaves the last layer's parts, which the next one zeroes.
+struct Received {
+  float sums[2][RANKS][C];          // of out
+  Part parts[2][RANKS][ACTIVE][C];  // of down
+};
 
 // The request, as one group of layers sees it.
 struct Where {
@@ -152,7 +176,8 @@ __device__ __forceinline__ u32 take(Cursor& c, u32 size) {
   return at;
 }
 
-constexpr u32 SPIN_LIMIT = 1u << 25;
+// With peers a wait may be as long as vLLM's for a step, 300 s: 170 ns a look.
+constexpr u32 SPIN_LIMIT = RANKS == 1 ? 1u << 25 : 1u << 31;
 
 struct Block {
   Shared* s;
@@ -174,6 +199,7 @@ __device__ __forceinline__ void mark(const Args& a, const Block& b, int layer, i
 }
 
 __device__ __forceinline__ Zeros& zeros(const Args& a) { return *(Zeros*)a.zeros; }
+__device__ __forceinline__ Received& received(const Args& a) { return *(Received*)a.received; }
 
 __device__ __forceinline__ int share(int total, int block) {
   return (int)((long long)total * block / GRID);
