@@ -13,6 +13,7 @@ from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from fastapi import FastAPI
@@ -317,12 +318,75 @@ def test_the_users_own_worker_is_reported_where_it_has_vllms_runner(
     monkeypatch.setattr(_vllm_runner, "suits", lambda config: True)
     monkeypatch.setattr(fallback, "fits", lambda part, name: True)
     monkeypatch.setattr(plugin, "_shorten_start", lambda config: None)
-    parallel = SimpleNamespace(worker_cls=worker)
+    parallel = SimpleNamespace(worker_cls=worker, world_size=1)
     config = SimpleNamespace(additional_config={"gptoss": {"host": host}}, parallel_config=parallel)
     refused = host == "gptoss" and not is_ours
     with pytest.raises(ChoiceError, match="names another worker; use host=auto") if refused else nullcontext():
         assert plugin._wants_runner(config)
     assert len(lines(said)) == (not is_ours)
+
+
+ONE = {"world_size": 1, "tensor_parallel_size": 1, "data_parallel_size": 1, "nnodes": 1}
+TWO = {**ONE, "world_size": 2, "tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("parallel", "suits"),
+    [
+        ({**ONE, "distributed_executor_backend": "uni"}, True),
+        ({**ONE, "distributed_executor_backend": "external_launcher"}, True),
+        (TWO, True),
+        ({**TWO, "distributed_executor_backend": "ray"}, False),
+        ({**TWO, "distributed_executor_backend": "external_launcher"}, False),
+        ({**TWO, "distributed_executor_backend": SimpleNamespace}, False),
+        ({**TWO, "nnodes": 2}, False),
+        ({**TWO, "tensor_parallel_size": 1}, False),
+        ({**TWO, "data_parallel_size": 2}, False),
+    ],
+    ids=str,
+)
+def test_ranks_of_one_host_under_vllms_own_executor_have_our_runner(
+    monkeypatch: pytest.MonkeyPatch, parallel: dict[str, Any], suits: bool
+) -> None:
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    model = SimpleNamespace(runner_type="generate")
+    config = SimpleNamespace(parallel_config=SimpleNamespace(**parallel), model_config=model, use_v2_model_runner=True)
+    assert _vllm_runner.suits(config) is suits
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("architecture", "host", "wanted"),
+    [("sm90", "auto", False), ("sm90", "gptoss", True), ("sm100", "auto", False), ("sm100", "gptoss", None)],
+)
+def test_ranks_are_decided_once_for_workers_and_scheduler(
+    monkeypatch: pytest.MonkeyPatch,
+    said: pytest.LogCaptureFixture,
+    architecture: str,
+    host: str,
+    wanted: bool | None,
+) -> None:
+    """Before they start: the scheduler is in the engine's process, each worker in its own."""
+    from tests.support import vllm_configs
+
+    monkeypatch.setattr(_vllm_runner, "suits", lambda config: True)
+    monkeypatch.setattr(_vllm_runner, "gpu_architecture", lambda: architecture)
+    monkeypatch.setattr(fallback, "fits", lambda part, name: True)
+    monkeypatch.setattr(plugin, "_shorten_start", lambda config: None)
+    config = vllm_configs.config(
+        parallel_config=vllm_configs.parallel(tensor_parallel_size=2, world_size=2),
+        device_config=SimpleNamespace(device_type="cuda"),
+        compilation_config=vllm_configs.compilation(),
+        additional_config={"gptoss": {"host": host}},
+    )
+    with pytest.raises(ChoiceError, match="use host=auto") if wanted is None else nullcontext():
+        assert plugin._wants_runner(config) is wanted
+    why = {"sm90": "never compared with vLLM's runner with 2 GPUs; host=gptoss tries it", "sm100": "made for sm_90"}
+    ours = [line for line in lines(said) if line.startswith("host: ")]
+    assert [why[architecture] in line for line in ours] == [True] * (host == "auto")
 
 
 @pytest.mark.vllm

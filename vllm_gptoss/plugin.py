@@ -58,7 +58,7 @@ def _wants_runner(config: Any) -> bool:
     """Called once, in the process that makes the `VllmConfig`; the engine and its worker read both classes from it.
 
     Raises:
-        ChoiceError: a setting names kernels of a part that this vLLM disables.
+        ChoiceError: a setting names kernels of a part that this vLLM disables, or a runner that cannot run.
         SettingsError: a setting is wrong.
     """
     from vllm_gptoss import fallback, startup_line
@@ -77,12 +77,18 @@ def _wants_runner(config: Any) -> bool:
         return False
     fallback.attempt("start", "auto", lambda: _shorten_start(config))
     wanted = fallback.attempt("host", "auto", lambda: runner.suits(config)) and fallback.fits("host", "runner")
-    why = None if wanted else "no vLLM 0.33 with Model Runner V2 on one CUDA GPU"
+    why = None if wanted else "no vLLM 0.33 with Model Runner V2 on the CUDA GPUs of one host"
     if wanted and config.parallel_config.worker_cls not in ("auto", WORKER):
         why = "--worker-cls names another worker"
         fallback.log("host", fallback.UnavailableError(why))
     if settings.host == "gptoss" and why:
         raise ChoiceError(f"host=gptoss cannot run here: {why}; use host=auto")
+    if wanted and config.parallel_config.world_size > 1:  # a single worker decides by itself
+        from vllm_gptoss.engine.choose.device import Device
+        from vllm_gptoss.engine.runner import eligibility
+
+        check, here = eligibility.check_configuration, Device("nvidia", "", runner.gpu_architecture(), 0)
+        wanted = fallback.attempt("host", settings.host, lambda: check(config, settings.host, here))
     return bool(wanted)
 
 

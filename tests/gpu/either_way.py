@@ -5,7 +5,8 @@
 
 Runs two layers of the 20b with dummy weights. The sampled tokens change with any bit of a logit. Prints one JSON line:
 requests with different tokens, and the number of steps by path. The engine runs in this process. With `plants`,
-faults are planted in the plugin's path, one after another, and each must be detected.
+faults are planted in the plugin's path, one after another, and each must be detected. With `ranks`, so many GPUs share
+the model, each with a worker's process, and in alternation each rank goes its own way.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ Request = tuple[int, int, list[int], dict[str, Any], int | None]
 """Step of its arrival, name, prompt, sampling, step at which it is aborted."""
 
 
-def engine(blocks: int, caching: bool, tokenizer: str | None = None, drafts: int = 0) -> Any:
+def engine(blocks: int, caching: bool, tokenizer: str | None = None, drafts: int = 0, ranks: int = 1) -> Any:
     """tokenizer: a folder with that of gpt-oss, which grammars need; the checkout's own where None. drafts: of EAGLE3,
     of which vLLM accepts the first of each step without a look at it."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_PLUGINS": "gptoss"}
@@ -67,7 +68,8 @@ def engine(blocks: int, caching: bool, tokenizer: str | None = None, drafts: int
     with tempfile.TemporaryDirectory() as directory:
         # EAGLE3 reads three states; of six layers, two of them would be the same
         shape = shapes.shape("20b:8" if drafts else "20b:2")
-        options: dict[str, Any] = {}
+        wishes = {"gptoss": {"layers": "gptoss", "host": "gptoss", "experts": "gptoss"}}
+        options: dict[str, Any] = {"additional_config": wishes} if ranks > 1 else {}
         sizes = [1, 2, 4, 8, 16, 24, 32]
         (Path(directory) / "config.json").write_text(json.dumps(model_config(shape)))
         if drafts:
@@ -77,16 +79,13 @@ def engine(blocks: int, caching: bool, tokenizer: str | None = None, drafts: int
             accepted = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0}
             head = {"method": "eagle3", "model": str(draft), "num_speculative_tokens": drafts, **accepted}
             sizes += [64, 96, 128]
-            options = {
-                "speculative_config": head,
-                "additional_config": {"gptoss": {"layers": "gptoss", "host": "gptoss"}},
-            }
+            options = {"speculative_config": head, "additional_config": wishes}
         served.write_tokenizer(Path(directory), Path(tokenizer) if tokenizer else None)
         return LLM(
             model=directory, load_format="dummy", max_model_len=512, max_num_seqs=32, max_num_batched_tokens=256,
             num_gpu_blocks_override=blocks, enable_prefix_caching=caching, gpu_memory_utilization=0.05,
             kv_cache_memory_bytes=2**28, structured_outputs_config={"enable_in_reasoning": True},
-            compilation_config={"cudagraph_capture_sizes": sizes},
+            compilation_config={"cudagraph_capture_sizes": sizes}, tensor_parallel_size=ranks,
             **options,
         ).llm_engine  # fmt: skip
 
@@ -104,33 +103,71 @@ def requests(seed: int, kinds: list[str], spread: int, count: int = 60) -> list[
     return sorted(made, key=lambda request: request[:2])
 
 
+def observe(worker: Any) -> None:
+    """Counts the steps of a worker by path. This and the next three run in its process, without this module."""
+    runner = worker.worker.model_runner
+    short_way, steps = runner.short_way, {}
+    assert short_way is not None, "the runner has no short way here"
+    take = short_way.take
+
+    def count(*step: Any) -> Any:
+        taken = take(*step)
+        counted = {
+            "short" if taken is not None else "long": 1,
+            "sampled by vLLM": taken is not None and taken.batch.sampling is None,
+            "with a grammar": taken is not None and step[0].has_structured_output_requests,
+            "preempted": len(step[0].preempted_req_ids or ()),
+        }
+        for name, more in counted.items():
+            steps[name] = steps.get(name, 0) + more
+        return taken
+
+    short_way.take, runner.observed = count, (short_way, steps)
+
+
+def counted(worker: Any) -> dict[str, int]:
+    return dict(worker.worker.model_runner.observed[1])
+
+
+def lead(worker: Any, short: list[bool]) -> None:
+    """short: of each rank, whether its next step goes the plugin's way."""
+    runner = worker.worker.model_runner
+    short_way = runner.observed[0]
+    runner.short_way = short_way if short[worker.rpc_rank] else None
+    if runner.short_way is None:
+        short_way.batch = None
+
+
+def draw_again(worker: Any) -> None:
+    """Of this generator vLLM draws the seeds of requests without one."""
+    import numpy as np
+
+    del worker
+    np.random.seed(0)
+
+
 class Ways:
-    """Sends the steps of an engine one way or the other."""
+    """Sends the steps of an engine one way or the other. runner, short_way: those of one GPU."""
 
     def __init__(self, made: Any) -> None:
         core = made.engine_core.engine_core
-        self.runner = core.model_executor.driver_worker.worker.model_runner
-        self.scheduler, self.short_way = core.scheduler, self.runner.short_way
+        self.scheduler, self.call = core.scheduler, core.model_executor.collective_rpc
         self.plans = self.scheduler.has_short_way
-        self.steps: dict[str, int] = collections.Counter()
-        assert self.short_way is not None, "the runner has no short way here"
-        self.take = self.short_way.take
-        self.short_way.take = self.count
+        self.call(observe)
+        self.ranks = len(self.steps())
+        if self.ranks == 1:
+            self.runner = core.model_executor.driver_worker.worker.model_runner
+            self.short_way = self.runner.short_way
 
-    def count(self, *step: Any) -> Any:
-        taken = self.take(*step)
-        self.steps["short" if taken is not None else "long"] += 1
-        self.steps["sampled by vLLM"] += taken is not None and taken.batch.sampling is None
-        self.steps["with a grammar"] += taken is not None and step[0].has_structured_output_requests
-        self.steps["preempted"] += len(step[0].preempted_req_ids or ())
-        return taken
+    def steps(self) -> list[dict[str, int]]:
+        """Of each rank."""
+        found: list[dict[str, int]] = self.call(counted)
+        return found
 
-    def go(self, short: bool, quick: bool) -> None:
+    def go(self, short: list[bool], quick: bool) -> None:
         from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-        self.runner.short_way = self.short_way if short else None
-        if not short:
-            self.short_way.batch = None
+        self.call(lead, args=(short,))
         self.scheduler.has_short_way = quick and self.plans
         blocks = self.scheduler.kv_cache_manager
         vars(blocks).pop("allocate_slots", None)
@@ -158,10 +195,8 @@ def sampling(params: dict[str, Any]) -> Any:
 
 def play(made: Any, ways: Ways, work: list[Request], way: str) -> dict[int, Any]:
     """The output of each request: tokens, finish reason and logprobs."""
-    import numpy as np
-
     made.reset_prefix_cache()
-    np.random.seed(0)  # of it vLLM draws the seeds of requests without one
+    ways.call(draw_again)
     rng = random.Random(99)
     todo, said, step = collections.deque(work), {}, 0
     aborts: dict[int, list[str]] = collections.defaultdict(list)
@@ -175,7 +210,8 @@ def play(made: Any, ways: Ways, work: list[Request], way: str) -> dict[int, Any]
         if step in aborts:
             made.abort_request(aborts[step])
         ours = way == OURS
-        ways.go(*((ours, ours) if way != MIXED else (rng.random() < 0.7, rng.random() < 0.5)))
+        short = [rng.random() < 0.7 if way == MIXED else ours for _ in range(ways.ranks)]
+        ways.go(short, rng.random() < 0.5 if way == MIXED else ours)
         for output in made.step():
             one = output.outputs[0]
             logprobs = one.logprobs and [sorted((at, lp.logprob) for at, lp in each.items()) for each in one.logprobs]
@@ -287,9 +323,10 @@ def main(
     plants: list[str] | None = None,
     tokenizer: str | None = None,
     drafts: int = 0,
+    ranks: int = 1,
 ) -> dict[str, Any]:
     """seconds: as many rounds as are begun by then."""
-    made = engine(blocks, caching, tokenizer, drafts)
+    made = engine(blocks, caching, tokenizer, drafts, ranks)
     ways = Ways(made)
     found: dict[str, Any] = {"requests": 0, "tokens": 0, "different": []}
     began, turn = time.monotonic(), 0
@@ -305,7 +342,10 @@ def main(
     found["seconds"] = round(time.monotonic() - began, 1)
     if plants:
         found["planted"] = find_plants(made, ways, plants, seed)
-    return {**found, "steps": dict(ways.steps)}
+    steps = ways.steps()
+    if ranks > 1:
+        made.engine_core.shutdown()
+    return {**found, "steps": steps[0], "ranks": steps}
 
 
 def side_by_side(engines: int, seconds: float, tokenizer: str | None = None) -> dict[str, Any]:

@@ -181,7 +181,7 @@ SITUATIONS = {
     },
     "two GPUs": Situation(TWO_GPUS, (1, 64), {"tensor_parallel_size": 2}, gpus=2),
     "two GPUs, layers asked for": Situation(
-        SIX_LAUNCHES,
+        ALL,
         (1, 8, 24, "short", 256),
         {"tensor_parallel_size": 2, "max_num_seqs": 256, **wish(layers="gptoss")},
         gpus=2,

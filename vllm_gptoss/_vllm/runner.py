@@ -107,12 +107,18 @@ def extend_worker(config: Any, extension: str) -> None:
 
 
 def suits(config: Any) -> bool:
-    """Whether a `VllmConfig` is one that our worker and scheduler were made for: one CUDA GPU that generates text."""
+    """Whether a `VllmConfig` is one that our worker and scheduler were made for: text, generated on one CUDA GPU or on
+    those of one host that vLLM's multiprocess executor shards the model over."""
     from vllm.platforms import current_platform
 
     parallel = config.parallel_config
-    alone = current_platform.is_cuda() and parallel.world_size == 1 and parallel.data_parallel_size == 1
-    return alone and config.model_config.runner_type == "generate" and bool(config.use_v2_model_runner)
+    shards = parallel.world_size == 1 or (
+        parallel.distributed_executor_backend == "mp"
+        and parallel.nnodes == 1
+        and parallel.world_size == parallel.tensor_parallel_size
+    )
+    here = current_platform.is_cuda() and shards and parallel.data_parallel_size == 1
+    return here and config.model_config.runner_type == "generate" and bool(config.use_v2_model_runner)
 
 
 def has_default_graphs(config: Any) -> bool:

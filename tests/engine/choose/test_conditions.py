@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from vllm_gptoss.engine import choose
-from vllm_gptoss.engine.choose import Deployment, KvCache, RankExperts
+from vllm_gptoss.engine.choose import Deployment, KvCache, RankExperts, measured
 from vllm_gptoss.engine.choose.device import Device
 from vllm_gptoss.engine.spec import GPT_OSS_20B, GPT_OSS_120B
 
@@ -149,10 +149,10 @@ MANY_TOKENS = [
 
 
 RUNNER = [
-    ({"tensor_parallel": 2}, "several GPUs"),
-    ({"pipeline_parallel": 2}, "several GPUs"),
-    ({"data_parallel": 2}, "several GPUs"),
-    ({"prefill_context_parallel": 2}, "several GPUs"),
+    *(
+        ({part: 2}, "pipeline, data or context parallelism is on")
+        for part in ("pipeline_parallel", "data_parallel", "prefill_context_parallel", "decode_context_parallel")
+    ),
     ({"drafts": "ngram"}, "drafts"),
     ({"lora": True}, "LoRA is not limited to attention"),
     ({**ADAPTED, "drafts": "eagle3"}, "LoRA is on, with several GPUs or drafts"),
@@ -169,10 +169,12 @@ RUNNER = [
         {"drafts": "eagle3", "draft_tokens": 3},
         {"kv_connectors": ("OffloadingConnector", "NixlConnector")},
         {"kv_connectors": ("NixlConnector", "LMCacheConnectorV1", "LMCacheMPConnector")},
+        {"tensor_parallel": 2},
+        {"tensor_parallel": 8},
     ],
     ids=str,
 )
-def test_drafts_and_connectors_take_the_runner_only_where_asked_for(changes: dict[str, Any]) -> None:
+def test_drafts_connectors_and_ranks_take_the_runner_only_where_asked_for(changes: dict[str, Any]) -> None:
     choice = choose.runner(H200, of(**changes))
     assert (choice.value, "host=gptoss tries it" in choice.reason) == ("upstream", True)
     assert choose.runner(H200, of(**changes), "gptoss").value == "gptoss"
@@ -203,7 +205,19 @@ def test_layers_of_upstream_take_no_several_tokens_of_a_request() -> None:
 def test_several_gpus_take_kernels_around_the_products_where_asked_for() -> None:
     for ranks in (2, 4):
         assert choose.many_tokens(H200, of(tensor_parallel=ranks), "gptoss").value == "around cuBLAS"
+        assert choose.all_reduce(of(tensor_parallel=ranks), "gptoss").value == "push"
     assert choose.tokens_per_request(H200, of(draft_tokens=3, tensor_parallel=2), "gptoss").value == 4
+    assert choose.all_reduce(of(tensor_parallel=2, pipeline_parallel=2), "gptoss").value == "upstream"
+
+
+def test_what_was_measured_with_several_gpus_becomes_the_default_by_its_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    two, parts = of(tensor_parallel=2), {"host_ranks": (1, 2), "push_ranks": (1, 2)}
+    decided = [lambda: choose.runner(H200, two), lambda: choose.many_tokens(H200, two), lambda: choose.all_reduce(two)]
+    assert [decide().value for decide in decided] == ["upstream"] * 3
+    monkeypatch.setattr(measured, "SM90", replace(measured.SM90, **parts))
+    assert [decide().value for decide in decided] == ["gptoss", "around cuBLAS", "push"]
 
 
 EXPERTS = [

@@ -34,6 +34,12 @@ def test_a_plain_server_captures_fewer_sizes(monkeypatch: pytest.MonkeyPatch) ->
     assert chosen(monkeypatch, compilation_config=mode), "vLLM's own mode"
 
 
+def test_several_gpus_have_fewer_sizes_where_their_runner_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = {"parallel_config": parallel(tensor_parallel_size=2), "additional_config": {"gptoss": {"host": "gptoss"}}}
+    assert chosen(monkeypatch, **two)
+    assert chosen(monkeypatch, speculative_config=THREE_DRAFTS, **two) is None
+
+
 @pytest.mark.parametrize(
     "changes",
     [

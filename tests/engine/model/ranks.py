@@ -99,7 +99,7 @@ def states(built: Any, config: Any, layout: str) -> tuple[list[Tensor], list[Ten
     from vllm_gptoss.engine.model import addresses, fused_path, layer_upto16
 
     inner = built.model.float()
-    path = fused_path.FusedPath(built, describe.configuration(config))
+    path = fused_path.FusedPath(built, describe.configuration(config), wish="gptoss")
     modules = [inner.layers[index] for index in range(inner.start_layer, inner.end_layer)]
     path.places = [addresses.look_up(module, get_tensor_model_parallel_rank()) for module in modules]
     for place, module in zip(path.places, modules, strict=True):
@@ -109,7 +109,7 @@ def states(built: Any, config: Any, layout: str) -> tuple[list[Tensor], list[Ten
     layer_upto16.dense = SimpleNamespace(qkv_rope=standins.qkv_rope, out_proj=standins.out_proj, router=standins.router)  # type: ignore[assignment]
     layer_upto16.attention = SimpleNamespace(attend=standins.attend, HEAD=standins.HEAD)  # type: ignore[assignment]
     if layout == "tensor":
-        few, path.most = path.most, bands.MANY_TOKENS  # as where it is asked for
+        few, path.most = path.most, bands.MANY_TOKENS  # as on a GPU
         path.connect()
         assert path.push is None, "there is no GPU: vLLM's all-reduce serves, and every rank has noticed"
         path.most = few

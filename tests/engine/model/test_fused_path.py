@@ -178,12 +178,19 @@ def test_every_kernel_of_the_path_is_compiled_before_the_first_step(monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("theirs", "why", "push"), [(512, "", ["push"]), (512, "rank 1: no peer access", [None]), (16, "", [])]
+    ("wish", "theirs", "why", "push"),
+    [
+        ("gptoss", 512, "", ["push"]),
+        ("gptoss", 512, "rank 1: no peer access", [None]),
+        ("gptoss", 16, "", ["push"]),
+        ("auto", 16, "never run by us with 2 GPUs; layers=gptoss tries it", []),
+    ],
 )
 def test_ranks_agree_on_the_largest_step_and_on_who_sums(
     path: fused_path.FusedPath,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    wish: str,
     theirs: int,
     why: str,
     push: list[str | None],
@@ -201,7 +208,7 @@ def test_ranks_agree_on_the_largest_step_and_on_who_sums(
     monkeypatch.setattr(fused_path.worker, "gathered", lambda item: [item, theirs])
     monkeypatch.setattr(fused_path.worker, "tensor_parallel_rank", lambda: 0)
     path.deployment = Deployment(GPT_OSS_20B, tensor_parallel=2)
-    path.places, path.most = [a_place()], 512
+    path.places, path.most, path.wish = [a_place()], 512, wish
     with heard(caplog, logging.INFO) as said:
         path.connect()
     assert (path.most, made, path.push) == (theirs, push, next(iter(push), None))

@@ -127,7 +127,7 @@ class Connector:
 class Engine:
     """A runner's states and its short way, with a model that puts down what it is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = 1) -> None:
         def gpu() -> Any:
             return torch.zeros(ROWS, dtype=torch.int64)
 
@@ -151,8 +151,9 @@ class Engine:
                 penalties_state=SimpleNamespace(output_bin_counts=None),
                 sampling_states=SimpleNamespace(**{name: SimpleNamespace(np=None, gpu=gpu()) for name in PARAMETERS}),
             ),
-            max_num_reqs=ROWS, num_speculative_steps=0, lora_config=None,
-            prompt_logprobs_worker=None, finish_requests=self.finish, kv_connector=Connector(self),
+            parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+            model_config=SimpleNamespace(head_dtype=torch.float32), max_num_reqs=ROWS, num_speculative_steps=0,
+            lora_config=None, prompt_logprobs_worker=None, finish_requests=self.finish, kv_connector=Connector(self),
             cudagraph_manager=SimpleNamespace(
                 dispatch=lambda n, *_, **__: Descriptor("full", n, n), run_fullgraph=self.run_model
             ),

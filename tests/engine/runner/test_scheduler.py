@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pickle
 import random
 import subprocess
 import sys
@@ -128,7 +129,8 @@ def run(made: Any, seed: int, counts: dict[str, int], copies: bool = False) -> l
         if rng.random() < 0.01:
             made.reset_prefix_cache(reset_running_requests=True)
         output = made.schedule()
-        plans.append((plan(output), made.kv_cache_manager.block_pool.get_num_free_blocks()))
+        sent = pickle.loads(pickle.dumps(output))  # as vLLM's executor of several processes does
+        plans.append((plan(sent), made.kv_cache_manager.block_pool.get_num_free_blocks()))
         counts["preempted"] += len(output.preempted_req_ids or ())
         reads = {name: not made.requests[name].is_prefill_chunk for name in output.num_scheduled_tokens}
         if reads:
@@ -209,6 +211,20 @@ def test_a_failure_of_ours_leaves_planning_to_vllm(
     found = run(scheduler(config, GptOssScheduler, 60, True), 1, counts)
     assert found == run(scheduler(config, AsyncScheduler, 60, True), 1, counts)
     assert lines(said) == ["host: scheduler: upstream from here on (AttributeError: moved)"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_engine_of_several_workers_asks_for_short_slices(
+    config: Any, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """Its scheduler runs in another process than the workers. With one GPU the worker asks for both."""
+    from vllm_gptoss.engine.runner import scheduler as ours
+
+    asked: list[bool] = []
+    monkeypatch.setattr(ours.slices, "ask_short", lambda: asked.append(True))
+    monkeypatch.setattr(config.parallel_config, "world_size", ranks)
+    scheduler(config, ours.GptOssScheduler, 60, True)
+    assert any(asked) is (ranks > 1)
 
 
 def test_all_that_ends_an_answer_is_in_one_set() -> None:

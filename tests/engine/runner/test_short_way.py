@@ -23,7 +23,7 @@ from tests.support.vllm_log import heard, lines
 from vllm_gptoss import fallback
 from vllm_gptoss.engine.choose import ChoiceError, Deployment
 from vllm_gptoss.engine.choose.device import Device
-from vllm_gptoss.engine.runner import batch, captured_steps, eligibility, model_runner
+from vllm_gptoss.engine.runner import batch, captured_steps, eligibility, graphs, model_runner
 from vllm_gptoss.engine.runner.model_runner import GptOssModelRunner
 from vllm_gptoss.engine.spec import GPT_OSS_20B
 
@@ -170,6 +170,49 @@ def test_each_batch_samples_by_what_its_own_requests_asked_for(engine: Engine, m
         engine.decode(*names)
     index = engine.states.req_id_to_index
     assert rows == [[index[name] for name in names] for names in ("bc", "ac", "ca")]
+
+
+@pytest.mark.parametrize("room", [captured_steps.LOGITS_BYTES, 0])
+def test_on_several_gpus_every_step_gathers_its_own_logits_outside_our_graphs(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """A replayed graph reads them at one address. If a graph contained the collective, the peers of a rank whose
+    capture failed might wait. room: for a graph's logits; without it steps are launched."""
+    del engine
+    inside: list[bool] = []
+    gathered: list[bool] = []
+    read: list[float] = []
+
+    def compute_logits(hidden: torch.Tensor) -> torch.Tensor:
+        gathered.append(bool(inside))
+        return torch.full((len(hidden), 1000), float(len(gathered)))
+
+    def after(*given: Any) -> Any:
+        made = captured(*given)
+
+        def launch() -> None:
+            inside.append(True)
+            made.launch()
+            inside.pop()
+
+        return graphs.Launches(launch, made.captures)
+
+    captured = captured_steps.after
+    monkeypatch.setattr(captured_steps, "after", after)
+    monkeypatch.setattr(captured_steps, "LOGITS_BYTES", room)
+    monkeypatch.setattr(batch, "LOGITS_BYTES", room)
+    made = Engine(ranks=2)
+    made.runner.model.compute_logits = compute_logits
+    draw = made.short_way.buffers.sampler.sample
+    made.short_way.buffers.sampler.sample = lambda logits, *rest: (
+        read.append(float(logits[-1, -1])) or draw(logits, *rest)
+    )
+    made.leave_to_vllm("a", "b")
+    for _ in range(2 * SIZE):
+        made.decode("a", "b")
+    assert gathered == [False] * 2 * SIZE
+    assert read == list(range(1, 2 * SIZE + 1))
+    assert (made.short_way.graphs.works["after", 2, PLAIN].graph is None) is (room == 0)
 
 
 @pytest.mark.parametrize("seed", range(5))

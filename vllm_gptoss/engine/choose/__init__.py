@@ -9,6 +9,7 @@ Modules, in reading order: `devices` lists GPUs by name. `deployment` describes 
 
 from vllm_gptoss.engine.choose.decide import (
     Choice,
+    all_reduce,
     attention,
     available,
     experts,
@@ -34,6 +35,7 @@ __all__ = [
     "GpuFamily",
     "KvCache",
     "RankExperts",
+    "all_reduce",
     "attention",
     "available",
     "experts",

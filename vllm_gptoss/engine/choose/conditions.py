@@ -256,8 +256,8 @@ def notified_connectors(device: Device, deployment: Deployment) -> str | None:
 RUNNER: tuple[Condition, ...] = (
     sm90,
     when(
-        lambda d: d.tensor_parallel * d.pipeline_parallel * d.data_parallel * d.prefill_context_parallel > 1,
-        "several GPUs",
+        lambda d: d.pipeline_parallel * d.data_parallel * d.prefill_context_parallel * d.decode_context_parallel > 1,
+        "pipeline, data or context parallelism is on",
     ),
     when(lambda d: d.drafts not in (None, "eagle3"), "drafts by {d.drafts}"),
     *LORA,

@@ -56,10 +56,9 @@ def one_token(device: Device, deployment: Deployment, wish: str = "auto") -> Cho
     wish: that of the layers. More GPUs than were measured require `gptoss`.
     """
     choice = _pick("one token", families.of(device).one_token, device, deployment, "auto")
-    ranks = deployment.tensor_parallel
-    if choice.value == bands.ONE_LAUNCH and ranks not in measured.SM90.one_launch_ranks and wish != "gptoss":
-        return Choice(bands.SIX_LAUNCHES, f"never run by us with {ranks} GPUs; layers=gptoss tries it")
-    return choice
+    summed = all_reduce(deployment, wish)
+    several = choice.value == bands.ONE_LAUNCH and summed.value == bands.UPSTREAM
+    return Choice(bands.SIX_LAUNCHES, summed.reason) if several else choice
 
 
 def many_tokens(device: Device, deployment: Deployment, wish: str = "auto") -> Choice[str]:
@@ -68,10 +67,21 @@ def many_tokens(device: Device, deployment: Deployment, wish: str = "auto") -> C
     wish: that of the layers. More GPUs than were measured require `gptoss`.
     """
     choice = _pick("many tokens", families.of(device).many_tokens, device, deployment, "auto")
+    summed = all_reduce(deployment, wish)
+    return summed if choice.value == bands.AROUND_CUBLAS and summed.value == bands.UPSTREAM else choice
+
+
+def all_reduce(deployment: Deployment, wish: str = "auto") -> Choice[str]:
+    """What sums over the tensor-parallel ranks in the fused layers: `push`, if all ranks can connect, or `upstream`.
+
+    wish: that of the layers. More GPUs than were measured require `gptoss`.
+    """
     ranks = deployment.tensor_parallel
-    if choice.value == bands.AROUND_CUBLAS and ranks not in measured.SM90.many_tokens_ranks and wish != "gptoss":
+    if ranks not in measured.SM90.push_ranks and wish != "gptoss":
         return Choice(bands.UPSTREAM, f"never run by us with {ranks} GPUs; layers=gptoss tries it")
-    return choice
+    if deployment.pipeline_parallel > 1:
+        return Choice(bands.UPSTREAM, "a pipeline shares the model: never run by us")
+    return Choice("push", "each rank stores its addend into its peers' memory")
 
 
 def tokens_per_request(device: Device, deployment: Deployment, wish: str = "auto") -> Choice[int]:
@@ -95,7 +105,7 @@ def tokens_per_request(device: Device, deployment: Deployment, wish: str = "auto
 def runner(device: Device, deployment: Deployment, wish: str = "auto") -> Choice[str]:
     """What prepares and samples decode steps: `gptoss` replays them, else `upstream`.
 
-    Drafts, and KV connectors that `measured.SM90` lacks, require the wish `gptoss`.
+    Drafts, and KV connectors and numbers of GPUs that `measured.SM90` lacks, require the wish `gptoss`.
 
     Raises:
         ChoiceError: `gptoss` was requested and cannot run here.
@@ -104,7 +114,9 @@ def runner(device: Device, deployment: Deployment, wish: str = "auto") -> Choice
     if choice.value != "gptoss" and wish == "gptoss":  # `upstream` is no value of this setting
         raise ChoiceError(f"host=gptoss cannot run here: {choice.reason.rpartition('not gptoss: ')[2]}; use host=auto")
     connected = set(deployment.kv_connectors) - set(measured.SM90.host_kv_connectors)
-    never = "drafts" if deployment.drafts else "a KV connector" if connected else None
+    ranks = deployment.tensor_parallel
+    several = f"{ranks} GPUs" if ranks not in measured.SM90.host_ranks else None
+    never = "drafts" if deployment.drafts else "a KV connector" if connected else several
     if choice.value == "gptoss" and never and wish != "gptoss":
         return Choice("upstream", f"not gptoss: never compared with vLLM's runner with {never}; host=gptoss tries it")
     return choice

@@ -21,8 +21,10 @@ def chosen(config: Any) -> list[int] | None:
     if not runner.has_default_graphs(config):
         return None
     here, deployment = Device("nvidia", "", runner.gpu_architecture(), 0), describe.configuration(config)
-    layers = choose.layers(here, deployment, Settings.load(config.additional_config).layers)
-    if "upstream" in (layers.value, choose.runner(here, deployment).value):
+    wished = Settings.load(config.additional_config)
+    layers = choose.layers(here, deployment, wished.layers)
+    host = "gptoss" if wished.host == "gptoss" and not deployment.drafts else "auto"
+    if "upstream" in (layers.value, choose.runner(here, deployment, host).value):
         return None
     scheduling = config.scheduler_config
     sizes = bands.graph_sizes(scheduling.max_num_seqs, scheduling.max_num_batched_tokens)

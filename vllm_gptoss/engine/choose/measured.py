@@ -20,10 +20,11 @@ class Measured:
     """Of the runner, compared with vLLM's."""
     tokens_per_request: int
     """Most tokens of one request in steps of 17 to 512 tokens, with drafts one more than those."""
-    one_launch_ranks: tuple[int, ...]
-    """Sizes of a tensor-parallel group whose steps of one token are one launch a rank."""
-    many_tokens_ranks: tuple[int, ...]
-    """Sizes of a tensor-parallel group whose decode steps of 17 to 512 tokens are the plugin's, summed by push."""
+    host_ranks: tuple[int, ...]
+    """Sizes of a tensor-parallel group whose decode steps the plugin's runner and scheduler prepare."""
+    push_ranks: tuple[int, ...]
+    """The same, where ranks sum by stores into each other's memory: one launch for one token, decode steps of 17 to 512
+    tokens."""
 
 
 SM90: Final = Measured(
@@ -34,6 +35,6 @@ SM90: Final = Measured(
     kv_connectors=("ExampleConnector", "OffloadingConnector"),
     host_kv_connectors=("OffloadingConnector",),  # decode-h200-options-2026-11-29.json
     tokens_per_request=4,  # drafts-120b-h200-2026-11-28.json
-    one_launch_ranks=(1,),
-    many_tokens_ranks=(1,),
+    host_ranks=(1,),
+    push_ranks=(1,),
 )

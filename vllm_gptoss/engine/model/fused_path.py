@@ -60,7 +60,7 @@ class FusedPath:
     """
 
     def __init__(self, model: Any, deployment: choose.Deployment, per_request: int = 1, wish: str = "auto") -> None:
-        self.model, self.deployment, self.per_request = model.model, deployment, per_request
+        self.model, self.deployment, self.per_request, self.wish = model.model, deployment, per_request, wish
         self.places: list[Place] = []
         self.one_token: one_token.OneToken | None = None
         self.push: all_reduce.PushAllReduce | None = None
@@ -124,24 +124,22 @@ class FusedPath:
     def connect(self) -> None:
         """Agrees with the other ranks on the largest step, and connects the all-reduce of `all_reduce`.
 
-        Without it vLLM's all-reduce runs, on all ranks, as where steps of many tokens are vLLM's: neither was measured
-        with an engine. A collective: every rank is prepared.
+        Without it vLLM's all-reduce runs, on all ranks. A collective: every rank is prepared.
         """
         ranks = self.deployment.tensor_parallel
         if ranks == 1:
             return
-        one = self.one_token
-        agreed = worker.gathered((self.most, one and one.step.plan))
+        agreed = worker.gathered((self.most, self.one_token and self.one_token.step.plan))
         self.most = min(most for most, _ in agreed)
-        if one is None or any(plan != one.step.plan for _, plan in agreed):
-            self.one_token = one = None
-        if self.most == MAX_TOKENS and one is None:
-            return
-        weight, rank = self.places[0].tensors.out_weight, worker.tensor_parallel_rank()
-        also = one.step.plan.received_bytes if one else 0
+        if any(plan != agreed[0][1] for _, plan in agreed):
+            self.one_token = None
+        one, weight, rank = self.one_token, self.places[0].tensors.out_weight, worker.tensor_parallel_rank()
+        choice = choose.all_reduce(self.deployment, self.wish)
         try:
+            if choice.value == bands.UPSTREAM:
+                raise UnavailableError(choice.reason)
             where = (weight.device.index or 0, rank, ranks, weight.shape[0])
-            self.push = all_reduce.connect(*where, worker.gathered, also)
+            self.push = all_reduce.connect(*where, worker.gathered, one.step.plan.received_bytes if one else 0)
         except UnavailableError as error:
             self.one_token = None
             _vllm.init_logger("vllm.gptoss").info("layers: vLLM's all-reduce (%s)", error)

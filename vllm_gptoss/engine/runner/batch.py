@@ -18,7 +18,13 @@ import torch
 from vllm_gptoss._vllm import runner as vllm
 
 RING = 4
-"""Rows of pinned memory that sampled tokens go to in turn; two steps are under way at most."""
+"""Rows of pinned memory that sampled tokens go to in turn; two steps are under way at most.
+
+Of several GPUs, vLLM reads the first rank's output only, and schedules the third step after the first has arrived. The
+rows of the other ranks are written and never read.
+"""
+LOGITS_BYTES = 128 * 2**20
+"""Maximum memory of a graph's logits. vLLM's memory profile does not include it."""
 PARAMETERS = ("temperature", "seeds", "top_k", "top_p", "min_p")
 
 
@@ -51,6 +57,11 @@ class Buffers:
         self.ring = vllm.parts().UvaBuffer((RING, most), torch.int64)
         self.slot = torch.zeros(1, dtype=torch.int64, device=device)
         """[1] the ring's row that the next step writes."""
+        self.logits: torch.Tensor | None = None
+        """[n, V] where graphs find the logits of all ranks; None on one GPU, and with drafts, which vLLM samples."""
+        if each == 1 and runner.parallel_config.tensor_parallel_size > 1:
+            room = (min(most, LOGITS_BYTES // (2 * runner.vocab_size)), runner.vocab_size)
+            self.logits = torch.zeros(room, dtype=runner.model_config.head_dtype, device=device)
 
     def fill(self, runner: Any, batch: Batch) -> None:
         """Copies what `batch` needs, in the order of the stream."""

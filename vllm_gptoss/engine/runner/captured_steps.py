@@ -11,13 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from vllm_gptoss._vllm import runner as vllm
-from vllm_gptoss.engine.runner.batch import RING, Batch, Buffers
+from vllm_gptoss.engine.runner.batch import LOGITS_BYTES, RING, Batch, Buffers
 from vllm_gptoss.engine.runner.graphs import Launches
 
-LOGITS_BYTES = 128 * 2**20
-"""Maximum memory of a graph's logits. vLLM's memory profile does not include it."""
 MEMORY = LOGITS_BYTES + 2**24
-"""The same, including the buffers of sampling."""
+"""Memory of a graph's logits and of the buffers of sampling."""
 
 
 def before(runner: Any, buffers: Buffers, batch: Batch) -> Launches:
@@ -54,10 +52,23 @@ def before(runner: Any, buffers: Buffers, batch: Batch) -> Launches:
     return Launches(launch, captures=True)
 
 
-def after(runner: Any, buffers: Buffers, batch: Batch, hidden: Tensor) -> Launches:
+def gathered(runner: Any, hidden: Tensor, room: Tensor) -> Tensor:
+    """The logits [n, V] of hidden [n, C] bf16, on several GPUs; in `room` where they fit.
+
+    The only collectives of a step are those in the model's FULL graph and the all-gather of `compute_logits`, in this
+    order and with the same rows on vLLM's path. So each rank decides for itself which steps it replays, and one whose
+    path or capture fails goes on beside the others. That needs graphs of ours without collectives: while NCCL records
+    one, it may register the buffers with its peers, which then must record the same graph.
+    """
+    logits: Tensor = runner.model.compute_logits(hidden)
+    return room[: len(logits)].copy_(logits) if len(logits) <= len(room) else logits
+
+
+def after(runner: Any, buffers: Buffers, batch: Batch, given: Tensor) -> Launches:
     """Logits, the sampled token of each request, its way into vLLM's states and into the ring.
 
-    hidden: [n, C] bf16, the first rows of the buffer that the model's graphs write.
+    given: hidden states [n, C] bf16, the first rows of the buffer that the model's graphs write; on several GPUs what
+    `gathered` returns.
     """
     parts, states, have = vllm.parts(), runner.req_states, batch.inputs
     count, rows = batch.count, buffers.rows[: batch.count]
@@ -67,7 +78,7 @@ def after(runner: Any, buffers: Buffers, batch: Batch, hidden: Tensor) -> Launch
     processed, *_, some_k, some_p, _ = batch.sampling
 
     def launch() -> None:
-        logits = runner.model.compute_logits(hidden)
+        logits = runner.model.compute_logits(given) if buffers.logits is None else given
         sampled, _ = buffers.sampler.sample(
             logits,
             rows,

@@ -14,14 +14,14 @@ from vllm_gptoss.engine.choose import vllm_config as describe
 from vllm_gptoss.fallback import UnavailableError
 
 
-def check_configuration(config: Any, wish: str = "auto") -> bool:
-    """True if a `VllmConfig` allows the short way. Called before the weights are loaded.
+def check_configuration(config: Any, wish: str = "auto", here: device.Device | None = None) -> bool:
+    """True if a `VllmConfig` allows the short way. Called before the weights are loaded. here: the GPU, else detected.
 
     Raises:
         ChoiceError: wish is `gptoss`, and the configuration does not allow it.
         UnavailableError: the configuration does not allow it.
     """
-    choice = choose.runner(device.detect(), describe.configuration(config), wish)
+    choice = choose.runner(here or device.detect(), describe.configuration(config), wish)
     if choice.value != "gptoss":
         raise UnavailableError(choice.reason)
     return True

@@ -3,7 +3,7 @@
 vLLM prepares every step from scratch: about seven launches, five copies and their Python objects before the graph of
 the model, and about twelve launches to sample. While the same requests decode, only the tokens change. This runner then
 launches two small graphs around vLLM's FULL graph of the model, and one event. It updates vLLM's states on the GPU and
-on the host as vLLM does, so each step may run either way.
+on the host as vLLM does, so each step may run either way. On several GPUs, each rank has such a runner.
 """
 
 from __future__ import annotations
@@ -160,8 +160,11 @@ class ShortWay:
     def sample(self, taken: Taken) -> StepOutput:
         """Launches the rest of a step."""
         batch, turn = taken.batch, self.turn
+        given, room = taken.hidden, self.buffers.logits
+        if room is not None:
+            given = captured_steps.gathered(self.runner, given, room)
         made = self.graphs.work(("after", batch.count, batch.sampling))
-        made.run(self.graphs, lambda: captured_steps.after(self.runner, self.buffers, batch, taken.hidden))
+        made.run(self.graphs, lambda: captured_steps.after(self.runner, self.buffers, batch, given))
         self.events[turn].record()
         self.turn = (turn + 1) % RING
         tokens = self.buffers.ring.np[turn, : batch.count]

@@ -18,6 +18,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from vllm_gptoss import fallback
 from vllm_gptoss._vllm import runner as vllm
+from vllm_gptoss.engine.runner import slices
 
 NEVER = 2**62
 """Sentinel larger than any step number: vLLM skips a running request if its next decode step is later."""
@@ -150,6 +151,8 @@ class GptOssScheduler(AsyncScheduler):
             UnavailableError: the cache has groups of other kinds.
         """
         is_plain, self.kv_cache_manager = self._is_plain(), quick(self.kv_cache_manager)
+        if self.parallel_config.world_size > 1:  # the workers are other processes; they log a failure
+            slices.ask_short()
         self.has_short_way = is_plain
 
     def _is_plain(self) -> bool:
@@ -273,9 +276,8 @@ class GptOssScheduler(AsyncScheduler):
         new = [blocks.get(name) for name in names] if blocks else [None] * len(names)
         known.new_block_ids = new + known.new_block_ids
         known.num_computed_tokens = [request.num_computed_tokens for request in ready] + known.num_computed_tokens
-        known.num_output_tokens = [
-            len(request._output_token_ids) + request.num_output_placeholders for request in ready
-        ] + known.num_output_tokens
+        made = [len(request._output_token_ids) + request.num_output_placeholders for request in ready]
+        known.num_output_tokens = made + known.num_output_tokens
 
     def _count(self, step: Any, ready: list[Any]) -> None:
         """As `_update_after_schedule`, of the scheduler and of the asynchronous one, for a token of each request."""
