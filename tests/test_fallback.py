@@ -73,7 +73,7 @@ def vllm_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_path.worker, "tensor_parallel_rank", lambda: 0)
     monkeypatch.setattr(fused_path.worker, "is_last_pipeline_rank", lambda: True)
     monkeypatch.setattr(nvrtc, "at_once", lambda loads: None)
-    monkeypatch.setattr(step, "Step", lambda tensors, eps, element: SimpleNamespace(compile=lambda: None))
+    monkeypatch.setattr(step, "Step", lambda tensors, eps, element, ranks: SimpleNamespace(compile=lambda: None))
     monkeypatch.setattr(one_token.OneToken, "__call__", lambda self, x, *_: (x, x))
     monkeypatch.setattr(layer_upto16, "layer", lambda tensors, cache, requests, positions, x, *_, **__: (x, x))
     monkeypatch.setattr(layer_upto512, "layer", lambda tensors, experts, cache, requests, positions, x, *_: (x, x))

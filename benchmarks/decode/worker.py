@@ -163,14 +163,21 @@ def _runner(engine: Any, prompt: int) -> Callable[[int, int], float]:
     from vllm import SamplingParams
 
     def run(batch: int, tokens: int) -> float:
-        """Seconds for `tokens` greedy tokens to each of `batch` random prompts, the same in every run."""
+        """Seconds for `tokens` greedy tokens to each of `batch` random prompts, the same in every run.
+
+        Raises:
+            RuntimeError: a request got fewer, as beyond `max_model_len`: its time per token would be wrong.
+        """
         random = np.random.default_rng(batch)
         prompts = [{"prompt_token_ids": random.integers(0, 190_000, prompt).tolist()} for _ in range(batch)]
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         engine.collective_rpc(traces.synchronize)
         begin = time.perf_counter()
-        engine.generate(prompts, params, use_tqdm=False)
-        return time.perf_counter() - begin
+        answers = engine.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - begin
+        if (least := min(len(answer.outputs[0].token_ids) for answer in answers)) < tokens:
+            raise RuntimeError(f"a request got {least} of {tokens} tokens")
+        return seconds
 
     return run
 

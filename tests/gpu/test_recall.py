@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -87,6 +88,12 @@ CONNECTORS: dict[str, dict[str, Any]] = {
 }
 """FOLDER: a new one for each engine. vLLM's example takes caches of one kind only."""
 
+OLDER: dict[str, dict[str, Any]] = {
+    "prefixes from the cache": {"enable_prefix_caching": True},
+    "prompts in chunks": {"max_num_batched_tokens": 64, "max_num_seqs": 32},
+}
+"""Options of the engines that run the kernels of GPUs before Hopper."""
+
 SITUATIONS = {
     "one, 8, 32, 256 and all at once": Situation(ALL, (1, 1, 8, 32, "short", 256, None), {"max_num_seqs": 256}),
     "only FULL graphs": Situation(ALL, (1, 8, 64, "short"), graphs("FULL")),
@@ -163,9 +170,18 @@ SITUATIONS = {
     "layers upstream": Situation(EXPERTS_ONLY, (1, 64), wish(layers="upstream")),
     "experts upstream": Situation(NOTHING, (1, 64), wish(experts="upstream", layers="upstream")),
     "stock": Situation({}, (1, 64), environ={"VLLM_PLUGINS": "none"}),
+    **{
+        f"as an A100, {name}": Situation(
+            EXPERTS_ONLY,
+            (1, 8, 64, "short"),
+            {"attention_backend": "TRITON_ATTN", **wish(experts="gptoss", layers="attention"), **more},
+            {"GPTOSS_TEST_ARCH": "sm80"},
+        )
+        for name, more in OLDER.items()
+    },
     "two GPUs": Situation(TWO_GPUS, (1, 64), {"tensor_parallel_size": 2}, gpus=2),
     "two GPUs, layers asked for": Situation(
-        SIX_LAUNCHES,
+        ALL,
         (1, 8, 24, "short", 256),
         {"tensor_parallel_size": 2, "max_num_seqs": 256, **wish(layers="gptoss")},
         gpus=2,
@@ -272,6 +288,15 @@ def test_decode_steps_without_transfers_took_the_short_way(name: str, results: d
     steps = results[name]["job"]["steps"]
     assert steps["gptoss"] > 50, steps
     assert steps["upstream"] > 3, f"no step with a prompt or a transfer: {steps}"
+
+
+@pytest.mark.parametrize("name", [name for name in SITUATIONS if "A100" in name])
+def test_the_kernels_of_older_gpus_are_chosen_and_keep_running(name: str, results: dict[str, jobs.Results]) -> None:
+    results[name].rounds("job")
+    log = results[name].log("job")
+    assert "experts: gptoss (asked for" in log, log[-3000:]
+    assert "layers: attention (asked for" in log, log[-3000:]
+    assert not re.search(r"(attention|experts): upstream from here on|attention of vLLM.s layers", log), log[-3000:]
 
 
 def test_the_files_of_a_start_are_there() -> None:

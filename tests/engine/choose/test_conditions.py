@@ -213,7 +213,7 @@ def test_several_gpus_take_kernels_around_the_products_where_asked_for() -> None
 def test_what_was_measured_with_several_gpus_becomes_the_default_by_its_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    two, parts = of(tensor_parallel=2), {"host_ranks": (1, 2), "many_tokens_ranks": (1, 2)}
+    two, parts = of(tensor_parallel=2), {"host_ranks": (1, 2), "push_ranks": (1, 2)}
     decided = [lambda: choose.runner(H200, two), lambda: choose.many_tokens(H200, two), lambda: choose.all_reduce(two)]
     assert [decide().value for decide in decided] == ["upstream"] * 3
     monkeypatch.setattr(measured, "SM90", replace(measured.SM90, **parts))

@@ -215,12 +215,11 @@ def test_ranks_agree_on_the_largest_step_and_on_who_sums(
     assert lines(said) == ([f"layers: vLLM's all-reduce ({why})"] if why else [])
 
 
-@pytest.mark.parametrize(("wish", "push"), [("gptoss", "push"), ("auto", None)])
 @pytest.mark.parametrize("alike", [True, False])
-def test_one_launch_of_all_ranks_has_their_memory_where_other_steps_sum_by_vllms(
-    path: fused_path.FusedPath, monkeypatch: pytest.MonkeyPatch, wish: str, push: str | None, alike: bool
+def test_one_launch_of_all_ranks_has_their_memory_where_their_kernels_are_alike(
+    path: fused_path.FusedPath, monkeypatch: pytest.MonkeyPatch, alike: bool
 ) -> None:
-    """Each was measured with other numbers of GPUs. Ranks whose kernels differ would wait for one another."""
+    """Ranks whose kernels differ would wait for one another."""
     joined: list[str] = []
     plan, other = SimpleNamespace(received_bytes=64), SimpleNamespace(received_bytes=32)
     one: Any = SimpleNamespace(step=SimpleNamespace(plan=plan), join=joined.append)
@@ -228,8 +227,7 @@ def test_one_launch_of_all_ranks_has_their_memory_where_other_steps_sum_by_vllms
     monkeypatch.setattr(fused_path.worker, "gathered", lambda item: [item, (16, plan if alike else other)])
     monkeypatch.setattr(fused_path.worker, "tensor_parallel_rank", lambda: 0)
     path.deployment = Deployment(GPT_OSS_20B, tensor_parallel=2)
-    path.places, path.one_token, path.wish = [a_place()], one, wish
+    path.places, path.one_token, path.wish = [a_place()], one, "gptoss"
     path.connect()
-    assert joined == ["push"] * alike
+    assert (joined, path.push) == (["push"] * alike, "push")
     assert path.one_token is (one if alike else None)
-    assert path.push == push

@@ -56,10 +56,9 @@ def one_token(device: Device, deployment: Deployment, wish: str = "auto") -> Cho
     wish: that of the layers. More GPUs than were measured require `gptoss`.
     """
     choice = _pick("one token", families.of(device).one_token, device, deployment, "auto")
-    ranks = deployment.tensor_parallel
-    if choice.value == bands.ONE_LAUNCH and ranks not in measured.SM90.one_launch_ranks and wish != "gptoss":
-        return Choice(bands.SIX_LAUNCHES, f"never run by us with {ranks} GPUs; layers=gptoss tries it")
-    return choice
+    summed = all_reduce(deployment, wish)
+    several = choice.value == bands.ONE_LAUNCH and summed.value == bands.UPSTREAM
+    return Choice(bands.SIX_LAUNCHES, summed.reason) if several else choice
 
 
 def many_tokens(device: Device, deployment: Deployment, wish: str = "auto") -> Choice[str]:
@@ -78,7 +77,7 @@ def all_reduce(deployment: Deployment, wish: str = "auto") -> Choice[str]:
     wish: that of the layers. More GPUs than were measured require `gptoss`.
     """
     ranks = deployment.tensor_parallel
-    if ranks not in measured.SM90.many_tokens_ranks and wish != "gptoss":
+    if ranks not in measured.SM90.push_ranks and wish != "gptoss":
         return Choice(bands.UPSTREAM, f"never run by us with {ranks} GPUs; layers=gptoss tries it")
     if deployment.pipeline_parallel > 1:
         return Choice(bands.UPSTREAM, "a pipeline shares the model: never run by us")

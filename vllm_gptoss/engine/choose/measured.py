@@ -22,10 +22,9 @@ class Measured:
     """Most tokens of one request in steps of 17 to 512 tokens, with drafts one more than those."""
     host_ranks: tuple[int, ...]
     """Sizes of a tensor-parallel group whose decode steps the plugin's runner and scheduler prepare."""
-    one_launch_ranks: tuple[int, ...]
-    """The same, whose steps of one token are one launch a rank."""
-    many_tokens_ranks: tuple[int, ...]
-    """The same, whose fused layers sum by push, and run decode steps of 17 to 512 tokens."""
+    push_ranks: tuple[int, ...]
+    """The same, where ranks sum by stores into each other's memory: one launch for one token, decode steps of 17 to 512
+    tokens."""
 
 
 SM90: Final = Measured(
@@ -37,6 +36,5 @@ SM90: Final = Measured(
     host_kv_connectors=("OffloadingConnector",),  # decode-h200-options-2026-11-29.json
     tokens_per_request=4,  # drafts-120b-h200-2026-11-28.json
     host_ranks=(1,),
-    one_launch_ranks=(1,),
-    many_tokens_ranks=(1,),
+    push_ranks=(1,),
 )

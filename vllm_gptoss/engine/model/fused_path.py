@@ -129,25 +129,23 @@ class FusedPath:
         ranks = self.deployment.tensor_parallel
         if ranks == 1:
             return
-        one = self.one_token
-        agreed = worker.gathered((self.most, one and one.step.plan))
+        agreed = worker.gathered((self.most, self.one_token and self.one_token.step.plan))
         self.most = min(most for most, _ in agreed)
-        if one is None or any(plan != one.step.plan for _, plan in agreed):
-            self.one_token = one = None
-        weight, rank = self.places[0].tensors.out_weight, worker.tensor_parallel_rank()
-        choice, also = choose.all_reduce(self.deployment, self.wish), one.step.plan.received_bytes if one else 0
+        if any(plan != agreed[0][1] for _, plan in agreed):
+            self.one_token = None
+        one, weight, rank = self.one_token, self.places[0].tensors.out_weight, worker.tensor_parallel_rank()
+        choice = choose.all_reduce(self.deployment, self.wish)
         try:
-            if one is None and choice.value == bands.UPSTREAM:
+            if choice.value == bands.UPSTREAM:
                 raise UnavailableError(choice.reason)
             where = (weight.device.index or 0, rank, ranks, weight.shape[0])
-            push = all_reduce.connect(*where, worker.gathered, also)
+            self.push = all_reduce.connect(*where, worker.gathered, one.step.plan.received_bytes if one else 0)
         except UnavailableError as error:
             self.one_token = None
             _vllm.init_logger("vllm.gptoss").info("layers: vLLM's all-reduce (%s)", error)
             return
-        self.push = None if choice.value == bands.UPSTREAM else push
         if one:
-            one.join(push)
+            one.join(self.push)
 
     def _reduce(self, tokens: int) -> layer_upto16.Reduce | None:
         """Sums over the ranks in a step of so many tokens, the same function on all of them; None on one GPU."""
