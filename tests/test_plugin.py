@@ -377,14 +377,14 @@ def test_ranks_are_decided_once_for_workers_and_scheduler(
     monkeypatch.setattr(fallback, "fits", lambda part, name: True)
     monkeypatch.setattr(plugin, "_shorten_start", lambda config: None)
     config = vllm_configs.config(
-        parallel_config=vllm_configs.parallel(tensor_parallel_size=2, world_size=2),
+        parallel_config=vllm_configs.parallel(tensor_parallel_size=4, world_size=4),
         device_config=SimpleNamespace(device_type="cuda"),
         compilation_config=vllm_configs.compilation(),
         additional_config={"gptoss": {"host": host}},
     )
     with pytest.raises(ChoiceError, match="use host=auto") if wanted is None else nullcontext():
         assert plugin._wants_runner(config) is wanted
-    why = {"sm90": "never compared with vLLM's runner with 2 GPUs; host=gptoss tries it", "sm100": "made for sm_90"}
+    why = {"sm90": "never compared with vLLM's runner with 4 GPUs; host=gptoss tries it", "sm100": "made for sm_90"}
     ours = [line for line in lines(said) if line.startswith("host: ")]
     assert [why[architecture] in line for line in ours] == [True] * (host == "auto")
 

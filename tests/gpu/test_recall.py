@@ -43,8 +43,7 @@ LAYERS = LIKE_20B.layers
 WINDOW = LIKE_20B.window
 ALL = {"fused_layers": LAYERS, "one_launch": LAYERS, "many_tokens": LAYERS, "own_experts": LAYERS}
 SIX_LAUNCHES = ALL | {"one_launch": 0}
-TWO_GPUS = SIX_LAUNCHES | {"many_tokens": 0}
-EXPERTS_ONLY = TWO_GPUS | {"fused_layers": 0}
+EXPERTS_ONLY = SIX_LAUNCHES | {"many_tokens": 0, "fused_layers": 0}
 NOTHING = EXPERTS_ONLY | {"own_experts": 0}
 
 
@@ -179,13 +178,7 @@ SITUATIONS = {
         )
         for name, more in OLDER.items()
     },
-    "two GPUs": Situation(TWO_GPUS, (1, 64), {"tensor_parallel_size": 2}, gpus=2),
-    "two GPUs, layers asked for": Situation(
-        ALL,
-        (1, 8, 24, "short", 256),
-        {"tensor_parallel_size": 2, "max_num_seqs": 256, **wish(layers="gptoss")},
-        gpus=2,
-    ),
+    "two GPUs": Situation(ALL, (1, 8, 24, "short", 256), {"tensor_parallel_size": 2, "max_num_seqs": 256}, gpus=2),
 }
 """Two GPUs: an engine of several processes; the rest runs in one."""
 

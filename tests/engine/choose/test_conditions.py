@@ -115,6 +115,7 @@ def test_what_was_run_on_a_gpu_is_the_default(changes: dict[str, Any]) -> None:
 ONE_TOKEN = [
     ({"auxiliary_states": True}, "draft model"),
     ({"tensor_parallel": 8}, "8 query heads are too few for 132 multiprocessors"),
+    ({"tensor_parallel": 4}, "never run by us with 4 GPUs; layers=gptoss tries it"),
     ({"tensor_parallel": 2, "layers": 23}, "alternates between 23 layers"),
     ({"pipeline_parallel": 2}, "a pipeline"),
     ({"own_experts": False}, "another backend runs the experts, or maps them"),
@@ -138,7 +139,7 @@ def test_one_gpu_takes_one_launch_and_kernels_around_the_products(model: Any) ->
 
 
 MANY_TOKENS = [
-    ({"tensor_parallel": 2}, "never run by us with 2 GPUs; layers=gptoss tries it"),
+    ({"tensor_parallel": 4}, "never run by us with 4 GPUs; layers=gptoss tries it"),
     ({"pipeline_parallel": 2}, "a pipeline shares the model"),
     ({"own_experts": False}, "another backend runs the experts, or maps them"),
     ({"hidden": 2900}, "2900 columns are not a multiple of 64"),
@@ -169,7 +170,9 @@ RUNNER = [
         {"drafts": "eagle3", "draft_tokens": 3},
         {"kv_connectors": ("OffloadingConnector", "NixlConnector")},
         {"kv_connectors": ("NixlConnector", "LMCacheConnectorV1", "LMCacheMPConnector")},
-        {"tensor_parallel": 2},
+        {"tensor_parallel": 2, "kv_connectors": ("OffloadingConnector",)},
+        {"tensor_parallel": 2, "drafts": "eagle3", "draft_tokens": 3},
+        {"tensor_parallel": 4},
         {"tensor_parallel": 8},
     ],
     ids=str,
@@ -213,11 +216,13 @@ def test_several_gpus_take_kernels_around_the_products_where_asked_for() -> None
 def test_what_was_measured_with_several_gpus_becomes_the_default_by_its_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    two, parts = of(tensor_parallel=2), {"host_ranks": (1, 2), "push_ranks": (1, 2)}
-    decided = [lambda: choose.runner(H200, two), lambda: choose.many_tokens(H200, two), lambda: choose.all_reduce(two)]
-    assert [decide().value for decide in decided] == ["upstream"] * 3
-    monkeypatch.setattr(measured, "SM90", replace(measured.SM90, **parts))
-    assert [decide().value for decide in decided] == ["gptoss", "around cuBLAS", "push"]
+    two, four = of(tensor_parallel=2), of(tensor_parallel=4)
+    parts = (choose.runner, choose.many_tokens, choose.one_token)
+    ours = ["gptoss", "around cuBLAS", "one launch"]
+    assert [part(H200, two).value for part in parts] == ours
+    assert [part(H200, four).value for part in parts] == ["upstream", "upstream", "six launches"]
+    monkeypatch.setattr(measured, "SM90", replace(measured.SM90, host_ranks=(1, 4), push_ranks=(1, 4)))
+    assert [part(H200, four).value for part in parts] == ours
 
 
 EXPERTS = [

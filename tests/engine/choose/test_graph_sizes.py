@@ -54,7 +54,7 @@ def test_several_gpus_have_fewer_sizes_where_their_runner_is_asked_for(monkeypat
         {"model_config": EAGER},
         {"speculative_config": THREE_DRAFTS},
         {"lora_config": SimpleNamespace()},
-        {"parallel_config": parallel(tensor_parallel_size=2)},
+        {"parallel_config": parallel(tensor_parallel_size=4)},
         {"kv_transfer_config": transfer("ExampleConnector")},
         {"additional_config": {"gptoss": {"layers": "upstream"}}},
     ],

@@ -183,7 +183,7 @@ def test_every_kernel_of_the_path_is_compiled_before_the_first_step(monkeypatch:
         ("gptoss", 512, "", ["push"]),
         ("gptoss", 512, "rank 1: no peer access", [None]),
         ("gptoss", 16, "", ["push"]),
-        ("auto", 16, "never run by us with 2 GPUs; layers=gptoss tries it", []),
+        ("auto", 16, "never run by us with 4 GPUs; layers=gptoss tries it", []),
     ],
 )
 def test_ranks_agree_on_the_largest_step_and_on_who_sums(
@@ -207,7 +207,7 @@ def test_ranks_agree_on_the_largest_step_and_on_who_sums(
     monkeypatch.setattr(fused_path.all_reduce, "connect", connected)
     monkeypatch.setattr(fused_path.worker, "gathered", lambda item: [item, (theirs, item[1])])
     monkeypatch.setattr(fused_path.worker, "tensor_parallel_rank", lambda: 0)
-    path.deployment = Deployment(GPT_OSS_20B, tensor_parallel=2)
+    path.deployment = Deployment(GPT_OSS_20B, tensor_parallel=4)
     path.places, path.most, path.wish = [a_place()], 512, wish
     with heard(caplog, logging.INFO) as said:
         path.connect()

@@ -35,6 +35,6 @@ SM90: Final = Measured(
     kv_connectors=("ExampleConnector", "OffloadingConnector"),
     host_kv_connectors=("OffloadingConnector",),  # decode-h200-options-2026-11-29.json
     tokens_per_request=4,  # drafts-120b-h200-2026-11-28.json
-    host_ranks=(1,),
-    push_ranks=(1,),
+    host_ranks=(1, 2),
+    push_ranks=(1, 2),  # decode-2xh200-2026-11-29.json
 )

@@ -106,25 +106,19 @@ class StepPlan:
         return self.ring + self.staged + self.sums
 
     @property
-    def part_bytes(self) -> int:
-        """Of a value of the down projection's parts."""
-        return 4 if self.shape.ranks == 1 else 2
-
-    @property
     def zero_bytes(self) -> int:
         """Size of `Zeros` of step.cu."""
         shape, kv_heads = self.shape, self.shape.query_heads // GROUP
         logits = 8 * (4 if shape.experts <= 32 else 1) * (shape.experts + 4)
         early = 2 * 2 * HEAD * (shape.query_heads + kv_heads)
-        late = 2 * shape.hidden + ACTIVE * (2 * shape.intermediate + self.part_bytes * shape.hidden)
+        part = 4 if shape.ranks == 1 else 2
+        late = 2 * shape.hidden + ACTIVE * (2 * shape.intermediate + part * shape.hidden)
         return 256 + 2 * (logits + early + late)
 
     @property
     def received_bytes(self) -> int:
         """Size of `Received` of step.cu; 0 for one rank."""
-        if self.shape.ranks == 1:
-            return 0
-        return 2 * self.shape.ranks * self.shape.hidden * (4 + ACTIVE * self.part_bytes)
+        return 2 * self.shape.ranks * self.shape.hidden * (4 + 2 * ACTIVE) if self.shape.ranks > 1 else 0
 
     @property
     def macros(self) -> dict[str, int | str]:

@@ -18,11 +18,8 @@ import torch
 from vllm_gptoss._vllm import runner as vllm
 
 RING = 4
-"""Rows of pinned memory that sampled tokens go to in turn; two steps are under way at most.
-
-Of several GPUs, vLLM reads the first rank's output only, and schedules the third step after the first has arrived. The
-rows of the other ranks are written and never read.
-"""
+"""Rows of pinned memory that sampled tokens go to in turn; two steps are under way at most. Of several GPUs, vLLM reads
+the first rank's rows only."""
 LOGITS_BYTES = 128 * 2**20
 """Maximum memory of a graph's logits. vLLM's memory profile does not include it."""
 PARAMETERS = ("temperature", "seeds", "top_k", "top_p", "min_p")

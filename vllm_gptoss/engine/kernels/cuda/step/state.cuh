@@ -37,9 +37,9 @@ constexpr int Q_CHUNK = 4 * Q_PITCH, O_CHUNK = 2 * O_PITCH;
 constexpr int UP_CHUNK = 4 * HB * 128 + HB * 64, DOWN_CHUNK = 4 * IB * 128 + IB * 64;
 constexpr int BARS = 16;  // chunks in the ring at most
 // Chunks on their way at most: with more, small loads wait behind them for microseconds. Of several
-// ranks' smaller chunks, as many bytes.
+// ranks the dense weights have twice as long to arrive (docs/kernels/experiments.md).
 __device__ constexpr u32 ahead(u32 chunk) {
-  return RANKS == 1 ? 2u : 2u * UP_CHUNK / chunk < BARS ? 2u * UP_CHUNK / chunk : BARS - 1;
+  return RANKS == 1 || chunk == UP_CHUNK || chunk == O_CHUNK ? 2 : chunk == DOWN_CHUNK ? 3 : 1;
 }
 // Of the logits' sums: atomics on one address follow one another.
 constexpr int REPLICAS = EXPERTS <= 32 ? 4 : 1;
