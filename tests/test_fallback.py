@@ -278,6 +278,27 @@ def test_a_rank_whose_neighbour_stepped_aside_does_so_too(
         assert lines(said) == ["layers: upstream from here on (another rank stepped aside)"]
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 17])
+def test_a_fault_of_one_rank_ends_the_engine_where_its_peers_wait_for_it(
+    vllm_model: None, monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    """The peers poll for its addends: vLLM's layers on this rank alone would leave them waiting."""
+    monkeypatch.setattr(fused_path.FusedPath, "connect", lambda self: setattr(self, "push", object()))
+    for where in ("one_token:OneToken.__call__", "layer_upto16:layer", "layer_upto512:layer"):
+        planted.plant(f"vllm_gptoss.engine.model.{where}", monkeypatch.setattr)
+    with pytest.raises(RuntimeError, match=planted.MESSAGE):
+        serve("auto", tokens)
+
+
+def test_a_weight_that_moved_on_one_rank_disables_the_layers_on_all(
+    vllm_model: None, monkeypatch: pytest.MonkeyPatch, said: pytest.LogCaptureFixture
+) -> None:
+    answers = iter([True, True, False])  # at the start, once prepared, at the second step
+    monkeypatch.setattr(fallback.worker, "all_ranks", lambda yes: yes and next(answers))
+    assert serve("auto") == ["ours", "upstream"]
+    assert lines(said) == ["layers: upstream from here on (another rank stepped aside)"]
+
+
 def test_what_is_meant_to_end_the_start_does() -> None:
     with pytest.raises(RuntimeError, match=planted.MESSAGE):
         fallback.attempt("checkpoint check", "auto", planted.fail, meant=(RuntimeError,))

@@ -210,7 +210,9 @@ def test_several_gpus_take_kernels_around_the_products_where_asked_for() -> None
         assert choose.many_tokens(H200, of(tensor_parallel=ranks), "gptoss").value == "around cuBLAS"
         assert choose.all_reduce(of(tensor_parallel=ranks), "gptoss").value == "push"
     assert choose.tokens_per_request(H200, of(draft_tokens=3, tensor_parallel=2), "gptoss").value == 4
-    assert choose.all_reduce(of(tensor_parallel=2, pipeline_parallel=2), "gptoss").value == "upstream"
+    for changes in ({"pipeline_parallel": 2}, {"custom_all_reduce": False}):
+        assert choose.all_reduce(of(tensor_parallel=2, **changes), "gptoss").value == "upstream"
+        assert choose.one_token(H200, of(tensor_parallel=2, **changes), "gptoss").value == "six launches"
 
 
 def test_what_was_measured_with_several_gpus_becomes_the_default_by_its_numbers(

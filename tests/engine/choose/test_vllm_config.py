@@ -30,7 +30,8 @@ def test_a_plain_server_is_described_by_its_model_alone() -> None:
     found = describe.configuration(config())
     assert found.model == GPT_OSS_20B
     assert found.device_type == "cpu"
-    assert replace(found, device_type="cuda", piecewise_graphs=False, graphs=True) == describe.Deployment(GPT_OSS_20B)
+    on_a_gpu = {"device_type": "cuda", "piecewise_graphs": False, "graphs": True, "custom_all_reduce": True}
+    assert replace(found, **on_a_gpu) == describe.Deployment(GPT_OSS_20B)
 
 
 def test_graphs_for_steps_without_adapters_are_needed() -> None:
@@ -46,6 +47,8 @@ def test_graphs_for_steps_without_adapters_are_needed() -> None:
         ({"parallel_config": parallel(data_parallel_size=4)}, "data_parallel", 4),
         ({"parallel_config": parallel(decode_context_parallel_size=2)}, "decode_context_parallel", 2),
         ({"parallel_config": parallel(prefill_context_parallel_size=2)}, "prefill_context_parallel", 2),
+        ({"parallel_config": parallel(disable_custom_all_reduce=False)}, "custom_all_reduce", True),
+        ({"parallel_config": parallel(disable_custom_all_reduce=True)}, "custom_all_reduce", False),
         ({"parallel_config": parallel(enable_expert_parallel=True)}, "expert_parallel", True),
         ({"parallel_config": parallel(enable_dbo=True)}, "micro_batches", True),
         ({"lora_config": SimpleNamespace()}, "lora", True),

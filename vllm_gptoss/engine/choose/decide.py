@@ -81,6 +81,8 @@ def all_reduce(deployment: Deployment, wish: str = "auto") -> Choice[str]:
         return Choice(bands.UPSTREAM, f"never run by us with {ranks} GPUs; layers=gptoss tries it")
     if deployment.pipeline_parallel > 1:
         return Choice(bands.UPSTREAM, "a pipeline shares the model: never run by us")
+    if not deployment.custom_all_reduce:
+        return Choice(bands.UPSTREAM, "--disable-custom-all-reduce was given")
     return Choice("push", "each rank stores its addend into its peers' memory")
 
 

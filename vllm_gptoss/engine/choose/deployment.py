@@ -47,6 +47,7 @@ class Deployment:
     data_parallel: int = 1
     decode_context_parallel: int = 1
     prefill_context_parallel: int = 1
+    custom_all_reduce: bool = True
     expert_parallel: bool = False
     sequence_parallel: bool = False
     micro_batches: bool = False

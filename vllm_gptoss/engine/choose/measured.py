@@ -23,8 +23,7 @@ class Measured:
     host_ranks: tuple[int, ...]
     """Sizes of a tensor-parallel group whose decode steps the plugin's runner and scheduler prepare."""
     push_ranks: tuple[int, ...]
-    """The same, where ranks sum by stores into each other's memory: one launch for one token, decode steps of 17 to 512
-    tokens."""
+    """The same, where ranks sum by stores into each other's memory, in decode steps of up to 512 tokens."""
 
 
 SM90: Final = Measured(

@@ -26,6 +26,7 @@ def configuration(config: Any) -> Deployment:
         data_parallel=parallel.data_parallel_size,
         decode_context_parallel=parallel.decode_context_parallel_size,
         prefill_context_parallel=parallel.prefill_context_parallel_size,
+        custom_all_reduce=not parallel.disable_custom_all_reduce,
         expert_parallel=parallel.enable_expert_parallel,
         sequence_parallel=parallel.use_sequence_parallel_moe and config.lora_config is None,
         micro_batches=parallel.use_ubatching,

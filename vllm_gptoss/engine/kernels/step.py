@@ -189,11 +189,8 @@ def compile_for(shape: Shape, device: int) -> None:
 
 
 class Step:
-    """The layers of a model in order, or a rank's share of them. element: of their caches.
-
-    Of several `ranks`, each has the addresses of all ranks' `Received`, as it maps them, in `received`, and its own
-    number in `rank` before the first call.
-    """
+    """The layers of a model in order, or a rank's share of them. element: of their caches. Before a rank's first call
+    `rank` is its number and `received` has the addresses of all ranks' `Received`, as it maps them."""
 
     rank = 0
     received: Sequence[int] = (0,)

@@ -140,12 +140,11 @@ class FusedPath:
                 raise UnavailableError(choice.reason)
             where = (weight.device.index or 0, rank, ranks, weight.shape[0])
             self.push = all_reduce.connect(*where, worker.gathered, one.step.plan.received_bytes if one else 0)
+            if one:
+                one.join(self.push)
         except UnavailableError as error:
             self.one_token = None
             _vllm.init_logger("vllm.gptoss").info("layers: vLLM's all-reduce (%s)", error)
-            return
-        if one:
-            one.join(self.push)
 
     def _reduce(self, tokens: int) -> layer_upto16.Reduce | None:
         """Sums over the ranks in a step of so many tokens, the same function on all of them; None on one GPU."""

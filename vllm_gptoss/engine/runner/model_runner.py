@@ -160,9 +160,8 @@ class ShortWay:
     def sample(self, taken: Taken) -> StepOutput:
         """Launches the rest of a step."""
         batch, turn = taken.batch, self.turn
-        given, room = taken.hidden, self.buffers.logits
-        if room is not None:
-            given = captured_steps.gathered(self.runner, given, room)
+        room = self.buffers.logits
+        given = taken.hidden if room is None else captured_steps.gathered(self.runner, taken.hidden, room)
         made = self.graphs.work(("after", batch.count, batch.sampling))
         made.run(self.graphs, lambda: captured_steps.after(self.runner, self.buffers, batch, given))
         self.events[turn].record()
