@@ -102,6 +102,20 @@ class Recorded(one_token.OneToken):
         self.asked.append((list(groups), [cache.data_ptr() for cache in caches]))
 
 
+def test_a_rank_stores_into_each_peer_where_that_one_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Third of four ranks: `push.others` are the addresses as this process maps them, in the order of the ranks."""
+    given: list[Any] = []
+    module = SimpleNamespace(kernel=lambda *_: lambda grid, threads, arguments: given.extend(arguments))
+    monkeypatch.setattr(step.nvrtc, "load", lambda *_: module)
+    monkeypatch.setattr(step, "multiprocessors", lambda device: 132)
+    path = one_token.OneToken([place(), place(window=0)], ranks=4)
+    path.join(SimpleNamespace(rank=2, others=[100, 101, 102, 103]))  # type: ignore[arg-type]
+    row, requests = torch.zeros(1, 2880), place().requests(context(1))
+    path.step(row, None, torch.zeros(1), [requests], torch.zeros(1))
+    (args,) = given
+    assert (args.rank, args.received, list(args.peers)) == (2, 102, [103, 100, 101, 0, 0, 0, 0])
+
+
 def metadata(rows: int) -> Any:
     return SimpleNamespace(
         block_table=torch.zeros(1, rows, dtype=torch.int32),

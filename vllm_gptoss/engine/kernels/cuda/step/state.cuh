@@ -36,8 +36,8 @@ constexpr int Q_PITCH = C * 2 + 16, O_PITCH = Q * 2 + 16;
 constexpr int Q_CHUNK = 4 * Q_PITCH, O_CHUNK = 2 * O_PITCH;
 constexpr int UP_CHUNK = 4 * HB * 128 + HB * 64, DOWN_CHUNK = 4 * IB * 128 + IB * 64;
 constexpr int BARS = 16;  // chunks in the ring at most
-// Chunks on their way at most: with more, small loads wait behind them for microseconds. Of several
-// ranks the dense weights have twice as long to arrive (docs/kernels/experiments.md).
+// Chunks on their way at most: with more, small loads wait behind them for microseconds. A rank has
+// fewer dense weights to read in the same time (docs/kernels/experiments.md).
 __device__ constexpr u32 ahead(u32 chunk) {
   return RANKS == 1 || chunk == UP_CHUNK || chunk == O_CHUNK ? 2 : chunk == DOWN_CHUNK ? 3 : 1;
 }
