@@ -44,6 +44,18 @@ def attempt(part: str, wish: str, do: Callable[[], T], meant: tuple[type[Excepti
         return None
 
 
+def or_end(part: str, ranks: int, do: Callable[[], T]) -> T:
+    """The result of `do`. Of several ranks, one whose `do` raises ends its process: vLLM would only log an exception of
+    a rank other than the first, and its peers would wait, or take its next step's values for this one's."""
+    try:
+        return do()
+    except Exception as error:
+        if ranks == 1:
+            raise
+        _vllm.init_logger("vllm.gptoss").exception("%s: this rank ends, because its peers wait for it", part)
+        raise SystemExit(f"{part}: {_reason(error)}") from error
+
+
 def fits(part: str, name: str) -> bool:
     """Whether the installed vLLM has the definitions of `name` in `compatibility.PARTS`; logs a difference once.
 

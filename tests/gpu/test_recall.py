@@ -178,6 +178,12 @@ SITUATIONS = {
         )
         for name, more in OLDER.items()
     },
+    "two GPUs, vLLM's all-reduce": Situation(
+        SIX_LAUNCHES | {"many_tokens": 0},
+        (1, 64),
+        {"tensor_parallel_size": 2, "disable_custom_all_reduce": True},
+        gpus=2,
+    ),
     "two GPUs": Situation(ALL, (1, 8, 24, "short", 256), {"tensor_parallel_size": 2, "max_num_seqs": 256}, gpus=2),
 }
 """Two GPUs: an engine of several processes; the rest runs in one."""

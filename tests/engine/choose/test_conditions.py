@@ -116,7 +116,7 @@ ONE_TOKEN = [
     ({"auxiliary_states": True}, "draft model"),
     ({"tensor_parallel": 8}, "8 query heads are too few for 132 multiprocessors"),
     ({"tensor_parallel": 4}, "never run by us with 4 GPUs; layers=gptoss tries it"),
-    ({"tensor_parallel": 2, "layers": 23}, "alternates between 23 layers"),
+    ({"tensor_parallel": 2, "layers": 23}, "23 layers: several ranks take an even number"),
     ({"pipeline_parallel": 2}, "a pipeline"),
     ({"own_experts": False}, "another backend runs the experts, or maps them"),
     ({"active_experts": 2}, "not 4 experts a token"),
@@ -213,6 +213,9 @@ def test_several_gpus_take_kernels_around_the_products_where_asked_for() -> None
     for changes in ({"pipeline_parallel": 2}, {"custom_all_reduce": False}):
         assert choose.all_reduce(of(tensor_parallel=2, **changes), "gptoss").value == "upstream"
         assert choose.one_token(H200, of(tensor_parallel=2, **changes), "gptoss").value == "six launches"
+    assert choose.one_token(H200, of(custom_all_reduce=False)).value == "one launch", "one GPU sums nothing"
+    assert choose.many_tokens(H200, of(custom_all_reduce=False)).value == "around cuBLAS"
+    assert choose.tokens_per_request(H200, of(draft_tokens=3, tensor_parallel=2)).value == 1, "never run"
 
 
 def test_what_was_measured_with_several_gpus_becomes_the_default_by_its_numbers(

@@ -34,10 +34,13 @@ def test_a_plain_server_captures_fewer_sizes(monkeypatch: pytest.MonkeyPatch) ->
     assert chosen(monkeypatch, compilation_config=mode), "vLLM's own mode"
 
 
-def test_several_gpus_have_fewer_sizes_where_their_runner_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    two = {"parallel_config": parallel(tensor_parallel_size=2), "additional_config": {"gptoss": {"host": "gptoss"}}}
-    assert chosen(monkeypatch, **two)
-    assert chosen(monkeypatch, speculative_config=THREE_DRAFTS, **two) is None
+def test_more_gpus_have_fewer_sizes_where_layers_and_runner_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen(monkeypatch, parallel_config=parallel(tensor_parallel_size=2)), "measured"
+    four, asked = {"parallel_config": parallel(tensor_parallel_size=4)}, {"layers": "gptoss", "host": "gptoss"}
+    for wishes, fewer in (({}, False), ({"layers": "gptoss"}, False), (asked, True)):
+        assert bool(chosen(monkeypatch, additional_config={"gptoss": wishes}, **four)) == fewer, wishes
+    given = {"additional_config": {"gptoss": asked}, "speculative_config": THREE_DRAFTS}
+    assert chosen(monkeypatch, **given, **four) is None
 
 
 @pytest.mark.parametrize(

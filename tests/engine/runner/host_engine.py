@@ -162,6 +162,7 @@ class Engine:
         vars(self.short_way).update(
             runner=self.runner, buffers=HostBuffers(self.runner), graphs=HostGraphs(), batch=None,
             events=[SimpleNamespace(record=lambda: None)] * RING, turn=0, has_failed=False, has_begun=False,
+            ranks=ranks,
         )  # fmt: skip
         self.length: dict[str, int] = {}
         self.token: dict[str, int] = {}

@@ -150,6 +150,17 @@ def test_a_failure_after_vllms_states_have_the_step_is_raised(engine: Engine) ->
         engine.short_way.take(engine.step(["a", "b"]))
 
 
+@pytest.mark.parametrize(("ranks", "ends"), [(1, AttributeError), (2, SystemExit)])
+def test_one_of_several_ranks_ends_its_process_then(engine: Engine, ranks: int, ends: type[BaseException]) -> None:
+    """vLLM only logs an exception of a rank other than the first."""
+    runner: Any = object.__new__(GptOssModelRunner)
+    runner.short_way, engine.short_way.ranks = engine.short_way, ranks
+    engine.length |= dict.fromkeys(("a", "b"), 4 * SIZE)
+    engine.short_way.buffers.add_blocks = engine.short_way.buffers.fill_blocks = fails
+    with pytest.raises(ends, match="moved"):
+        runner.execute_model(engine.step(["a", "b"]))
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_where_a_graph_cannot_be_had_steps_are_launched(engine: Engine, fails: bool) -> None:
     graphs = engine.short_way.graphs

@@ -81,7 +81,7 @@ def all_reduce(deployment: Deployment, wish: str = "auto") -> Choice[str]:
         return Choice(bands.UPSTREAM, f"never run by us with {ranks} GPUs; layers=gptoss tries it")
     if deployment.pipeline_parallel > 1:
         return Choice(bands.UPSTREAM, "a pipeline shares the model: never run by us")
-    if not deployment.custom_all_reduce:
+    if ranks > 1 and not deployment.custom_all_reduce:
         return Choice(bands.UPSTREAM, "--disable-custom-all-reduce was given")
     return Choice("push", "each rank stores its addend into its peers' memory")
 
@@ -99,8 +99,9 @@ def tokens_per_request(device: Device, deployment: Deployment, wish: str = "auto
         return Choice(1, layers.reason)
     if drafts >= most:
         return Choice(1, f"{drafts} drafts are more than {most - 1}")
-    if drafts >= measured.SM90.tokens_per_request and wish != "gptoss":
-        return Choice(1, f"never run by us with {drafts} drafts; layers=gptoss tries it")
+    several = " on several GPUs" * (deployment.tensor_parallel > 1)
+    if (several or drafts >= measured.SM90.tokens_per_request) and wish != "gptoss":
+        return Choice(1, f"never run by us with {drafts} drafts{several}; layers=gptoss tries it")
     return Choice(1 + drafts, f"drafts among them: {drafts}")
 
 

@@ -75,7 +75,7 @@ def unsupported(shape: Shape, sms: int = MULTIPROCESSORS) -> str | None:
     if (shape.query_heads + 2 * shape.query_heads // GROUP) * 8 < sms:  # a unit of q, k and v for each
         return f"{shape.query_heads} query heads are too few for {sms} multiprocessors"
     if shape.ranks > 1 and shape.layers % 2:
-        return f"what peers wrote alternates between {shape.layers} layers and the next step's"
+        return f"{shape.layers} layers: several ranks take an even number"
     if shape.hidden > MAX_HIDDEN or shape.query_heads > GROUP * min(sms, 64):
         return f"hidden size {shape.hidden} with {shape.query_heads} query heads is too large"
     made = plan(shape, sms)

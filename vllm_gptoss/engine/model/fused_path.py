@@ -61,6 +61,7 @@ class FusedPath:
 
     def __init__(self, model: Any, deployment: choose.Deployment, per_request: int = 1, wish: str = "auto") -> None:
         self.model, self.deployment, self.per_request, self.wish = model.model, deployment, per_request, wish
+        self.ranks = deployment.tensor_parallel
         self.places: list[Place] = []
         self.one_token: one_token.OneToken | None = None
         self.push: all_reduce.PushAllReduce | None = None
@@ -126,29 +127,30 @@ class FusedPath:
 
         Without it vLLM's all-reduce runs, on all ranks. A collective: every rank is prepared.
         """
-        ranks = self.deployment.tensor_parallel
-        if ranks == 1:
+        if self.ranks == 1:
             return
+        say = _vllm.init_logger("vllm.gptoss").info
         agreed = worker.gathered((self.most, self.one_token and self.one_token.step.plan))
         self.most = min(most for most, _ in agreed)
         if any(plan != agreed[0][1] for _, plan in agreed):
             self.one_token = None
+            say("layers: six launches each for one token too (not all ranks have the same kernel)")
         one, weight, rank = self.one_token, self.places[0].tensors.out_weight, worker.tensor_parallel_rank()
         choice = choose.all_reduce(self.deployment, self.wish)
         try:
             if choice.value == bands.UPSTREAM:
                 raise UnavailableError(choice.reason)
-            where = (weight.device.index or 0, rank, ranks, weight.shape[0])
+            where = (weight.device.index or 0, rank, self.ranks, weight.shape[0])
             self.push = all_reduce.connect(*where, worker.gathered, one.step.plan.received_bytes if one else 0)
             if one:
                 one.join(self.push)
         except UnavailableError as error:
-            self.one_token = None
-            _vllm.init_logger("vllm.gptoss").info("layers: vLLM's all-reduce (%s)", error)
+            self.one_token, self.most = None, MAX_TOKENS
+            say("layers: vLLM's all-reduce (%s)", error)
 
     def _reduce(self, tokens: int) -> layer_upto16.Reduce | None:
         """Sums over the ranks in a step of so many tokens, the same function on all of them; None on one GPU."""
-        if self.deployment.tensor_parallel == 1:
+        if self.ranks == 1:
             return None
         return self.push if self.push and self.push.fits(tokens) else lambda x, _: worker.all_reduce(x)
 

@@ -60,8 +60,8 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
         few = self._few_for(tokens)
         if few is None:
             return None
-        if few.push is not None:  # peers wait for this rank's addends: a fault ends the engine, with its reason
-            return few(*step)
+        if few.ranks > 1:
+            return fallback.or_end("layers", few.ranks, lambda: few(*step))
         if tokens > MAX_TOKENS:  # `layers=gptoss` requests only the others
             out = fallback.attempt("layers of many tokens", "auto", lambda: few(*step))
             if out is None:
@@ -86,7 +86,8 @@ class GptOssForCausalLM(UpstreamGptOssForCausalLM):
             self.is_prepared = True
             keep_scratch(self, few.places)
             return few if few.could_take(tokens) else None  # what is prepared may take less than was thought
-        if not fallback.together("layers", bool(fallback.attempt("layers", wish, few.check_addresses))):
+        here = fallback.or_end("layers", few.ranks, lambda: fallback.attempt("layers", wish, few.check_addresses))
+        if not fallback.together("layers", bool(here)):
             self.fused_path = None
         return self.fused_path
 

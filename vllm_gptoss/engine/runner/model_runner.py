@@ -42,7 +42,7 @@ class ShortWay:
     """The tensors and graphs of one runner, and the batch that decodes."""
 
     def __init__(self, runner: Any) -> None:
-        self.runner = runner
+        self.runner, self.ranks = runner, runner.parallel_config.tensor_parallel_size
         self.buffers = Buffers(runner)
         self.graphs = Graphs(runner.device, captured_steps.MEMORY)
         self.batch: Batch | None = None
@@ -214,9 +214,10 @@ class GptOssModelRunner(GPUModelRunner):
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """As upstream: runs the model, `sample_tokens` gives the tokens."""
         self.taken = None
-        if self.short_way is not None:
+        short, is_dummy = self.short_way, bool(kwargs.get("dummy_run"))
+        if short is not None:
             with torch.inference_mode():
-                self.taken = self.short_way.take(scheduler_output, bool(kwargs.get("dummy_run")))
+                self.taken = fallback.or_end("host", short.ranks, lambda: short.take(scheduler_output, is_dummy))
             if self.taken is not None:
                 return None
         return super().execute_model(scheduler_output, *args, **kwargs)
@@ -242,10 +243,11 @@ class GptOssModelRunner(GPUModelRunner):
         taken, self.taken = self.taken, None
         if taken is None:
             return super().sample_tokens(grammar_output)
-        assert self.short_way is not None
+        short = self.short_way
+        assert short is not None
         if grammar_output is None and taken.batch.sampling is not None:
             with torch.inference_mode():
-                return self.short_way.sample(taken)
+                return fallback.or_end("host", short.ranks, lambda: short.sample(taken))
         # Drafts, logprobs, penalties and the like: vLLM's own sampling, of the batch as it knows one.
         taken.batch.count_tokens(self.req_states.num_computed_tokens_np)
         self.execute_model_state = vllm.parts().ExecuteModelState(

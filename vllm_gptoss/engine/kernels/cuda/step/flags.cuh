@@ -32,13 +32,13 @@ __device__ __forceinline__ void count_look(u32& looks) {
   if (RANKS > 1) __assertfail("a rank's values came in time", "step.cu", __LINE__, "step", 1);
   __trap();
 }
-// Stores into this place of every peer.
 __device__ __forceinline__ void store_sys(u8* p, float v) {
   asm volatile("st.relaxed.sys.global.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory");
 }
 __device__ __forceinline__ void store_sys(u8* p, bf16 v) {
   asm volatile("st.relaxed.sys.global.u16 [%0], %1;" ::"l"(p), "h"(v) : "memory");
 }
+// Stores into this place of every peer.
 template <class T> __device__ __forceinline__ void push(const Args& a, const T* here, T v) {
 #pragma unroll
   for (int i = 0; i < RANKS - 1; ++i) store_sys(a.peers[i] + ((const u8*)here - a.received), v);
