@@ -45,8 +45,8 @@ def attempt(part: str, wish: str, do: Callable[[], T], meant: tuple[type[Excepti
 
 
 def or_end(part: str, ranks: int, do: Callable[[], T]) -> T:
-    """The result of `do`. Of several ranks, one whose `do` raises ends its process: vLLM would only log an exception of
-    a rank other than the first, and its peers would wait, or take its next step's values for this one's."""
+    """The result of `do`. If `do` raises on one of several ranks, ends the process: vLLM only logs an exception of a
+    rank other than the first, and the peers would wait for this step's values, or take those of the next step."""
     try:
         return do()
     except Exception as error:

@@ -83,7 +83,7 @@ def _wants_runner(config: Any) -> bool:
         fallback.log("host", fallback.UnavailableError(why))
     if settings.host == "gptoss" and why:
         raise ChoiceError(f"host=gptoss cannot run here: {why}; use host=auto")
-    if wanted and config.parallel_config.world_size > 1:  # a single worker decides by itself
+    if wanted and config.parallel_config.world_size > 1:  # a single worker decides when it starts
         from vllm_gptoss.engine.choose.device import Device
         from vllm_gptoss.engine.runner import eligibility
 

@@ -220,7 +220,7 @@ def test_ranks_agree_on_the_largest_step_and_on_who_sums(
 def test_one_launch_of_all_ranks_has_their_memory_where_their_kernels_are_alike(
     path: fused_path.FusedPath, monkeypatch: pytest.MonkeyPatch, alike: bool
 ) -> None:
-    """Ranks whose kernels differ would wait for one another."""
+    """Ranks with different kernels would wait for one another."""
     joined: list[str] = []
     plan, other = SimpleNamespace(received_bytes=64), SimpleNamespace(received_bytes=32)
     one: Any = SimpleNamespace(step=SimpleNamespace(plan=plan), join=joined.append)

@@ -187,8 +187,8 @@ def test_each_batch_samples_by_what_its_own_requests_asked_for(engine: Engine, m
 def test_on_several_gpus_every_step_gathers_its_own_logits_outside_our_graphs(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
-    """A replayed graph reads them at one address. If a graph contained the collective, the peers of a rank whose
-    capture failed might wait. room: for a graph's logits; without it steps are launched."""
+    """A replayed graph reads them at one address. If a graph contained the collective, the peers might wait after a
+    failed capture of one rank. room: for a graph's logits; without it steps are launched."""
     del engine
     inside: list[bool] = []
     gathered: list[bool] = []

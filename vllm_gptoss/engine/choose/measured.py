@@ -21,7 +21,7 @@ class Measured:
     tokens_per_request: int
     """Most tokens of one request in steps of 17 to 512 tokens, with drafts one more than those."""
     host_ranks: tuple[int, ...]
-    """Sizes of a tensor-parallel group whose decode steps the plugin's runner and scheduler prepare."""
+    """Sizes of a tensor-parallel group for which the plugin's runner and scheduler prepare decode steps."""
     push_ranks: tuple[int, ...]
     """The same, where ranks sum by stores into each other's memory, in decode steps of up to 512 tokens."""
 

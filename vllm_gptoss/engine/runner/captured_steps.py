@@ -52,23 +52,23 @@ def before(runner: Any, buffers: Buffers, batch: Batch) -> Launches:
     return Launches(launch, captures=True)
 
 
-def gathered(runner: Any, hidden: Tensor, room: Tensor) -> Tensor:
+def gather_logits(runner: Any, hidden: Tensor, room: Tensor) -> Tensor:
     """The logits [n, V] of hidden [n, C] bf16, on several GPUs; in `room` where they fit.
 
     The only collectives of a step are those in the model's FULL graph and the all-gather of `compute_logits`, in this
-    order and with the same rows on vLLM's path. So each rank decides for itself which steps it replays, and one whose
-    path or capture fails goes on beside the others. That needs graphs of ours without collectives: while NCCL records
-    one, it may register the buffers with its peers, which then must record the same graph.
+    order and with the same rows on vLLM's path. So a rank may replay a step that another rank does not, for example
+    after a failed capture. The plugin's graphs contain no collective: while NCCL records one, it may register the
+    buffers with the peers, and the peers then must record the same graph.
     """
     logits: Tensor = runner.model.compute_logits(hidden)
     return room[: len(logits)].copy_(logits) if len(logits) <= len(room) else logits
 
 
-def after(runner: Any, buffers: Buffers, batch: Batch, given: Tensor) -> Launches:
+def after(runner: Any, buffers: Buffers, batch: Batch, hidden: Tensor, gathered: Tensor | None = None) -> Launches:
     """Logits, the sampled token of each request, its way into vLLM's states and into the ring.
 
-    given: hidden states [n, C] bf16, the first rows of the buffer that the model's graphs write; on several GPUs what
-    `gathered` returns.
+    hidden: [n, C] bf16, the first rows of the buffer that the model's graphs write; gathered: on several GPUs their
+    logits.
     """
     parts, states, have = vllm.parts(), runner.req_states, batch.inputs
     count, rows = batch.count, buffers.rows[: batch.count]
@@ -78,7 +78,7 @@ def after(runner: Any, buffers: Buffers, batch: Batch, given: Tensor) -> Launche
     processed, *_, some_k, some_p, _ = batch.sampling
 
     def launch() -> None:
-        logits = runner.model.compute_logits(given) if buffers.logits is None else given
+        logits = runner.model.compute_logits(hidden) if gathered is None else gathered
         sampled, _ = buffers.sampler.sample(
             logits,
             rows,

@@ -160,10 +160,10 @@ class ShortWay:
     def sample(self, taken: Taken) -> StepOutput:
         """Launches the rest of a step."""
         batch, turn = taken.batch, self.turn
-        room = self.buffers.logits
-        given = taken.hidden if room is None else captured_steps.gathered(self.runner, taken.hidden, room)
+        hidden, room = taken.hidden, self.buffers.logits
+        logits = None if room is None else captured_steps.gather_logits(self.runner, hidden, room)
         made = self.graphs.work(("after", batch.count, batch.sampling))
-        made.run(self.graphs, lambda: captured_steps.after(self.runner, self.buffers, batch, given))
+        made.run(self.graphs, lambda: captured_steps.after(self.runner, self.buffers, batch, hidden, logits))
         self.events[turn].record()
         self.turn = (turn + 1) % RING
         tokens = self.buffers.ring.np[turn, : batch.count]

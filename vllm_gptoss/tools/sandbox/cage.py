@@ -25,7 +25,7 @@ ETC_NETWORK = ("resolv.conf", "ssl/certs", "ca-certificates", "services", "gai.c
 
 
 def etc_files(allow_network: bool) -> dict[str, str]:
-    """Texts of the files in /etc that a cage has of its own, by name."""
+    """Texts of the files in /etc that a cage replaces, by name."""
     return {
         "passwd": f"root:x:0:0::/nonexistent:/bin/false\nsandbox:x:{INSIDE_ID}:{INSIDE_ID}::{TMP}:/bin/sh\n",
         "group": f"root:x:0:\nsandbox:x:{INSIDE_ID}:\n",

@@ -29,9 +29,10 @@
 //
 // With tensor parallelism every rank launches it for its share of the weights, and RANKS > 1.
 // Blocks of one index own the same rows of `out` on all ranks: each stores its partial sums into
-// its peers' memory and adds theirs, so all ranks compute the same h and logits. The parts of
-// `down` are stored into the peers' memory as well. Values are flags there too. What peers wrote is
-// zeroed by this rank, a layer later, before the peers can know that it goes on: `clear_received`.
+// its peers' memory and adds the peers' sums, so all ranks compute the same h and logits. The parts
+// of `down` are stored into the peers' memory as well. Values are flags there too. What peers wrote
+// is zeroed by this rank, a layer later, before the peers can know that it goes on:
+// `clear_received`.
 //
 // Macros set by the host (engine/kernels/step.py): LAYERS; GRID; RING bytes; HB, QB, IB blocks of
 // 64 of hidden, query heads, intermediate; EXPERTS, ACTIVE; SKU, SKD column pairs in the scale

@@ -2,8 +2,8 @@
 // not +0. Sums of all blocks count their contributors.
 //
 // Offers: flagged (what is written), look16, whole and settle (16 bytes of bf16 or floats),
-// add_fixed and settle_fixed (fixed-point sums), push and over_ranks (other ranks' memory),
-// count_look (ends the process's work on the GPU after SPIN_LIMIT looks). Barriers: none.
+// add_fixed and settle_fixed (fixed-point sums), push and over_ranks (other ranks' memory), poll
+// and count_look (ends the process's work on the GPU after SPIN_LIMIT looks). Barriers: none.
 #include "state.cuh"
 
 // Values as flags. +0 means "not there yet", so a zero is written as -0.
@@ -31,6 +31,12 @@ __device__ __forceinline__ void count_look(u32& looks) {
   if (++looks <= SPIN_LIMIT) return;
   if (RANKS > 1) __assertfail("a rank's values came in time", "step.cu", __LINE__, "step", 1);
   __trap();
+}
+// Calls `look` until it is true.
+template <class Look> __device__ __forceinline__ void poll(const Look& look) {
+  u32 looks = 0;
+  do count_look(looks);
+  while (!look());
 }
 __device__ __forceinline__ void store_sys(u8* p, float v) {
   asm volatile("st.relaxed.sys.global.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory");
@@ -96,11 +102,8 @@ template <int N>
 __device__ __forceinline__ void settle_fixed(
     long long (&sum)[N], const unsigned long long* const (&at)[N]) {
   unsigned long long v[N][REPLICAS];
-  u32 looks = 0;
-  bool there;
-  do {
-    count_look(looks);
-    there = true;
+  poll([&] {
+    bool there = true;
 #pragma unroll
     for (int i = 0; i < N; ++i)
 #pragma unroll
@@ -110,7 +113,8 @@ __device__ __forceinline__ void settle_fixed(
 #pragma unroll
       for (int r = 0; r < REPLICAS; ++r)
         there &= (int)(v[i][r] >> 56) == (GRID - r + REPLICAS - 1) / REPLICAS;
-  } while (!there);
+    return there;
+  });
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     sum[i] = -((long long)GRID << 47);

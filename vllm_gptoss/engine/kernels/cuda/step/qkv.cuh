@@ -71,8 +71,7 @@ __device__ __forceinline__ void add8(float (&f)[8], const int4 (&v)[1]) {
 #pragma unroll
   for (int e = 0; e < 8; ++e) f[e] += more[e];
 }
-__device__ __forceinline__ bool whole_of(const float*, int4 v) { return whole32(v); }
-__device__ __forceinline__ bool whole_of(const bf16*, int4 v) { return whole(v); }
+__device__ __forceinline__ bool whole_parts(int4 v) { return RANKS == 1 ? whole32(v) : whole(v); }
 // The parts of rank r.
 __device__ __forceinline__ const Part* parts_of(const Args& a, int layer, int r) {
   const Part* own = zeros(a).late[layer & 1].parts[0];
@@ -87,11 +86,8 @@ __device__ __forceinline__ void mix8(float (&f)[8], const Args& a, int layer, in
 #pragma unroll
   for (int first = 0; first < RANKS; first += SIDE) {
     int4 v[SIDE][ACTIVE][WORDS] = {};
-    u32 looks = 0;
-    bool there;
-    do {
-      count_look(looks);
-      there = true;
+    poll([&] {
+      bool there = true;
 #pragma unroll
       for (int r = 0; r < SIDE; ++r) {
         const Part* from = parts_of(a, layer, first + r) + column;
@@ -99,16 +95,16 @@ __device__ __forceinline__ void mix8(float (&f)[8], const Args& a, int layer, in
         for (int k = 0; k < ACTIVE; ++k)
 #pragma unroll
           for (int h = 0; h < WORDS; ++h)
-            if (!whole_of(from, v[r][k][h]))
-              v[r][k][h] = look16((const u8*)(from + k * C) + 16 * h);
+            if (!whole_parts(v[r][k][h])) v[r][k][h] = look16((const u8*)(from + k * C) + 16 * h);
       }
 #pragma unroll
       for (int r = 0; r < SIDE; ++r)
 #pragma unroll
         for (int k = 0; k < ACTIVE; ++k)
 #pragma unroll
-          for (int h = 0; h < WORDS; ++h) there &= whole_of((const Part*)nullptr, v[r][k][h]);
-    } while (!there);
+          for (int h = 0; h < WORDS; ++h) there &= whole_parts(v[r][k][h]);
+      return there;
+    });
 #pragma unroll
     for (int r = 0; r < SIDE; ++r)
 #pragma unroll

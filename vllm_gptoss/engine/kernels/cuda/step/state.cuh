@@ -95,7 +95,7 @@ struct Args {
   float eps, scale, alpha, limit;
   const CacheScales* scales;  // E4m3: of the layers' caches
   u8* received;               // what peers write here: `Received`
-  u8* peers[7];               // theirs, from the next rank on
+  u8* peers[7];               // the peers' `Received`, from the next rank on
   int rank, unused;
 };
 
